@@ -1,0 +1,47 @@
+# make demo and make test are all a fresh machine with Python 3.11, make and git needs.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format lint types layers examples clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## create .venv and install everything into it
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: setup ## train, save, be killed, restore onto another mesh, train on
+	$(BIN)/python tools/demo.py
+
+test: setup ## every test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+format: setup ## rewrite the sources in the one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+layers: setup
+	$(BIN)/lint-imports
+
+examples: setup ## the code in README.md and docs/, run
+	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore=shardckpt/frameworks -p no:xdist
+
+check: lint types layers examples test ## exactly what CI runs
+
+clean: ## forget the environment and all caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,137 @@
+"""A box: a half-open n-dimensional index range, and what can be asked of many of them at once.
+
+One box is a `Box`, two tuples of ints. Many boxes are two int64 arrays of shape (n, ndim), `start` and
+`stop`, because planning code never loops over devices or chunks in Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.errors import OptionError
+
+__all__ = ["Box", "BoxArray", "distinct_boxes"]
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The indices i with `start[d] <= i[d] < stop[d]` in every dimension d.
+
+    >>> Box((0, 4), (2, 8)).shape
+    (2, 4)
+    >>> Box((0, 4), (2, 8)).overlap(Box((1, 0), (3, 6)))
+    Box(start=(1, 4), stop=(2, 6))
+    """
+
+    start: tuple[int, ...]
+    """First index, per dimension."""
+    stop: tuple[int, ...]
+    """One past the last index, per dimension; equal to `start` where the box is empty."""
+
+    def __post_init__(self) -> None:
+        """Refuse ranks that differ, negative starts and stops before starts."""
+        object.__setattr__(self, "start", tuple(int(i) for i in self.start))
+        object.__setattr__(self, "stop", tuple(int(i) for i in self.stop))
+        if len(self.start) != len(self.stop):
+            raise OptionError(f"Box: start has {len(self.start)} dimensions and stop has {len(self.stop)}; give both the same rank.")
+        for d, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
+            if not 0 <= a <= b:
+                raise OptionError(f"Box: 0 <= start <= stop must hold. Dimension {d}: start {a}, stop {b}.")
+
+    @classmethod
+    def full(cls, shape: tuple[int, ...]) -> Box:
+        """The box of a whole tensor of that shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.start)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent per dimension."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as a numpy index into the whole tensor."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def relative_to(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """The box as a numpy index into an array whose first element is the tensor's index `origin`."""
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, origin, strict=True))
+
+    def overlap(self, other: Box) -> Box | None:
+        """The common part, or None where there is none (an empty box overlaps nothing)."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether every index of `other` is in this box."""
+        return other.size == 0 or all(a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True))
+
+    def __str__(self) -> str:
+        """Numpy's notation, `[0:2, 4:8]`."""
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class BoxArray:
+    """n boxes of one rank."""
+
+    start: Index
+    """(n, ndim) int64."""
+    stop: Index
+    """(n, ndim) int64."""
+
+    def __len__(self) -> int:
+        """Number of boxes."""
+        return len(self.start)
+
+    def __getitem__(self, i: int) -> Box:
+        """Box i."""
+        return Box(tuple(self.start[i].tolist()), tuple(self.stop[i].tolist()))
+
+    @classmethod
+    def of(cls, boxes: list[Box], ndim: int) -> BoxArray:
+        """Collect boxes of `ndim` dimensions."""
+        start = np.array([b.start for b in boxes], np.int64).reshape(len(boxes), ndim)
+        stop = np.array([b.stop for b in boxes], np.int64).reshape(len(boxes), ndim)
+        return cls(start, stop)
+
+    def sizes(self) -> Index:
+        """(n,) elements per box."""
+        sizes: Index = np.prod(self.stop - self.start, axis=1, dtype=np.int64)
+        return sizes
+
+
+def distinct_boxes(boxes: BoxArray) -> tuple[BoxArray, Index]:
+    """Equal boxes once, without the empty ones, and where each input box went.
+
+    Returns the distinct non-empty boxes in order of their start, and an (n,) array with the position of each
+    input box among them, -1 for an empty one.
+    """
+    keep = (boxes.stop > boxes.start).all(axis=1)
+    rows = np.concatenate([boxes.start[keep], boxes.stop[keep]], axis=1)
+    where = np.full(len(boxes), -1, np.int64)
+    if boxes.start.shape[1] == 0:
+        where[keep] = 0
+        first = BoxArray(boxes.start[:1], boxes.stop[:1])
+        return first, where
+    unique, inverse = np.unique(rows, axis=0, return_inverse=True)
+    where[keep] = inverse.reshape(-1)
+    ndim = boxes.start.shape[1]
+    return BoxArray(unique[:, :ndim].copy(), unique[:, ndim:].copy()), where

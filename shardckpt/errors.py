@@ -1,0 +1,195 @@
+"""Everything shardckpt raises on purpose.
+
+```
+ShardckptError
+├── UrlError                 (ValueError)          "url"               not a place we can store to
+├── NotFoundError            (FileNotFoundError)   "not-found"         no committed checkpoint there
+│   └── UncommittedError                           "uncommitted"       an attempt that was never committed
+├── AlreadyExistsError       (FileExistsError)     "exists"            a committed checkpoint is there already
+├── FormatError              (ValueError)          "format"            not a record that this reader understands
+│   └── VersionError                               "version"           written by a newer major version
+├── CorruptionError          (ValueError)          "corrupt"           stored bytes are not what was written
+│   └── MissingDataError                           "missing-data"      stored bytes are gone
+├── MismatchError            (ValueError)          "mismatch"          the checkpoint is not what the caller asked for
+│   ├── NamesMismatchError                         "names"             missing or unexpected names
+│   ├── StructureMismatchError                     "structure"         same names, other containers or leaf kinds
+│   ├── ShapeMismatchError                         "shape"
+│   └── DtypeMismatchError                         "dtype"
+├── ShardingError            (ValueError)          "sharding"          a mesh, spec or OpSharding that cannot be
+├── LeafError                (TypeError)           "leaf"              a leaf that cannot be stored
+│   └── DtypeError                                 "unsupported-dtype" a dtype that cannot be stored
+├── OptionError              (ValueError)          "option"            an option that cannot be
+├── BudgetError              (ValueError)          "memory"            does not fit the memory limit
+├── CommitError              (RuntimeError)        "commit"            the attempt is not whole: nothing published
+├── StorageError             (OSError)             "storage"           the storage said no
+└── MissingExtraError        (ImportError)         "extra"             an optional dependency is not installed
+```
+
+Every message names the tensor and the file or url, says what was expected and what was found, and what
+to do next. `code` is stable: the command line maps it to `--json` output and to an exit status.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "AlreadyExistsError",
+    "BudgetError",
+    "CommitError",
+    "CorruptionError",
+    "DtypeError",
+    "DtypeMismatchError",
+    "FormatError",
+    "LeafError",
+    "MismatchError",
+    "MissingDataError",
+    "MissingExtraError",
+    "NamesMismatchError",
+    "NotFoundError",
+    "OptionError",
+    "ShapeMismatchError",
+    "ShardckptError",
+    "ShardingError",
+    "StorageError",
+    "StructureMismatchError",
+    "UncommittedError",
+    "UrlError",
+    "VersionError",
+]
+
+
+class ShardckptError(Exception):
+    """The root: `except ShardckptError` catches all that is raised on purpose."""
+
+    code: ClassVar[str] = "error"
+
+    def __str__(self) -> str:
+        # OSError and its kin format two arguments as "[Errno …]"; ours is always one sentence.
+        return str(self.args[0]) if self.args else self.code
+
+
+class UrlError(ShardckptError, ValueError):
+    """A url that names no place we can store to."""
+
+    code = "url"
+
+
+class NotFoundError(ShardckptError, FileNotFoundError):
+    """No committed checkpoint at that url."""
+
+    code = "not-found"
+
+
+class UncommittedError(NotFoundError):
+    """A save was begun there and never committed."""
+
+    code = "uncommitted"
+
+
+class AlreadyExistsError(ShardckptError, FileExistsError):
+    """A committed checkpoint is there already; `overwrite=True` replaces it."""
+
+    code = "exists"
+
+
+class FormatError(ShardckptError, ValueError):
+    """Metadata that this reader cannot make sense of, or whose digest does not agree."""
+
+    code = "format"
+
+
+class VersionError(FormatError):
+    """Written by a newer major version of the format."""
+
+    code = "version"
+
+
+class CorruptionError(ShardckptError, ValueError):
+    """Stored bytes are not the bytes that were written."""
+
+    code = "corrupt"
+
+
+class MissingDataError(CorruptionError):
+    """Stored bytes are gone."""
+
+    code = "missing-data"
+
+
+class MismatchError(ShardckptError, ValueError):
+    """The checkpoint does not hold what the caller asked for."""
+
+    code = "mismatch"
+
+
+class NamesMismatchError(MismatchError):
+    """Names that are missing from the checkpoint, or that nobody asked for."""
+
+    code = "names"
+
+
+class StructureMismatchError(MismatchError):
+    """The same name is another kind of container or leaf."""
+
+    code = "structure"
+
+
+class ShapeMismatchError(MismatchError):
+    """The same name has another shape."""
+
+    code = "shape"
+
+
+class DtypeMismatchError(MismatchError):
+    """The same name has another dtype, and `cast=True` was not given."""
+
+    code = "dtype"
+
+
+class ShardingError(ShardckptError, ValueError):
+    """A mesh, partition spec or OpSharding that contradicts itself or the tensor."""
+
+    code = "sharding"
+
+
+class LeafError(ShardckptError, TypeError):
+    """A leaf of the state that cannot be stored."""
+
+    code = "leaf"
+
+
+class DtypeError(LeafError):
+    """A dtype that cannot be stored."""
+
+    code = "unsupported-dtype"
+
+
+class OptionError(ShardckptError, ValueError):
+    """An option with a value that cannot be."""
+
+    code = "option"
+
+
+class BudgetError(ShardckptError, ValueError):
+    """What was asked for cannot be done within the memory limit."""
+
+    code = "memory"
+
+
+class CommitError(ShardckptError, RuntimeError):
+    """The attempt is not whole, so nothing was published."""
+
+    code = "commit"
+
+
+class StorageError(ShardckptError, OSError):
+    """The storage refused, or failed, an operation."""
+
+    code = "storage"
+
+
+class MissingExtraError(ShardckptError, ImportError):
+    """An optional dependency is not installed."""
+
+    code = "extra"
