@@ -1,0 +1,295 @@
+"""A committed checkpoint, open for reading.
+
+Opening reads the commit record and nothing else; host records and chunk tables follow when the first
+chunk is wanted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt import names as naming
+from shardckpt.box import Box, BoxArray
+from shardckpt.dtypes import DType
+from shardckpt.errors import FormatError, MissingDataError, NamesMismatchError, NotFoundError, ShapeMismatchError, ShardckptError, UncommittedError
+from shardckpt.io import index
+from shardckpt.io.commit import RECORD, read_host_record, read_table, zarr_documents
+from shardckpt.io.index_check import IndexCheck
+from shardckpt.io.reader import ChunkReader, Request
+from shardckpt.io.store import Store
+from shardckpt.io.table import ArrayChunks, merge_tables
+from shardckpt.io.url import parse
+from shardckpt.record import CheckpointRecord, HostRecord, TensorRecord, Tombstone, parse_checkpoint
+from shardckpt.sharding import Layout
+from shardckpt.tree import alias_map
+
+if TYPE_CHECKING:
+    from shardckpt.io.zarr_store import CheckpointStore
+
+__all__ = ["Checkpoint", "Damage", "TensorInfo", "VerifyReport", "open"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of one stored tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    layout: Layout | None
+    """How it was laid out when it was saved: a `Sharding` with mesh and spec, an `OpSharding`, or None (plain)."""
+    chunks: tuple[int, ...]
+    """Shape of a chunk (of the first piece)."""
+    num_chunks: int
+    nbytes: int
+    """Bytes of its elements."""
+    tied_names: tuple[str, ...]
+    """Other names of the same tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something that is not as it was written."""
+
+    tensor: str | None
+    """Name, or None where a metadata file is concerned."""
+    box: Box | None
+    """Index range of the tensor that is lost."""
+    file: str
+    """Relative to the checkpoint."""
+    reason: str
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What `Checkpoint.verify` found."""
+
+    chunks: int = 0
+    """Chunks compared with their checksums."""
+    bytes_read: int = 0
+    damage: list[Damage] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it was written."""
+        return not self.damage
+
+
+def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.open, as in gzip.open)
+    """Open a committed checkpoint for reading.
+
+    Raises:
+        NotFoundError: there is none (UncommittedError: a save was begun there and not finished).
+        FormatError: its record is damaged; VersionError: a newer format.
+    """
+    return Checkpoint(url)
+
+
+class Checkpoint:
+    """A committed checkpoint; everything is read-only."""
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        """Read the commit record; see `shardckpt.open`."""
+        self.location = parse(url)
+        self._store = Store.open(self.location)
+        self.record = _read_record(self._store)
+        self._place = self._store.sub(self.record.attempt)
+        self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.tree)}
+
+    @property
+    def tree(self) -> Any:
+        """The state's containers and small leaves, as a JSON document (docs/format.md)."""
+        return self.record.structure.tree
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the user gave to `SaveOptions(metadata=…)`."""
+        return self.record.metadata
+
+    def names(self) -> list[str]:
+        """Names of all tensors in tree order; then the further names of tied ones."""
+        return list(self._stored_name)
+
+    def tensor(self, name: str) -> TensorRecord:
+        """The record of a tensor, by any of its names.
+
+        Raises:
+            NamesMismatchError: there is no such tensor; says which name is nearest.
+        """
+        if name not in self._stored_name:
+            raise NamesMismatchError(f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}.")
+        return self.record.structure.tensors[self._stored_name[name]]
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, dtype, layout and chunks of a tensor."""
+        t = self.tensor(name)
+        return TensorInfo(
+            name=name,
+            shape=t.shape,
+            dtype=t.dtype,
+            layout=t.layout,
+            chunks=t.pieces[0].chunks,
+            num_chunks=t.num_chunks,
+            nbytes=t.nbytes,
+            tied_names=tuple(n for n, stored in self._stored_name.items() if stored == t.name and n != name),
+        )
+
+    def read(self, name: str, box: Box | None = None) -> NDArray[Any]:
+        """The elements of a tensor, or of a box of it, as a numpy array (ml_dtypes for bfloat16 and fp8).
+
+        Raises:
+            NamesMismatchError: no such tensor.
+            ShapeMismatchError: the box lies outside it.
+            CorruptionError: stored bytes are damaged or missing.
+        """
+        t = self.tensor(name)
+        box = Box.full(t.shape) if box is None else box
+        if box.ndim != len(t.shape) or not Box.full(t.shape).contains(box) or any(b > n for b, n in zip(box.stop, t.shape, strict=True)):
+            raise ShapeMismatchError(f"{name}: the box {box} lies outside its shape {t.shape} in {self.location}.")
+        out = np.empty(box.shape, t.dtype.storage)
+        self.reader.read([Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([box], box.ndim), [out])])
+        return out.view(t.dtype.numpy)
+
+    @cached_property
+    def reader(self) -> ChunkReader:
+        """Reads chunks by the hosts' tables, which are read now."""
+        files, arrays = merge_tables([read_table(self._place, host) for host in self._hosts()])
+        return self._reader(files, arrays)
+
+    def zarr_store(self) -> CheckpointStore:
+        """A read-only store for zarr-python 3: `zarr.open_group(ckpt.zarr_store(), mode="r")`, in either layout."""
+        from shardckpt.io.zarr_store import CheckpointStore
+
+        return CheckpointStore(self.record, self.reader)
+
+    def stock_spec(self, name: str) -> dict[str, Any]:
+        """The spec with which stock TensorStore opens the array of a tensor (its first piece)."""
+        return index.stock_spec(self.location, self.record.attempt, self.tensor(name).pieces[0].path, self.record.layout)
+
+    def stock_url(self, name: str) -> str:
+        """The same as a url, for people to paste."""
+        return index.stock_url(self.location, self.record.attempt, self.tensor(name).pieces[0].path, self.record.layout)
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read everything and compare it with what was written; nothing damaged stops it.
+
+        Args:
+            progress: called with chunks checked so far and in all.
+
+        Returns:
+            What was checked, and the damage: by tensor and index range for chunks, by file for metadata. Covers
+            every chunk, that each is in its place, the host records, the chunk tables, and what stock zarr
+            readers go by (the merged index, the zarr.json documents).
+        """
+        return _Verification(self, progress).run()
+
+    def _hosts(self) -> list[HostRecord]:
+        return [read_host_record(self._place, reference) for reference in self.record.hosts]
+
+    def _reader(self, files: list[str], arrays: Mapping[str, ArrayChunks]) -> ChunkReader:
+        return ChunkReader(self._place, files, arrays, compression=self.record.compression)
+
+    def __repr__(self) -> str:
+        """Url and size."""
+        return f"<shardckpt.Checkpoint {self.location} with {len(self.record.structure.tensors)} tensors>"
+
+
+class _Verification:
+    """One run of `verify`."""
+
+    def __init__(self, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None) -> None:
+        self.record = checkpoint.record
+        self.place = checkpoint._place  # noqa: SLF001  (verification is a part of the checkpoint, in a class of its own)
+        self.make_reader = checkpoint._reader  # noqa: SLF001
+        self.progress = progress or (lambda _done, _all: None)
+        self.report = VerifyReport()
+        self.lanes: list[str] = []
+
+    def run(self) -> VerifyReport:
+        """Metadata first, then all chunks, then what other readers go by."""
+        files, arrays = self._tables()
+        reader = self.make_reader(files, arrays)
+        tensors = list(self.record.structure.tensors.values())
+        total = sum(t.num_chunks for t in tensors)
+        done = 0
+        self.progress(0, total)
+        for some in _groups(tensors):
+            none = [Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([], len(t.shape)), []) for t in some]
+            reader.check(none, self._damaged_chunk)
+            done += sum(t.num_chunks for t in some)
+            self.progress(done, total)
+        self.report.chunks = total
+        self.report.bytes_read = reader.stats.bytes_read
+        self._index(files, arrays)
+        return self.report
+
+    def _tables(self) -> tuple[list[str], dict[str, ArrayChunks]]:
+        """All chunk tables that can be read, as one; the others are reported."""
+        tables = []
+        for reference in self.record.hosts:
+            file = reference.key
+            try:
+                host = read_host_record(self.place, reference)
+                file = host.table.key
+                self.lanes += host.lanes
+                tables.append(read_table(self.place, host))
+            except ShardckptError as e:
+                self._damaged_file(file, e)
+        try:
+            return merge_tables(tables) if tables else ([], {})
+        except FormatError as e:
+            self._damaged_file("hosts", e)
+            return [], {}
+
+    def _index(self, files: list[str], arrays: Mapping[str, ArrayChunks]) -> None:
+        """Compare what stock zarr readers go by with the record and the table."""
+        structure = self.record.structure
+        documents = zarr_documents(structure, self.record.compression)
+        pieces = {p.path: p for t in structure.tensors.values() for p in t.pieces}
+        check = IndexCheck(self.place, documents, pieces, files, arrays)
+        found = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
+        self.report.damage += [Damage(None, None, f"{self.record.attempt}/{file}", reason) for file, reason in found]
+
+    def _damaged_chunk(self, tensor: str, box: Box, file: str, error: ShardckptError) -> None:
+        self.report.damage.append(Damage(tensor, box, f"{self.record.attempt}/{file}", str(error)))
+
+    def _damaged_file(self, file: str, error: ShardckptError) -> None:
+        self.report.damage.append(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
+
+
+def _groups(tensors: Sequence[TensorRecord], limit: int = 512 << 20) -> list[list[TensorRecord]]:
+    """Consecutive tensors whose bytes are about `limit` together: how often progress is told."""
+    groups: list[list[TensorRecord]] = []
+    size = limit
+    for tensor in tensors:
+        if size >= limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    return groups
+
+
+def _read_record(store: Store) -> CheckpointRecord:
+    """The commit record, or the reason why there is none."""
+    try:
+        found = parse_checkpoint(store.read(RECORD), f"{store}/{RECORD}")
+    except MissingDataError:
+        found = None
+    if isinstance(found, CheckpointRecord):
+        return found
+    children = store.list_children("")
+    if isinstance(found, Tombstone):
+        raise NotFoundError(f"{store}: the checkpoint was deleted ({found.reason}).")
+    if any(store.list_children(f"{child}/records") or store.list_children(f"{child}/hosts") for child in children):
+        raise UncommittedError(f"{store}: a save was begun there and never committed; it holds no checkpoint. Look for an earlier one.")
+    inside = [child for child in children if store.exists(f"{child}/{RECORD}")]
+    hint = f"; did you mean {store}/{max(inside, key=naming.natural_key)}?" if inside else "."
+    raise NotFoundError(f"{store}: no checkpoint there{hint}")

@@ -1,0 +1,255 @@
+"""What a checkpoint holds, as a tree for people and as a flat list for programs.
+
+Cost is linear in the number of leaves: every layout is put into words once, whatever the number of its tensors, and
+the tree is walked without recursion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len
+
+from shardckpt.cli.layouts import mesh_text, spec_text
+from shardckpt.cli.screen import Cell, Screen
+from shardckpt.cli.text import count, file_size, shape_text, visible
+from shardckpt.errors import NamesMismatchError
+from shardckpt.leaves import describe
+from shardckpt.names import did_you_mean
+from shardckpt.sharding import Sharding
+from shardckpt.tree.document import Branch, Custom, Node, Small, Tensor, Tied, leaves_of, parse
+
+if TYPE_CHECKING:
+    from shardckpt.checkpoint import Checkpoint
+    from shardckpt.mesh import Mesh
+    from shardckpt.sharding import Layout
+
+__all__ = ["choose", "document", "find", "lines"]
+
+MOST_MESHES = 8
+MOST_METADATA = 20
+"""Lines of each that are shown to a person; --json has all."""
+
+
+def find(checkpoint: Checkpoint, name: str | None) -> Node:
+    """The place called `name` in the tree; None for the whole.
+
+    Raises:
+        NamesMismatchError: There is none.
+    """
+    stack = [parse(checkpoint.tree)]
+    if name is None:
+        return stack[0]
+    names = []
+    while stack:
+        node = stack.pop()
+        if node.name == name:
+            return node
+        names.append(node.name)
+        if isinstance(node, Branch):
+            stack.extend(node.children)
+    raise NamesMismatchError(f"{checkpoint.location}: nothing is called {name!r}{did_you_mean(name, names)}; `info` without a name lists all.")
+
+
+def choose(node: Node, wanted: Callable[[str], bool]) -> Node | None:
+    """The node without the leaves that are not wanted, and without containers that held only those."""
+    if not isinstance(node, Branch):
+        return node if wanted(node.name) else None
+    if not node.children:
+        return node if wanted(node.name) else None
+    kept = [(key, found) for key, child in zip(node.keys, node.children, strict=True) if (found := choose(child, wanted)) is not None]
+    return replace(node, keys=[key for key, _ in kept], children=[child for _, child in kept]) if kept else None
+
+
+# --- for programs ---------------------------------------------------------------------------------------------------
+
+
+def document(checkpoint: Checkpoint, node: Node | None) -> dict[str, Any]:
+    """Everything about a checkpoint, with the tensors and small leaves below `node`."""
+    record = checkpoint.record
+    structure = record.structure.to_json()
+    tensors, leaves = [], []
+    tied: dict[str, list[str]] = {}
+    for leaf in leaves_of(node) if node is not None else ():
+        if isinstance(leaf, Tied):
+            tied.setdefault(leaf.stored, []).append(leaf.name)
+        elif isinstance(leaf, Tensor):
+            t = record.structure.tensors[leaf.name]
+            tensors.append(
+                {
+                    "name": t.name,
+                    "shape": list(t.shape),
+                    "dtype": t.dtype.name,
+                    "bytes": t.nbytes,
+                    "chunk_shape": list(t.pieces[0].chunks),
+                    "chunks": t.num_chunks,
+                    "pieces": len(t.pieces),
+                    "sharding": structure["tensors"][t.name].get("sharding"),
+                    "tied": tied.setdefault(t.name, []),
+                }
+            )
+        else:
+            kind, value = _leaf(leaf)
+            leaves.append({"name": leaf.name, "kind": kind, "value": value})
+    return {
+        "url": str(checkpoint.location),
+        "attempt": record.attempt,
+        "created": record.created,
+        "writer": record.writer,
+        "layout": record.layout,
+        "compression": record.compression,
+        "hosts": len(record.hosts),
+        "totals": dict(record.totals),
+        "metadata": record.metadata,
+        "meshes": structure["meshes"],
+        "shardings": structure["shardings"],
+        "tensors": tensors,
+        "leaves": leaves,
+    }
+
+
+def _leaf(leaf: Small | Custom) -> tuple[str, str]:
+    """A small leaf's type and its value on a few characters."""
+    return describe(leaf.content, leaf.name) if isinstance(leaf, Small) else (leaf.type_name, "")
+
+
+# --- for people -----------------------------------------------------------------------------------------------------
+
+
+def lines(screen: Screen, checkpoint: Checkpoint, node: Node | None, *, depth: int | None = None, heading: bool = True) -> Iterator[str]:
+    """The checkpoint's facts, and the tree below `node`."""
+    if heading:
+        yield from _heading(screen, checkpoint)
+        yield ""
+    if node is None:
+        yield "nothing matches"
+        return
+    yield from _Tree(screen, checkpoint, node, depth).lines()
+
+
+def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
+    record = checkpoint.record
+    totals = record.totals
+    facts = [
+        ("checkpoint", visible(str(checkpoint.location))),
+        ("created", visible(f"{record.created.replace('T', ' ').replace('+00:00', ' UTC')} by {record.writer}")),
+        ("holds", f"{count(totals['tensors'], 'tensor')}, {file_size(totals['bytes'])}"),
+        (
+            "stored",
+            f"{record.layout}, {record.compression or 'not compressed'}, {count(len(record.hosts), 'host')}, "
+            f"{count(totals['chunks'], 'chunk')}, {file_size(totals['stored_bytes'])}",
+        ),
+    ]
+    meshes = list({id(mesh): mesh for mesh in _meshes(checkpoint)}.values())
+    facts += [("mesh", mesh_text(mesh)) for mesh in meshes[:MOST_MESHES]]
+    if len(meshes) > MOST_MESHES:
+        facts.append(("", f"… and {len(meshes) - MOST_MESHES:,} more"))
+    metadata = [f"{visible(key)} = {json.dumps(value, ensure_ascii=True)}" for key, value in record.metadata.items()]
+    facts += [("metadata" if i == 0 else "", line) for i, line in enumerate(metadata[:MOST_METADATA])]
+    if len(metadata) > MOST_METADATA:
+        facts.append(("", f"… and {len(metadata) - MOST_METADATA:,} more"))
+    yield from screen.rows([[Cell(what, "dim"), Cell(value)] for what, value in facts], (10, 0))
+
+
+def _meshes(checkpoint: Checkpoint) -> Iterator[Mesh]:
+    for tensor in checkpoint.record.structure.tensors.values():
+        if isinstance(tensor.layout, Sharding):
+            yield tensor.layout.mesh
+
+
+@dataclass(slots=True)
+class _Total:
+    """What lies below a container."""
+
+    tensors: int = 0
+    nbytes: int = 0
+
+
+class _Tree:
+    """A tree as lines: the guides and last components of names, and columns beside them."""
+
+    def __init__(self, screen: Screen, checkpoint: Checkpoint, root: Node, depth: int | None) -> None:
+        self.screen = screen
+        self.tensors = checkpoint.record.structure.tensors
+        self.root = root
+        self.depth = depth
+        self.spec_texts: dict[int, str] = {}
+        self.totals = self._totals()
+
+    def lines(self) -> Iterator[str]:
+        """All lines; columns are as wide as their cells, the first one within reason."""
+        rows = list(self._rows())
+        widths = [max(cell_len(cell.text) for cell in column) for column in zip(*rows, strict=True)]
+        others = sum(widths[1:]) + 2 * len(widths[1:])
+        widths[0] = min(widths[0], max(self.screen.width - others, self.screen.width // 3))
+        yield from self.screen.rows(rows, widths)
+
+    def _rows(self) -> Iterator[list[Cell]]:
+        root = self.root
+        top = [Cell(visible(root.name) or ".", "bold blue" if isinstance(root, Branch) else "bold"), *self._facts(root)]
+        yield top
+        stack = [(child, "", last, 1) for child, last in self._children(root, 0)]
+        while stack:
+            node, guide, is_last, depth = stack.pop()
+            component = visible(node.name.rpartition("/")[2])
+            yield [Cell(f"{guide}{'└─' if is_last else '├─'} {component}", "blue" if isinstance(node, Branch) else ""), *self._facts(node)]
+            below = guide + ("   " if is_last else "│  ")
+            stack.extend((child, below, last, depth + 1) for child, last in self._children(node, depth))
+
+    def _children(self, node: Node, depth: int) -> list[tuple[Node, bool]]:
+        """Children to be shown, last first, and whether each is the last."""
+        if not isinstance(node, Branch) or (self.depth is not None and depth >= self.depth):
+            return []
+        return [(child, i == 0) for i, child in enumerate(reversed(node.children))]
+
+    def _facts(self, node: Node) -> list[Cell]:
+        """Shape or kind, dtype, size and spec of what stands at a place."""
+        if isinstance(node, Branch):
+            total = self.totals[id(node)]
+            form = "" if node.form == "dict" and node.children else f"{node.form} of {len(node.children):,}" if node.children else f"empty {node.form}"
+            tensors = count(total.tensors, "tensor") if total.tensors else ""
+            return [Cell(form or tensors, "dim"), Cell(tensors if form else "", "dim"), Cell(file_size(total.nbytes) if total.tensors else "", "dim", right=True), Cell("")]
+        if isinstance(node, Tied):
+            return [Cell(f"= {visible(node.stored)}", "dim"), Cell(""), Cell(""), Cell("")]
+        if isinstance(node, Tensor):
+            t = self.tensors[node.name]
+            return [
+                Cell(shape_text(t.shape), "cyan"),
+                Cell(t.dtype.name, "green"),
+                Cell(file_size(t.nbytes), right=True),
+                Cell(self._spec(t.layout), "magenta"),
+            ]
+        kind, value = _leaf(node)
+        return [Cell(visible(value), "yellow"), Cell(visible(kind), "dim"), Cell(""), Cell("")]
+
+    def _spec(self, layout: Layout | None) -> str:
+        if layout is None:
+            return ""
+        if id(layout) not in self.spec_texts:
+            self.spec_texts[id(layout)] = spec_text(layout)
+        return self.spec_texts[id(layout)]
+
+    def _totals(self) -> dict[int, _Total]:
+        """What lies below every container."""
+        order: list[Node] = []
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            if isinstance(node, Branch):
+                stack.extend(node.children)
+        totals: dict[int, _Total] = {}
+        for node in reversed(order):
+            total = totals[id(node)] = _Total()
+            if isinstance(node, Tensor):
+                t = self.tensors[node.name]
+                total.tensors, total.nbytes = 1, prod(t.shape) * t.dtype.itemsize
+            elif isinstance(node, Branch):
+                for child in node.children:
+                    total.tensors += totals[id(child)].tensors
+                    total.nbytes += totals[id(child)].nbytes
+        return totals

@@ -1,0 +1,147 @@
+"""`shardckpt diff`: do two checkpoints hold the same?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from shardckpt.cli.screen import Cell, Screen
+    from shardckpt.compare import Change, Comparison, ValueChange
+
+__all__ = ["diff"]
+
+MOST_LINES = 50
+"""Lines of one section that are shown to a person; --json has all."""
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a path or url.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    structure: Annotated[bool, typer.Option("--structure", help="Names, shapes, dtypes and small leaves only; read no tensor.")] = False,
+    layout: Annotated[bool, typer.Option("--layout", help="Another layout over devices is a difference, too.")] = False,
+    memory_limit: Annotated[str, typer.Option("--memory", metavar="BYTES", help="For elements in memory at once.")] = "256MiB",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Compare two checkpoints, values bit by bit; status 1 if they differ."""
+    from shardckpt.checkpoint import open as open_checkpoint
+    from shardckpt.cli.screen import Screen, progress_bar, write_json
+    from shardckpt.compare import compare
+
+    first, second = open_checkpoint(a), open_checkpoint(b)
+    with progress_bar("comparing") as progress:
+        comparison = compare(first, second, values=not structure, memory_limit=memory_limit, progress=progress)
+    if as_json:
+        write_json({"a": str(first.location), "b": str(second.location), **_document(comparison, structure=structure, layout=layout)})
+    else:
+        screen = Screen()
+        screen.show(_lines(screen, comparison, structure=structure, layout=layout))
+    if not comparison.equal(layout=layout):
+        raise typer.Exit(1)
+
+
+def _document(comparison: Comparison, *, structure: bool, layout: bool) -> dict[str, Any]:
+    return {
+        "equal": comparison.equal(layout=layout),
+        "only_a": list(comparison.only_a),
+        "only_b": list(comparison.only_b),
+        "changes": [_change_document(change) for change in comparison.changes],
+        "layouts": [_change_document(change) for change in comparison.layouts],
+        "values": None if structure else [_value_document(value) for value in comparison.values],
+        "tensors_compared": comparison.tensors_compared,
+        "bytes_compared": comparison.bytes_compared,
+    }
+
+
+def _change_document(change: Change) -> dict[str, Any]:
+    return {"name": change.name, "aspect": change.aspect, "a": _side_document(change.a), "b": _side_document(change.b)}
+
+
+def _side_document(side: object) -> object:
+    if isinstance(side, tuple):
+        return list(side)
+    return side if side is None or isinstance(side, str) else _layout_text(side)
+
+
+def _value_document(value: ValueChange) -> dict[str, Any]:
+    finite = value.largest is None or math.isfinite(value.largest)
+    return {
+        "name": value.name,
+        "differing": value.differing,
+        "elements": value.size,
+        "largest": value.largest if finite else "inf",  # JSON has no infinity
+        "nans": value.nans,
+        "first": list(value.first),
+    }
+
+
+def _lines(screen: Screen, comparison: Comparison, *, structure: bool, layout: bool) -> Iterator[str]:
+    from shardckpt.cli.screen import Cell
+    from shardckpt.cli.text import count, file_size, visible
+
+    if comparison.layouts and not layout:
+        yield screen.paint(f"{count(len(comparison.layouts), 'tensor')} laid out otherwise, which is no difference (--layout lists them)", "dim")
+    else:
+        yield from _section(screen, "laid out otherwise", "yellow", [_change_row(change) for change in comparison.layouts])
+    yield from _section(screen, "only in A", "red", [[Cell(visible(name))] for name in comparison.only_a])
+    yield from _section(screen, "only in B", "green", [[Cell(visible(name))] for name in comparison.only_b])
+    yield from _section(screen, "changed", "yellow", [_change_row(change) for change in comparison.changes])
+    yield from _section(screen, "values", "yellow", [_value_row(value) for value in comparison.values])
+    compared = f"{count(comparison.tensors_compared, 'tensor')}, {file_size(comparison.bytes_compared)}, compared bit by bit"
+    if structure:
+        compared = "values were not compared"
+    if comparison.equal(layout=layout):
+        yield f"{screen.paint('equal', 'bold green')}  {compared}"
+    else:
+        yield f"{screen.paint('different', 'bold red')}  {compared}"
+
+
+def _section(screen: Screen, title: str, style: str, rows: Sequence[Sequence[Cell]]) -> Iterator[str]:
+    """A heading and rows below it, or nothing where there are none."""
+    if not rows:
+        return
+    yield screen.paint(f"{title} ({len(rows):,})", style)
+    for line in screen.table(rows[:MOST_LINES]):
+        yield f"  {line}"
+    if len(rows) > MOST_LINES:
+        yield f"  … and {len(rows) - MOST_LINES:,} more; --json lists all"
+    yield ""
+
+
+def _change_row(change: Change) -> list[Cell]:
+    from shardckpt.cli.screen import Cell
+    from shardckpt.cli.text import visible
+
+    return [Cell(visible(change.name)), Cell(change.aspect, "dim"), Cell(f"{visible(_side_text(change.a))} → {visible(_side_text(change.b))}")]
+
+
+def _side_text(side: object) -> str:
+    from shardckpt.cli.text import shape_text
+
+    if isinstance(side, tuple):
+        return shape_text(side)
+    if isinstance(side, str):
+        return side
+    return "–" if side is None else _layout_text(side)
+
+
+def _layout_text(layout: object) -> str:
+    from shardckpt.cli.layouts import layout_text
+
+    return layout_text(layout)
+
+
+def _value_row(value: ValueChange) -> list[Cell]:
+    from shardckpt.cli.screen import Cell
+    from shardckpt.cli.text import visible
+
+    facts = []
+    if value.largest is not None:
+        facts.append(f"largest difference {value.largest:.6g}")
+    if value.nans:
+        facts.append(f"{value.nans:,} NaN")
+    facts.append(f"first at {list(value.first)}")
+    return [Cell(visible(value.name)), Cell(f"{value.differing:,} of {value.size:,}", right=True), Cell("differ, " + ", ".join(facts))]

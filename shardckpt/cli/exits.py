@@ -1,0 +1,107 @@
+"""What becomes of an error: one line for people, or one JSON document, and an exit status.
+
+Statuses are part of the interface (docs/cli.md): 0 and 1 are answers (all is well; it differs, it is damaged), from 2
+on nothing was answered.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import typer
+
+from shardckpt.cli.text import visible
+from shardckpt.errors import ShardckptError
+
+__all__ = ["STATUS", "ReaderGoneError", "run"]
+
+STATUS = {
+    "usage": 2,
+    "url": 2,
+    "option": 2,
+    "sharding": 2,
+    "not-found": 3,
+    "uncommitted": 3,
+    "corrupt": 4,
+    "missing-data": 4,
+    "format": 4,
+    "version": 4,
+    "mismatch": 5,
+    "names": 5,
+    "structure": 5,
+    "shape": 5,
+    "dtype": 5,
+    "storage": 6,
+    "exists": 7,
+    "commit": 7,
+    "memory": 8,
+    "leaf": 9,
+    "unsupported-dtype": 9,
+    "extra": 10,
+    "error": 70,
+    "internal": 70,
+}
+"""Error code → exit status. Codes are those of `shardckpt.errors`, and two of the command line's own."""
+
+INTERRUPTED = 130
+READER_GONE = 141
+"""What the shell reports of a command that a closed pipe ended: 128 + SIGPIPE."""
+
+_UsageError = typer.BadParameter.__base__
+"""typer's own or click's: newer typers carry their click within."""
+
+
+class ReaderGoneError(Exception):
+    """Whoever read our output has closed it."""
+
+
+def run(action: Callable[[], int | None], *, as_json: bool) -> int:
+    """Run a command, and report what it raises.
+
+    Args:
+        action: The command; returns its exit status, None for 0.
+        as_json: Whether errors are written as JSON to stdout.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        status = action() or 0
+        sys.stdout.flush()
+    except ShardckptError as e:
+        return _report(e.code, str(e), as_json=as_json)
+    except (ReaderGoneError, BrokenPipeError):
+        _forget_stdout()
+        return READER_GONE
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as e:  # a mistake of ours: who reports it needs the traceback
+        if isinstance(e, _UsageError):
+            return _report("usage", e.format_message(), as_json=as_json)
+        for line in traceback.format_exc().splitlines():
+            print(visible(line), file=sys.stderr)
+        what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
+        return _report("internal", f"{what}. This is a bug in shardckpt; please report it with the lines above.", as_json=as_json)
+    return status
+
+
+def _report(code: str, message: str, *, as_json: bool) -> int:
+    """Tell of an error, and return the exit status that goes with it."""
+    if as_json:
+        from shardckpt.cli.screen import write_json
+
+        write_json({"error": {"code": code, "message": message}})
+    else:
+        print(f"error: {visible(message)}", file=sys.stderr)
+    return STATUS.get(code, STATUS["error"])
+
+
+def _forget_stdout() -> None:
+    """Let nothing that is still buffered complain when Python exits."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass

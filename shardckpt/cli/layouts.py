@@ -1,0 +1,58 @@
+"""Meshes, specs and layouts in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.cli.devices import device_list
+from shardckpt.cli.text import visible
+
+if TYPE_CHECKING:
+    from shardckpt.mesh import Mesh
+    from shardckpt.sharding import Layout
+
+__all__ = ["layout_text", "mesh_text", "op_sharding_text", "spec_text"]
+
+MOST_TEXT = 200
+"""Characters of an OpSharding; a listed one of a large mesh goes on for pages."""
+
+
+def layout_text(layout: Layout | None) -> str:
+    """A layout: the spec and the mesh, or the OpSharding where there is no spec; None is plain."""
+    from shardckpt.sharding import Sharding
+
+    if layout is None:
+        return "plain"
+    return f"{spec_text(layout)} over {mesh_text(layout.mesh)}" if isinstance(layout, Sharding) else spec_text(layout)
+
+
+def spec_text(layout: Layout | None) -> str:
+    """The spec, or what there is in its place."""
+    from shardckpt.sharding import Sharding
+
+    if layout is None:
+        return "plain"
+    if not isinstance(layout, Sharding):
+        return op_sharding_text(layout, len(layout.tiles.dims) if layout.tiles else 0)
+    parts = ["+".join(map(str, axes)) or "–" for axes in layout.spec.axes]
+    while parts and parts[-1] == "–":
+        parts.pop()
+    return visible(", ".join(parts)) if parts else "replicated"
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """A mesh: its axes with their sizes, and its devices where they are not 0, 1, 2, …"""
+    axes = visible(" × ".join(f"{name}={size}" for name, size in mesh.axis_sizes.items())) or "one device"
+    if mesh.is_arange:
+        return axes
+    ids = mesh.device_ids
+    ordered = bool((ids[1:] > ids[:-1]).all())
+    return f"{axes}, devices {device_list(ids, most=24)}" + ("" if ordered else " in another order")
+
+
+def op_sharding_text(layout: Layout, ndim: int) -> str:
+    """The OpSharding as XLA writes it, cut off where it is very long."""
+    from shardckpt.sharding import Sharding
+
+    text = (layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo()
+    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…"

@@ -1,0 +1,126 @@
+"""Where a command's answer goes: to a person's terminal, or to a program as JSON.
+
+rich knows the terminal: its width, its colours, NO_COLOR and FORCE_COLOR. Lines are written past rich's own printing,
+which would lay out and wrap every one of them anew and take minutes for a checkpoint of 100,000 tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+from rich.cells import cell_len
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.style import Style
+
+from shardckpt.cli.exits import ReaderGoneError
+
+__all__ = ["Cell", "Screen", "pad", "progress_bar", "write_json"]
+
+_ASCII = str.maketrans(
+    {**dict.fromkeys("┌┬┐├┼┤└┴┘", "+"), **dict.fromkeys("─–", "-"), "│": "|", "×": "x", "…": "...", "→": "->", "⋮": ":", "⋯": "..."}
+)
+"""Our own signs where the terminal speaks no Unicode; everything else is escaped there."""
+
+_COLORS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
+
+
+class Cell(NamedTuple):
+    """A text in one style."""
+
+    text: str
+    """Printable, on one line."""
+    style: str = ""
+    """In rich's words: "bold", "dim", "green"; empty for plain."""
+    right: bool = False
+    """Whether it stands at the right of its column."""
+
+
+class Screen:
+    """Standard output, as wide and as colourful as it is."""
+
+    def __init__(self) -> None:
+        console = Console()
+        self.width = console.width
+        """Columns; 80 where nobody says."""
+        self._colors = _COLORS.get(console.color_system or "") if console.is_terminal and not console.no_color else None
+        self._ascii = not console.encoding.lower().startswith("utf")
+
+    def paint(self, text: str, style: str) -> str:
+        """The text in a style, where there are colours."""
+        return _style(style).render(text, color_system=self._colors) if style and self._colors is not None else text
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Write lines that were painted."""
+        for line in lines:
+            _write((line.translate(_ASCII).encode("ascii", "backslashreplace").decode() if self._ascii else line) + "\n")
+
+    def rows(self, rows: Iterable[Sequence[Cell]], widths: Sequence[int], gap: int = 2) -> Iterator[str]:
+        """Rows of cells in columns of those widths; what follows a cell that is too long starts on a new line."""
+        for row in rows:
+            line: list[str] = []
+            at = 0
+            begin = 0
+            for cell, width in zip(row, widths, strict=True):
+                if cell.text:
+                    if at > begin:
+                        yield "".join(line)
+                        line, at = [], 0
+                    length = cell_len(cell.text)
+                    left = begin + (max(0, width - length) if cell.right else 0)
+                    line.append(" " * (left - at) + self.paint(cell.text, cell.style))
+                    at = left + length
+                begin += width + gap
+            yield "".join(line)
+
+    def table(self, rows: Sequence[Sequence[Cell]], gap: int = 2) -> Iterator[str]:
+        """Rows of cells in columns as wide as their widest cell."""
+        widths = [max(cell_len(cell.text) for cell in column) for column in zip(*rows, strict=True)]
+        yield from self.rows(rows, widths, gap)
+
+
+def pad(text: str, width: int) -> str:
+    """The text in the middle of `width` columns."""
+    left = max(0, width - cell_len(text)) // 2
+    return " " * left + text + " " * max(0, width - cell_len(text) - left)
+
+
+def write_json(document: dict[str, Any]) -> None:
+    """Write the one document of a command, in ASCII: on one line for a program, indented for a person."""
+    _write(json.dumps(document, indent=2 if sys.stdout.isatty() else None, allow_nan=False) + "\n")
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on standard error for the time of the block, or None where that is no terminal.
+
+    Yields:
+        A function to be called with how much is done and how much there is in all.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@cache
+def _style(style: str) -> Style:
+    return Style.parse(style)
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+    except BrokenPipeError as e:
+        # As no OSError: typer would take it for its own and end with status 1, which means something here.
+        raise ReaderGoneError from e

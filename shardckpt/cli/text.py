@@ -1,0 +1,61 @@
+"""Names and numbers as people read them. Pure, and quick to import.
+
+Names, metadata and messages may come out of a checkpoint that somebody else made. `visible` stands between them and
+the terminal: after it there is nothing left that moves a cursor, changes a colour or reverses the direction of
+writing. Nothing is ever printed through rich's markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["count", "file_size", "index_range", "shape_text", "visible"]
+
+
+def visible(text: str) -> str:
+    r"""The text on one line, with what is not printable escaped as in Python.
+
+    >>> print(visible("größe\n\x1b[2J\u202e"))
+    größe\n\x1b[2J\u202e
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def file_size(nbytes: int) -> str:
+    """Bytes in the largest binary unit below.
+
+    >>> file_size(0), file_size(1536), file_size(13 << 30)
+    ('0 B', '1.5 KiB', '13 GiB')
+    """
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1000 or unit == "TiB":
+            break
+        size /= 1024
+    digits = 0 if unit == "B" or size >= 100 else 1
+    return f"{size:,.{digits}f}".removesuffix(".0") + f" {unit}"
+
+
+def count(n: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "tensor"), count(1200, "tensor")
+    ('1 tensor', '1,200 tensors')
+    """
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape.
+
+    >>> shape_text((4096, 11008)), shape_text(())
+    ('4096 × 11008', 'scalar')
+    """
+    return " × ".join(map(str, shape)) if shape else "scalar"
+
+
+def index_range(start: int, stop: int) -> str:
+    """A half-open range, as numpy writes it."""
+    return f"{start}:{stop}"

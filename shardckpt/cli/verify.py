@@ -1,0 +1,81 @@
+"""`shardckpt verify`: is everything as it was written?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from shardckpt.checkpoint import Damage, VerifyReport
+    from shardckpt.cli.screen import Screen
+
+__all__ = ["verify"]
+
+MOST_LINES = 100
+"""Damaged places that are shown to a person; --json has all."""
+
+
+def verify(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Read every chunk and compare it with its checksum; status 1 if anything is damaged."""
+    from shardckpt.checkpoint import open as open_checkpoint
+    from shardckpt.cli.screen import Screen, progress_bar, write_json
+
+    checkpoint = open_checkpoint(url)
+    with progress_bar("verifying") as progress:
+        report = checkpoint.verify(progress)
+    if as_json:
+        write_json(_document(str(checkpoint.location), report))
+    else:
+        screen = Screen()
+        screen.show(_lines(screen, str(checkpoint.location), report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _document(url: str, report: VerifyReport) -> dict[str, Any]:
+    return {
+        "url": url,
+        "ok": report.ok,
+        "chunks": report.chunks,
+        "bytes_read": report.bytes_read,
+        "damage": [
+            {
+                "tensor": damage.tensor,
+                "start": None if damage.box is None else list(damage.box.start),
+                "stop": None if damage.box is None else list(damage.box.stop),
+                "file": damage.file,
+                "reason": damage.reason,
+            }
+            for damage in report.damage
+        ],
+    }
+
+
+def _lines(screen: Screen, url: str, report: VerifyReport) -> Iterator[str]:
+    from shardckpt.cli.text import count, file_size, visible
+
+    read = f"{count(report.chunks, 'chunk')}, {file_size(report.bytes_read)}"
+    if report.ok:
+        yield f"{screen.paint('ok', 'bold green')}  {visible(url)}: {read}, all as written"
+        return
+    yield f"{screen.paint('damaged', 'bold red')}  {visible(url)}: {count(len(report.damage), 'place')} of {read}"
+    for damage in report.damage[:MOST_LINES]:
+        yield ""
+        yield from _damage(screen, damage)
+    if len(report.damage) > MOST_LINES:
+        yield ""
+        yield f"… and {len(report.damage) - MOST_LINES:,} more; --json lists all"
+
+
+def _damage(screen: Screen, damage: Damage) -> Iterator[str]:
+    from shardckpt.cli.text import visible
+
+    if damage.tensor is not None:
+        yield "  " + screen.paint(visible(damage.tensor), "bold") + ("" if damage.box is None else f" {damage.box}")
+    yield f"  in {visible(damage.file)}"
+    yield "  " + screen.paint(visible(damage.reason), "dim")

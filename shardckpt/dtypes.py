@@ -1,0 +1,133 @@
+"""Which element types can be stored, and as what?
+
+A dtype has one name, the field's own (numpy, ml_dtypes, torch and JAX agree on it), and two forms:
+
+1. `numpy`: the logical type of the arrays that callers see, from numpy or from ml_dtypes.
+2. `storage`: the type of the stored zarr array. It is the same wherever TensorStore's zarr3 driver knows the type.
+   Otherwise it is the unsigned integer of the same width that holds the bits, and the record keeps the logical
+   name: `array.view(dtype.storage)` on the way in, `array.view(dtype.numpy)` on the way out.
+
+Types of fewer than eight bits take one byte per element, in memory and stored alike, as ml_dtypes has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from shardckpt.errors import DtypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["DTYPES", "DType", "by_name", "of_numpy"]
+
+_NUMPY_NAMES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+"""What numpy itself has."""
+
+_ML_NAMES = (
+    *("bfloat16", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4"),
+)
+"""What ml_dtypes adds and TensorStore stores under the same name."""
+
+_BITS_NAMES = (
+    *("float8_e4m3", "float6_e2m3fn", "float6_e3m2fn", "int1", "uint1", "uint2", "uint4"),
+    *("complex32", "bcomplex32"),
+)
+"""What ml_dtypes adds and TensorStore lacks; the youngest of them only in ml_dtypes 0.6 and later."""
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type that can be stored.
+
+    >>> by_name("uint4").storage
+    dtype('uint8')
+    """
+
+    name: str
+    """The field's name, e.g. `bfloat16`, `float8_e4m3fn`, `bool`."""
+    numpy: np.dtype[Any]
+    """Logical dtype, of numpy or ml_dtypes, in the machine's byte order."""
+    storage: np.dtype[Any]
+    """Dtype of the stored array: `numpy`, or an unsigned integer of the same width that holds its bits."""
+    zarr: str
+    """The `data_type` of the stored array in zarr v3."""
+
+    def __post_init__(self) -> None:
+        """Refuse a storage type that could not hold the bits."""
+        if self.numpy.itemsize != self.storage.itemsize:
+            raise DtypeError(
+                f"DType {self.name}: {self.numpy.itemsize} bytes an element cannot be stored as {self.storage}; "
+                f"give a storage type of the same width."
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element, in memory and stored."""
+        return self.numpy.itemsize
+
+    @property
+    def as_bits(self) -> bool:
+        """Whether the stored array holds the bits as an unsigned integer, for want of the type itself."""
+        return self.numpy != self.storage
+
+    def __str__(self) -> str:
+        """The name alone, as messages want it."""
+        return self.name
+
+
+def _table() -> dict[str, DType]:
+    table = {name: DType(name, np.dtype(name), np.dtype(name), name) for name in _NUMPY_NAMES}
+    for name in (*_ML_NAMES, *_BITS_NAMES):
+        if hasattr(ml_dtypes, name):
+            logical = np.dtype(getattr(ml_dtypes, name))
+            storage = np.dtype(f"uint{8 * logical.itemsize}") if name in _BITS_NAMES else logical
+            table[name] = DType(name, logical, storage, storage.name)
+    return table
+
+
+DTYPES: Mapping[str, DType] = MappingProxyType(_table())
+"""Every dtype that can be stored, by name."""
+
+
+def by_name(name: str) -> DType:
+    """The dtype called `name`.
+
+    Raises:
+        DtypeError: no dtype of that name can be stored.
+    """
+    found = DTYPES.get(name) if isinstance(name, str) else None
+    if found is None:
+        if name in _ML_NAMES or name in _BITS_NAMES:
+            raise DtypeError(f"dtype {name!r} is unknown to the installed ml_dtypes {ml_dtypes.__version__}; install a newer one.")
+        raise DtypeError(f"dtype {name!r} cannot be stored. {_ADVICE}")
+    return found
+
+
+def of_numpy(dtype: np.dtype[Any]) -> DType:
+    """The dtype of a numpy array, whatever its byte order.
+
+    >>> of_numpy(np.dtype(">f4")).name
+    'float32'
+
+    Raises:
+        DtypeError: strings, objects, dates, records, extended precision and whatever else cannot be stored.
+    """
+    dtype = np.dtype(dtype)
+    found = DTYPES.get(dtype.name)
+    # A big-endian dtype keeps its name; a foreign one may borrow a name of ours, so the type must agree as well.
+    if found is None or dtype.newbyteorder("=") != found.numpy:
+        raise DtypeError(f"dtype {str(dtype)!r} cannot be stored. {_ADVICE}")
+    return found
+
+
+_ADVICE = "Convert it to a numeric dtype first: bool, (u)int, float, bfloat16, float8 and complex of up to 128 bits are known."

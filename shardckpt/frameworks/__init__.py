@@ -1,0 +1,159 @@
+"""Leaves of a state, whichever framework they belong to: tensors in, boxes and host arrays out, and back.
+
+One module per framework, each of the same shape: `matches`, `accepts`, `settle`, `identity`, `sources`, `target`. A
+framework's module is imported when a leaf of it turns up, and a leaf can only turn up if the program has imported the
+framework: nothing here imports torch or torch_xla for a state without them. `saving` and `restoring` import this
+package; it imports the pure core.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardckpt.errors import LeafError
+from shardckpt.frameworks.base import Target
+from shardckpt.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+    from shardckpt.dtypes import DType
+    from shardckpt.frameworks.base import Array, Sink, Source
+
+__all__ = ["fetch", "identity", "is_tensor", "settle", "source", "sources", "target"]
+
+_ADAPTERS = ("torch_xla", "torch", "numpy")
+"""In the order in which they are asked: torch_xla's tensors are torch's too."""
+
+
+class _Adapter(Protocol):
+    """What each framework's module has."""
+
+    def matches(self, leaf: object) -> bool: ...
+    def accepts(self, wanted: Target) -> bool: ...
+    def settle(self, leaves: Iterable[object]) -> None: ...
+    def identity(self, leaf: Any) -> Hashable | None: ...
+    def sources(self, leaves: dict[str, Any]) -> dict[str, Source]: ...
+    def target(self, name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: ...
+
+
+def is_tensor(leaf: object) -> bool:
+    """Whether a value in a state is a tensor leaf, or a `Target` that stands for one."""
+    return isinstance(leaf, Target) or _adapter(leaf) is not None or _is_jax(leaf)
+
+
+def identity(leaf: object) -> Hashable | None:
+    """Equal for tensor leaves that are the same memory seen the same way (tied weights), as long as both are alive.
+
+    None for a leaf that shares nothing, and for values that are no tensors.
+    """
+    adapter = None if isinstance(leaf, Target) else _adapter(leaf)
+    return None if adapter is None else adapter.identity(leaf)
+
+
+def settle(leaves: Iterable[object]) -> None:
+    """Compute what is still pending among the leaves, in one program per framework.
+
+    `sources` does so itself. Call it before `target` on many leaves, which otherwise runs a program per pending leaf.
+    """
+    pending: dict[str, list[object]] = {}
+    for leaf in leaves:
+        framework = None if isinstance(leaf, Target) else _framework(leaf)
+        if framework is not None:
+            pending.setdefault(framework, []).append(leaf)
+    for framework, group in pending.items():
+        _module(framework).settle(group)
+
+
+def sources(leaves: Mapping[str, object]) -> dict[str, Source]:
+    """Tensor leaves to be saved, by name, in the same order.
+
+    Raises:
+        LeafError: a leaf that cannot be stored, by name.
+        ShardingError: a layout that does not say where data is, by name.
+    """
+    groups: dict[str, dict[str, object]] = {}
+    for name, leaf in leaves.items():
+        groups.setdefault(_required(name, leaf, "saved"), {})[name] = leaf
+    found: dict[str, Source] = {}
+    for framework, group in groups.items():
+        found.update(_module(framework).sources(group))
+    return {name: found[name] for name in leaves}
+
+
+def source(name: str, leaf: object) -> Source:
+    """One tensor leaf to be saved; many are cheaper together, with `sources`."""
+    return sources({name: leaf})[name]
+
+
+def fetch(sources: Sequence[Source]) -> list[list[Array]]:
+    """The elements of many sources: per source, one host array per box. Frameworks copy theirs in few calls."""
+    groups: dict[type[Source], list[int]] = {}
+    for i, source in enumerate(sources):
+        groups.setdefault(type(source), []).append(i)
+    fetched: list[list[Array]] = [[] for _ in sources]
+    for kind, positions in groups.items():
+        for i, arrays in zip(positions, kind.fetch([sources[i] for i in positions]), strict=True):
+            fetched[i] = arrays
+    return fetched
+
+
+def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sink:
+    """Where a stored tensor goes.
+
+    Args:
+        name: for messages.
+        leaf: what `like` has at its place: a tensor or a `Target`. Its shape and dtype are the sink's; whether they
+            may differ from the stored ones, the caller decides.
+        shape: as stored, in elements, for a `Target` that says none.
+        dtype: as stored, likewise.
+
+    Raises:
+        LeafError: nothing can be restored into this leaf, or by what is imported.
+        ShardingError: a sharding that does not fit the tensor or this process's devices.
+    """
+    return _module(_required(name, leaf, "restored")).target(name, leaf, shape, dtype)
+
+
+def _framework(leaf: object) -> str | None:
+    return next((f for f in _ADAPTERS if f in sys.modules and _module(f).matches(leaf)), None)
+
+
+def _adapter(leaf: object) -> _Adapter | None:
+    framework = _framework(leaf)
+    return None if framework is None else _module(framework)
+
+
+def _required(name: str, leaf: object, done: str) -> str:
+    if _is_jax(leaf):
+        raise LeafError(f"{shown(name)}: jax arrays are not supported by this version; pass np.asarray(leaf).")
+    if isinstance(leaf, Target):
+        if done == "saved":
+            raise LeafError(
+                f"{shown(name)}: a Target says where to restore a tensor to and has no data to save; leave it out of the state."
+            )
+        framework = next((f for f in _ADAPTERS if f in sys.modules and _module(f).accepts(leaf)), None)
+        if framework is None:
+            raise LeafError(
+                f"{shown(name)}: no imported framework can restore to Target(sharding={leaf.sharding!r:.200}); for torch_xla, import it "
+                f"and call torch_xla.runtime.use_spmd() first, for a numpy array give sharding=None."
+            )
+        return framework
+    framework = _framework(leaf)
+    if framework is None:
+        raise LeafError(f"{shown(name)}: a {type(leaf).__qualname__} cannot be {done} as a tensor; pass a tensor or a numpy array.")
+    return framework
+
+
+def _module(framework: str) -> _Adapter:
+    module: Any = sys.modules.get(f"{__name__}.{framework}") or import_module(f"{__name__}.{framework}")
+    return module  # type: ignore[no-any-return]
+
+
+def _is_jax(leaf: object) -> bool:
+    jax: Any = sys.modules.get("jax")
+    # Neither is there while jax itself is being imported.
+    kinds = tuple(kind for kind in (getattr(jax, "Array", None), getattr(jax, "ShapeDtypeStruct", None)) if kind is not None)
+    return isinstance(leaf, kinds)

@@ -1,0 +1,172 @@
+"""What does the rest of shardckpt need to know of a tensor, whichever framework it belongs to?
+
+A leaf to be saved becomes a `Source`: shape, dtype, layout, and the boxes of it that this process holds. A leaf to be
+restored into becomes a `Sink`: the boxes that this process needs, memory to read them into or the shapes of the
+buffers that it wants to be lent, and what to do with them once they are full. `Target` is the leaf for users who have
+no tensor to show: it names a sharding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+
+import numpy as np
+
+from shardckpt.box import Box, BoxArray
+from shardckpt.dtypes import DType, by_name, of_numpy
+from shardckpt.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.sharding import Layout
+
+__all__ = ["Array", "Sink", "Source", "Target", "dtype_of", "whole"]
+
+Array: TypeAlias = "NDArray[Any]"
+"""A host array of the logical dtype, numpy's or ml_dtypes'."""
+
+
+class Source(Protocol):
+    """A tensor leaf to be saved."""
+
+    @property
+    def name(self) -> str:
+        """The leaf's name, for messages."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor, in elements."""
+
+    @property
+    def dtype(self) -> DType:
+        """Of its elements."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """How it is laid out over devices; None for a plain host tensor."""
+
+    @property
+    def boxes(self) -> BoxArray:
+        """The distinct boxes that this process holds, each once and none of them empty."""
+
+    @property
+    def identity(self) -> Hashable | None:
+        """Equal for leaves that are the same memory seen the same way; None for one that shares nothing."""
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host bytes that fetching this leaf by itself takes at its peak; 0 where the arrays are views of the leaf."""
+
+    @classmethod
+    def fetch(cls, sources: Sequence[Self]) -> list[list[Array]]:
+        """The elements of many leaves of this class: per source, one array per box.
+
+        The arrays may be views of the leaves: read them before the leaves change.
+        """
+
+
+class Sink(Protocol):
+    """A place to restore a tensor into."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor, in elements."""
+
+    @property
+    def dtype(self) -> DType:
+        """Of its elements."""
+
+    @property
+    def boxes(self) -> BoxArray:
+        """The distinct boxes that this process needs, each once and none of them empty."""
+
+    @property
+    def buffer_shapes(self) -> list[tuple[int, ...]]:
+        """Per box, the shape of the host buffer to be filled: the box's own, or the padded tile of a device shard."""
+
+    @property
+    def destinations(self) -> list[Array] | None:
+        """Writable views, one per box, to be filled where they are, strided ones too; None: the caller lends buffers."""
+
+    @property
+    def tie_key(self) -> Hashable:
+        """Equal for sinks that may share one restored leaf, where the tensor was one when it was saved."""
+
+    @property
+    def placing_bytes(self) -> int:
+        """Host bytes that `place` takes at its peak, beyond the buffers."""
+
+    def place(self, buffers: Sequence[Array]) -> object:
+        """The restored leaf.
+
+        Args:
+            buffers: `destinations` once they are filled; or lent buffers of the logical dtype, each of its
+                `buffer_shapes` with the elements of its box in the low corner. What lies outside the box is
+                overwritten. When this returns, lent buffers may be reused.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to restore a tensor to, for a `like` that has no tensor to show.
+
+    >>> Target(dtype="bfloat16").dtype
+    dtype(bfloat16)
+    """
+
+    sharding: object = None
+    """A shardckpt `Sharding` or `OpSharding`, or what torch_xla has: a `ShardingSpec`, or a pair of its `Mesh` and a
+    partition spec. None: a numpy array, the whole tensor."""
+    shape: tuple[int, ...] | None = None
+    """The shape that is expected, in elements; None: as stored."""
+    dtype: object = None
+    """The dtype that is wanted, of numpy, ml_dtypes, torch or JAX, or its name; None: as stored."""
+
+    def __post_init__(self) -> None:
+        """Bring shape and dtype into their one form."""
+        if self.shape is not None:
+            try:
+                shape = tuple(int(n) for n in self.shape)
+            except (TypeError, ValueError):
+                shape = (-1,)
+            if any(n < 0 for n in shape):
+                raise OptionError(f"Target(shape={self.shape!r}): give a tuple of sizes, none of them negative.")
+            object.__setattr__(self, "shape", shape)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", dtype_of(self.dtype).numpy)
+
+    def resolve(self, shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], DType]:
+        """The shape and dtype to restore, given the stored ones."""
+        return (shape if self.shape is None else self.shape), (dtype if self.dtype is None else dtype_of(self.dtype))
+
+
+def dtype_of(dtype: object) -> DType:
+    """The dtype that a user means.
+
+    Args:
+        dtype: a `DType`, a numpy, ml_dtypes or JAX dtype or scalar type, a torch dtype, or a name.
+
+    Raises:
+        DtypeError: it cannot be stored.
+        OptionError: it is no dtype at all.
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    if isinstance(dtype, str):
+        return by_name(dtype)
+    if type(dtype).__module__ == "torch":
+        return by_name(str(dtype).removeprefix("torch."))
+    try:
+        return of_numpy(np.dtype(dtype))  # type: ignore[call-overload]
+    except TypeError as e:
+        raise OptionError(f"{dtype!r} is no dtype; give one of numpy, ml_dtypes or torch, or a name such as 'bfloat16'.") from e
+
+
+def whole(shape: tuple[int, ...]) -> BoxArray:
+    """The one box of a tensor that is held whole; none where it has no elements."""
+    return BoxArray.of([Box.full(shape)] if prod(shape) else [], len(shape))

@@ -1,0 +1,187 @@
+"""numpy arrays: one box, no copy.
+
+An array is fetched as itself, whatever its strides, and restored in place. Only arrays in the other byte order are
+copied, both ways: everything above works in the machine's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.dtypes import DType, of_numpy
+from shardckpt.errors import DtypeError, LeafError
+from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
+from shardckpt.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    from shardckpt.box import BoxArray
+
+__all__ = ["ArraySink", "ArraySource", "accepts", "identity", "matches", "overlaps_itself", "settle", "sources", "target"]
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySource:
+    """An array to be saved."""
+
+    name: str
+    array: Array
+    dtype: DType
+    layout: None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's."""
+        return self.array.shape
+
+    @property
+    def boxes(self) -> BoxArray:
+        """All of it."""
+        return whole(self.shape)
+
+    @property
+    def identity(self) -> Hashable | None:
+        """Where it lies and how it is seen."""
+        return identity(self.array)
+
+    @property
+    def staged_bytes(self) -> int:
+        """A copy for arrays in the other byte order."""
+        return 0 if self.array.dtype.isnative else self.array.nbytes
+
+    @classmethod
+    def fetch(cls, sources: Sequence[ArraySource]) -> list[list[Array]]:
+        """The arrays themselves."""
+        return [[s.array.astype(s.dtype.numpy, copy=False)][: len(s.boxes)] for s in sources]
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySink:
+    """An array that is filled in place, on behalf of a leaf."""
+
+    leaf: object
+    """What `place` returns."""
+    array: Array
+    """The leaf's memory, writable."""
+    dtype: DType
+    tie_key: Hashable
+    placing_bytes: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's."""
+        return self.array.shape
+
+    @property
+    def boxes(self) -> BoxArray:
+        """All of it."""
+        return whole(self.shape)
+
+    @property
+    def buffer_shapes(self) -> list[tuple[int, ...]]:
+        """The array's own shape."""
+        return [self.shape] * len(self.boxes)
+
+    @property
+    def destinations(self) -> list[Array] | None:
+        """The array, unless its bytes are in the other order."""
+        return [self.array][: len(self.boxes)] if self.array.dtype.isnative else None
+
+    def place(self, buffers: Sequence[Array]) -> object:
+        """Copy in what was not read into the array itself."""
+        for buffer in buffers:
+            if _address(buffer) != _address(self.array):
+                self.array[...] = buffer
+        return self.leaf
+
+
+def matches(leaf: object) -> bool:
+    """Whether the leaf is an array. Scalars of numpy are not: they are small leaves."""
+    return isinstance(leaf, np.ndarray)
+
+
+def accepts(wanted: Target) -> bool:
+    """Whether the target is an array: it names no sharding."""
+    return wanted.sharding is None
+
+
+def settle(leaves: Iterable[object]) -> None:
+    """Nothing is pending in numpy."""
+
+
+def identity(leaf: Array) -> Hashable | None:
+    """Equal for arrays over the same bytes in the same way; None for arrays without elements, which share nothing."""
+    if leaf.size == 0:
+        return None
+    return "numpy", _address(leaf), leaf.shape, leaf.strides, leaf.dtype.str, leaf.dtype.name
+
+
+def sources(leaves: dict[str, Any]) -> dict[str, Source]:
+    """Sources of arrays, by name.
+
+    Raises:
+        LeafError: a subclass that is more than its elements, by name.
+        DtypeError: elements that cannot be stored, by name.
+    """
+    return {name: ArraySource(name, _plain(name, leaf), _dtype(name, leaf)) for name, leaf in leaves.items()}
+
+
+def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sink:
+    """A sink that fills an array in place, or for a `Target` a new one.
+
+    Raises:
+        LeafError: the array cannot be written, or overlaps itself.
+    """
+    if isinstance(leaf, Target):
+        shape, dtype = leaf.resolve(shape, dtype)
+        array = np.empty(shape, dtype.numpy)
+        return ArraySink(array, array, dtype, ("numpy", shape, dtype.name))
+    assert isinstance(leaf, np.ndarray)
+    array = _plain(name, leaf)
+    if not array.flags.writeable:
+        raise LeafError(f"{shown(name)}: this numpy array is read-only, so it cannot be restored into; give a writable copy of it.")
+    if overlaps_itself(array):
+        raise LeafError(f"{shown(name)}: elements of this numpy array share memory, so it cannot be restored into; give a copy of it.")
+    return ArraySink(leaf, array, _dtype(name, array), ("in place", id(leaf)))
+
+
+def overlaps_itself(array: Array) -> bool:
+    """Whether two elements may share memory; never false where they do.
+
+    Ordered by stride, every dimension has to step over all that the smaller ones span. Memory laid out otherwise
+    could still be without overlap, but nobody makes such views.
+    """
+    if array.size == 0:
+        return False
+    reach = array.itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(array.strides, array.shape, strict=True) if size > 1):
+        if stride < reach:
+            return True
+        reach = stride * (size - 1) + reach
+    return False
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _plain(name: str, leaf: Array) -> Array:
+    # A masked array's mask would be lost, a matrix would come back as an array.
+    if type(leaf) not in (np.ndarray, np.memmap):
+        raise LeafError(
+            f"{shown(name)}: {type(leaf).__qualname__} is more than its elements, which are all that is stored; "
+            f"pass np.asarray(leaf), or register_leaf a way to take it apart."
+        )
+    return leaf.view(np.ndarray)
+
+
+def _dtype(name: str, leaf: Array) -> DType:
+    try:
+        return of_numpy(leaf.dtype)
+    except DtypeError as e:
+        raise DtypeError(f"{shown(name)}: {e}") from e

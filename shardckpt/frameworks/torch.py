@@ -1,0 +1,225 @@
+"""Plain torch tensors: one box each, without a copy on the CPU.
+
+Everything goes through numpy views of a tensor's memory. For dtypes that numpy has under no name, such as bfloat16,
+torch views the memory as integers of the same width and ml_dtypes names them again. Tensors of other devices are
+copied to the host as a whole when they are fetched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shardckpt.dtypes import DType, by_name
+from shardckpt.errors import DtypeError, LeafError
+from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
+from shardckpt.frameworks.numpy import ArraySink, overlaps_itself
+from shardckpt.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    from shardckpt.box import BoxArray
+
+__all__ = ["TensorSource", "accepts", "array_of", "dtype_of_tensor", "identity", "matches", "settle", "sources", "target", "tensor_of"]
+
+_SAME_IN_NUMPY = frozenset(
+    (
+        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
+)
+_AS_BITS = {torch.bfloat16: torch.int16} | {
+    getattr(torch, name): torch.uint8
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+}
+"""dtypes that only ml_dtypes names in numpy, and the integers of their width."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor to be saved."""
+
+    name: str
+    tensor: Any
+    dtype: DType
+    layout: None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def boxes(self) -> BoxArray:
+        """All of it."""
+        return whole(self.shape)
+
+    @property
+    def identity(self) -> Hashable | None:
+        """Where it lies and how it is seen."""
+        return identity(self.tensor)
+
+    @property
+    def staged_bytes(self) -> int:
+        """A copy for what is not on the host, or has a conjugation or negation still to be done."""
+        resolved = self.tensor.device.type == "cpu" and not self.tensor.is_conj() and not self.tensor.is_neg()
+        return 0 if resolved else prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def fetch(cls, sources: Sequence[TensorSource]) -> list[list[Array]]:
+        """Views of tensors on the CPU, copies of all others."""
+        return [[array_of(s.tensor.detach().cpu().resolve_conj().resolve_neg(), s.dtype)][: len(s.boxes)] for s in sources]
+
+
+def matches(leaf: object) -> bool:
+    """Whether the leaf is a tensor of any kind; which kinds can be stored, `sources` and `target` say."""
+    return isinstance(leaf, torch.Tensor)
+
+
+def accepts(wanted: Target) -> bool:  # noqa: ARG001 - every adapter has the same signatures
+    """A `Target` never asks for a plain torch tensor; a meta tensor in `like` does."""
+    return False
+
+
+def settle(leaves: Iterable[object]) -> None:
+    """Nothing is pending in plain torch: kernels that still run are waited for by the copy."""
+
+
+def identity(leaf: Any) -> Hashable | None:
+    """Equal for tensors over the same memory in the same way, so for detached and `.data` aliases of one parameter too.
+
+    None for tensors without memory: no elements, meta tensors, and kinds that cannot be stored.
+    """
+    if type(leaf) not in _KINDS or _unstorable(leaf) is not None or leaf.numel() == 0:
+        return None
+    seen = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.is_conj(), leaf.is_neg())
+    return "torch", str(leaf.device), leaf.data_ptr(), *seen
+
+
+def sources(leaves: dict[str, Any]) -> dict[str, Source]:
+    """Sources of tensors, by name.
+
+    Raises:
+        LeafError: a kind of tensor that cannot be stored, by name.
+        DtypeError: elements that cannot be stored, by name.
+    """
+    found: dict[str, Source] = {}
+    for name, leaf in leaves.items():
+        _check_kind(name, leaf)
+        if leaf.is_meta:
+            raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
+        found[name] = TensorSource(name, leaf, dtype_of_tensor(name, leaf))
+    return found
+
+
+def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:  # noqa: ARG001 - as above
+    """A sink that fills a CPU tensor in place, or for a meta tensor a new CPU tensor.
+
+    Raises:
+        LeafError: a kind of tensor that cannot be restored into, or one whose elements share memory.
+    """
+    _check_kind(name, leaf)
+    dtype = dtype_of_tensor(name, leaf)
+    if leaf.is_meta:
+        new = torch.empty(tuple(leaf.shape), dtype=leaf.dtype)
+        return ArraySink(new, array_of(new, dtype), dtype, ("torch", tuple(leaf.shape), dtype.name))
+    if leaf.device.type != "cpu":
+        raise LeafError(
+            f"{shown(name)}: restoring into a plain tensor on {leaf.device} is not supported by this version; "
+            f"restore into a CPU tensor and move it there."
+        )
+    if leaf.is_conj() or leaf.is_neg():
+        raise LeafError(
+            f"{shown(name)}: this tensor is a lazily conjugated or negated view, which cannot be restored into; "
+            f"give leaf.resolve_conj().resolve_neg()."
+        )
+    array = array_of(leaf.detach(), dtype)
+    if overlaps_itself(array):
+        raise LeafError(
+            f"{shown(name)}: elements of this tensor share memory (it was expanded), so it cannot be restored into; give leaf.clone()."
+        )
+    return _TensorSink(leaf, array, dtype, ("in place", id(leaf)))
+
+
+class _TensorSink(ArraySink):
+    """An `ArraySink` that tells autograd."""
+
+    __slots__ = ()
+
+    def place(self, buffers: Sequence[Array]) -> object:
+        """Fill what is left to fill, and count the write as autograd counts writes under no_grad."""
+        leaf: Any = super(_TensorSink, self).place(buffers)  # noqa: UP008 - slotted dataclasses are made twice: the short form breaks
+        if not leaf.is_inference():
+            torch.autograd.graph.increment_version(leaf)
+        return leaf
+
+
+def dtype_of_tensor(name: str, tensor: Any) -> DType:
+    """The dtype of a tensor's elements.
+
+    Raises:
+        DtypeError: it cannot be stored; naming the leaf.
+    """
+    if tensor.dtype not in _SAME_IN_NUMPY and tensor.dtype not in _AS_BITS:
+        raise DtypeError(f"{shown(name)}: {tensor.dtype} cannot be stored; convert the tensor to a dtype that numpy or ml_dtypes has.")
+    return by_name(str(tensor.dtype).removeprefix("torch."))
+
+
+def array_of(tensor: Any, dtype: DType) -> Array:
+    """A CPU tensor's memory as a numpy array, not a copy.
+
+    Args:
+        tensor: without gradient, conjugation or negation. Its dtype may also be another of the same width.
+        dtype: what its bits are.
+    """
+    bits = tensor.view(_AS_BITS[tensor.dtype]) if tensor.dtype in _AS_BITS else tensor
+    array: Array = bits.numpy()
+    return array.view(dtype.numpy)
+
+
+def tensor_of(array: Array, dtype: DType) -> Any:
+    """A numpy array's memory as a CPU tensor, not a copy; the inverse of `array_of`.
+
+    Raises:
+        DtypeError: torch has no such dtype.
+    """
+    kind = getattr(torch, dtype.name, None)
+    if kind not in _SAME_IN_NUMPY and kind not in _AS_BITS:
+        raise DtypeError(f"torch has no dtype {dtype.name}, so no tensor of it can be made; restore it as a numpy array.")
+    if kind in _AS_BITS:
+        return torch.from_numpy(array.view(np.dtype(f"int{8 * dtype.itemsize}"))).view(kind)
+    return torch.from_numpy(array)
+
+
+_KINDS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _unstorable(leaf: Any) -> str | None:
+    """Why not this kind of tensor, and what to do, where there is a reason."""
+    if leaf.is_nested:
+        return "nested tensors cannot be stored; store their .values() and .offsets()"
+    if leaf.is_quantized:
+        return "quantized tensors cannot be stored; store their .int_repr() with scale and zero point"
+    if leaf.layout is not torch.strided:
+        return f"tensors of layout {leaf.layout} cannot be stored; store .to_dense(), or indices and values"
+    return None
+
+
+def _check_kind(name: str, leaf: Any) -> None:
+    reason = _unstorable(leaf)
+    if reason is None and type(leaf) not in _KINDS:
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        if kind.endswith(".DTensor"):
+            reason = "DTensor is not supported by this version; pass leaf.full_tensor()"
+        elif isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
+            reason = "this parameter has no shape and no data yet; run its module once"
+        else:
+            reason = f"the tensor subclass {kind} is not supported; pass the plain tensors it is made of"
+    if reason is not None:
+        raise LeafError(f"{shown(name)}: {reason}.")

@@ -1,0 +1,69 @@
+"""A chunk as it is stored: little-endian row-major elements, zstd by choice, then their crc32c.
+
+These are the zarr v3 codecs `bytes`, `zstd` and `crc32c`. Chunks at a tensor's edge are stored whole, padded with
+zeros, as zarr asks.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.errors import CorruptionError
+
+__all__ = ["CHECKSUM_BYTES", "decompress", "encode"]
+
+CHECKSUM_BYTES = 4
+ZSTD_LEVEL = 1
+"""Fast enough for a training loop; what levels above gain on floats is a few per cent."""
+
+
+def encode(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], compression: str | None) -> tuple[NDArray[np.uint8], int]:
+    """Encode one chunk.
+
+    Args:
+        elements: the chunk's elements, cut off at the tensor's edge, in the stored dtype.
+        chunk_shape: the shape to pad to.
+        compression: None or "zstd".
+
+    Returns:
+        The bytes to store, and the crc32c that ends them.
+    """
+    raw = np.empty(prod(chunk_shape) * elements.itemsize + CHECKSUM_BYTES, np.uint8)
+    whole = raw[:-CHECKSUM_BYTES].view(elements.dtype).reshape(chunk_shape)
+    if elements.shape == chunk_shape:
+        whole[...] = elements
+    else:
+        whole.reshape(-1).view(np.uint8)[:] = 0
+        whole[tuple(slice(n) for n in elements.shape)] = elements
+    if compression is not None:
+        packed = _zstd().encode(raw[:-CHECKSUM_BYTES])
+        raw = np.empty(len(packed) + CHECKSUM_BYTES, np.uint8)
+        raw[:-CHECKSUM_BYTES] = np.frombuffer(packed, np.uint8)
+    crc = crc32c.crc32c(raw[:-CHECKSUM_BYTES])
+    raw[-CHECKSUM_BYTES:] = np.frombuffer(crc.to_bytes(CHECKSUM_BYTES, "little"), np.uint8)
+    return raw, crc
+
+
+def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[np.uint8]:
+    """The `expected` bytes that a zstd frame holds.
+
+    Raises:
+        CorruptionError: not a zstd frame of that size (its checksum passed, so it was written wrongly).
+    """
+    out = np.empty(expected, np.uint8)
+    try:
+        # numcodecs sizes nothing by the frame's own word when it is given where to decompress to.
+        data = _zstd().decode(stored, out)
+    except (RuntimeError, ValueError) as e:
+        raise CorruptionError(f"{where}: not a zstd frame of {expected} bytes ({e}).") from e
+    return np.frombuffer(data, np.uint8)
+
+
+def _zstd():  # type: ignore[no-untyped-def]  # noqa: ANN202  (numcodecs has no types)
+    from numcodecs.zstd import Zstd
+
+    return Zstd(level=ZSTD_LEVEL)

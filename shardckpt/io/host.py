@@ -1,0 +1,101 @@
+"""What one host writes in one attempt: its chunks, then the table of where they are, then its record.
+
+The record is written last, after everything it vouches for is durable, so its presence means the host is done.
+"""
+
+from __future__ import annotations
+
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.io.codec import encode
+from shardckpt.io.keys import chunk_object_key
+from shardckpt.io.packed import PackedWriter
+from shardckpt.io.plain import PlainWriter
+from shardckpt.io.store import Store
+from shardckpt.io.table import OWN_OBJECT, ArrayChunks, encode_table
+from shardckpt.record import FileReference, HostRecord, Structure, seal
+from shardckpt.reshard.plan import Piece
+
+__all__ = ["HostWriter"]
+
+
+class HostWriter:
+    """Takes a host's chunks in any order of tensors; `finish` or `abort` ends it."""
+
+    def __init__(self, place: Store, attempt: str, host: int, *, layout: str, compression: str | None, memory_limit: int) -> None:
+        """Write below `place`, the attempt.
+
+        Args:
+            place: the attempt's directory.
+            attempt: its name.
+            host: this writer's number.
+            layout: "packed" or "zarr".
+            compression: None or "zstd".
+            memory_limit: bytes of encoded chunks that may wait for the storage.
+        """
+        self._place = place
+        self._attempt = attempt
+        self._host = host
+        self._layout = layout
+        self._compression = compression
+        self._writer: PackedWriter | PlainWriter
+        if layout == "packed":
+            self._writer = PackedWriter(place, host, memory_limit=memory_limit)
+        else:
+            self._writer = PlainWriter(place, in_flight_bytes=memory_limit)
+        self._paths: dict[str, int] = {}
+        self._rows: list[tuple[int, int, int]] = []
+
+    def put(self, piece: Piece, position: int, elements: NDArray[np.generic]) -> None:
+        """Write one chunk.
+
+        Args:
+            piece: the array it belongs to.
+            position: which chunk, in grid order.
+            elements: its elements, cut off at the array's edge; copied before this returns.
+        """
+        data, crc = encode(elements, piece.chunks, self._compression)
+        self._writer.put(chunk_object_key(piece, position), data)
+        self._rows.append((self._paths.setdefault(piece.path, len(self._paths)), position, crc))
+
+    def finish(self, structure: Structure, metadata: dict[str, object]) -> HostRecord:
+        """Wait until all is durable; write the chunk table and the host's record."""
+        placements = self._writer.finish()
+        path, chunk, crc = (np.array(c, np.int64) for c in zip(*self._rows, strict=True)) if self._rows else (np.empty(0, np.int64),) * 3
+        # Plain layout: the key tells the place, so the table names no files.
+        file = placements.file if self._layout == "packed" else np.full(len(chunk), OWN_OBJECT)
+        order = np.lexsort((chunk, path))
+        ends = np.searchsorted(path[order], np.arange(len(self._paths) + 1))
+        arrays = {}
+        for name, i in self._paths.items():
+            rows = order[ends[i] : ends[i + 1]]
+            arrays[name] = ArrayChunks(
+                chunk[rows].astype(np.uint64),
+                file[rows].astype(np.uint32),
+                placements.offset[rows].astype(np.uint64),
+                placements.length[rows].astype(np.uint32),
+                crc[rows].astype(np.uint32),
+            )
+        table_key = f"hosts/{self._host:05d}/table"
+        table = encode_table(placements.files, arrays)
+        self._place.write(table_key, table)
+        record = HostRecord(
+            attempt=self._attempt,
+            host=self._host,
+            layout=self._layout,
+            compression=self._compression,
+            table=FileReference.of(table_key, table),
+            lanes=tuple(self._writer.lanes) if isinstance(self._writer, PackedWriter) else (),
+            chunks=len(chunk),
+            stored_bytes=int(placements.length.sum()),
+            structure=structure,
+            metadata=metadata,
+        )
+        self._place.write(record.key, seal(record.to_json()))
+        return record
+
+    def abort(self) -> None:
+        """Give up; what was written stays as garbage of the attempt."""
+        self._writer.abort()

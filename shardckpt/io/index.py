@@ -1,0 +1,210 @@
+"""After all hosts have written: what every other zarr reader goes by.
+
+Packed layout: one OCDBT database over the whole attempt. Each host's lanes are databases below it, and merging them
+copies references, not chunks; the `zarr.json` documents follow in a transaction of their own. Keys that two lanes have
+would vanish silently, so the keys are counted afterwards.
+
+Plain layout: the `zarr.json` files of arrays and groups, the root with consolidated metadata.
+
+`stock_spec` and `stock_url` say how stock TensorStore opens an array of either layout. None of this is needed by our
+own readers, who go by the chunk tables.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+import tensorstore as ts
+
+from shardckpt.errors import CommitError, FormatError
+from shardckpt.io.plain import PLAIN_ROOT
+from shardckpt.io.store import Store, shared_context, storage_errors
+from shardckpt.io.zarr_meta import group_json, parent_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from shardckpt.io.url import Location
+
+__all__ = [
+    "dump_index",
+    "index_entries",
+    "merge_lanes",
+    "packed_documents",
+    "plain_documents",
+    "read_values",
+    "stock_spec",
+    "stock_url",
+    "write_plain_documents",
+]
+
+Place = tuple[str, int, int]
+"""Data file relative to the attempt, first byte, bytes."""
+
+_CONFIG = {
+    # A document inside a node is covered by the node's checksum; outside it is not. 1 MiB is the format's limit.
+    "max_inline_value_bytes": 1 << 20,
+    "compression": {"id": "zstd"},
+}
+_MOST_HEIGHT = 16
+"""A tree of format-conforming nodes is never so high; a damaged one might go in circles."""
+
+
+def merge_lanes(
+    attempt: Store, lanes: Sequence[str], documents: Mapping[str, Mapping[str, Any]], *, expected_chunks: int, expected_bytes: int
+) -> None:
+    """Build the merged index of an attempt.
+
+    Args:
+        attempt: the attempt's place.
+        lanes: OCDBT databases relative to it.
+        documents: array path → its `zarr.json`; the groups' are made here.
+        expected_chunks: chunks that the lanes hold together.
+        expected_bytes: their stored bytes.
+
+    Raises:
+        CommitError: lanes have a chunk in common, or lack some.
+        StorageError: the storage failed.
+    """
+    everything = packed_documents(documents)
+    attempt.make_parents("d/x")
+    with storage_errors("merge the index of", attempt):
+        database = _database(attempt, _CONFIG)
+        # Two transactions: in one with writes of its own, TensorStore 0.1.86 stores copied values as empty ones.
+        with ts.Transaction() as copies:
+            _await(_database(attempt.sub(lane)).experimental_copy_range_to(database.with_transaction(copies)) for lane in lanes)
+        merged = _root(attempt)["statistics"] if lanes else {"num_keys": 0, "num_indirect_value_bytes": 0}
+        with ts.Transaction() as writes:
+            _await(database.with_transaction(writes).write(key, data) for key, data in everything.items())
+        complete = _root(attempt)["statistics"]
+    found = merged["num_keys"], merged["num_indirect_value_bytes"]
+    if (
+        found != (expected_chunks, expected_bytes)
+        or complete["num_keys"] != expected_chunks + len(everything)
+        or complete["num_indirect_value_bytes"] < expected_bytes
+    ):
+        raise CommitError(
+            f"{attempt}: the hosts wrote {expected_chunks} chunks of {expected_bytes} bytes, the merged index has "
+            f"{found[0]} of {found[1]}; two hosts wrote the same chunk, or an array's path is another's chunk. Nothing was published."
+        )
+
+
+def _await(futures: Iterable[Any]) -> None:
+    """Start all, then wait for each: a write whose future is dropped may be left out of the commit."""
+    for future in list(futures):
+        future.result()
+
+
+def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the `zarr.json` files of the plain layout, the root's with consolidated metadata.
+
+    Args:
+        attempt: the attempt's place.
+        documents: array path → its `zarr.json`; the groups' are made here.
+    """
+    for key, data in plain_documents(documents).items():
+        attempt.write(key, data)
+
+
+def packed_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+    """Key in the merged index → `zarr.json` of every array and of every group above."""
+    everything: dict[str, Mapping[str, Any]] = {**{path: group_json() for path in parent_groups(documents)}, **documents}
+    return {_document_key(path): _encode(document) for path, document in everything.items()}
+
+
+def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+    """The same as objects of the attempt, the root's with consolidated metadata and last: who sees it sees everything."""
+    groups = {path: group_json() for path in parent_groups(documents) if path}
+    members: dict[str, Any] = {**groups, **documents}
+    everything = [*members.items(), ("", group_json(members=members))]
+    return {f"{PLAIN_ROOT}/{_document_key(path)}": _encode(document) for path, document in everything}
+
+
+def read_values(attempt: Store, keys: Iterable[str]) -> dict[str, bytes | None]:
+    """Values of the merged index, None where it has no such key."""
+    with storage_errors("read the index of", attempt):
+        database = _database(attempt)
+        pending = {key: database.read(key) for key in keys}
+        return {key: bytes(r.value) if (r := future.result()).state == "value" else None for key, future in pending.items()}
+
+
+def dump_index(attempt: Store) -> dict[str, Place]:
+    """Every chunk of the merged index: key → place. Some 400 bytes of memory per chunk; see `index_entries`."""
+    return dict(index_entries(attempt))
+
+
+def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
+    """The chunks of a (merged or a host's own) index, in order of their keys; `zarr.json` documents are left out.
+
+    Raises:
+        MissingDataError: there is no index.
+        FormatError: it is not one that TensorStore or we can read.
+    """
+    attempt.read("manifest.ocdbt", 0, 4)
+    root = _root(attempt)
+    if "location" in root:
+        yield from _entries(attempt, root["location"], b"", 0)
+
+
+def stock_spec(location: Location, attempt: str, array_path: str, layout: str = "packed") -> dict[str, Any]:
+    """The spec by which stock TensorStore opens an array, with a missing chunk as an error."""
+    place = location.join(attempt)
+    strict = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
+    if layout == "packed":
+        return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": place.kvstore(), "path": f"{array_path}/"}, **strict}
+    return {"driver": "zarr3", "kvstore": place.join(PLAIN_ROOT, array_path).kvstore(), **strict}
+
+
+def stock_url(location: Location, attempt: str, array_path: str, layout: str = "packed") -> str:
+    """The same as a url, for people to paste."""
+    place = location.join(attempt)
+    if layout == "packed":
+        return f"{place.url}/|ocdbt:|zarr3:{quote(array_path)}/"
+    return f"{place.join(PLAIN_ROOT, array_path).url}/|zarr3:"
+
+
+def _database(place: Store, config: Mapping[str, Any] | None = None) -> Any:
+    """Open the OCDBT database at a place."""
+    spec: dict[str, Any] = {"driver": "ocdbt", "base": place.location.kvstore()}
+    if config is not None:
+        spec["config"] = config
+    return ts.KvStore.open(spec, context=shared_context()).result()
+
+
+def _root(place: Store) -> dict[str, Any]:
+    """The newest version's root, as `ts.ocdbt.dump` describes it."""
+    with storage_errors("read the index of", place):
+        dumped = ts.ocdbt.dump(place.kvstore(), context=shared_context()).result()
+    root: dict[str, Any] = dumped["versions"][-1]["root"]
+    return root
+
+
+def _entries(place: Store, location: str, prefix: bytes, depth: int) -> Iterator[tuple[str, Place]]:
+    """The chunks below one node, whose keys all start with `prefix`."""
+    if depth > _MOST_HEIGHT:
+        raise FormatError(f"{place}: the index is more than {_MOST_HEIGHT} nodes high; it is damaged.")
+    with storage_errors("read the index of", place):
+        node = ts.ocdbt.dump(place.kvstore(), location, context=shared_context()).result()
+    for entry in node["entries"]:
+        if node["height"]:
+            yield from _entries(place, entry["location"], prefix + entry["subtree_common_prefix"], depth + 1)
+        elif "indirect_value" in entry:
+            yield (prefix + entry["key"]).decode(), _place_of(entry["indirect_value"])
+
+
+def _place_of(location: str) -> Place:
+    """`value:<base path>:<relative path>:<offset>:<length>`, percent-encoded, as a place."""
+    kind, base, relative, offset, length = location.split(":")
+    if kind != "value":
+        raise FormatError(f"{location!r} in an index is no value.")
+    return unquote(base) + unquote(relative), int(offset), int(length)
+
+
+def _document_key(path: str) -> str:
+    return f"{path}/zarr.json" if path else "zarr.json"
+
+
+def _encode(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()

@@ -1,0 +1,104 @@
+"""Does the index that other zarr readers go by say the same as the record and the chunk tables?
+
+Our own readers do not use it, so it cannot lead them astray; but `verify` vouches for stock readers, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardckpt.errors import ShardckptError
+from shardckpt.io import index
+from shardckpt.io.keys import split_chunk_key
+from shardckpt.io.store import Store
+from shardckpt.io.table import ArrayChunks
+from shardckpt.reshard.plan import Piece
+
+__all__ = ["IndexCheck"]
+
+Fault = tuple[str, str]
+"""A file relative to the attempt, and what is wrong with it."""
+MANIFEST = "manifest.ocdbt"
+
+
+class IndexCheck:
+    """Compares the indexes of an attempt with its chunk tables."""
+
+    def __init__(
+        self,
+        attempt: Store,
+        documents: Mapping[str, Mapping[str, Any]],
+        pieces: dict[str, Piece],
+        files: Sequence[str],
+        arrays: Mapping[str, ArrayChunks],
+    ) -> None:
+        """What the indexes must say.
+
+        Args:
+            attempt: the attempt's place.
+            documents: array path → its zarr.json.
+            pieces: array path → the array.
+            files: the chunk tables' data files.
+            arrays: array path → its chunks.
+        """
+        self._attempt = attempt
+        self._documents = documents
+        self._pieces = pieces
+        self._files = files
+        self._arrays = arrays
+
+    def packed(self, lanes: Sequence[str]) -> Iterator[Fault]:
+        """What is wrong with the merged index and with the lanes' own ones, from which it can be built again."""
+        chunks = sum(map(len, self._arrays.values()))
+        for databases in ([""], lanes):
+            found = 0
+            for lane in databases:
+                prefix = f"{lane}/" if lane else ""
+                try:
+                    for key, place in index.index_entries(self._attempt.sub(lane) if lane else self._attempt):
+                        found += 1
+                        fault = self._entry(key, (prefix + place[0], place[1], place[2]))
+                        if fault is not None:
+                            yield prefix + MANIFEST, fault
+                except ShardckptError as e:
+                    yield prefix + MANIFEST, str(e)
+            if found != chunks:
+                yield "hosts" if databases is lanes else MANIFEST, f"the index has {found} chunks, the chunk tables have {chunks}"
+        expected = index.packed_documents(self._documents)
+        try:
+            stored = index.read_values(self._attempt, expected)
+        except ShardckptError as e:
+            yield MANIFEST, str(e)
+            return
+        for key, document in expected.items():
+            if not _same_json(stored[key], document):
+                yield MANIFEST, f"{key} in the index is missing or not what was written"
+
+    def plain(self) -> Iterator[Fault]:
+        """What is wrong with the zarr.json documents of the plain layout."""
+        for key, document in index.plain_documents(self._documents).items():
+            try:
+                if not _same_json(self._attempt.read(key), document):
+                    yield key, "the zarr document is not what was written"
+            except ShardckptError as e:
+                yield key, str(e)
+
+    def _entry(self, key: str, place: tuple[str, int, int]) -> str | None:
+        """Why an entry is wrong, or None."""
+        found = split_chunk_key(key, self._pieces)
+        table = self._arrays.get(found[0].path) if found else None
+        row = -1 if table is None or found is None else table.row(found[1])
+        if table is None or row < 0:
+            return f"the index has {key}, which is no chunk of this checkpoint"
+        wanted = (self._files[table.file[row]], int(table.offset[row]), int(table.length[row]))
+        return None if place == wanted else f"the index has {key} at {place}, the chunk table at {wanted}"
+
+
+def _same_json(found: bytes | None, expected: bytes) -> bool:
+    """Whether two documents say the same; another version may have spaced them differently."""
+    try:
+        return found is not None and bool(json.loads(found) == json.loads(expected))
+    except (ValueError, RecursionError):
+        return False

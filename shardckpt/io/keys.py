@@ -1,0 +1,47 @@
+"""The zarr key of a chunk, and back: `model/w/c/0/1`."""
+
+from __future__ import annotations
+
+from math import prod
+
+from shardckpt.io.zarr_meta import chunk_key
+from shardckpt.reshard.plan import Piece
+
+__all__ = ["chunk_object_key", "split_chunk_key"]
+
+
+def chunk_object_key(piece: Piece, position: int) -> str:
+    """The key of a chunk, relative to the root of the arrays.
+
+    >>> chunk_object_key(Piece("w", (0, 0), (4, 4), (2, 2)), 3)
+    'w/c/1/1'
+    """
+    index = []
+    for n in reversed(piece.grid):
+        position, i = divmod(position, n)
+        index.append(i)
+    return f"{piece.path}/{chunk_key(index[::-1])}"
+
+
+def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | None:
+    """The array and the position of a chunk; None where no array has such a chunk.
+
+    >>> w = Piece("w", (0, 0), (4, 4), (2, 2))
+    >>> split_chunk_key("w/c/1/1", {"w": w})[1]
+    3
+    """
+    path, _, index = key.rpartition("/c/")
+    if not path:
+        path, index = key.removesuffix("/c"), ""
+    piece = pieces.get(path)
+    if piece is None:
+        return None
+    parts = index.split("/") if index else []
+    if len(parts) != len(piece.grid) or not all(p.isdecimal() and p.isascii() and len(p) < 20 for p in parts):
+        return None
+    position = 0
+    for i, n in zip(map(int, parts), piece.grid, strict=True):
+        if i >= n:
+            return None
+        position = position * n + i
+    return (piece, position) if prod(piece.grid) else None

@@ -1,0 +1,102 @@
+"""The plain layout's writer: every chunk an object of its own, `zarr/<array path>/c/0/1`.
+
+`put` writes a chunk and leaves making it durable to a few threads, because that is what takes long on a disk and
+what takes a round trip elsewhere. Memory: none of the data on a local disk (the bytes are in the file when `put`
+returns); elsewhere `in_flight_bytes`, half of it TensorStore's copies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from shardckpt.errors import CommitError
+from shardckpt.io.datafile import create_data_file
+from shardckpt.io.placements import PlacementLog, Placements
+from shardckpt.io.store import Data, Store, byte_view
+
+__all__ = ["PLAIN_ROOT", "PlainWriter"]
+
+PLAIN_ROOT = "zarr"
+"""The zarr group of the plain layout, relative to the attempt."""
+_THREADS = 16
+_MOST_OPEN = 256
+"""Files waiting to be made durable; each is open on a local disk."""
+
+
+class PlainWriter:
+    """Writes one host's chunks; `finish` or `abort` ends it. For one thread."""
+
+    def __init__(self, store: Store, *, in_flight_bytes: int = 64 << 20) -> None:
+        """Write below `store`, the attempt; nothing is created before the first chunk.
+
+        Args:
+            store: the attempt's place.
+            in_flight_bytes: see the module's docstring; a chunk larger than half of it goes alone.
+        """
+        self._store = store
+        self._limit = in_flight_bytes // 2
+        self._log = PlacementLog()
+        self._pool = ThreadPoolExecutor(_THREADS, "shardckpt-plain")
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._in_flight = 0
+        self._failed = False
+
+    def put(self, key: str, data: Data) -> None:
+        """Write one encoded chunk; the buffer is the caller's again when this returns.
+
+        Args:
+            key: the chunk's zarr key below the root of the arrays, `model/w/c/0/1`.
+            data: its bytes, as they are to be stored.
+
+        Raises:
+            CommitError: the key was put before, or there are no bytes.
+            StorageError: this chunk, or one before it, could not be written.
+        """
+        self._begin()
+        length = byte_view(data).nbytes
+        if not length:
+            raise CommitError(f"chunk {key} has no bytes; every stored chunk ends in a checksum.")
+        self._log.add(key, 0, length)
+        while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= _MOST_OPEN):
+            self._settle_one()
+        file = create_data_file(self._store, f"{PLAIN_ROOT}/{key}")
+        try:
+            file.append(data)
+        except BaseException:
+            file.abandon()
+            raise
+        self._waiting.append((self._pool.submit(file.close), length))
+        self._in_flight += length
+        self._failed = False
+
+    def finish(self) -> Placements:
+        """Wait until everything is durable.
+
+        Returns:
+            The length of each chunk, in the order in which they were put; each is an object, so no files.
+
+        Raises:
+            StorageError: something could not be written.
+        """
+        self._begin()
+        while self._waiting:
+            self._settle_one()
+        self._pool.shutdown()
+        return self._log.placements()
+
+    def abort(self) -> None:
+        """Give up: stop writing. What this host has written lies among other hosts' chunks and goes with the attempt."""
+        self._pool.shutdown(cancel_futures=True)
+        self._waiting.clear()
+
+    def _begin(self) -> None:
+        """Count the call as failed until it has gone well, so that no later one can succeed after an error."""
+        if self._failed:
+            raise CommitError(f"{self._store}: a chunk of this host could not be written, and the caller was told; call abort().")
+        self._failed = True
+
+    def _settle_one(self) -> None:
+        waiting, length = self._waiting.popleft()
+        self._in_flight -= length
+        waiting.result()

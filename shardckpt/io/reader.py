@@ -1,0 +1,361 @@
+"""Reading chunks by the chunk table, straight from the data files.
+
+1. `plan.overlaps` says which chunks each tensor's boxes touch; the table says where they lie.
+2. All chunks of a batch of tensors are sorted by file and offset, and adjacent ones joined into runs.
+3. Threads take runs. On a local disk a run is one positional scatter read: a chunk that is contiguous in its
+   destination goes there directly, any other into the thread's scratch buffer. On object stores a run is one
+   ranged read.
+4. Every chunk's crc32c is compared with the table's before it counts as read; what went through scratch is
+   then copied to each box that wants it.
+
+Every chunk is read once, however many boxes share it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from math import prod
+from types import EllipsisType
+
+import crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.box import Box, BoxArray
+from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
+from shardckpt.io.codec import CHECKSUM_BYTES, decompress
+from shardckpt.io.keys import chunk_object_key
+from shardckpt.io.plain import PLAIN_ROOT
+from shardckpt.io.store import Store
+from shardckpt.io.table import OWN_OBJECT, ArrayChunks
+from shardckpt.reshard.plan import Overlaps, Piece, chunk_boxes, overlaps
+
+__all__ = ["ChunkReader", "ReadStats", "Request"]
+
+Array = NDArray[np.generic]
+Index = tuple[slice | EllipsisType, ...]
+Target = tuple[Array, Index, Index]
+"""Where a part of a chunk goes: the buffer, where in the buffer, where in the chunk."""
+
+LOCAL_RUN = 4 << 20
+"""Bytes of adjacent chunks joined into one read on a local disk."""
+REMOTE_RUN = 16 << 20
+"""The same on an object store, where a request costs milliseconds."""
+MOST_VECTORS = 1000
+"""Buffers per scatter read, below the kernel's IOV_MAX of 1024."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One tensor's boxes to be read."""
+
+    name: str
+    """The tensor, for messages."""
+    dtype: np.dtype[np.generic]
+    """dtype of what is stored."""
+    pieces: Sequence[Piece]
+    boxes: BoxArray
+    """The boxes wanted, in the tensor's indices."""
+    buffers: Sequence[Array]
+    """Per box an array of `dtype` with the box at its start (it may be larger)."""
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What reading took so far."""
+
+    reads: int = 0
+    """Read calls."""
+    bytes_read: int = 0
+    """Stored bytes read, checksums included."""
+    bytes_needed: int = 0
+    """Bytes of the boxes asked for, as they lie in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk to be read: where it lies, what it must hold, where it goes."""
+
+    request: Request
+    piece: Piece
+    position: int
+    file: str
+    offset: int
+    length: int
+    crc: int
+    targets: Sequence[Target]
+
+    @property
+    def where(self) -> str:
+        """For messages: tensor, index range."""
+        return f"{self.request.name}{chunk_boxes(self.piece, np.array([self.position]))[0]}"
+
+
+class ChunkReader:
+    """Reads boxes of the tensors of one attempt; safe to use from several threads."""
+
+    def __init__(
+        self,
+        store: Store,
+        files: Sequence[str],
+        arrays: Mapping[str, ArrayChunks],
+        *,
+        compression: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Read below `store`, the attempt, by the table `files`, `arrays`.
+
+        Args:
+            store: the attempt's place.
+            files: data files, relative to the attempt.
+            arrays: each array's chunks.
+            compression: None or "zstd".
+            threads: how many read at once; by default as many as there are cores, from 2 to 8.
+        """
+        self.stats = ReadStats()
+        self._store = store
+        self._files = files
+        self._arrays = arrays
+        self._compression = compression
+        self._threads = threads or max(2, min(8, os.cpu_count() or 2))
+        self._local = store.local_path("") is not None
+        self._scratch = threading.local()
+        self._lock = threading.Lock()
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """Fill every request's buffers.
+
+        Raises:
+            MissingDataError: a chunk that is needed is not there.
+            CorruptionError: a chunk does not hold what was written; names tensor, index range and file.
+        """
+        needed = sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests)
+        chunks = [chunk for request in requests for chunk in self._chunks(request)]
+        self._count(needed=needed)
+        self._each_run(self._runs(chunks), self._read_run)
+
+    def check(self, requests: Sequence[Request], damaged: Callable[[str, Box, str, ShardckptError], None]) -> None:
+        """Read every chunk of the requests' pieces and compare it with the table; buffers are not used.
+
+        Args:
+            requests: tensors; `boxes` and `buffers` may be empty.
+            damaged: called with tensor name, index range, file and error for each chunk that is not as written.
+        """
+        chunks = [chunk for request in requests for chunk in self._all_chunks(request, damaged)]
+
+        def check_run(run: Sequence[_Chunk]) -> None:
+            try:
+                self._read_run(run)
+            except ShardckptError:
+                for chunk in run:
+                    try:
+                        self._read_run([chunk])
+                    except ShardckptError as e:  # noqa: PERF203  (each damaged chunk is reported)
+                        damaged(chunk.request.name, chunk_boxes(chunk.piece, np.array([chunk.position]))[0], chunk.file, e)
+
+        self._each_run(self._runs(chunks), check_run)
+
+    def stored_chunk(self, name: str, piece: Piece, position: int) -> bytes:
+        """A chunk's bytes as stored (checksum included), verified, for readers that decode by themselves."""
+        (chunk,) = self._located(Request(name, np.dtype(np.uint8), [piece], BoxArray.of([], len(piece.shape)), []), piece, np.array([position]))
+        buffer = np.empty(chunk.length, np.uint8)
+        self._fetch([chunk], [memoryview(buffer)])
+        self._verify(chunk, buffer[:-CHECKSUM_BYTES], buffer[-CHECKSUM_BYTES:])
+        return buffer.tobytes()
+
+    def _chunks(self, request: Request) -> Iterator[_Chunk]:
+        """The chunks that the request's boxes touch."""
+        for piece in request.pieces:
+            pairs = overlaps(piece, request.boxes)
+            if not len(pairs.chunk):
+                continue
+            positions, first = np.unique(pairs.chunk, return_index=True)
+            targets = _targets(request, pairs)
+            ends = [*first[1:].tolist(), len(pairs.chunk)]
+            yield from self._located(request, piece, positions, [targets[a:b] for a, b in zip(first.tolist(), ends, strict=True)])
+
+    def _located(
+        self,
+        request: Request,
+        piece: Piece,
+        positions: NDArray[np.int64],
+        targets: Sequence[Sequence[Target]] | None = None,
+    ) -> Iterator[_Chunk]:
+        """Those chunks with their places; raises MissingDataError for one that the table does not have."""
+        table = self._arrays.get(piece.path)
+        rows = table.find(positions) if table is not None else np.full(len(positions), -1)
+        if table is None or (rows < 0).any():
+            lost = chunk_boxes(piece, positions[rows < 0][:1])[0]
+            raise MissingDataError(
+                f"{request.name}{lost} at {self._store}: no host's chunk table has this chunk; run `shardckpt verify` for the full list."
+            )
+        columns = (table.file[rows], table.offset[rows], table.length[rows], table.crc[rows])
+        for i, (position, file, offset, length, crc) in enumerate(zip(positions.tolist(), *(c.tolist() for c in columns), strict=True)):
+            key = self._files[file] if file != OWN_OBJECT else f"{PLAIN_ROOT}/{chunk_object_key(piece, position)}"
+            yield _Chunk(request, piece, position, key, offset, length, crc, targets[i] if targets else ())
+
+    def _all_chunks(self, request: Request, damaged: Callable[[str, Box, str, ShardckptError], None]) -> Iterator[_Chunk]:
+        """Every chunk of the request's pieces that the table has; the others are reported."""
+        for piece in request.pieces:
+            positions = np.arange(piece.num_chunks)
+            table = self._arrays.get(piece.path)
+            found = table.find(positions) >= 0 if table is not None else np.zeros(len(positions), bool)
+            for position in positions[~found]:
+                box = chunk_boxes(piece, np.array([position]))[0]
+                damaged(request.name, box, piece.path, MissingDataError(f"{request.name}{box}: no host's chunk table has this chunk."))
+            if found.any():
+                yield from self._located(request, piece, positions[found])
+
+    def _runs(self, chunks: list[_Chunk]) -> Iterator[list[_Chunk]]:
+        """Chunks in order of their place, adjacent ones together."""
+        limit = LOCAL_RUN if self._local else REMOTE_RUN
+        run: list[_Chunk] = []
+        size = 0
+        for chunk in sorted(chunks, key=lambda c: (c.file, c.offset)):
+            adjacent = bool(run) and chunk.file == run[-1].file and chunk.offset == run[-1].offset + run[-1].length
+            if run and not (adjacent and size + chunk.length <= limit and 2 * len(run) < MOST_VECTORS - 2):
+                yield run
+                run, size = [], 0
+            run.append(chunk)
+            size += chunk.length
+        if run:
+            yield run
+
+    def _each_run(self, runs: Iterator[list[_Chunk]], work: Callable[[Sequence[_Chunk]], None]) -> None:
+        """Do `work` on all runs in several threads; the first error stops the rest."""
+        listed = list(runs)
+        if len(listed) <= 1:
+            for run in listed:
+                work(run)
+            return
+        with ThreadPoolExecutor(min(self._threads, len(listed)), "shardckpt-read") as pool:
+            futures = [pool.submit(work, run) for run in listed]
+            done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in waiting:
+                future.cancel()
+        for future in done:
+            future.result()
+
+    def _read_run(self, run: Sequence[_Chunk]) -> None:
+        """Read adjacent chunks, verify each and copy it where it is wanted."""
+        scratch = self._scratch_of(sum(c.length for c in run))
+        vectors: list[memoryview] = []
+        payloads: list[tuple[NDArray[np.uint8], NDArray[np.uint8], bool]] = []
+        at = 0
+        for chunk in run:
+            place = scratch[at : at + chunk.length]
+            at += chunk.length
+            payload, stored_crc = place[:-CHECKSUM_BYTES], place[-CHECKSUM_BYTES:]
+            direct = self._direct(chunk) if self._local else None
+            if direct is None:
+                vectors.append(memoryview(place))
+            else:
+                vectors += [memoryview(direct), memoryview(stored_crc)]
+                payload = direct
+            payloads.append((payload, stored_crc, direct is not None))
+        self._fetch(run, vectors)
+        for chunk, (payload, stored_crc, direct_done) in zip(run, payloads, strict=True):
+            self._verify(chunk, payload, stored_crc)
+            if not direct_done and chunk.targets:
+                self._scatter(chunk, payload)
+
+    def _direct(self, chunk: _Chunk) -> NDArray[np.uint8] | None:
+        """The chunk's destination as bytes, where the whole chunk lies contiguous in just one buffer."""
+        if self._compression is not None or len(chunk.targets) != 1:
+            return None
+        buffer, in_buffer, _ = chunk.targets[0]
+        part = buffer[in_buffer]
+        if part.shape != chunk.piece.chunks or not part.flags.c_contiguous or part.nbytes != chunk.length - CHECKSUM_BYTES:
+            return None
+        return part.reshape(-1).view(np.uint8)
+
+    def _scatter(self, chunk: _Chunk, payload: NDArray[np.uint8]) -> None:
+        """Copy a chunk's elements to every box that wants some of them."""
+        expected = prod(chunk.piece.chunks) * chunk.request.dtype.itemsize
+        raw: NDArray[np.uint8] = payload
+        if self._compression is not None:
+            raw = decompress(payload, expected, f"{chunk.where}, {chunk.file}")
+        if raw.nbytes != expected:
+            raise CorruptionError(f"{chunk.where}: {chunk.file} holds {raw.nbytes} bytes of it, {expected} are expected.")
+        elements = raw.view(chunk.request.dtype).reshape(chunk.piece.chunks)
+        for buffer, in_buffer, in_chunk in chunk.targets:
+            buffer[in_buffer] = elements[in_chunk]
+
+    def _verify(self, chunk: _Chunk, payload: NDArray[np.uint8], stored_crc: NDArray[np.uint8]) -> None:
+        """Compare a chunk with the table and with its own checksum."""
+        found = crc32c.crc32c(payload)
+        if found != chunk.crc or int.from_bytes(stored_crc.tobytes(), "little") != chunk.crc:
+            raise CorruptionError(
+                f"{chunk.where} is damaged: {self._store}/{chunk.file}, bytes {chunk.offset} to {chunk.offset + chunk.length}, do not have the "
+                f"checksum that was written. Restore the file from a copy, or leave the tensor out with only=."
+            )
+
+    def _fetch(self, run: Sequence[_Chunk], vectors: list[memoryview]) -> None:
+        """Fill the vectors with the run's bytes."""
+        first, last = run[0], run[-1]
+        length = last.offset + last.length - first.offset
+        path = self._store.local_path(first.file)
+        try:
+            if path is not None:
+                _scatter_read(str(path), first.offset, length, vectors)
+            else:
+                data = memoryview(self._store.read(first.file, first.offset, first.offset + length))
+                at = 0
+                for vector in vectors:
+                    vector[:] = data[at : at + len(vector)]
+                    at += len(vector)
+        except FileNotFoundError as e:
+            raise MissingDataError(f"{first.where}: {self._store}/{first.file} is missing; restore it from a copy, or leave the tensor out with only=.") from e
+        except EOFError as e:
+            raise CorruptionError(f"{first.where}: {self._store}/{first.file} is cut off before byte {first.offset + length}.") from e
+        except OSError as e:
+            if isinstance(e, ShardckptError):
+                raise
+            raise StorageError(f"{first.where}: cannot read {self._store}/{first.file} ({e}).") from e
+        self._count(reads=1, read=length)
+
+    def _scratch_of(self, nbytes: int) -> NDArray[np.uint8]:
+        """This thread's scratch buffer, at least that large; what it held is gone."""
+        scratch: NDArray[np.uint8] | None = getattr(self._scratch, "buffer", None)
+        if scratch is None or scratch.nbytes < nbytes:
+            scratch = self._scratch.buffer = np.empty(max(nbytes, LOCAL_RUN), np.uint8)
+        return scratch
+
+    def _count(self, *, reads: int = 0, read: int = 0, needed: int = 0) -> None:
+        with self._lock:
+            self.stats.reads += reads
+            self.stats.bytes_read += read
+            self.stats.bytes_needed += needed
+
+
+def _targets(request: Request, pairs: Overlaps) -> list[Target]:
+    """Per pair: the buffer, where in the buffer, where in the chunk."""
+    slices = []
+    for boxes in (pairs.in_box, pairs.in_chunk):
+        rows = zip(boxes.start.tolist(), boxes.stop.tolist(), strict=True)
+        # The ellipsis makes a view of a 0-d array, too.
+        slices.append([(*map(slice, start, stop), ...) for start, stop in rows])
+    return [(request.buffers[b], in_box, in_chunk) for b, in_box, in_chunk in zip(pairs.box.tolist(), *slices, strict=True)]
+
+
+def _scatter_read(path: str, offset: int, length: int, vectors: list[memoryview]) -> None:
+    """preadv until all vectors are full; EOFError where the file ends before."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        got = os.preadv(fd, vectors, offset)
+        while got < length:
+            rest, skip = [], got
+            for vector in vectors:
+                if skip < len(vector):
+                    rest.append(vector[skip:])
+                skip = max(0, skip - len(vector))
+            more = os.preadv(fd, rest, offset + got)
+            if more == 0:
+                raise EOFError
+            got += more
+    finally:
+        os.close(fd)

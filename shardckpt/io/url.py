@@ -1,0 +1,187 @@
+"""Where a checkpoint lies: what a user calls it, and what TensorStore calls it.
+
+A location is a scheme and a path. Users write a path (`ckpt/100`, a `pathlib.Path`), `file:///data/ckpt` or
+`memory://name/ckpt`. TensorStore is always told by a JSON spec, `{"driver": …, "path": …}`, never by a url
+string, so a space, `%`, `?`, `#` or a letter outside ASCII in a file name is only ever itself.
+
+1. `parse` decides between a path and a url, decodes a url's percent signs and makes a path absolute.
+2. `Location` refuses what TensorStore would silently turn into another name (a backslash becomes a slash) or
+   refuse with a message about keys (`.__lock` is the suffix of its lock files).
+3. `Location.kvstore` is the one place where a scheme becomes a TensorStore key-value store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from shardckpt.errors import FormatError, UrlError
+
+__all__ = ["Location", "check_key", "parse"]
+
+_DRIVERS = {"file": "file", "memory": "memory"}
+"""Scheme → TensorStore key-value store driver."""
+_CLOUD = ("gs", "s3")
+"""Schemes that are known and not served yet."""
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_UNQUOTED = "/:@!$&'()*+,;=-._~"
+"""What stays itself in the path of a url (RFC 3986, pchar and the slash)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place that can hold a checkpoint, or a part of one.
+
+    >>> str(parse("memory://runs/7").join("attempt", "zarr"))
+    'memory://runs/7/attempt/zarr'
+    """
+
+    scheme: str
+    """`file` or `memory`."""
+    path: str
+    """`file`: an absolute, normalised path. `memory`: slash-separated names. Without a slash at the end."""
+
+    def __post_init__(self) -> None:
+        """Refuse unknown schemes and names that TensorStore could not keep as they are."""
+        if self.scheme not in _DRIVERS:
+            raise UrlError(_unknown(self.scheme, f"{self.scheme}://{self.path}"))
+        if self.scheme == "file" and not self.path.startswith("/"):
+            raise UrlError(f"{self.path!r}: a location on disk is an absolute path; go through parse().")
+        why = _unfit(self.path.removeprefix("/") if self.scheme == "file" else self.path)
+        if why and self.path != "/":
+            raise UrlError(f"{self.path!r} cannot be stored to: {why}. Choose another name.")
+
+    def join(self, *parts: str) -> Location:
+        """The location below this one; each part is one or more names with slashes between.
+
+        Raises:
+            UrlError: a part is empty, absolute, or goes up with `..`.
+        """
+        for part in parts:
+            why = _unfit(part)
+            if why:
+                raise UrlError(f"{part!r} is no place below {self}: {why}.")
+        return Location(self.scheme, "/".join([self.path.rstrip("/"), *parts]))
+
+    @property
+    def name(self) -> str:
+        """The last name of the path."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def local(self) -> Path | None:
+        """The path on this machine's file system, None where there is none."""
+        return Path(self.path) if self.scheme == "file" else None
+
+    @property
+    def url(self) -> str:
+        """The url, percent-encoded, as TensorStore and browsers read it."""
+        return f"{self.scheme}://{quote(self.path, safe=_UNQUOTED)}"
+
+    def kvstore(self) -> dict[str, Any]:
+        """TensorStore's spec of the key-value store whose keys are relative to this location."""
+        return {"driver": _DRIVERS[self.scheme], "path": self.path.rstrip("/") + "/"}
+
+    def __str__(self) -> str:
+        """What a user recognises and can paste: the path on disk, or else the url."""
+        return self.path if self.scheme == "file" else self.url
+
+
+def parse(url: str | os.PathLike[str]) -> Location:
+    """The location that a user means.
+
+    Args:
+        url: a path, relative to the working directory or absolute, or a `file://` or `memory://` url. A url is
+            percent-decoded, a path is not.
+
+    Raises:
+        UrlError: empty, not text, an unknown scheme, or a name that cannot be stored to.
+
+    >>> parse("file:///data/a%20b").path
+    '/data/a b'
+    """
+    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise UrlError(f"{url!r} is no url; give a str or a pathlib.Path.")
+    if not text:
+        raise UrlError("The url is empty; give a path, or file:///… or memory://….")
+    if "\0" in text:
+        raise UrlError(f"{text!r} has a NUL in it; no file system and no object store has such names.")
+    if isinstance(url, str):
+        match = _URL.fullmatch(text)
+        if match:
+            return _of_url(match[1].lower(), match[2], text)
+        scheme = text.partition(":")[0].lower()
+        if ":" in text and scheme in (*_DRIVERS, *_CLOUD):
+            raise UrlError(f"{text!r}: a {scheme} url starts with {scheme}://; for a file of that name write ./{text}.")
+    return Location("file", _absolute(text))
+
+
+def check_key(key: str, where: object) -> None:
+    """Refuse a key that could leave the place it is relative to; a stranger's checkpoint may have given it to us.
+
+    Raises:
+        FormatError: it names nothing below `where`.
+    """
+    why = _unfit(key)
+    if why:
+        raise FormatError(f"{key!r} names nothing below {where}: {why}.")
+
+
+def _of_url(scheme: str, rest: str, text: str) -> Location:
+    """The location of `scheme://rest`."""
+    if scheme not in _DRIVERS:
+        raise UrlError(_unknown(scheme, text))
+    if "?" in rest or "#" in rest:
+        raise UrlError(f"{text!r}: ? and # end the path of a url; write %3F and %23, or give a plain path.")
+    if _PERCENT.search(rest):
+        raise UrlError(f"{text!r}: a % in a url is followed by two hexadecimal digits; write %25, or give a plain path.")
+    try:
+        path = unquote(rest, errors="strict")
+    except UnicodeDecodeError as e:
+        raise UrlError(f"{text!r} does not decode to UTF-8 ({e}).") from e
+    if "\0" in path:
+        raise UrlError(f"{text!r} has a NUL in it; no file system and no object store has such names.")
+    if scheme == "memory":
+        return Location("memory", path.rstrip("/"))
+    path = path.removeprefix("localhost") if path.startswith("localhost/") else path
+    if not path.startswith("/"):
+        raise UrlError(f"{text!r}: a file url has three slashes, file:///absolute/path; for a relative path leave file:// out.")
+    return Location("file", _absolute(path))
+
+
+def _absolute(path: str) -> str:
+    """Absolute and without `.`, `..` and doubled slashes; symbolic links stay as they are."""
+    absolute = os.path.abspath(path)  # noqa: PTH100  (Path.resolve would follow links)
+    return "/" + absolute.lstrip("/")
+
+
+def _unfit(path: str) -> str | None:
+    """Why a slash-separated name cannot be kept by every store, None if it can."""
+    if "\\" in path:
+        return "TensorStore turns a backslash into a slash"
+    if "\0" in path:
+        return "it has a NUL in it"
+    if not path.isascii():
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            return "it is not UTF-8"
+    for name in path.split("/"):
+        if name in ("", ".", ".."):
+            return f"one of the names between its slashes is {name!r}"
+        if name.endswith(".__lock"):
+            return "names that end in .__lock are TensorStore's lock files"
+    return None
+
+
+def _unknown(scheme: str, text: str) -> str:
+    known = ", ".join(f"{s}://" for s in _DRIVERS)
+    if scheme in _CLOUD:
+        return f"{text!r}: this version stores on local disk and in memory ({known}), not on {scheme}:// yet; give a path."
+    return f"{text!r}: unknown scheme {scheme}://; known are {known} and plain paths."

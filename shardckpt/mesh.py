@@ -1,0 +1,228 @@
+"""A mesh: devices in an n-dimensional arrangement whose axes have names.
+
+A mesh answers one question: which device stands at which coordinate of which axes? Device ids are written
+in row-major order of the mesh, as torch_xla and JAX do, and are whatever the runtime calls its devices: a
+permutation, or numbers that start at 2048. Nothing here assumes 0…N-1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardckpt.errors import FormatError, ShardingError
+from shardckpt.excerpt import excerpt
+
+__all__ = ["MAX_AXES", "MAX_DEVICES", "Mesh"]
+
+Ids: TypeAlias = NDArray[np.int64]
+
+MAX_DEVICES = 1 << 20
+"""Devices in a mesh or tile assignment: ten times the largest systems known, and 8 MiB of device ids.
+
+A checkpoint made by somebody else may claim any number; this bounds the time and memory of believing it.
+"""
+
+MAX_AXES = 32
+"""Axes of a mesh and dimensions of a tensor: TensorStore's and numpy's own limit."""
+
+
+_LARGEST = (1 << 62) - 1
+"""A dimension beyond this could overflow int64 on its way to a padded tile's end."""
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+class Mesh:
+    """Devices arranged in `shape`, with a name for every axis.
+
+    Args:
+        shape: Devices per axis, all at least 1.
+        axis_names: One name per axis. None names them "0", "1", … as torch_xla does for JAX.
+        device_ids: The device at each position in row-major order, flat or already in `shape`. None: 0, 1, 2, …
+
+    Raises:
+        ShardingError: Names or ids repeat, an id is negative or not an integer, or the counts do not agree.
+
+    >>> mesh = Mesh((2, 4), ("data", "model"), [7, 6, 5, 4, 3, 2, 1, 0])
+    >>> mesh.size, mesh.axis_sizes
+    (8, {'data': 2, 'model': 4})
+    >>> mesh.devices[1].tolist()
+    [3, 2, 1, 0]
+    """
+
+    shape: tuple[int, ...]
+    """Devices per axis."""
+    axis_names: tuple[str, ...]
+    """A name per axis."""
+    device_ids: Ids
+    """(size,) int64, row-major, read-only."""
+    _hash: int = field(init=False)
+
+    def __init__(self, shape: Sequence[int], axis_names: Sequence[str] | None, device_ids: ArrayLike | None = None) -> None:
+        checked_shape = _checked_shape(shape)
+        names = _checked_names(axis_names, checked_shape)
+        ids = np.arange(prod(checked_shape), dtype=np.int64) if device_ids is None else checked_ids(device_ids, checked_shape)
+        ids.setflags(write=False)
+        object.__setattr__(self, "shape", checked_shape)
+        object.__setattr__(self, "axis_names", names)
+        object.__setattr__(self, "device_ids", ids)
+        object.__setattr__(self, "_hash", hash((checked_shape, names, ids.tobytes())))
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return len(self.device_ids)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Devices per axis, by name, in axis order."""
+        return dict(zip(self.axis_names, self.shape, strict=True))
+
+    @property
+    def devices(self) -> Ids:
+        """Device ids in the mesh's shape."""
+        return self.device_ids.reshape(self.shape)
+
+    @property
+    def is_arange(self) -> bool:
+        """Whether the devices are 0, 1, 2, … in row-major order."""
+        return bool(np.array_equal(self.device_ids, np.arange(self.size)))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        # The hash is computed once: it settles nearly every unequal pair without touching the ids.
+        return (
+            self._hash == other._hash
+            and self.shape == other.shape
+            and self.axis_names == other.axis_names
+            and bool(np.array_equal(self.device_ids, other.device_ids))
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        ids = "" if self.is_arange else f", {np.array2string(self.device_ids, separator=', ', threshold=16)}"
+        return f"Mesh({self.shape}, {self.axis_names}{ids})"
+
+    def to_json(self) -> dict[str, object]:
+        """The JSON form: `{"shape": …, "axes": …, "devices": null | […]}`, null where the ids count from 0 in order."""
+        return {
+            "shape": list(self.shape),
+            "axes": list(self.axis_names),
+            "devices": None if self.is_arange else self.device_ids.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, doc: object) -> Mesh:
+        """Read what `to_json` wrote.
+
+        Raises:
+            FormatError: It is not that.
+        """
+        if not isinstance(doc, Mapping) or set(doc) != {"shape", "axes", "devices"}:
+            raise FormatError(f"mesh: expected an object with shape, axes and devices, found {excerpt(doc)}.")
+        shape, axes, devices = doc["shape"], doc["axes"], doc["devices"]
+        if not _is_list_of(shape, int) or not _is_list_of(axes, str):
+            raise FormatError(
+                f"mesh: shape must be a list of integers and axes a list of names, found {excerpt(shape)} and {excerpt(axes)}."
+            )
+        if devices is not None and not _is_list_of(devices, int):
+            raise FormatError(f"mesh: devices must be null or a list of integers, found {excerpt(devices)}.")
+        try:
+            return Mesh(shape, axes, devices)
+        except ShardingError as error:
+            raise FormatError(str(error)) from error
+
+
+def _is_list_of(value: object, kind: type) -> bool:
+    # type(), not isinstance: True is an int to Python and not to us.
+    return isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    checked = checked_sizes(shape, "Mesh shape", least=1)
+    if len(checked) > MAX_AXES:
+        raise ShardingError(f"Mesh: {len(checked)} axes; at most {MAX_AXES} can be.")
+    if prod(checked) > MAX_DEVICES:
+        raise ShardingError(f"Mesh: shape {checked} has {prod(checked)} devices; at most {MAX_DEVICES} can be.")
+    return checked
+
+
+def checked_sizes(sizes: Sequence[int], what: str, *, least: int) -> tuple[int, ...]:
+    """Sizes as a tuple of Python ints, each at least `least`.
+
+    Raises:
+        ShardingError: Naming `what`, the position and the value.
+    """
+    try:
+        checked = tuple(sizes)
+    except TypeError:
+        raise ShardingError(f"{what}: expected a sequence of integers, found {excerpt(sizes)}.") from None
+    for i, size in enumerate(checked):
+        if isinstance(size, bool | np.bool_) or not isinstance(size, int | np.integer):
+            raise ShardingError(f"{what}: expected integers, found {excerpt(size)} at position {i} of {excerpt(checked)}.")
+        if not least <= size <= _LARGEST:
+            raise ShardingError(
+                f"{what}: every size must be at least {least} and below 2**62, found {excerpt(size)} at position {i} of {excerpt(checked)}."
+            )
+    return tuple(int(size) for size in checked)
+
+
+def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...]:
+    if axis_names is None:
+        return tuple(str(i) for i in range(len(shape)))
+    if isinstance(axis_names, str):
+        raise ShardingError(f"Mesh: axis_names is the single string {axis_names!r}; give a tuple with one name per axis.")
+    names = tuple(axis_names)
+    if not all(isinstance(name, str) and name for name in names):
+        raise ShardingError(f"Mesh: axis names must be strings that are not empty, found {excerpt(names)}.")
+    if len(names) != len(shape):
+        raise ShardingError(
+            f"Mesh: {len(names)} axis names {excerpt(names)} for the {len(shape)} axes of shape {shape}; give one per axis."
+        )
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ShardingError(f"Mesh: axis name {twice!r} is used more than once in {excerpt(names)}; give every axis its own.")
+    return names
+
+
+def checked_ids(device_ids: ArrayLike, shape: tuple[int, ...], what: str = "Mesh") -> Ids:
+    """Device ids as a flat int64 array of its own, one for each position of that shape.
+
+    Raises:
+        ShardingError: Not integers, negative, repeated, or not prod(shape) of them.
+    """
+    try:
+        given = np.asarray(device_ids)
+    except (ValueError, OverflowError) as error:
+        raise ShardingError(f"{what}: device ids must be integers, one per device: {error}.") from error
+    if given.size and not np.issubdtype(given.dtype, np.integer):
+        raise ShardingError(f"{what}: device ids must be integers below 2**63, found an array of {given.dtype}.")
+    if given.ndim != 1 and given.shape != shape:
+        raise ShardingError(f"{what}: device ids have shape {given.shape}; give a flat list or the shape {shape}.")
+    if given.size != prod(shape):
+        raise ShardingError(f"{what}: {given.size} device ids for shape {shape}, which has {prod(shape)} devices; give one id per device.")
+    if given.dtype == np.uint64 and given.max() > np.iinfo(np.int64).max:
+        raise ShardingError(f"{what}: device id {given.max()} is not below 2**63.")
+    ids: Ids = given.reshape(-1).astype(np.int64)  # a copy, which the caller owns
+    if ids.min() < 0:
+        raise ShardingError(f"{what}: device id {ids.min()} is negative; ids count from 0.")
+    ordered = np.sort(ids)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(repeated):
+        raise ShardingError(f"{what}: device id {repeated[0]} stands at more than one position; every device has one.")
+    return ids

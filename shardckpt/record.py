@@ -1,0 +1,441 @@
+"""The commit record and the host records: what they hold, and how they are written and read.
+
+Both are JSON documents inside the same envelope, which binds them to a digest that anybody can check without a
+JSON library: SHA-256 over the bytes of `record`, exactly as they stand in the file.
+
+```
+{"format":"shardckpt","version":[1,0],"sha256":"<64 hex digits>","record":{…}}
+```
+
+Everything read here was written by somebody else: types, sizes and references are checked before use, and
+every error names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NoReturn
+
+from shardckpt import dtypes
+from shardckpt.dtypes import DType
+from shardckpt.errors import DtypeError, FormatError, ShardingError, VersionError
+from shardckpt.mesh import Mesh
+from shardckpt.names import array_path
+from shardckpt.op_sharding import OpSharding
+from shardckpt.reshard.plan import Piece, coverage_gap
+from shardckpt.sharding import Layout, Sharding
+from shardckpt.tree import tensor_names
+
+__all__ = [
+    "FORMAT_VERSION",
+    "CheckpointRecord",
+    "FileReference",
+    "HostRecord",
+    "Structure",
+    "TensorRecord",
+    "Tombstone",
+    "open_envelope",
+    "parse_checkpoint",
+    "seal",
+]
+
+FORMAT_VERSION = (1, 0)
+"""Major and minor. Readers refuse a newer major; a newer minor only adds what they may ignore."""
+LAYOUTS = ("packed", "zarr")
+COMPRESSIONS = (None, "zstd")
+_ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
+_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+MOST_DIMENSIONS = 32
+LARGEST_DIMENSION = 1 << 62
+
+
+def seal(record: Mapping[str, Any]) -> bytes:
+    """A record's bytes, digest included."""
+    body = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    digest = hashlib.sha256(body).hexdigest()
+    major, minor = FORMAT_VERSION
+    return f'{{"format":"shardckpt","version":[{major},{minor}],"sha256":"{digest}","record":'.encode() + body + b"}\n"
+
+
+def open_envelope(data: bytes, where: str) -> dict[str, Any]:
+    """The record in `data`, its version and digest checked.
+
+    Raises:
+        VersionError: a newer major version.
+        FormatError: not a record, or not the one that was written.
+    """
+    match = _ENVELOPE.match(data)
+    if match is None:
+        raise FormatError(f"{where}: not a shardckpt record; it was written by something else or is damaged.")
+    version = int(match[1]), int(match[2])
+    if version[0] > FORMAT_VERSION[0]:
+        ours = ".".join(map(str, FORMAT_VERSION))
+        raise VersionError(f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({ours}); upgrade shardckpt.")
+    end = data.rfind(b"}")
+    body = data[match.end() : end]
+    if hashlib.sha256(body).hexdigest() != match[3].decode() or data[end:] not in (b"}", b"}\n"):
+        raise FormatError(f"{where}: the record's digest does not agree with its contents; the file is damaged.")
+    try:
+        record = json.loads(body)
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"{where}: the record is not JSON ({e}).") from e
+    if not isinstance(record, dict):
+        raise FormatError(f"{where}: the record is a {type(record).__name__}, an object is expected.")
+    return record
+
+
+@dataclass(frozen=True, slots=True)
+class FileReference:
+    """A metadata file that another one vouches for."""
+
+    key: str
+    """Where it is, relative to the attempt."""
+    size: int
+    """Bytes."""
+    sha256: str
+    """Of the whole file, 64 hex digits."""
+
+    @classmethod
+    def of(cls, key: str, data: bytes) -> FileReference:
+        """Refer to a file with those contents."""
+        return cls(key, len(data), hashlib.sha256(data).hexdigest())
+
+    def check(self, data: bytes, where: str) -> None:
+        """Raise FormatError unless `data` is what was referred to."""
+        if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
+            raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"key": self.key, "size": self.size, "sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One stored tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    layout: Layout | None
+    """How it was laid out when it was saved; None: a plain host tensor."""
+    pieces: tuple[Piece, ...]
+    """The zarr arrays that hold it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored elements, without padding and checksums."""
+        return prod(self.shape) * self.dtype.storage.itemsize
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks over all pieces."""
+        return sum(p.num_chunks for p in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a checkpoint holds, apart from the bytes: the tree, its small leaves, and every tensor's record."""
+
+    tree: Any
+    """JSON document of `tree.flatten`."""
+    tensors: dict[str, TensorRecord]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form; equal meshes and shardings appear once."""
+        meshes: dict[str, tuple[int, Any]] = {}
+        shardings: dict[str, tuple[int, Any]] = {}
+        tensors = {}
+        for name, t in self.tensors.items():
+            entry: dict[str, Any] = {"shape": list(t.shape), "dtype": t.dtype.name}
+            if t.layout is not None:
+                entry["sharding"] = _intern(shardings, _layout_json(t.layout, len(t.shape), meshes))
+            if [p.path for p in t.pieces] == [array_path(name)]:
+                entry["chunks"] = list(t.pieces[0].chunks)
+            else:
+                entry["pieces"] = [{"start": list(p.start), "shape": list(p.shape), "chunks": list(p.chunks)} for p in t.pieces]
+            tensors[name] = entry
+        return {
+            "meshes": [m for _, m in meshes.values()],
+            "shardings": [s for _, s in shardings.values()],
+            "tensors": tensors,
+            "tree": self.tree,
+        }
+
+    @classmethod
+    def from_json(cls, doc: Any, where: str) -> Structure:
+        """Inverse of `to_json`; raises FormatError for anything that it would not write."""
+        read = _Reader(doc, where)
+        layouts = _layouts(read)
+        tensors = {}
+        for name, entry in read.mapping("tensors").items():
+            tensors[name] = _tensor(_Reader(entry, f"{where}: tensor {name!r}"), name, layouts)
+        tree = read.value("tree")
+        named = tensor_names(tree)
+        if set(named) != set(tensors):
+            odd = sorted(set(named) ^ set(tensors))[0]
+            read.fail(f"the tree and the list of tensors disagree about {odd!r}")
+        return cls(tree, {name: tensors[name] for name in named})
+
+
+@dataclass(frozen=True, slots=True)
+class HostRecord:
+    """What one host wrote: enough, with the other hosts' records, to commit the attempt."""
+
+    attempt: str
+    host: int
+    layout: str
+    compression: str | None
+    table: FileReference
+    """The host's chunk table."""
+    lanes: tuple[str, ...]
+    """OCDBT databases relative to the attempt (packed layout)."""
+    chunks: int
+    stored_bytes: int
+    structure: Structure
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What the user gave to `SaveOptions(metadata=…)`."""
+
+    @property
+    def key(self) -> str:
+        """Where the record is, relative to the attempt."""
+        return f"records/{self.host:05d}.json"
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "attempt": self.attempt,
+            "host": self.host,
+            "layout": self.layout,
+            "compression": self.compression,
+            "table": self.table.to_json(),
+            "lanes": list(self.lanes),
+            "chunks": self.chunks,
+            "stored_bytes": self.stored_bytes,
+            "metadata": self.metadata,
+            "structure": self.structure.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, doc: Any, where: str) -> HostRecord:
+        """Inverse of `to_json`."""
+        read = _Reader(doc, where)
+        return cls(
+            attempt=_attempt(read),
+            host=read.integer("host"),
+            layout=read.one_of("layout", LAYOUTS),
+            compression=read.one_of("compression", COMPRESSIONS),
+            table=read.reference("table"),
+            lanes=tuple(read.keys("lanes")),
+            chunks=read.integer("chunks"),
+            stored_bytes=read.integer("stored_bytes"),
+            structure=Structure.from_json(read.value("structure"), where),
+            metadata=read.mapping("metadata"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRecord:
+    """`checkpoint.json`: the small object whose presence makes an attempt the checkpoint."""
+
+    attempt: str
+    created: str
+    """UTC, ISO 8601, by the committer's clock; for people."""
+    writer: str
+    """Software and version, for people."""
+    layout: str
+    compression: str | None
+    hosts: tuple[FileReference, ...]
+    """The host records."""
+    structure: Structure
+    metadata: dict[str, Any] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=dict)
+    """`tensors`, `bytes` (elements), `stored_bytes` (with padding and checksums), `chunks`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "attempt": self.attempt,
+            "created": self.created,
+            "writer": self.writer,
+            "layout": self.layout,
+            "compression": self.compression,
+            "hosts": [h.to_json() for h in self.hosts],
+            "totals": self.totals,
+            "metadata": self.metadata,
+            **self.structure.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, doc: Any, where: str) -> CheckpointRecord:
+        """Inverse of `to_json`."""
+        read = _Reader(doc, where)
+        hosts = read.sequence("hosts")
+        totals = _Reader(read.mapping("totals"), where)
+        return cls(
+            attempt=_attempt(read),
+            created=read.string("created"),
+            writer=read.string("writer"),
+            layout=read.one_of("layout", LAYOUTS),
+            compression=read.one_of("compression", COMPRESSIONS),
+            hosts=tuple(_Reader({"host": h}, where).reference("host") for h in hosts),
+            structure=Structure.from_json(doc, where),
+            metadata=read.mapping("metadata"),
+            totals={k: totals.integer(k) for k in ("tensors", "bytes", "stored_bytes", "chunks")},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """A commit record that says: nothing is here, and no attempt begun before may be published here."""
+
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"tombstone": self.reason}
+
+
+def parse_checkpoint(data: bytes, where: str) -> CheckpointRecord | Tombstone:
+    """What `checkpoint.json` holds."""
+    doc = open_envelope(data, where)
+    if "tombstone" in doc:
+        return Tombstone(_Reader(doc, where).string("tombstone"))
+    return CheckpointRecord.from_json(doc, where)
+
+
+def _intern(known: dict[str, tuple[int, Any]], doc: Any) -> int:
+    """The position of a document in a list without repetitions."""
+    return known.setdefault(json.dumps(doc, sort_keys=True), (len(known), doc))[0]
+
+
+def _layout_json(layout: Layout, ndim: int, meshes: dict[str, tuple[int, Any]]) -> dict[str, Any]:
+    """A layout's own JSON form, its mesh by reference, and OpSharding text for readers of other kinds."""
+    if isinstance(layout, Sharding):
+        return {**layout.to_json(_intern(meshes, layout.mesh.to_json())), "op_sharding": layout.op_sharding(ndim).to_hlo()}
+    return {"op_sharding": layout.to_hlo()}
+
+
+def _layouts(read: _Reader) -> list[Layout]:
+    """The shardings that tensors refer to by position."""
+    meshes = [Mesh.from_json(m) for m in read.sequence("meshes")]
+    layouts: list[Layout] = []
+    for entry in read.sequence("shardings"):
+        one = _Reader(entry, read.where)
+        text = one.string("op_sharding")
+        try:
+            named = {k: v for k, v in one.doc.items() if k in ("mesh", "spec")}
+            layouts.append(Sharding.from_json(named, meshes) if named else OpSharding.parse(text))
+        except ShardingError as e:
+            raise FormatError(f"{read.where}: a sharding that cannot be: {e}") from e
+    return layouts
+
+
+def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:
+    shape = read.dimensions("shape", least=0)
+    try:
+        dtype = dtypes.by_name(read.string("dtype"))
+    except DtypeError as e:
+        raise FormatError(f"{read.where}: {e}") from e
+    layout = read.pick("sharding", layouts) if "sharding" in read.doc else None
+    if "pieces" in read.doc:
+        entries = [_Reader(p, read.where) for p in read.sequence("pieces")]
+        pieces = tuple(
+            Piece(f"{array_path(name)}.{i:05d}", e.dimensions("start", least=0), e.dimensions("shape", least=0), e.dimensions("chunks", least=1))
+            for i, e in enumerate(entries)
+        )
+    else:
+        pieces = (Piece(array_path(name), (0,) * len(shape), shape, read.dimensions("chunks", least=1)),)
+    if any(len(p.shape) != len(shape) for p in pieces):
+        read.fail(f"its pieces have another rank than its shape {shape}")
+    gap = coverage_gap(shape, pieces)
+    if gap is not None:
+        read.fail(gap)
+    return TensorRecord(name, shape, dtype, layout, pieces)
+
+
+def _attempt(read: _Reader) -> str:
+    attempt = read.string("attempt")
+    if not _ATTEMPT.fullmatch(attempt):
+        read.fail(f"the attempt {attempt!r} is not a plain directory name")
+    return attempt
+
+
+class _Reader:
+    """Typed access to a JSON object that somebody else wrote."""
+
+    def __init__(self, doc: Any, where: str) -> None:
+        self.where = where
+        if not isinstance(doc, dict):
+            self.fail(f"a {type(doc).__name__} stands where an object is expected")
+        self.doc: dict[str, Any] = doc
+
+    def fail(self, why: str) -> NoReturn:
+        raise FormatError(f"{self.where}: {why}; the record was not written by shardckpt, or by a broken one.")
+
+    def value(self, key: str) -> Any:
+        if key not in self.doc:
+            self.fail(f"{key!r} is missing")
+        return self.doc[key]
+
+    def _typed(self, key: str, kind: type, what: str) -> Any:
+        value = self.value(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            self.fail(f"{key!r} is a {type(value).__name__}, {what} is expected")
+        return value
+
+    def string(self, key: str) -> str:
+        return str(self._typed(key, str, "a string"))
+
+    def integer(self, key: str) -> int:
+        value = int(self._typed(key, int, "a whole number"))
+        if not 0 <= value <= LARGEST_DIMENSION:
+            self.fail(f"{key!r} is {value}, which is out of range")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        return dict(self._typed(key, dict, "an object"))
+
+    def sequence(self, key: str) -> list[Any]:
+        return list(self._typed(key, list, "a list"))
+
+    def one_of(self, key: str, allowed: Sequence[str | None]) -> Any:
+        value = self.value(key)
+        if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
+            self.fail(f"{key!r} is {value!r}, one of {allowed} is expected")
+        return value
+
+    def pick(self, key: str, choices: Sequence[Any]) -> Any:
+        i = self.integer(key)
+        if i >= len(choices):
+            self.fail(f"{key!r} refers to entry {i} of {len(choices)}")
+        return choices[i]
+
+    def dimensions(self, key: str, *, least: int) -> tuple[int, ...]:
+        values = self.sequence(key)
+        if len(values) > MOST_DIMENSIONS or not all(type(n) is int and least <= n <= LARGEST_DIMENSION for n in values):
+            self.fail(f"{key!r} is {str(values)[:80]}, at most {MOST_DIMENSIONS} whole numbers >= {least} are expected")
+        if prod(max(n, 1) for n in values) > LARGEST_DIMENSION:
+            self.fail(f"{key!r} is {values}, more elements than can be addressed")
+        return tuple(values)
+
+    def keys(self, key: str) -> list[str]:
+        values = self.sequence(key)
+        for v in values:
+            self.inside(key, v)
+        return values
+
+    def inside(self, key: str, path: Any) -> str:
+        """`path`, if it names something below the attempt."""
+        if not isinstance(path, str) or path.startswith("/") or not path.isprintable() or ".." in path.split("/"):
+            self.fail(f"{key!r} names {str(path)[:80]!r}, which lies outside the attempt")
+        return str(path)
+
+    def reference(self, key: str) -> FileReference:
+        read = _Reader(self.mapping(key), f"{self.where}, {key}")
+        return FileReference(read.inside("key", read.value("key")), read.integer("size"), read.string("sha256"))

@@ -1,0 +1,192 @@
+"""Which stored chunks do these boxes need, and where does each part of a chunk go?
+
+A tensor is stored in pieces: usually one that covers it, and several where no common grid suits its shards.
+Every piece has a regular grid of chunks. For a set of boxes that one process needs, `overlaps` lists each
+(chunk, box) pair that has elements in common, in closed form on the grid:
+
+1. per box and dimension, the first and one past the last chunk that it touches;
+2. all combinations of those, enumerated for all boxes at once (mixed radix over the ranges);
+3. per pair, the common part, as positions inside the chunk and inside the box.
+
+Cost and result are O(pairs); chunks are never compared with boxes one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.box import Box, BoxArray
+from shardckpt.errors import FormatError
+from shardckpt.reshard.chunks import grid_shape
+
+__all__ = ["Overlaps", "Piece", "chunk_boxes", "chunks_inside", "coverage_gap", "overlaps"]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor that is stored as one zarr array."""
+
+    path: str
+    """Where the array is stored, relative to the attempt's arrays."""
+    start: tuple[int, ...]
+    """The tensor's index of the array's first element."""
+    shape: tuple[int, ...]
+    """The array's shape."""
+    chunks: tuple[int, ...]
+    """Shape of a chunk."""
+
+    def __post_init__(self) -> None:
+        """Refuse ranks that differ and sides that are not positive."""
+        if not len(self.start) == len(self.shape) == len(self.chunks):
+            raise FormatError(f"{self.path}: start {self.start}, shape {self.shape} and chunks {self.chunks} differ in rank.")
+        if any(n < 0 for n in (*self.start, *self.shape)) or any(c < 1 for c in self.chunks):
+            raise FormatError(f"{self.path}: start {self.start} and shape {self.shape} must be >= 0, chunks {self.chunks} >= 1.")
+
+    @property
+    def box(self) -> Box:
+        """The box of the tensor that the piece holds."""
+        return Box(self.start, tuple(a + n for a, n in zip(self.start, self.shape, strict=True)))
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks per dimension."""
+        return grid_shape(self.shape, self.chunks)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks: 1 for a scalar, 0 for an array of size zero."""
+        return prod(self.grid)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlaps:
+    """The (chunk, box) pairs of one piece; every array has one row per pair, ordered by chunk."""
+
+    chunk: Ints
+    """(n,) the chunk's position in grid order (row-major)."""
+    box: Ints
+    """(n,) which box."""
+    in_chunk: BoxArray
+    """Common part, relative to the chunk's first element."""
+    in_box: BoxArray
+    """Common part, relative to the box's first element."""
+
+
+def overlaps(piece: Piece, boxes: BoxArray) -> Overlaps:
+    """All pairs of a chunk of `piece` and one of `boxes` (in the tensor's indices) that share elements."""
+    start, shape, chunks = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks))
+    first = np.maximum(boxes.start - start, 0)
+    last = np.minimum(boxes.stop - start, shape)
+    touching = np.flatnonzero((first < last).all(axis=1))
+    low = first[touching] // chunks
+    coords, owner = _enumerate(low, -(-last[touching] // chunks) - low)
+    coords += low[owner]
+    box = touching[owner]
+    chunk = _linear(coords, piece.grid)
+    order = np.argsort(chunk, kind="stable")
+    coords, box, chunk = coords[order], box[order], chunk[order]
+
+    origin = coords * chunks
+    common_start = np.maximum(first[box], origin)
+    common_stop = np.minimum(last[box], origin + chunks)
+    box_origin = boxes.start[box] - start
+    return Overlaps(
+        chunk,
+        box,
+        BoxArray(common_start - origin, common_stop - origin),
+        BoxArray(common_start - box_origin, common_stop - box_origin),
+    )
+
+
+def chunks_inside(piece: Piece, box: Box) -> tuple[Ints, BoxArray]:
+    """The chunks of `piece` that lie in `box`, which must be a union of them.
+
+    Returns:
+        Their positions in grid order, ascending, and the elements of each (in the tensor's indices, cut off at
+        the piece's edge).
+
+    Raises:
+        FormatError: a chunk crosses the border of the box, so it would have two writers.
+    """
+    pairs = overlaps(piece, BoxArray.of([box], box.ndim))
+    boxes = chunk_boxes(piece, pairs.chunk)
+    if len(boxes) and not (pairs.in_chunk.stop - pairs.in_chunk.start == boxes.stop - boxes.start).all():
+        raise FormatError(f"{piece.path}: chunks of {piece.chunks} cross the border of the shard {box}; a chunk must have one writer.")
+    return pairs.chunk, boxes
+
+
+def chunk_boxes(piece: Piece, chunk: Ints) -> BoxArray:
+    """The elements that chunks hold, in the tensor's indices, cut off at the piece's edge."""
+    start, shape, chunks = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks))
+    coords = _coordinates(chunk, piece.grid)
+    return BoxArray(start + coords * chunks, start + np.minimum((coords + 1) * chunks, shape))
+
+
+def coverage_gap(shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
+    """Why `pieces` do not hold every element of a tensor exactly once, or None where they do.
+
+    Pieces inside the tensor whose sizes add up to its size and that do not overlap cover it.
+    """
+    whole = Box.full(shape)
+    outside = [p.path for p in pieces if not whole.contains(p.box)]
+    if outside:
+        return f"piece {outside[0]} lies outside the shape {shape}"
+    held = sum(p.box.size for p in pieces)
+    if held != whole.size:
+        return f"the pieces hold {held} elements of {whole.size}"
+    if len(pieces) > 1 and _any_overlap(BoxArray.of([p.box for p in pieces if p.box.size], len(shape))):
+        return "two pieces hold the same elements"
+    return None
+
+
+def _any_overlap(boxes: BoxArray) -> bool:
+    """Whether two of the boxes share elements, by a sweep along the first dimension."""
+    if boxes.start.shape[1] == 0:
+        return len(boxes) > 1
+    order = np.lexsort(boxes.start.T[::-1])
+    start, stop = boxes.start[order], boxes.stop[order]
+    for i in range(len(start)):
+        # Sorted by their first index: only those that begin before this one ends can meet it.
+        end = int(np.searchsorted(start[:, 0], stop[i, 0]))
+        later = slice(i + 1, end)
+        if ((start[later] < stop[i]) & (start[i] < stop[later])).all(axis=1).any():
+            return True
+    return False
+
+
+def _enumerate(low: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """All coordinates of n grids of `counts` (n, ndim), concatenated, and the grid of each row."""
+    ndim = low.shape[1]
+    sizes = np.prod(counts, axis=1, dtype=np.int64)
+    owner = np.repeat(np.arange(len(low), dtype=np.int64), sizes)
+    within = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    coords = np.empty((len(owner), ndim), np.int64)
+    for d in reversed(range(ndim)):
+        radix = counts[owner, d]
+        coords[:, d] = within % radix
+        within //= radix
+    return coords, owner
+
+
+def _linear(coords: Ints, grid: tuple[int, ...]) -> Ints:
+    """Row-major positions of grid coordinates."""
+    position = np.zeros(len(coords), np.int64)
+    for d, n in enumerate(grid):
+        position = position * n + coords[:, d]
+    return position
+
+
+def _coordinates(chunk: Ints, grid: tuple[int, ...]) -> Ints:
+    """Grid coordinates of row-major positions."""
+    coords = np.empty((len(chunk), len(grid)), np.int64)
+    for d in reversed(range(len(grid))):
+        coords[:, d] = chunk % max(grid[d], 1)
+        chunk = chunk // max(grid[d], 1)
+    return coords

@@ -1,0 +1,45 @@
+"""How does a state of nested containers become named tensors and one JSON document, and come back?
+
+Everything here is pure and knows no framework: which leaves are tensors is the caller's to say. Imports `names`,
+`leaves`, `dtypes` and `errors` only.
+
+1. `flatten` walks a state once and gives its tensors by name, in order, and the tree document.
+2. `unflatten` puts tensors and document together again, as plain dicts, lists and tuples.
+3. `match` lays a `like` beside a document, before anything is read: it pairs both by typed key path, says which
+   stored tensor goes into which leaf, and then builds `like`'s own containers around what was read.
+
+The tree document is strict JSON, of a size in proportion to the number of leaves. Equal states have equal documents,
+byte for byte (`json.dumps(tree, separators=(",", ":"), allow_nan=False)`, keys unsorted: their order is the dict's).
+
+    node      = leaf | "$tensor" | {"$tied": name} | [node, …] | {"$tuple": [node, …]} | dict
+    dict      = {text: node, …}                        all keys are str without surrogates
+              | {"$dict": [[key, node], …]}            any other keys
+    key       = text | {"$str": hex} | {"$int": hex} | integer | true | false | null
+    leaf      = as in `shardckpt.leaves`
+              | {"$leaf": [registered name, node]}     no tensors inside
+    text      = a str; where it begins with "$", another "$" stands in front
+
+A tensor's name is not written: it follows from where the node is (`shardckpt.names`). `{"$tied": name}` is the same
+tensor as the one called `name`, which comes earlier. A node lies in at most 200 others.
+"""
+
+from __future__ import annotations
+
+from shardckpt.leaves import JSON
+from shardckpt.tree.document import alias_map, iter_leaves, leaf_names, stored_names, tensor_names, unflatten
+from shardckpt.tree.flatten import Flat, flatten
+from shardckpt.tree.match import Matched, match
+
+__all__ = [
+    "JSON",
+    "Flat",
+    "Matched",
+    "alias_map",
+    "flatten",
+    "iter_leaves",
+    "leaf_names",
+    "match",
+    "stored_names",
+    "tensor_names",
+    "unflatten",
+]

@@ -1,0 +1,65 @@
+"""An OCDBT database written by hand, read by TensorStore."""
+
+from __future__ import annotations
+
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardckpt.io.ocdbt import leaf_node, manifest, varints
+
+numbers = st.one_of(st.integers(0, 300), st.integers(0, 2**62), st.sampled_from([2**k + d for k in range(1, 62) for d in (-1, 0)]))
+places = st.tuples(st.integers(0, 2), numbers, st.integers(1, 2**40))
+
+
+def read_leb128(data):
+    values, value, shift = [], 0, 0
+    for byte in data:
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            values.append(value)
+            value, shift = 0, 0
+    assert shift == 0
+    return values
+
+
+@given(st.lists(numbers))
+def test_varints_are_leb128(values):
+    assert read_leb128(varints(values)) == values
+
+
+@pytest.mark.parametrize(("value", "encoded"), [(0, "00"), (127, "7f"), (128, "8001"), (16384, "808001"), (2**63 - 1, "ff" * 8 + "7f")])
+def test_varints_have_no_needless_bytes(value, encoded):
+    assert varints([value]).hex() == encoded
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.binary(min_size=1, max_size=12), places, min_size=1, max_size=40))
+def test_tensorstore_reads_every_key_and_place(entries):
+    files = ["d/00000", "d/00001", "d/other"]
+    keys = sorted(entries)
+    node = leaf_node(keys, files, *zip(*(entries[k] for k in keys), strict=True))
+    context = ts.Context()
+    base = ts.KvStore.open({"driver": "memory"}, context=context).result()
+    base.write("d/tree", node).result()
+    base.write("manifest.ocdbt", manifest("d/tree", len(node), len(keys), sum(e[2] for e in entries.values()))).result()
+
+    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
+    assert root["statistics"]["num_keys"] == len(keys)
+    found = ts.ocdbt.dump(base, root["location"]).result()["entries"]
+    assert {e["key"]: e["indirect_value"] for e in found} == {k: f"value::{files[f]}:{o}:{n}" for k, (f, o, n) in entries.items()}
+    assert ts.KvStore.open({"driver": "ocdbt", "base": "memory://"}, context=context).result().list().result() == keys
+
+
+def test_a_damaged_leaf_is_refused_by_tensorstore():
+    node = bytearray(leaf_node([b"a", b"ab"], ["d/0"], [0, 0], [0, 5], [5, 5]))
+    base = ts.KvStore.open({"driver": "memory"}).result()
+    base.write("manifest.ocdbt", manifest("d/tree", len(node), 2, 10)).result()
+    for i in range(len(node)):
+        node[i] ^= 1
+        base.write("d/tree", bytes(node)).result()
+        with pytest.raises(ValueError, match=r"Error|mismatch|DATA_LOSS|Expected"):
+            ts.ocdbt.dump(base, f"btreenode::d/tree:0:{len(node)}").result()
+        node[i] ^= 1

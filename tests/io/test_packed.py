@@ -1,0 +1,190 @@
+"""One host's chunks in a few data files, indexed for TensorStore."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+import uuid
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardckpt.errors import CommitError, StorageError
+from shardckpt.io.packed import PackedWriter
+from shardckpt.io.store import Store, shared_context
+
+chunks = st.dictionaries(st.text("abc/12", min_size=1, max_size=8), st.binary(min_size=1, max_size=40), max_size=30)
+
+
+def as_tensorstore_reads_it(store, lane):
+    database = ts.KvStore.open({"driver": "ocdbt", "base": store.sub(lane).location.kvstore()}, context=shared_context()).result()
+    return {key.decode(): bytes(database[key]) for key in database.list().result()}
+
+
+def as_placed(store, placements):
+    rows = zip(placements.file.tolist(), placements.offset.tolist(), placements.length.tolist(), strict=True)
+    return [store.read(placements.files[f], o, o + n) for f, o, n in rows]
+
+
+@settings(max_examples=60, deadline=None)
+@given(chunks, st.integers(1, 100), st.integers(1, 10))
+def test_every_chunk_is_where_it_is_said_to_be_and_where_tensorstore_looks(entries, data_file_bytes, lane_keys):
+    store = Store.open(f"memory://{uuid.uuid4().hex}")
+    writer = PackedWriter(store, 3, data_file_bytes=data_file_bytes, lane_keys=lane_keys)
+    for key, data in entries.items():
+        writer.put(key, data)
+    placements = writer.finish()
+
+    assert as_placed(store, placements) == list(entries.values())
+    lanes = [as_tensorstore_reads_it(store, lane) for lane in writer.lanes]
+    assert all(len(lane) <= lane_keys for lane in lanes)
+    assert sum(map(len, lanes)) == len(entries)
+    assert {k: v for lane in lanes for k, v in lane.items()} == entries
+    sizes = np.bincount(placements.file, placements.length, len(placements.files))
+    counts = np.bincount(placements.file, minlength=len(placements.files))
+    assert ((sizes <= data_file_bytes) | (counts == 1)).all()
+
+
+def test_a_host_writes_into_its_own_directory_and_nowhere_else(store):
+    writer = PackedWriter(store, 7, data_file_bytes=10)
+    for i in range(3):
+        writer.put(f"w/c/{i}", b"12345678")
+    placements = writer.finish()
+    assert writer.lanes == ["hosts/00007/0"]
+    assert list(placements.files) == [f"hosts/00007/0/d/0000{i}" for i in range(3)]
+    assert store.list() == [*placements.files, "hosts/00007/0/d/tree", "hosts/00007/0/manifest.ocdbt"]
+    assert list(as_tensorstore_reads_it(store, "hosts/00007/0")) == ["w/c/0", "w/c/1", "w/c/2"]
+
+
+def test_chunks_lie_side_by_side_in_the_order_in_which_they_were_put(store):
+    writer = PackedWriter(store, 0)
+    for i in (3, 1, 2):
+        writer.put(f"w/c/{i}", b"%d" % i * i)
+    placements = writer.finish()
+    assert store.read(placements.files[0]) == b"333122"
+    assert placements.offset.tolist() == [0, 3, 4]
+    assert placements.length.tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "kind", [bytes, bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8), lambda b: memoryview(np.frombuffer(b, np.float32))]
+)
+def test_any_buffer_will_do_and_may_be_used_again_at_once(store, kind):
+    buffer = bytearray(b"12345678")
+    writer = PackedWriter(store, 0)
+    writer.put("w/c/0", kind(buffer))
+    buffer[:] = b"xxxxxxxx"
+    writer.put("w/c/1", buffer)
+    assert as_placed(store, writer.finish()) == [b"12345678", b"xxxxxxxx"]
+
+
+def test_a_host_with_nothing_to_write_creates_nothing(store):
+    writer = PackedWriter(store, 0)
+    placements = writer.finish()
+    assert (len(placements), placements.files, writer.lanes, store.list()) == (0, (), [], [])
+
+
+def test_a_chunk_put_twice_is_an_error_with_its_key(store):
+    writer = PackedWriter(store, 0, lane_keys=1)
+    writer.put("w/c/0", b"1")
+    writer.put("w/c/1", b"1")
+    with pytest.raises(CommitError, match=r"w/c/0 was put twice"):
+        writer.put("w/c/0", b"2")
+    writer.abort()
+
+
+def test_after_an_error_nothing_can_be_finished(store):
+    writer = PackedWriter(store, 0)
+    writer.put("w/c/0", b"1")
+    with pytest.raises(CommitError):
+        writer.put("w/c/0", b"2")
+    for use in (writer.finish, lambda: writer.put("w/c/1", b"1")):
+        with pytest.raises(CommitError, match="call abort"):
+            use()
+    writer.abort()
+
+
+def test_a_chunk_without_bytes_is_an_error(store):
+    writer = PackedWriter(store, 0)
+    with pytest.raises(CommitError, match="w/c/0 has no bytes"):
+        writer.put("w/c/0", b"")
+    writer.abort()
+
+
+def test_a_lane_that_was_not_finished_is_no_database(store):
+    writer = PackedWriter(store, 0, data_file_bytes=1)
+    writer.put("w/c/0", b"1")
+    writer.put("w/c/1", b"1")
+    assert not store.exists("hosts/00000/0/manifest.ocdbt")
+    writer.abort()
+
+
+def test_giving_up_leaves_nothing(store):
+    store.write("hosts/00001/table", b"another host's")
+    writer = PackedWriter(store, 0, data_file_bytes=1, lane_keys=2)
+    for i in range(5):
+        writer.put(f"w/c/{i}", b"1")
+    writer.abort()
+    assert store.list() == ["hosts/00001/table"]
+
+
+def test_an_attempt_is_not_written_twice(tmp_path):
+    store = Store.open(tmp_path)
+    first = PackedWriter(store, 0)
+    first.put("w/c/0", b"1")
+    second = PackedWriter(store, 0)
+    with pytest.raises(StorageError, match="File exists"):
+        second.put("w/c/0", b"2")
+    assert as_placed(store, first.finish()) == [b"1"]
+
+
+def test_a_disk_that_takes_no_more_is_a_storage_error_with_the_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = PackedWriter(Store.open(tmp_path), 0)
+    writer.put("w/c/0", bytes(1 << 20))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 19, hard))
+    try:
+        with pytest.raises(StorageError, match=r"00000/0/d/00000: .*File too large"):
+            writer.put("w/c/1", bytes(1 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    writer.abort()
+
+
+def test_an_attempt_that_is_deleted_while_it_is_written_is_a_storage_error(tmp_path):
+    writer = PackedWriter(Store.open(tmp_path), 0)
+    writer.put("w/c/0", b"1")
+    shutil.rmtree(tmp_path / "hosts")
+    with pytest.raises(StorageError, match="hosts/00000/0"):
+        writer.finish()
+    writer.abort()
+
+
+@pytest.mark.parametrize(("place", "limit", "allowed"), [("file", 0, 24), ("memory", 96, 96 + 128 + 32)])
+def test_memory_stays_within_the_limit(tmp_path, place, limit, allowed):
+    """In a process of its own: 128 MiB in chunks of 1 MiB; what a memory store keeps is counted as allowed."""
+    program = """
+import sys, uuid
+from shardckpt.io.packed import PackedWriter
+from shardckpt.io.store import Store
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
+store = Store.open(sys.argv[1])
+store.write("first", b"")
+chunk = bytearray(1 << 20)
+before = peak()
+writer = PackedWriter(store, 0, memory_limit=int(sys.argv[2]) << 20)
+for i in range(128):
+    chunk[0] = i
+    writer.put(f"w/c/{i}", chunk)
+writer.finish()
+print(peak() - before)
+"""
+    url = str(tmp_path) if place == "file" else "memory://x"
+    run = subprocess.run([sys.executable, "-c", program, url, str(limit)], capture_output=True, text=True, check=True)
+    assert int(run.stdout) <= allowed

@@ -1,0 +1,88 @@
+"""Every chunk an object of its own."""
+
+from __future__ import annotations
+
+import uuid
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardckpt.errors import CommitError, StorageError
+from shardckpt.io.plain import PlainWriter
+from shardckpt.io.store import Store
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.text("abc12", min_size=1, max_size=8), st.binary(min_size=1, max_size=40), max_size=30), st.integers(0, 100))
+def test_every_chunk_is_an_object_of_its_name(entries, in_flight_bytes):
+    store = Store.open(f"memory://{uuid.uuid4().hex}")
+    writer = PlainWriter(store, in_flight_bytes=in_flight_bytes)
+    for key, data in entries.items():
+        writer.put(f"{key}/c/0", data)
+    placements = writer.finish()
+    assert {key: store.read(key) for key in store.list()} == {f"zarr/{key}/c/0": data for key, data in entries.items()}
+    assert placements.length.tolist() == [len(data) for data in entries.values()]
+    assert placements.files == ()
+    assert not placements.offset.any()
+
+
+def test_buffers_may_be_used_again_at_once(store):
+    buffer = np.zeros(100, np.uint8)
+    writer = PlainWriter(store, in_flight_bytes=250)
+    for i in range(20):
+        buffer[:] = i
+        writer.put(f"w/c/{i}", buffer)
+    writer.finish()
+    assert [store.read(f"zarr/w/c/{i}") for i in range(20)] == [bytes([i]) * 100 for i in range(20)]
+
+
+def test_a_chunk_put_twice_is_an_error_with_its_key(store):
+    writer = PlainWriter(store)
+    writer.put("w/c/0", b"1")
+    with pytest.raises(CommitError, match="w/c/0 was put twice"):
+        writer.put("w/c/0", b"2")
+    writer.abort()
+
+
+def test_after_an_error_nothing_can_be_finished(store):
+    writer = PlainWriter(store)
+    writer.put("w/c/0", b"1")
+    with pytest.raises(CommitError):
+        writer.put("w/c/0", b"2")
+    for use in (writer.finish, lambda: writer.put("w/c/1", b"1")):
+        with pytest.raises(CommitError, match="call abort"):
+            use()
+    writer.abort()
+
+
+def test_a_chunk_without_bytes_is_an_error(store):
+    writer = PlainWriter(store)
+    with pytest.raises(CommitError, match="w/c/0 has no bytes"):
+        writer.put("w/c/0", b"")
+    writer.abort()
+
+
+def test_a_chunk_of_another_host_is_not_overwritten(tmp_path):
+    for host in range(2):
+        writer = PlainWriter(Store.open(tmp_path))
+        if host == 0:
+            writer.put("w/c/0", b"1")
+            writer.finish()
+        else:
+            with pytest.raises(StorageError, match="File exists"):
+                writer.put("w/c/0", b"2")
+            writer.abort()
+
+
+def test_an_error_in_the_background_is_raised(monkeypatch):
+    def refuse(self, key, data):
+        raise StorageError("the network is gone")
+
+    monkeypatch.setattr(Store, "write", refuse)
+    writer = PlainWriter(Store.open(f"memory://{uuid.uuid4().hex}"))
+    writer.put("w/c/0", b"1")
+    with pytest.raises(StorageError, match="network"):
+        writer.finish()
+    writer.abort()

@@ -1,0 +1,250 @@
+"""Keys and bytes at one location, on a disk and in memory alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError, UrlError
+from shardckpt.io.store import Store, storage_errors
+
+
+def test_what_was_written_is_read(store):
+    for data in (b"bytes", bytearray(b"array"), memoryview(b"view"), np.arange(9, dtype=np.uint8), b""):
+        store.write("deep/down/ünï 100%", data)
+        assert store.read("deep/down/ünï 100%") == bytes(data)
+
+
+def test_ranges_are_read_exactly(store):
+    store.write("key", b"0123456789")
+    assert store.read("key", 2, 5) == b"234"
+    assert store.read("key", 7) == b"789"
+    assert store.read("key", stop=3) == b"012"
+    assert store.read("key", 4, 4) == b""
+
+
+def test_a_range_beyond_the_end_is_corruption(store):
+    store.write("key", b"0123456789")
+    for start, stop in ((8, 11), (20, 30)):
+        with pytest.raises(CorruptionError, match="ends before byte") as error:
+            store.read("key", start, stop)
+        assert f"{store}/key" in str(error.value)
+
+
+def test_a_missing_object_is_missing_data_with_its_name(store):
+    for span in ((None, None), (0, 4)):
+        with pytest.raises(MissingDataError) as error:
+            store.read("no/such key", *span)
+        assert f"{store}/no/such key" in str(error.value)
+    assert not store.exists("no/such key")
+    assert store.read_versioned("no/such key")[0] is None
+
+
+def test_an_object_is_created_once(store):
+    assert store.create("record", b"first")
+    assert not store.create("record", b"second")
+    assert store.read("record") == b"first"
+    assert store.exists("record")
+
+
+def test_of_many_threads_exactly_one_creates(store):
+    barrier = threading.Barrier(8)
+
+    def create(i, key):
+        barrier.wait()
+        return store.create(key, b"%d" % i)
+
+    with ThreadPoolExecutor(8) as pool:
+        for attempt in range(5):
+            won = list(pool.map(create, range(8), [f"record {attempt}"] * 8))
+            assert won.count(True) == 1
+            assert store.read(f"record {attempt}") == b"%d" % won.index(True)
+
+
+def test_of_many_processes_exactly_one_creates(tmp_path):
+    program = (
+        "import json, sys; from shardckpt.io.store import Store; s = Store.open(sys.argv[1]); s.exists('x'); sys.stdin.read(1);"
+        "print(json.dumps([s.create(f'record {i}', sys.argv[2].encode()) for i in range(50)]))"
+    )
+    children = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path), str(i)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for i in range(3)
+    ]
+    for child in children:
+        child.stdin.write("x")
+        child.stdin.flush()
+    won = np.array([json.loads(child.communicate()[0]) for child in children])
+    assert (won.sum(0) == 1).all()
+    assert [Store.open(tmp_path).read(f"record {i}") for i in range(50)] == [b"%d" % w for w in won.argmax(0)]
+
+
+def test_a_replacement_needs_the_present_generation(store):
+    store.write("record", b"old")
+    _, stale = store.read_versioned("record")
+    assert store.replace("record", b"new", stale)
+    assert not store.replace("record", b"late", stale)
+    assert store.read("record") == b"new"
+
+
+def test_a_replacement_of_what_was_deleted_is_refused(store):
+    store.write("record", b"old")
+    _, generation = store.read_versioned("record")
+    store.delete("record")
+    assert not store.replace("record", b"late", generation)
+    assert not store.exists("record")
+
+
+def test_deleting_what_is_not_there_is_no_error(store):
+    store.delete("nothing")
+    store.delete_prefix("nothing/")
+
+
+def test_keys_are_listed_in_order(store):
+    for key in ("b/2", "a", "b/1", "b/c/3", "bb"):
+        store.write(key, b"")
+    assert store.list() == ["a", "b/1", "b/2", "b/c/3", "bb"]
+    assert store.list("b/") == ["b/1", "b/2", "b/c/3"]
+    assert store.list("b") == ["b/1", "b/2", "b/c/3", "bb"]
+    assert store.list("none/") == []
+
+
+def test_children_are_the_names_of_one_level(store):
+    for key in ("b/2", "a", "b/1", "b/c/3", "bb"):
+        store.write(key, b"")
+    assert store.list_children() == ["a", "b/", "bb"]
+    assert store.list_children("b/") == ["1", "2", "c/"]
+    assert store.list_children("none/") == []
+
+
+def test_a_prefix_is_deleted_and_its_namesakes_stay(store):
+    for key in ("step1/a", "step1/b/c", "step10/a", "step1"):
+        if key != "step1" or store.location.local is None:
+            store.write(key, b"")
+    store.delete_prefix("step1/")
+    assert "step10/a" in store.list()
+    assert not store.list("step1/")
+    assert "step1/" not in store.list_children()
+    with pytest.raises(AssertionError):
+        store.delete_prefix("step1")
+    store.delete_prefix()
+    assert store.list() == []
+    assert store.location.local is None or not store.location.local.exists()
+
+
+def test_deleting_removes_links_and_not_what_they_point_to(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_bytes(b"x")
+    store = Store.open(tmp_path / "runs")
+    store.write("step/key", b"")
+    (tmp_path / "runs" / "step" / "link").symlink_to(tmp_path / "precious")
+    (tmp_path / "runs" / "linked").symlink_to(tmp_path / "precious")
+    store.delete_prefix("linked/")
+    store.delete_prefix("step/")
+    assert store.list_children() == []
+    assert (tmp_path / "precious" / "file").exists()
+
+
+def test_a_store_below_sees_the_same_objects(store):
+    store.sub("attempt").sub("hosts/").write("table", b"rows")
+    assert store.read("attempt/hosts/table") == b"rows"
+    assert str(store.sub("attempt")) == f"{store}/attempt"
+
+
+def test_all_stores_of_a_process_share_one_memory():
+    Store.open("memory://shared/place").write("key", b"value")
+    assert Store.open("memory://shared").read("place/key") == b"value"
+    assert Store.open("memory://shared").local_path("place/key") is None
+
+
+def test_a_local_store_says_where_its_keys_lie(tmp_path):
+    store = Store.open(tmp_path / "x")
+    store.write("a/b", b"value")
+    assert store.local_path("a/b").read_bytes() == b"value"
+    assert store.local_path("") == tmp_path / "x"
+
+
+@pytest.mark.parametrize("key", ["../x", "/x", "a//b", "a/./b", "", "a\\b"])
+def test_keys_that_lead_elsewhere_are_refused(store, key):
+    for use in (store.read, store.exists, store.read_versioned, store.delete):
+        with pytest.raises(FormatError):
+            use(key)
+    for use in (store.write, store.create):
+        with pytest.raises(FormatError):
+            use(key, b"")
+    with pytest.raises(UrlError):
+        store.sub(key)
+
+
+def test_opening_a_place_creates_nothing(tmp_path):
+    Store.open(tmp_path / "x").sub("y").list()
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_file_in_the_way_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    store = Store.open(tmp_path / "file" / "below")
+    for use in (lambda: store.write("key", b""), lambda: store.create("key", b""), store.list):
+        with pytest.raises(StorageError) as error:
+            use()
+        assert str(tmp_path / "file") in str(error.value)
+
+
+def test_a_name_that_is_too_long_is_a_storage_error(tmp_path):
+    with pytest.raises(StorageError, match="choose a shorter path"):
+        Store.open(tmp_path).write("x" * 300, b"")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_is_not_ours_is_a_storage_error(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(StorageError, match="right to write"):
+        Store.open(tmp_path).write("a/b", b"")
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("PERMISSION_DENIED: Failed to open: \"/x\": Permission denied [os_error_code='13']", "give this user the right"),
+        ("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']", "make room"),
+        ("Failed to create directory: Read-only file system", "choose another place"),
+        ("something new", "storage's own message"),
+    ],
+)
+def test_what_the_storage_says_is_kept_and_followed_by_advice(said, advice):
+    with pytest.raises(StorageError, match=advice) as error, storage_errors("write", "/data/key"):
+        raise ValueError(said)
+    assert str(error.value).startswith(f"cannot write /data/key: {said}")
+    assert isinstance(error.value, OSError)
+
+
+def test_every_directory_on_the_way_is_made_durable(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+
+    def seen(fd):
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink())
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    store = Store.open(tmp_path / "runs" / "7")
+    store.sub("attempt").write("hosts/00000/table", b"")
+    steps = ["runs", "runs/7", "runs/7/attempt", "runs/7/attempt/hosts", "runs/7/attempt/hosts/00000"]
+    assert synced == [(tmp_path / step).parent for step in steps]
+    store.write("attempt/hosts/00000/record", b"")
+    assert len(synced) == len(steps)
+
+
+def test_a_directory_that_was_deleted_is_made_again(tmp_path):
+    store = Store.open(tmp_path)
+    store.write("a/b", b"1")
+    store.delete_prefix("a/")
+    store.write("a/b", b"2")
+    assert store.read("a/b") == b"2"

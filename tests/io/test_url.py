@@ -1,0 +1,132 @@
+"""Where a checkpoint lies: paths and urls, and refusing what could not be kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardckpt.errors import FormatError, UrlError
+from shardckpt.io.url import Location, check_key, parse
+
+names = st.text(st.characters(exclude_characters="/\\\0", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
+    lambda n: n not in (".", "..") and not n.endswith(".__lock")
+)
+locations = st.builds(
+    lambda scheme, parts: Location(scheme, ("/" if scheme == "file" else "") + "/".join(parts)),
+    st.sampled_from(["file", "memory"]),
+    st.lists(names, min_size=1, max_size=4),
+)
+
+
+@given(locations)
+def test_what_is_shown_of_a_location_leads_back_to_it(location):
+    assert parse(str(location)) == location
+    assert parse(location.url) == location
+
+
+@given(locations, names, names)
+def test_joining_names_goes_down_by_those_names(location, first, second):
+    below = location.join(first, second)
+    assert below == location.join(f"{first}/{second}")
+    assert below.name == second
+    assert below.path == f"{location.path}/{first}/{second}"
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "a b", "ünï-日本", "100%", "a%20b", "q?x", "h#y", "a|b", "c:d", "new\nline", "'\"", ".hidden", "-", "~", "a&b=c"]
+)
+def test_tensorstore_makes_a_directory_of_exactly_that_name(tmp_path, name):
+    location = parse(tmp_path / name)
+    ts.KvStore.open(location.kvstore()).result().write("key", b"value").result()
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    by_url = ts.KvStore.open(f"{location.url}/").result()
+    assert by_url.read("key").result().value == b"value"
+
+
+def test_a_relative_path_is_below_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse("runs//a/../b/") == parse(Path("runs/b")) == Location("file", f"{Path.cwd()}/runs/b")
+    assert parse(".").local == Path.cwd()
+
+
+def test_symbolic_links_stay_in_the_path(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    assert parse(tmp_path / "link").local == tmp_path / "link"
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:///data/a%20b", "/data/a b"),
+        ("FILE:///data/x/", "/data/x"),
+        ("file://localhost/data", "/data"),
+        ("file:///data/%25", "/data/%"),
+        ("memory://runs/7/", "runs/7"),
+        ("//data///x", "/data/x"),
+        ("./gs:x", None),
+    ],
+)
+def test_a_url_is_decoded_and_a_path_is_not(url, path):
+    assert parse(url).path == (path or f"{Path.cwd()}/gs:x")
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run", "S3://bucket"])
+def test_clouds_are_known_and_not_served_yet(url):
+    with pytest.raises(UrlError, match="local disk and in memory"):
+        parse(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("", "empty"),
+        ("a\0b", "NUL"),
+        ("file:///a%00b", "NUL"),
+        ("memory://", "''"),
+        ("memory://a//b", "''"),
+        ("memory://a/../b", "'..'"),
+        ("http://host/x", "unknown scheme http://; known are file://, memory://"),
+        ("file:/data", "starts with file://"),
+        ("gs:bucket", "starts with gs://"),
+        ("file://host/data", "three slashes"),
+        ("file://", "three slashes"),
+        ("file:///a?b", "%3F"),
+        ("file:///a#b", "%23"),
+        ("file:///100%", "%25"),
+        ("file:///%ff", "UTF-8"),
+        ("a\\b", "backslash"),
+        ("/data/x.__lock", "lock files"),
+        ("\udcff", "UTF-8"),
+        (b"/data", "no url"),
+        (7, "no url"),
+        (None, "no url"),
+    ],
+)
+def test_what_names_no_place_is_refused_with_the_reason(url, why):
+    with pytest.raises(UrlError) as error:
+        parse(url)
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\\b", "a\0"])
+def test_a_key_that_could_leave_its_place_is_refused(key):
+    with pytest.raises(FormatError, match="names nothing below"):
+        check_key(key, "/data")
+    with pytest.raises(UrlError):
+        Location("memory", "data").join(key)
+
+
+@settings(max_examples=200)
+@given(st.text(st.sampled_from("/.\\ab\0"), max_size=8))
+def test_no_key_that_passes_leaves_its_place(key):
+    try:
+        check_key(key, "/data")
+    except FormatError:
+        return
+    assert os.path.normpath(f"/data/{key}") == f"/data/{key}"

@@ -1,0 +1,77 @@
+"""Every element of every box is found in exactly one chunk."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardckpt.box import Box, BoxArray
+from shardckpt.errors import FormatError
+from shardckpt.reshard.plan import Piece, chunk_boxes, chunks_inside, coverage_gap, overlaps
+
+
+@st.composite
+def grids(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=0, max_size=3)))
+    chunks = tuple(draw(st.integers(1, 5)) for _ in shape)
+    start = tuple(draw(st.integers(0, 4)) for _ in shape)
+    boxes = []
+    for _ in range(draw(st.integers(1, 4))):
+        ends = [sorted((draw(st.integers(0, a + n + 3)), draw(st.integers(0, a + n + 3)))) for a, n in zip(start, shape, strict=True)]
+        boxes.append(Box(tuple(a for a, _ in ends), tuple(b for _, b in ends)))
+    return Piece("w", start, shape, chunks), boxes
+
+
+@given(grids())
+@settings(max_examples=300, deadline=None)
+def test_copying_the_overlaps_fills_each_box_with_its_own_elements_once(grid):
+    piece, boxes = grid
+    tensor_shape = tuple(a + n + 4 for a, n in zip(piece.start, piece.shape, strict=True))
+    tensor = np.arange(np.prod(tensor_shape, dtype=int)).reshape(tensor_shape)
+    held = np.zeros(tensor_shape, bool)
+    held[piece.box.slices] = True
+
+    pairs = overlaps(piece, BoxArray.of(boxes, len(piece.shape)))
+    assert (np.diff(pairs.chunk) >= 0).all()
+    found = [np.full(b.shape, -1) for b in boxes]
+    times = [np.zeros(b.shape, int) for b in boxes]
+    origins = chunk_boxes(piece, pairs.chunk)
+    for i in range(len(pairs.chunk)):
+        chunk = tensor[origins[i].slices]
+        b = int(pairs.box[i])
+        found[b][(*pairs.in_box[i].slices, ...)] = chunk[(*pairs.in_chunk[i].slices, ...)]
+        times[b][(*pairs.in_box[i].slices, ...)] += 1
+    for box, values, count in zip(boxes, found, times, strict=True):
+        np.testing.assert_array_equal(count, held[box.slices])
+        np.testing.assert_array_equal(values, np.where(held[box.slices], tensor[box.slices], -1))
+
+
+@given(grids())
+@settings(max_examples=100, deadline=None)
+def test_chunks_of_a_piece_tile_it(grid):
+    piece, _ = grid
+    count = np.zeros(piece.box.stop, int)
+    boxes = chunk_boxes(piece, np.arange(piece.num_chunks))
+    for i in range(len(boxes)):
+        count[boxes[i].slices] += 1
+    assert (count[piece.box.slices] == 1).all()
+    assert count.sum() == piece.box.size
+
+
+def test_a_chunk_with_two_writers_is_refused():
+    piece = Piece("w", (0,), (10,), (4,))
+    assert chunks_inside(piece, Box((4,), (10,)))[0].tolist() == [1, 2]
+    with pytest.raises(FormatError, match=r"w: chunks of \(4,\) cross the border of the shard \[0:6\]"):
+        chunks_inside(piece, Box((0,), (6,)))
+
+
+def _piece(start, shape):
+    return Piece("w", start, shape, (1,) * len(shape))
+
+
+def test_pieces_must_cover_a_tensor_exactly_once():
+    assert coverage_gap((4, 4), [_piece((0, 0), (2, 4)), _piece((2, 0), (2, 4))]) is None
+    assert coverage_gap((), [_piece((), ())]) is None
+    assert "hold 8 elements of 16" in coverage_gap((4, 4), [_piece((0, 0), (2, 4))])
+    assert "same elements" in coverage_gap((4, 4), [_piece((0, 0), (2, 4)), _piece((1, 0), (2, 4))])
+    assert "outside" in coverage_gap((4, 4), [_piece((3, 0), (2, 4))])

@@ -1,0 +1,65 @@
+"""The two layouts of the demo: which axes of which mesh cut each tensor of a Llama.
+
+Before: 4 × 2 devices, FSDP on "data" and tensor parallelism on "model". After: 2 × 4 devices in ring order, other
+axis names, and for nearly every tensor another spec. 257 rows and 682 columns divide evenly by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shardckpt import Mesh, PartitionSpec, Sharding
+
+__all__ = ["LAYOUTS", "Layout"]
+
+P = PartitionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model is laid out over a mesh."""
+
+    mesh: Mesh
+    batch_axis: str
+    """The axis that cuts the batch."""
+    rules: Mapping[str, PartitionSpec]
+    """Pattern of a parameter's name → its spec; the first that matches."""
+
+    def sharding(self, name: str) -> Sharding:
+        """The sharding of a parameter, and of the optimizer's moments for it."""
+        return Sharding(self.mesh, next(spec for pattern, spec in self.rules.items() if fnmatchcase(name, pattern)))
+
+
+LAYOUTS = {
+    "before": Layout(
+        Mesh((4, 2), ("data", "model")),
+        "data",
+        {
+            "*embed_tokens*": P(("data", "model"), None),  # a tuple: one dimension over all 8 devices
+            "*.[qkv]_proj*": P("model", "data"),
+            "*.o_proj*": P("data", "model"),
+            "*.gate_proj*": P("model", "data"),
+            "*.up_proj*": P("model", "data"),
+            "*.down_proj*": P("data", "model"),
+            "lm_head*": P("model", "data"),
+            "*norm*": P(None),  # replicated
+        },
+    ),
+    "after": Layout(
+        Mesh((2, 4), ("fsdp", "tensor"), [0, 1, 2, 3, 7, 6, 5, 4]),
+        "fsdp",
+        {
+            "*embed_tokens*": P("tensor", "fsdp"),
+            "*.q_proj*": P("tensor", "fsdp"),
+            "*.[kv]_proj*": P("tensor", None),  # two replicas of each shard
+            "*.o_proj*": P("fsdp", "tensor"),
+            "*.gate_proj*": P("tensor", "fsdp"),
+            "*.up_proj*": P("tensor", "fsdp"),
+            "*.down_proj*": P(None, ("tensor", "fsdp")),
+            "lm_head*": P(None, "fsdp"),
+            "*norm*": P("fsdp"),
+        },
+    ),
+}
