@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint import Checkpoint, open  # noqa: A004
     from shardckpt.errors import ShardckptError
     from shardckpt.frameworks.base import Target
+    from shardckpt.hybrid_mesh import HybridMesh
     from shardckpt.leaves import register_leaf
     from shardckpt.mesh import Mesh
-    from shardckpt.hybrid_mesh import HybridMesh
     from shardckpt.op_sharding import OpSharding
     from shardckpt.options import SaveOptions
     from shardckpt.partition_spec import PartitionSpec

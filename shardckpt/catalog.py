@@ -7,17 +7,19 @@ save if an attempt (a directory with host records or data) lies in it, and other
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError, UrlError
 from shardckpt.io.commit import RECORD
 from shardckpt.io.store import Store
 from shardckpt.io.url import Location, parse
 from shardckpt.names import natural_key
-from shardckpt.record import open_envelope
+from shardckpt.record import LARGEST_DIMENSION, open_envelope
+
+if TYPE_CHECKING:
+    import os
 
 __all__ = ["CatalogEntry", "State", "catalog"]
 
@@ -144,6 +146,6 @@ def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> 
 
 def _typed(doc: dict[str, Any], key: str, kind: type, where: str) -> Any:
     value = doc.get(key)
-    if type(value) is not kind:
-        raise FormatError(f"{where}: {key!r} is a {type(value).__name__}, a {kind.__name__} is expected; the record was not written by shardckpt.")
+    if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= LARGEST_DIMENSION):
+        raise FormatError(f"{where}: {key!r} is no {kind.__name__} that a checkpoint could have; the record was not written by shardckpt.")
     return value

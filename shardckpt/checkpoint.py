@@ -6,19 +6,23 @@ chunk is wanted.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardckpt import names as naming
 from shardckpt.box import Box, BoxArray
-from shardckpt.dtypes import DType
-from shardckpt.errors import FormatError, MissingDataError, NamesMismatchError, NotFoundError, ShapeMismatchError, ShardckptError, UncommittedError
+from shardckpt.errors import (
+    FormatError,
+    MissingDataError,
+    NamesMismatchError,
+    NotFoundError,
+    ShapeMismatchError,
+    ShardckptError,
+    UncommittedError,
+)
 from shardckpt.io import index
 from shardckpt.io.commit import RECORD, read_host_record, read_table, zarr_documents
 from shardckpt.io.index_check import IndexCheck
@@ -27,11 +31,17 @@ from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks, merge_tables
 from shardckpt.io.url import parse
 from shardckpt.record import CheckpointRecord, HostRecord, TensorRecord, Tombstone, parse_checkpoint
-from shardckpt.sharding import Layout
 from shardckpt.tree import alias_map
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.dtypes import DType
     from shardckpt.io.zarr_store import CheckpointStore
+    from shardckpt.sharding import Layout
 
 __all__ = ["Checkpoint", "Damage", "TensorInfo", "VerifyReport", "open"]
 
@@ -285,7 +295,7 @@ def _read_record(store: Store) -> CheckpointRecord:
         found = None
     if isinstance(found, CheckpointRecord):
         return found
-    children = store.list_children("")
+    children = [child.removesuffix("/") for child in store.list_children() if child.endswith("/")]
     if isinstance(found, Tombstone):
         raise NotFoundError(f"{store}: the checkpoint was deleted ({found.reason}).")
     if any(store.list_children(f"{child}/records") or store.list_children(f"{child}/hosts") for child in children):

@@ -11,9 +11,7 @@ How a tensor was laid out over devices is told, but is no difference by itself: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.compare_values import DEFAULT_MEMORY_LIMIT, Pair, ValueChange, compare_values
@@ -24,6 +22,8 @@ from shardckpt.options import parse_bytes
 from shardckpt.tree.document import Branch, Custom, Node, Small, Tensor, Tied, parse
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardckpt.checkpoint import Checkpoint
     from shardckpt.sharding import Layout
 
@@ -152,7 +152,7 @@ class _Structure:
             self.changes.append(Change(name, "dtype", a.dtype.name, b.dtype.name))
         if not self.same_layout(a.layout, b.layout, len(a.shape), len(b.shape)):
             self.layouts.append(Change(name, "layout", a.layout, b.layout))
-        if a.shape == b.shape and a.dtype == b.dtype and prod(a.shape):
+        if a.shape == b.shape and a.dtype == b.dtype and a.nbytes:
             self.pairs.setdefault((a.name, b.name), Pair(name, a, b))
 
     def same_layout(self, a: Layout | None, b: Layout | None, ndim_a: int, ndim_b: int) -> bool:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,8 @@ from shardckpt.box import Box, BoxArray
 from shardckpt.io.reader import Request
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from shardckpt.dtypes import DType
     from shardckpt.io.reader import ChunkReader
     from shardckpt.record import TensorRecord

@@ -36,6 +36,7 @@ __all__ = [
     "name_of_array_path",
     "natural_key",
     "nearest",
+    "piece_path",
     "selector",
     "shown",
 ]
@@ -117,6 +118,15 @@ def array_path(name: str) -> str:
     '=2E=2E/=C3=A9'
     """
     return "/".join(part if _PLAIN.fullmatch(part) else _escape(part) for part in name.split("/"))
+
+
+def piece_path(name: str, i: int) -> str:
+    """Where the i-th piece of a tensor is stored, if it is stored in pieces. No tensor's `array_path` ends so.
+
+    >>> piece_path("model/w", 2)
+    'model/w=p00002'
+    """
+    return f"{array_path(name)}=p{i:05d}"
 
 
 def _escape(component: str) -> str:

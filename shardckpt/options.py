@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
-from shardckpt.sharding import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.sharding import Layout
 
 __all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "parse_bytes"]
 

@@ -16,20 +16,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt import dtypes
-from shardckpt.dtypes import DType
 from shardckpt.errors import DtypeError, FormatError, ShardingError, VersionError
 from shardckpt.mesh import Mesh
-from shardckpt.names import array_path
+from shardckpt.names import array_path, piece_path
 from shardckpt.op_sharding import OpSharding
 from shardckpt.reshard.plan import Piece, coverage_gap
 from shardckpt.sharding import Layout, Sharding
 from shardckpt.tree import tensor_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardckpt.dtypes import DType
 
 __all__ = [
     "FORMAT_VERSION",
@@ -75,18 +78,28 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
     version = int(match[1]), int(match[2])
     if version[0] > FORMAT_VERSION[0]:
         ours = ".".join(map(str, FORMAT_VERSION))
-        raise VersionError(f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({ours}); upgrade shardckpt.")
+        raise VersionError(
+            f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({ours}); upgrade shardckpt."
+        )
     end = data.rfind(b"}")
     body = data[match.end() : end]
     if hashlib.sha256(body).hexdigest() != match[3].decode() or data[end:] not in (b"}", b"}\n"):
         raise FormatError(f"{where}: the record's digest does not agree with its contents; the file is damaged.")
     try:
-        record = json.loads(body)
+        record = json.loads(body, object_pairs_hook=_object)
     except (ValueError, RecursionError) as e:
         raise FormatError(f"{where}: the record is not JSON ({e}).") from e
     if not isinstance(record, dict):
         raise FormatError(f"{where}: the record is a {type(record).__name__}, an object is expected.")
     return record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, all of whose keys differ: readers do not agree on which of two equal ones counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,21 +161,22 @@ class Structure:
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; equal meshes and shardings appear once."""
-        meshes: dict[str, tuple[int, Any]] = {}
-        shardings: dict[str, tuple[int, Any]] = {}
+        meshes: dict[Mesh, int] = {}
+        shardings: dict[tuple[Layout, int], int] = {}
         tensors = {}
         for name, t in self.tensors.items():
             entry: dict[str, Any] = {"shape": list(t.shape), "dtype": t.dtype.name}
             if t.layout is not None:
-                entry["sharding"] = _intern(shardings, _layout_json(t.layout, len(t.shape), meshes))
+                # Told apart as objects, which is cheap; a mesh has as many ids as there are devices.
+                entry["sharding"] = shardings.setdefault((t.layout, len(t.shape)), len(shardings))
             if [p.path for p in t.pieces] == [array_path(name)]:
                 entry["chunks"] = list(t.pieces[0].chunks)
             else:
                 entry["pieces"] = [{"start": list(p.start), "shape": list(p.shape), "chunks": list(p.chunks)} for p in t.pieces]
             tensors[name] = entry
         return {
-            "meshes": [m for _, m in meshes.values()],
-            "shardings": [s for _, s in shardings.values()],
+            "shardings": [_layout_json(layout, ndim, meshes) for layout, ndim in shardings],
+            "meshes": [mesh.to_json() for mesh in meshes],
             "tensors": tensors,
             "tree": self.tree,
         }
@@ -178,7 +192,7 @@ class Structure:
         tree = read.value("tree")
         named = tensor_names(tree)
         if set(named) != set(tensors):
-            odd = sorted(set(named) ^ set(tensors))[0]
+            odd = min(set(named) ^ set(tensors))
             read.fail(f"the tree and the list of tensors disagree about {odd!r}")
         return cls(tree, {name: tensors[name] for name in named})
 
@@ -309,16 +323,13 @@ def parse_checkpoint(data: bytes, where: str) -> CheckpointRecord | Tombstone:
     return CheckpointRecord.from_json(doc, where)
 
 
-def _intern(known: dict[str, tuple[int, Any]], doc: Any) -> int:
-    """The position of a document in a list without repetitions."""
-    return known.setdefault(json.dumps(doc, sort_keys=True), (len(known), doc))[0]
-
-
-def _layout_json(layout: Layout, ndim: int, meshes: dict[str, tuple[int, Any]]) -> dict[str, Any]:
-    """A layout's own JSON form, its mesh by reference, and OpSharding text for readers of other kinds."""
+def _layout_json(layout: Layout, ndim: int, meshes: dict[Mesh, int]) -> dict[str, Any]:
+    """A layout's JSON form: always with OpSharding text, and with mesh (by position) and spec where they are known."""
     if isinstance(layout, Sharding):
-        return {**layout.to_json(_intern(meshes, layout.mesh.to_json())), "op_sharding": layout.op_sharding(ndim).to_hlo()}
-    return {"op_sharding": layout.to_hlo()}
+        text = layout.op_sharding(ndim).to_hlo()
+        return {**layout.to_json(meshes.setdefault(layout.mesh, len(meshes))), "op_sharding": text}
+    doc = layout.to_json()
+    return {"op_sharding": doc.pop("hlo"), **doc}
 
 
 def _layouts(read: _Reader) -> list[Layout]:
@@ -326,12 +337,11 @@ def _layouts(read: _Reader) -> list[Layout]:
     meshes = [Mesh.from_json(m) for m in read.sequence("meshes")]
     layouts: list[Layout] = []
     for entry in read.sequence("shardings"):
-        one = _Reader(entry, read.where)
-        text = one.string("op_sharding")
+        doc = dict(_Reader(entry, read.where).doc)
+        text = doc.pop("op_sharding", None)
         try:
-            named = {k: v for k, v in one.doc.items() if k in ("mesh", "spec")}
-            layouts.append(Sharding.from_json(named, meshes) if named else OpSharding.parse(text))
-        except ShardingError as e:
+            layouts.append(Sharding.from_json(doc, meshes) if "mesh" in doc else OpSharding.from_json({"hlo": text, **doc}))
+        except (FormatError, ShardingError) as e:
             raise FormatError(f"{read.where}: a sharding that cannot be: {e}") from e
     return layouts
 
@@ -346,7 +356,12 @@ def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:
     if "pieces" in read.doc:
         entries = [_Reader(p, read.where) for p in read.sequence("pieces")]
         pieces = tuple(
-            Piece(f"{array_path(name)}.{i:05d}", e.dimensions("start", least=0), e.dimensions("shape", least=0), e.dimensions("chunks", least=1))
+            Piece(
+                piece_path(name, i),
+                e.dimensions("start", least=0),
+                e.dimensions("shape", least=0),
+                e.dimensions("chunks", least=1),
+            )
             for i, e in enumerate(entries)
         )
     else:

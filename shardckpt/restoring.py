@@ -10,13 +10,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +22,19 @@ from numpy.typing import NDArray
 from shardckpt import frameworks
 from shardckpt.box import BoxArray
 from shardckpt.checkpoint import Checkpoint
-from shardckpt.errors import DtypeMismatchError, OptionError, ShapeMismatchError
-from shardckpt.frameworks.base import Target
+from shardckpt.errors import DtypeMismatchError, MismatchError, NamesMismatchError, OptionError, ShapeMismatchError, StructureMismatchError
 from shardckpt.io.budget import BufferPool, Lease, round_up
 from shardckpt.io.reader import Request
 from shardckpt.names import Only, selector
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, parse_bytes
-from shardckpt.record import TensorRecord
-from shardckpt.tree import match, stored_names, unflatten
+from shardckpt.tree import leaf_names, match, stored_names, unflatten
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+    from shardckpt.frameworks.base import Sink
+    from shardckpt.record import TensorRecord
 
 __all__ = ["restore"]
 
@@ -75,12 +78,17 @@ def restore(
     if limit <= 0:
         raise OptionError(f"restore(memory_limit={limit}): must be positive.")
     pool = BufferPool(limit)
+    wanted = selector(only)
+    if only is not None and not any(map(wanted, [*checkpoint.names(), *leaf_names(checkpoint.tree)])):
+        raise NamesMismatchError(f"{checkpoint.location}: only={only!r} selects none of its names; `shardckpt info` lists them.")
     if like is None:
-        wanted = selector(only)
         stored = stored_names(checkpoint.tree, wanted)
         leaves: dict[str, list[tuple[str, object]]] = {name: [(name, _empty(checkpoint.tensor(name)))] for name in stored}
         return unflatten(checkpoint.tree, _run(checkpoint, _jobs(checkpoint, leaves, cast=False), pool), wanted)
-    matched = match(like, checkpoint.tree, frameworks.is_tensor, only=only, strict=strict, where=str(checkpoint.location))
+    try:
+        matched = match(like, checkpoint.tree, frameworks.is_tensor, only=wanted, strict=strict)
+    except MismatchError as e:
+        raise type(e)(f"{checkpoint.location}: {e}") from None
     return matched.build(_run(checkpoint, _jobs(checkpoint, matched.tensors, cast=cast), pool))
 
 
@@ -96,24 +104,32 @@ def _jobs(checkpoint: Checkpoint, leaves: Mapping[str, Sequence[tuple[str, objec
         leaves: stored name → (name in `like`, leaf) of every leaf that gets the tensor.
         cast: whether dtypes may differ.
     """
+    frameworks.settle(leaf for wanted in leaves.values() for _, leaf in wanted)
     jobs = []
+    filled: dict[Hashable, str] = {}
     for stored, wanted in leaves.items():
         tensor = checkpoint.tensor(stored)
         landings: dict[Hashable, _Landing] = {}
         for name, leaf in wanted:
-            target = frameworks.target(name, leaf, tensor.shape, tensor.dtype)
-            if target.shape != tensor.shape:
+            sink = frameworks.target(name, leaf, tensor.shape, tensor.dtype)
+            if sink.shape != tensor.shape:
                 raise ShapeMismatchError(
-                    f"{name}: {checkpoint.location} has shape {tensor.shape}, the leaf to restore into has {target.shape}; "
+                    f"{name}: {checkpoint.location} has shape {tensor.shape}, the leaf to restore into has {sink.shape}; "
                     f"make them equal, or leave the tensor out with only=."
                 )
-            if target.dtype != tensor.dtype and not cast:
+            if sink.dtype != tensor.dtype and not cast:
                 raise DtypeMismatchError(
-                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, the leaf to restore into has {target.dtype.name}; "
+                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, the leaf to restore into has {sink.dtype.name}; "
                     f"pass cast=True to convert."
                 )
+            memory = frameworks.identity(leaf) if sink.destinations else None
+            if memory is not None and filled.setdefault(memory, stored) != stored:
+                raise StructureMismatchError(
+                    f"{name}: in `like` it is the same memory as the leaf for {filled[memory]}, in {checkpoint.location} they are two tensors; "
+                    f"give each a tensor of its own."
+                )
             # Leaves of tied tensors that want the same thing get one object, as they were one when saved.
-            landings.setdefault(target.tie_key, _Landing(tensor, target, [])).names.append(name)
+            landings.setdefault(sink.tie_key, _Landing(tensor, sink, [])).names.append(name)
         jobs.append(_Job(tensor, list(landings.values())))
     return jobs
 
@@ -123,7 +139,7 @@ class _Landing:
     """One place that a tensor goes to."""
 
     tensor: TensorRecord
-    target: Target
+    sink: Sink
     names: list[str]
     """The names in the result that it is returned under."""
     buffers: list[Array] = field(default_factory=list)
@@ -132,45 +148,43 @@ class _Landing:
     @property
     def same_dtype(self) -> bool:
         """Whether elements go as they are."""
-        return self.target.dtype == self.tensor.dtype
+        return self.sink.dtype == self.tensor.dtype
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Per box, the shape of its buffer."""
-        return [v.shape for v in self.target.destinations] if self.target.destinations is not None else self.target.buffer_shapes
+        return [v.shape for v in self.sink.destinations] if self.sink.destinations is not None else self.sink.buffer_shapes
 
     @property
     def staged_bytes(self) -> int:
         """Host bytes that it needs beyond its own memory."""
-        elements = [prod(shape) for shape in self.shapes]
-        if self.target.destinations is not None:
-            return 0 if self.same_dtype else sum(round_up(n * self.tensor.dtype.storage.itemsize) for n in elements)
-        sizes = {self.tensor.dtype.storage.itemsize} if self.same_dtype else (self.tensor.dtype.storage.itemsize, self.target.dtype.numpy.itemsize)
-        return sum(round_up(n * size) for n in elements for size in sizes)
+        stored, wanted = self.tensor.dtype.storage.itemsize, self.sink.dtype.numpy.itemsize
+        if self.sink.destinations is not None:
+            sizes = [] if self.same_dtype else [stored]
+        else:
+            sizes = [stored] if self.same_dtype else [stored, wanted]
+        return sum(round_up(prod(shape) * size) for shape in self.shapes for size in sizes)
 
     def prepare(self, lease: Lease) -> None:
         """Set `buffers`."""
         storage = self.tensor.dtype.storage
-        if self.target.destinations is not None and self.same_dtype:
-            self.buffers = [v.view(storage) for v in self.target.destinations]
+        if self.sink.destinations is not None and self.same_dtype:
+            self.buffers = [v.view(storage) for v in self.sink.destinations]
             return
         self.buffers = [lease.array(shape, storage) for shape in self.shapes]
-        for i, buffer in enumerate(self.buffers):
-            if buffer.shape != self.target.boxes[i].shape:
-                buffer[...] = 0  # the padding of a shard is zeros
 
     def finish(self, lease: Lease) -> object:
         """Convert if need be, and hand the elements to the target; the restored leaf."""
         logical = [b.view(self.tensor.dtype.numpy) for b in self.buffers]
         if self.same_dtype:
-            return self.target.place(logical)
-        if self.target.destinations is not None:
-            converted: list[Array] = list(self.target.destinations)
+            return self.sink.place(logical)
+        if self.sink.destinations is not None:
+            converted: list[Array] = list(self.sink.destinations)
         else:
-            converted = [lease.array(b.shape, self.target.dtype.numpy) for b in logical]
+            converted = [lease.array(b.shape, self.sink.dtype.numpy) for b in logical]
         for destination, source in zip(converted, logical, strict=True):
             np.copyto(destination, source, casting="unsafe")
-        return self.target.place(converted)
+        return self.sink.place(converted)
 
 
 @dataclass(slots=True)
@@ -187,7 +201,7 @@ class _Job:
 
     def request(self) -> Request:
         """All boxes of all landings, so that a chunk that several want is read once."""
-        boxes = [landing.target.boxes for landing in self.landings]
+        boxes = [landing.sink.boxes for landing in self.landings]
         together = BoxArray(np.concatenate([b.start for b in boxes]), np.concatenate([b.stop for b in boxes]))
         buffers = [buffer for landing in self.landings for buffer in landing.buffers]
         return Request(self.tensor.name, self.tensor.dtype.storage, self.tensor.pieces, together, buffers)

@@ -10,29 +10,34 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardckpt import frameworks
-from shardckpt.box import BoxArray, distinct_boxes
 from shardckpt.errors import OptionError
-from shardckpt.frameworks.base import Source
 from shardckpt.io.commit import commit, new_attempt, read_prior
 from shardckpt.io.host import HostWriter
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.names import array_path, matches
+from shardckpt.names import array_path, matches, piece_path
 from shardckpt.options import SaveOptions
 from shardckpt.record import CheckpointRecord, Structure, TensorRecord
-from shardckpt.reshard.chunks import chunk_shape, smallest_chunk
-from shardckpt.reshard.plan import Piece, chunks_inside
-from shardckpt.sharding import Layout
+from shardckpt.reshard.chunks import chunk_shape, grid_shape, smallest_chunk
+from shardckpt.reshard.plan import Piece, chunk_boxes, chunks_inside
 from shardckpt.tree import flatten
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import EllipsisType
+
+    from numpy.typing import NDArray
+
+    from shardckpt.box import BoxArray
+    from shardckpt.frameworks.base import Source
+    from shardckpt.sharding import Layout
 
 __all__ = ["save"]
 
@@ -89,7 +94,7 @@ def _tensor_records(sources: Mapping[str, Source], options: SaveOptions) -> dict
         pieces = _pieces(name, source.shape, source.dtype.storage.itemsize, layout, smallest)
         records[name] = TensorRecord(name, source.shape, source.dtype, layout, pieces)
     if unused:
-        raise OptionError(f"SaveOptions(shardings=…): {sorted(unused)[0]!r} matches no plain tensor; patterns are matched with whole names.")
+        raise OptionError(f"SaveOptions(shardings=…): {min(unused)!r} matches no plain tensor; patterns are matched with whole names.")
     return records
 
 
@@ -100,9 +105,10 @@ def _pieces(name: str, shape: tuple[int, ...], itemsize: int, layout: Layout | N
     chunks = chunk_shape(shape, itemsize, parts, smallest=smallest)
     if layout is None or prod(chunks) * itemsize <= LARGEST_COMMON_CHUNK:
         return (Piece(array_path(name), (0,) * len(shape), shape, chunks),)
-    shards, _ = distinct_boxes(layout.device_boxes(shape).boxes)
+    tile = layout.tile(shape)
+    shards = chunk_boxes(Piece("", (0,) * len(shape), shape, tile), np.arange(prod(grid_shape(shape, tile))))
     return tuple(
-        Piece(f"{array_path(name)}.{i:05d}", box.start, box.shape, chunk_shape(box.shape, itemsize, whole, smallest=smallest))
+        Piece(piece_path(name, i), box.start, box.shape, chunk_shape(box.shape, itemsize, whole, smallest=smallest))
         for i, box in enumerate(shards[i] for i in range(len(shards)))
     )
 
@@ -153,4 +159,5 @@ def _chunks(
             positions, inside = chunks_inside(piece, part)
             start, stop = (inside.start - np.array(box.start, np.int64)).tolist(), (inside.stop - np.array(box.start, np.int64)).tolist()
             for position, a, b in zip(positions.tolist(), start, stop, strict=True):
-                yield piece, position, stored[(*map(slice, a, b), ...)]
+                index: tuple[slice | EllipsisType, ...] = (*map(slice, a, b), ...)  # the ellipsis keeps a 0-d array an array
+                yield piece, position, stored[index]

@@ -1,7 +1,7 @@
 """The two layouts of the demo: which axes of which mesh cut each tensor of a Llama.
 
 Before: 4 × 2 devices, FSDP on "data" and tensor parallelism on "model". After: 2 × 4 devices in ring order, other
-axis names, and for nearly every tensor another spec. 257 rows and 682 columns divide evenly by nothing.
+axis names, and for every tensor another spec. The vocabulary has 257 rows, which nothing divides evenly.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ LAYOUTS = {
         Mesh((2, 4), ("fsdp", "tensor"), [0, 1, 2, 3, 7, 6, 5, 4]),
         "fsdp",
         {
-            "*embed_tokens*": P("tensor", "fsdp"),
+            "*embed_tokens*": P(None, ("fsdp", "tensor")),
             "*.q_proj*": P("tensor", "fsdp"),
             "*.[kv]_proj*": P("tensor", None),  # two replicas of each shard
             "*.o_proj*": P("fsdp", "tensor"),
             "*.gate_proj*": P("tensor", "fsdp"),
             "*.up_proj*": P("tensor", "fsdp"),
-            "*.down_proj*": P(None, ("tensor", "fsdp")),
-            "lm_head*": P(None, "fsdp"),
+            "*.down_proj*": P("fsdp", "tensor"),
+            "lm_head*": P("tensor", "fsdp"),
             "*norm*": P("fsdp"),
         },
     ),

@@ -30,7 +30,7 @@ SHOWN = (
     "lm_head",
 )
 """Modules whose weights are in the table of layouts."""
-DRAWN = "model.layers.0.mlp.up_proj"
+DRAWN = "lm_head"
 """The module whose weight is drawn, device by device."""
 
 

@@ -68,8 +68,8 @@ class Size:
         )
 
 
-FULL = Size(hidden=256, mlp=682, layers=4, batch=16, tokens=64)
-SMALL = Size(hidden=64, mlp=170, layers=1, batch=8, tokens=32)
+FULL = Size(hidden=512, mlp=1376, layers=2, batch=16, tokens=64)
+SMALL = Size(hidden=64, mlp=172, layers=1, batch=8, tokens=32)
 
 
 class Training:

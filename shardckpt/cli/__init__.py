@@ -16,7 +16,6 @@ def main() -> int:
     try:
         from shardckpt.cli.app import app
 
-        app(standalone_mode=False)
-    except KeyboardInterrupt:
+        return int(app(standalone_mode=False))
+    except KeyboardInterrupt:  # while modules were imported; later ones are seen to by `exits`
         return 130
-    return 0

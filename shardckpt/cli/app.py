@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from shardckpt.cli import diff, exits, info, ls, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["app"]
 
@@ -23,13 +25,16 @@ class _Group(TyperGroup):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
+        windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
         given = sys.argv[1:] if args is None else list(args)
 
         def action() -> int | None:
             # Not standalone: errors come here, and `typer.Exit` as the status.
-            status: int | None = super(_Group, self).main(given, prog_name or "shardckpt", complete_var, standalone_mode=False, **extra)
+            status: int | None = super(_Group, self).main(
+                given, prog_name or "shardckpt", complete_var, standalone_mode=False, windows_expand_args=windows_expand_args, **extra
+            )
             return status
 
         status = exits.run(action, as_json="--json" in given)

@@ -7,7 +7,6 @@ the tree is walked without recursion.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from rich.cells import cell_len
 
 from shardckpt.cli.layouts import mesh_text, spec_text
 from shardckpt.cli.screen import Cell, Screen
-from shardckpt.cli.text import count, file_size, shape_text, visible
+from shardckpt.cli.text import count, file_size, shape_text, shorten, visible
 from shardckpt.errors import NamesMismatchError
 from shardckpt.leaves import describe
 from shardckpt.names import did_you_mean
@@ -24,6 +23,8 @@ from shardckpt.sharding import Sharding
 from shardckpt.tree.document import Branch, Custom, Node, Small, Tensor, Tied, leaves_of, parse
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from shardckpt.checkpoint import Checkpoint
     from shardckpt.mesh import Mesh
     from shardckpt.sharding import Layout
@@ -52,7 +53,9 @@ def find(checkpoint: Checkpoint, name: str | None) -> Node:
         names.append(node.name)
         if isinstance(node, Branch):
             stack.extend(node.children)
-    raise NamesMismatchError(f"{checkpoint.location}: nothing is called {name!r}{did_you_mean(name, names)}; `info` without a name lists all.")
+    raise NamesMismatchError(
+        f"{checkpoint.location}: nothing is called {name!r}{did_you_mean(name, names)}; `info` without a name lists all."
+    )
 
 
 def choose(node: Node, wanted: Callable[[str], bool]) -> Node | None:
@@ -134,21 +137,24 @@ def lines(screen: Screen, checkpoint: Checkpoint, node: Node | None, *, depth: i
 def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
     record = checkpoint.record
     totals = record.totals
+    stored = (
+        record.layout,
+        record.compression or "not compressed",
+        count(len(record.hosts), "host"),
+        count(totals["chunks"], "chunk"),
+        file_size(totals["stored_bytes"]),
+    )
     facts = [
         ("checkpoint", visible(str(checkpoint.location))),
         ("created", visible(f"{record.created.replace('T', ' ').replace('+00:00', ' UTC')} by {record.writer}")),
         ("holds", f"{count(totals['tensors'], 'tensor')}, {file_size(totals['bytes'])}"),
-        (
-            "stored",
-            f"{record.layout}, {record.compression or 'not compressed'}, {count(len(record.hosts), 'host')}, "
-            f"{count(totals['chunks'], 'chunk')}, {file_size(totals['stored_bytes'])}",
-        ),
+        ("stored", ", ".join(stored)),
     ]
     meshes = list({id(mesh): mesh for mesh in _meshes(checkpoint)}.values())
     facts += [("mesh", mesh_text(mesh)) for mesh in meshes[:MOST_MESHES]]
     if len(meshes) > MOST_MESHES:
         facts.append(("", f"… and {len(meshes) - MOST_MESHES:,} more"))
-    metadata = [f"{visible(key)} = {json.dumps(value, ensure_ascii=True)}" for key, value in record.metadata.items()]
+    metadata = [shorten(f"{visible(key)} = {json.dumps(value)}") for key, value in record.metadata.items()]
     facts += [("metadata" if i == 0 else "", line) for i, line in enumerate(metadata[:MOST_METADATA])]
     if len(metadata) > MOST_METADATA:
         facts.append(("", f"… and {len(metadata) - MOST_METADATA:,} more"))
@@ -210,9 +216,13 @@ class _Tree:
         """Shape or kind, dtype, size and spec of what stands at a place."""
         if isinstance(node, Branch):
             total = self.totals[id(node)]
-            form = "" if node.form == "dict" and node.children else f"{node.form} of {len(node.children):,}" if node.children else f"empty {node.form}"
-            tensors = count(total.tensors, "tensor") if total.tensors else ""
-            return [Cell(form or tensors, "dim"), Cell(tensors if form else "", "dim"), Cell(file_size(total.nbytes) if total.tensors else "", "dim", right=True), Cell("")]
+            size = file_size(total.nbytes) if total.tensors else ""
+            return [
+                Cell(count(total.tensors, "tensor") if total.tensors else "" if node.children else "empty", "dim"),
+                Cell("" if node.form == "dict" and node.children else node.form, "dim"),
+                Cell(size, "dim", right=True),
+                Cell(""),
+            ]
         if isinstance(node, Tied):
             return [Cell(f"= {visible(node.stored)}", "dim"), Cell(""), Cell(""), Cell("")]
         if isinstance(node, Tensor):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardckpt.cli.screen import Cell, Screen, progress_bar, write_json
+from shardckpt.cli.text import count, file_size, shape_text, visible
+
 if TYPE_CHECKING:
-    from shardckpt.cli.screen import Cell, Screen
+    from collections.abc import Iterator, Sequence
+
     from shardckpt.compare import Change, Comparison, ValueChange
 
 __all__ = ["diff"]
@@ -21,14 +24,17 @@ MOST_LINES = 50
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a path or url.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    *,
     structure: Annotated[bool, typer.Option("--structure", help="Names, shapes, dtypes and small leaves only; read no tensor.")] = False,
     layout: Annotated[bool, typer.Option("--layout", help="Another layout over devices is a difference, too.")] = False,
     memory_limit: Annotated[str, typer.Option("--memory", metavar="BYTES", help="For elements in memory at once.")] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Compare two checkpoints, values bit by bit; status 1 if they differ."""
+    """Compare two checkpoints, values bit by bit.
+
+    The status is 1 if they differ. How tensors are chunked and packed is never a difference.
+    """
     from shardckpt.checkpoint import open as open_checkpoint
-    from shardckpt.cli.screen import Screen, progress_bar, write_json
     from shardckpt.compare import compare
 
     first, second = open_checkpoint(a), open_checkpoint(b)
@@ -79,11 +85,11 @@ def _value_document(value: ValueChange) -> dict[str, Any]:
 
 
 def _lines(screen: Screen, comparison: Comparison, *, structure: bool, layout: bool) -> Iterator[str]:
-    from shardckpt.cli.screen import Cell
-    from shardckpt.cli.text import count, file_size, visible
 
     if comparison.layouts and not layout:
-        yield screen.paint(f"{count(len(comparison.layouts), 'tensor')} laid out otherwise, which is no difference (--layout lists them)", "dim")
+        yield screen.paint(
+            f"{count(len(comparison.layouts), 'tensor')} laid out otherwise, which is no difference (--layout lists them)", "dim"
+        )
     else:
         yield from _section(screen, "laid out otherwise", "yellow", [_change_row(change) for change in comparison.layouts])
     yield from _section(screen, "only in A", "red", [[Cell(visible(name))] for name in comparison.only_a])
@@ -112,14 +118,15 @@ def _section(screen: Screen, title: str, style: str, rows: Sequence[Sequence[Cel
 
 
 def _change_row(change: Change) -> list[Cell]:
-    from shardckpt.cli.screen import Cell
-    from shardckpt.cli.text import visible
 
-    return [Cell(visible(change.name)), Cell(change.aspect, "dim"), Cell(f"{visible(_side_text(change.a))} → {visible(_side_text(change.b))}")]
+    return [
+        Cell(visible(change.name)),
+        Cell(change.aspect, "dim"),
+        Cell(f"{visible(_side_text(change.a))} → {visible(_side_text(change.b))}"),
+    ]
 
 
 def _side_text(side: object) -> str:
-    from shardckpt.cli.text import shape_text
 
     if isinstance(side, tuple):
         return shape_text(side)
@@ -128,15 +135,13 @@ def _side_text(side: object) -> str:
     return "–" if side is None else _layout_text(side)
 
 
-def _layout_text(layout: object) -> str:
+def _layout_text(layout: Any) -> str:
     from shardckpt.cli.layouts import layout_text
 
     return layout_text(layout)
 
 
 def _value_row(value: ValueChange) -> list[Cell]:
-    from shardckpt.cli.screen import Cell
-    from shardckpt.cli.text import visible
 
     facts = []
     if value.largest is not None:

@@ -6,15 +6,19 @@ on nothing was answered.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from shardckpt.cli.text import visible
 from shardckpt.errors import ShardckptError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["STATUS", "ReaderGoneError", "run"]
 
@@ -50,8 +54,8 @@ INTERRUPTED = 130
 READER_GONE = 141
 """What the shell reports of a command that a closed pipe ended: 128 + SIGPIPE."""
 
-_UsageError = typer.BadParameter.__base__
-"""typer's own or click's: newer typers carry their click within."""
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""click's, or typer's own: newer typers carry their click within."""
 
 
 class ReaderGoneError(Exception):
@@ -63,29 +67,36 @@ def run(action: Callable[[], int | None], *, as_json: bool) -> int:
 
     Args:
         action: The command; returns its exit status, None for 0.
-        as_json: Whether errors are written as JSON to stdout.
+        as_json: Whether errors are written as JSON to standard output.
 
     Returns:
         The exit status.
     """
     try:
-        status = action() or 0
+        status = _answer(action, as_json=as_json)
         sys.stdout.flush()
-    except ShardckptError as e:
-        return _report(e.code, str(e), as_json=as_json)
     except (ReaderGoneError, BrokenPipeError):
         _forget_stdout()
         return READER_GONE
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except Exception as e:  # a mistake of ours: who reports it needs the traceback
-        if isinstance(e, _UsageError):
-            return _report("usage", e.format_message(), as_json=as_json)
+    return status
+
+
+def _answer(action: Callable[[], int | None], *, as_json: bool) -> int:
+    try:
+        return action() or 0
+    except (ReaderGoneError, BrokenPipeError, typer.Abort):
+        raise
+    except ShardckptError as e:
+        return _report(e.code, str(e), as_json=as_json)
+    except _UsageError as e:
+        return _report("usage", e.format_message(), as_json=as_json)
+    except Exception as e:  # noqa: BLE001  (a mistake of ours: who reports it needs the traceback)
         for line in traceback.format_exc().splitlines():
             print(visible(line), file=sys.stderr)
         what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
         return _report("internal", f"{what}. This is a bug in shardckpt; please report it with the lines above.", as_json=as_json)
-    return status
 
 
 def _report(code: str, message: str, *, as_json: bool) -> int:
@@ -101,7 +112,5 @@ def _report(code: str, message: str, *, as_json: bool) -> int:
 
 def _forget_stdout() -> None:
     """Let nothing that is still buffered complain when Python exits."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        pass

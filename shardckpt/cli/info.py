@@ -18,7 +18,10 @@ def info(
     depth: Annotated[int | None, typer.Option("--depth", min=1, metavar="N", help="Containers to open, one in the other.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Show what a checkpoint holds, or one tensor and which device held which part of it."""
+    """Show what a checkpoint or a tensor holds.
+
+    For a tensor there is a picture of which device held which part of it.
+    """
     from shardckpt.checkpoint import open as open_checkpoint
     from shardckpt.cli import contents, tensor
     from shardckpt.names import selector

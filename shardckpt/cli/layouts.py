@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.cli.devices import device_list
-from shardckpt.cli.text import visible
+from shardckpt.cli.text import shorten, visible
 
 if TYPE_CHECKING:
     from shardckpt.mesh import Mesh
     from shardckpt.sharding import Layout
 
 __all__ = ["layout_text", "mesh_text", "op_sharding_text", "spec_text"]
-
-MOST_TEXT = 200
-"""Characters of an OpSharding; a listed one of a large mesh goes on for pages."""
 
 
 def layout_text(layout: Layout | None) -> str:
@@ -41,7 +38,7 @@ def spec_text(layout: Layout | None) -> str:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """A mesh: its axes with their sizes, and its devices where they are not 0, 1, 2, …"""
+    """A mesh: its axes with their sizes, and its devices where they do not simply count from 0."""
     axes = visible(" × ".join(f"{name}={size}" for name, size in mesh.axis_sizes.items())) or "one device"
     if mesh.is_arange:
         return axes
@@ -54,5 +51,4 @@ def op_sharding_text(layout: Layout, ndim: int) -> str:
     """The OpSharding as XLA writes it, cut off where it is very long."""
     from shardckpt.sharding import Sharding
 
-    text = (layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo()
-    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…"
+    return shorten((layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo())

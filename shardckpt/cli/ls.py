@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardckpt.cli.screen import Cell, Screen, write_json
+from shardckpt.cli.text import file_size, visible
+
 if TYPE_CHECKING:
     from shardckpt.catalog import CatalogEntry
-    from shardckpt.cli.screen import Cell
 
 __all__ = ["ls"]
 
@@ -20,7 +22,6 @@ def ls(
 ) -> None:
     """List the checkpoints below a directory."""
     from shardckpt.catalog import catalog
-    from shardckpt.cli.screen import Screen, write_json
 
     entries = catalog(root, everything=everything)
     if as_json:
@@ -49,8 +50,6 @@ def _document(entry: CatalogEntry) -> dict[str, Any]:
 
 
 def _rows(entries: list[CatalogEntry]) -> list[list[Cell]]:
-    from shardckpt.cli.screen import Cell
-    from shardckpt.cli.text import file_size, visible
 
     headings = ("name", "created", "tensors", "size", "layout", "state")
     rows = [[Cell(heading, "dim", right=heading in ("tensors", "size")) for heading in headings]]

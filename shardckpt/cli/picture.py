@@ -11,14 +11,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardckpt.cli.devices import device_list
 from shardckpt.cli.screen import Screen, pad
@@ -27,6 +25,10 @@ from shardckpt.device_boxes import tile_shape
 from shardckpt.errors import ShardingError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
     from shardckpt.sharding import Layout
 
 __all__ = ["picture"]
@@ -106,7 +108,9 @@ def picture(screen: Screen, layout: Layout, shape: Sequence[int]) -> Iterator[st
 def _tiles(layout: Layout, shape: tuple[int, ...]) -> _Tiles:
     tiling = layout.tiling(len(shape))
     tile = tile_shape(shape, tiling.parts)
-    order = np.argsort(np.ravel_multi_index(tuple(tiling.coords.T), tiling.parts) if tiling.parts else np.zeros(len(tiling.coords)), kind="stable")
+    order = np.argsort(
+        np.ravel_multi_index(tuple(tiling.coords.T), tiling.parts) if tiling.parts else np.zeros(len(tiling.coords)), kind="stable"
+    )
     devices = tiling.device_ids[order].reshape(*tiling.parts, -1)
     used = tuple(-(-n // max(side, 1)) for n, side in zip(shape, tile, strict=True))
     return _Tiles(shape, tile, used, devices)
@@ -205,9 +209,7 @@ def _bins(extent: int, most: int) -> Bins:
 
 def _label(tiles: _Tiles, ranges: dict[int | None, tuple[int, int]], at: dict[int, int]) -> str:
     """The devices of some tiles."""
-    index = tuple(
-        slice(*ranges[d]) if d in ranges else slice(at.get(d, 0), at.get(d, 0) + 1) for d in range(tiles.devices.ndim - 1)
-    )
+    index = tuple(slice(*ranges[d]) if d in ranges else slice(at.get(d, 0), at.get(d, 0) + 1) for d in range(tiles.devices.ndim - 1))
     several = any(last - first > 1 for d, (first, last) in ranges.items() if d is not None)
     text = device_list(tiles.devices[index], most=17)
     return f"⋯ {text} ⋯" if several else text

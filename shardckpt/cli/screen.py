@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.color import ColorSystem
@@ -19,6 +18,9 @@ from rich.console import Console
 from rich.style import Style
 
 from shardckpt.cli.exits import ReaderGoneError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["Cell", "Screen", "pad", "progress_bar", "write_json"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,8 @@ from shardckpt.cli.text import count, file_size, shape_text, visible
 from shardckpt.sharding import Sharding
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardckpt.checkpoint import Checkpoint
     from shardckpt.record import TensorRecord
 

@@ -7,9 +7,12 @@ writing. Nothing is ever printed through rich's markup.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["count", "file_size", "index_range", "shape_text", "visible"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["count", "file_size", "index_range", "shape_text", "shorten", "visible"]
 
 
 def visible(text: str) -> str:
@@ -21,6 +24,11 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shorten(text: str, most: int = 200) -> str:
+    """The text, cut off where it is very long: a listed OpSharding of a large mesh goes on for pages."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def file_size(nbytes: int) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardckpt.cli.screen import Screen, progress_bar, write_json
+from shardckpt.cli.text import count, file_size, visible
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardckpt.checkpoint import Damage, VerifyReport
-    from shardckpt.cli.screen import Screen
 
 __all__ = ["verify"]
 
@@ -21,9 +24,11 @@ def verify(
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Read every chunk and compare it with its checksum; status 1 if anything is damaged."""
+    """Compare every chunk with its checksum.
+
+    The status is 1 if anything is damaged or lost.
+    """
     from shardckpt.checkpoint import open as open_checkpoint
-    from shardckpt.cli.screen import Screen, progress_bar, write_json
 
     checkpoint = open_checkpoint(url)
     with progress_bar("verifying") as progress:
@@ -57,7 +62,6 @@ def _document(url: str, report: VerifyReport) -> dict[str, Any]:
 
 
 def _lines(screen: Screen, url: str, report: VerifyReport) -> Iterator[str]:
-    from shardckpt.cli.text import count, file_size, visible
 
     read = f"{count(report.chunks, 'chunk')}, {file_size(report.bytes_read)}"
     if report.ok:
@@ -73,7 +77,6 @@ def _lines(screen: Screen, url: str, report: VerifyReport) -> Iterator[str]:
 
 
 def _damage(screen: Screen, damage: Damage) -> Iterator[str]:
-    from shardckpt.cli.text import visible
 
     if damage.tensor is not None:
         yield "  " + screen.paint(visible(damage.tensor), "bold") + ("" if damage.box is None else f" {damage.box}")

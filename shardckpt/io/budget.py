@@ -8,12 +8,16 @@ budget is let through alone, because a framework may want all of a tensor's shar
 from __future__ import annotations
 
 import threading
-from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
 
 from shardckpt.box import Box
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from numpy.typing import DTypeLike, NDArray
 
 __all__ = ["BufferPool", "Lease"]
 
@@ -48,7 +52,7 @@ class Lease:
             self._pool._take_back(self._buffer)  # noqa: SLF001  (pool and lease are one thing)
             self._buffer = None
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         """The lease itself."""
         return self
 

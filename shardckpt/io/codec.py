@@ -7,12 +7,15 @@ zeros, as zarr asks.
 from __future__ import annotations
 
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import crc32c
 import numpy as np
-from numpy.typing import NDArray
 
 from shardckpt.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["CHECKSUM_BYTES", "decompress", "encode"]
 
@@ -63,7 +66,7 @@ def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[
     return np.frombuffer(data, np.uint8)
 
 
-def _zstd():  # type: ignore[no-untyped-def]  # noqa: ANN202  (numcodecs has no types)
+def _zstd() -> Any:
     from numcodecs.zstd import Zstd
 
     return Zstd(level=ZSTD_LEVEL)

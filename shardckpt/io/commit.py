@@ -12,21 +12,24 @@ An attempt is a directory that is never used again. Data, then the hosts' record
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardckpt._version import __version__
 from shardckpt.errors import AlreadyExistsError, CommitError
 from shardckpt.io import index
-from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks, decode_table, merge_tables
 from shardckpt.record import CheckpointRecord, FileReference, HostRecord, Structure, Tombstone, open_envelope, parse_checkpoint, seal
-from shardckpt.reshard.plan import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.io.store import Store
+    from shardckpt.reshard.plan import Piece
 
 __all__ = ["RECORD", "Prior", "commit", "new_attempt", "read_host_record", "read_prior", "read_table", "zarr_documents"]
 
@@ -45,7 +48,7 @@ class Prior:
 
 def new_attempt() -> str:
     """A name for one save attempt, never given twice; it sorts by time."""
-    now = datetime.datetime.now(datetime.UTC)
+    now = dt.datetime.now(dt.UTC)
     return f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
@@ -82,14 +85,16 @@ def commit(store: Store, attempt: str, prior: Prior) -> CheckpointRecord:
     documents = zarr_documents(first.structure, first.compression)
     if first.layout == "packed":
         lanes = [lane for h in hosts for lane in h.lanes]
-        index.merge_lanes(place, lanes, documents, expected_chunks=sum(h.chunks for h in hosts), expected_bytes=sum(h.stored_bytes for h in hosts))
+        index.merge_lanes(
+            place, lanes, documents, expected_chunks=sum(h.chunks for h in hosts), expected_bytes=sum(h.stored_bytes for h in hosts)
+        )
     else:
         index.write_plain_documents(place, documents)
 
     tensors = first.structure.tensors.values()
     record = CheckpointRecord(
         attempt=attempt,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         writer=f"shardckpt {__version__}",
         layout=first.layout,
         compression=first.compression,
@@ -106,7 +111,9 @@ def commit(store: Store, attempt: str, prior: Prior) -> CheckpointRecord:
     data = seal(record.to_json())
     published = store.create(RECORD, data) if prior.record is None else store.replace(RECORD, data, prior.generation)
     if not published:
-        raise AlreadyExistsError(f"{store}: somebody else committed there while this save was running; its attempt {attempt} was not published.")
+        raise AlreadyExistsError(
+            f"{store}: somebody else committed there while this save was running; its attempt {attempt} was not published."
+        )
     return record
 
 
@@ -165,7 +172,9 @@ def _check_coverage(place: Store, structure: Structure, arrays: Mapping[str, Arr
         for piece in tensor.pieces:
             missing = missing_chunks(piece, arrays.get(piece.path))
             if len(missing):
-                raise CommitError(f"{place}: {len(missing)} of {piece.num_chunks} chunks of {tensor.name} were not written; nothing was published.")
+                raise CommitError(
+                    f"{place}: {len(missing)} of {piece.num_chunks} chunks of {tensor.name} were not written; nothing was published."
+                )
     known = {p.path for t in structure.tensors.values() for p in t.pieces}
     for path in arrays.keys() - known:
         raise CommitError(f"{place}: chunks were written for {path}, which is no tensor of this checkpoint; nothing was published.")

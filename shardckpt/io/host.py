@@ -5,18 +5,22 @@ The record is written last, after everything it vouches for is durable, so its p
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardckpt.io.codec import encode
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.packed import PackedWriter
 from shardckpt.io.plain import PlainWriter
-from shardckpt.io.store import Store
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks, encode_table
 from shardckpt.record import FileReference, HostRecord, Structure, seal
-from shardckpt.reshard.plan import Piece
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardckpt.io.store import Store
+    from shardckpt.reshard.plan import Piece
 
 __all__ = ["HostWriter"]
 

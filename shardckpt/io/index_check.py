@@ -6,15 +6,18 @@ Our own readers do not use it, so it cannot lead them astray; but `verify` vouch
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import ShardckptError
 from shardckpt.io import index
 from shardckpt.io.keys import split_chunk_key
-from shardckpt.io.store import Store
-from shardckpt.io.table import ArrayChunks
-from shardckpt.reshard.plan import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardckpt.io.store import Store
+    from shardckpt.io.table import ArrayChunks
+    from shardckpt.reshard.plan import Piece
 
 __all__ = ["IndexCheck"]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from math import prod
+from typing import TYPE_CHECKING
 
 from shardckpt.io.zarr_meta import chunk_key
-from shardckpt.reshard.plan import Piece
+
+if TYPE_CHECKING:
+    from shardckpt.reshard.plan import Piece
 
 __all__ = ["chunk_object_key", "split_chunk_key"]
 

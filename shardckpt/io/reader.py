@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from types import EllipsisType
+from typing import TYPE_CHECKING
 
 import crc32c
 import numpy as np
@@ -30,9 +30,13 @@ from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, 
 from shardckpt.io.codec import CHECKSUM_BYTES, decompress
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.plain import PLAIN_ROOT
-from shardckpt.io.store import Store
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks
 from shardckpt.reshard.plan import Overlaps, Piece, chunk_boxes, overlaps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from shardckpt.io.store import Store
 
 __all__ = ["ChunkReader", "ReadStats", "Request"]
 
@@ -154,16 +158,18 @@ class ChunkReader:
                 for chunk in run:
                     try:
                         self._read_run([chunk])
-                    except ShardckptError as e:  # noqa: PERF203  (each damaged chunk is reported)
+                    except ShardckptError as e:
                         damaged(chunk.request.name, chunk_boxes(chunk.piece, np.array([chunk.position]))[0], chunk.file, e)
 
         self._each_run(self._runs(chunks), check_run)
 
     def stored_chunk(self, name: str, piece: Piece, position: int) -> bytes:
         """A chunk's bytes as stored (checksum included), verified, for readers that decode by themselves."""
-        (chunk,) = self._located(Request(name, np.dtype(np.uint8), [piece], BoxArray.of([], len(piece.shape)), []), piece, np.array([position]))
+        (chunk,) = self._located(
+            Request(name, np.dtype(np.uint8), [piece], BoxArray.of([], len(piece.shape)), []), piece, np.array([position])
+        )
         buffer = np.empty(chunk.length, np.uint8)
-        self._fetch([chunk], [memoryview(buffer)])
+        self._fetch([chunk], [buffer.data])
         self._verify(chunk, buffer[:-CHECKSUM_BYTES], buffer[-CHECKSUM_BYTES:])
         return buffer.tobytes()
 
@@ -252,9 +258,9 @@ class ChunkReader:
             payload, stored_crc = place[:-CHECKSUM_BYTES], place[-CHECKSUM_BYTES:]
             direct = self._direct(chunk) if self._local else None
             if direct is None:
-                vectors.append(memoryview(place))
+                vectors.append(place.data)
             else:
-                vectors += [memoryview(direct), memoryview(stored_crc)]
+                vectors += [direct.data, stored_crc.data]
                 payload = direct
             payloads.append((payload, stored_crc, direct is not None))
         self._fetch(run, vectors)
@@ -309,7 +315,9 @@ class ChunkReader:
                     vector[:] = data[at : at + len(vector)]
                     at += len(vector)
         except FileNotFoundError as e:
-            raise MissingDataError(f"{first.where}: {self._store}/{first.file} is missing; restore it from a copy, or leave the tensor out with only=.") from e
+            raise MissingDataError(
+                f"{first.where}: {self._store}/{first.file} is missing; restore it from a copy, or leave the tensor out with only=."
+            ) from e
         except EOFError as e:
             raise CorruptionError(f"{first.where}: {self._store}/{first.file} is cut off before byte {first.offset + length}.") from e
         except OSError as e:
@@ -343,7 +351,7 @@ def _targets(request: Request, pairs: Overlaps) -> list[Target]:
 
 
 def _scatter_read(path: str, offset: int, length: int, vectors: list[memoryview]) -> None:
-    """preadv until all vectors are full; EOFError where the file ends before."""
+    """Fill all vectors from one place of a file; EOFError where it ends before."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         got = os.preadv(fd, vectors, offset)

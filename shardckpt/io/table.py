@@ -22,14 +22,17 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardckpt.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
 
 __all__ = ["OWN_OBJECT", "ArrayChunks", "decode_table", "encode_table", "merge_tables"]
 
@@ -77,7 +80,9 @@ class ArrayChunks:
 
 def encode_table(files: Sequence[str], arrays: Mapping[str, ArrayChunks]) -> bytes:
     """The table's bytes; `arrays` in the order in which they are stored."""
-    header = json.dumps({"files": list(files), "arrays": [[path, len(rows)] for path, rows in arrays.items()]}, separators=(",", ":")).encode()
+    header = json.dumps(
+        {"files": list(files), "arrays": [[path, len(rows)] for path, rows in arrays.items()]}, separators=(",", ":")
+    ).encode()
     columns = [
         np.concatenate([np.asarray(getattr(rows, name), dtype) for rows in arrays.values()]) if arrays else np.empty(0, dtype)
         for name, dtype in _COLUMNS

@@ -26,9 +26,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import isqrt, prod
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["LARGEST_CHUNK", "MOST_CHUNKS", "chunk_shape", "grid_shape", "smallest_chunk"]
 

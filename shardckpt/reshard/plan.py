@@ -13,9 +13,9 @@ Cost and result are O(pairs); chunks are never compared with boxes one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 from shardckpt.box import Box, BoxArray
 from shardckpt.errors import FormatError
 from shardckpt.reshard.chunks import grid_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["Overlaps", "Piece", "chunk_boxes", "chunks_inside", "coverage_gap", "overlaps"]
 

@@ -105,12 +105,13 @@ class _Walk:
     def visit(self, value: object, node: Node, depth: int) -> _Step:
         if self.is_tensor(value):
             return self.tensor(value, node)
-        container = None if _is_leaf(value) else container_of(value, node.name)
+        container = _taken_apart(value, node.name)
         if container is not None:
             return self.container(value, container, node, depth)
         if not self.any_selected(node):
             return _keep(value)
         if not _is_leaf(value):
+            container_of(value, node.name)  # knows better what is wrong, where a key is
             raise unsupported(value, node.name)
         if isinstance(node, Small | Custom):
             return _keep(decode_leaf(node))
@@ -153,7 +154,7 @@ class _Walk:
     # A place that only `like` has.
 
     def absent(self, value: object, name: str, depth: int) -> _Step:
-        container = None if self.is_tensor(value) or _is_leaf(value) else container_of(value, name)
+        container = None if self.is_tensor(value) else _taken_apart(value, name)
         if container is None:
             if self.selected(name):
                 self.missing.append(name)
@@ -185,6 +186,14 @@ def _is_leaf(value: object) -> bool:
     return leaves.leaf_type(value) is not None or leaves.is_small(value)
 
 
+def _taken_apart(value: object, name: str) -> Container | None:
+    """A container's parts. What only looks like one is kept whole, or refused where a choice of names asks for it."""
+    try:
+        return None if _is_leaf(value) else container_of(value, name)
+    except LeafError:
+        return None
+
+
 def _said(value: object) -> str:
     return "None" if value is None else f"a leaf of type {type(value).__qualname__}"
 
@@ -194,9 +203,8 @@ def _stored_as(node: Node) -> str:
         return "a tensor"
     if isinstance(node, Branch):
         return f"a {node.form} of {len(node.keys)} items"
-    return (
-        f"a leaf of type {node.type_name}" if isinstance(node, Custom) else f"a leaf of type {leaves.describe(node.content, node.name)[0]}"
-    )
+    kind = node.type_name if isinstance(node, Custom) else leaves.describe(node.content, node.name)[0]
+    return f"a leaf of type {kind}"
 
 
 def _structure(node: Node, found: str) -> StructureMismatchError:
