@@ -43,7 +43,7 @@ class Change:
     aspect: Aspect
     a: object
     """In the first checkpoint. kind: text; tied: the first name of the same tensor, or None; shape: tuple; dtype: name;
-    leaf: the value as text; layout: the `Layout`, or None."""
+    leaf: the value as text, and its type where types differ; layout: the `Layout`, or None."""
     b: object
     """The same in the second."""
 
@@ -133,12 +133,20 @@ class _Structure:
             node_b = self.nodes_b.get(name)
             if node_b is None:
                 continue
-            if _kinds_differ(node_a, node_b):
+            if isinstance(node_a, Small | Custom) and isinstance(node_b, Small | Custom):
+                self.leaf(name, node_a, node_b)
+            elif _kinds_differ(node_a, node_b):
                 self.changes.append(Change(name, "kind", _kind(node_a), _kind(node_b)))
             elif isinstance(node_a, Tensor | Tied) and isinstance(node_b, Tensor | Tied):
                 self.tensor(name, node_a, node_b)
-            elif isinstance(node_a, Small | Custom) and isinstance(node_b, Small | Custom) and _content(node_a) != _content(node_b):
-                self.changes.append(Change(name, "leaf", _value(node_a), _value(node_b)))
+
+    def leaf(self, name: str, a: Small | Custom, b: Small | Custom) -> None:
+        """Compare two small leaves, types included."""
+        kinds = _kind(a), _kind(b)
+        if kinds[0] != kinds[1]:
+            self.changes.append(Change(name, "leaf", f"{_value(a)} {kinds[0]}", f"{_value(b)} {kinds[1]}"))
+        elif _content(a) != _content(b):
+            self.changes.append(Change(name, "leaf", _value(a), _value(b)))
 
     def tensor(self, name: str, node_a: Tensor | Tied, node_b: Tensor | Tied) -> None:
         """Compare all but the values of a tensor."""

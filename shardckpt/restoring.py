@@ -125,7 +125,7 @@ def _jobs(checkpoint: Checkpoint, leaves: Mapping[str, Sequence[tuple[str, objec
             memory = frameworks.identity(leaf) if sink.destinations else None
             if memory is not None and filled.setdefault(memory, stored) != stored:
                 raise StructureMismatchError(
-                    f"{name}: in `like` it is the same memory as the leaf for {filled[memory]}, in {checkpoint.location} they are two tensors; "
+                    f"{name}: in `like` it is the same memory as the leaf for {filled[memory]}, {checkpoint.location} has two tensors; "
                     f"give each a tensor of its own."
                 )
             # Leaves of tied tensors that want the same thing get one object, as they were one when saved.

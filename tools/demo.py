@@ -21,15 +21,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from demo_layouts import LAYOUTS, Layout
 from demo_report import Report
 
 import shardckpt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Event = dict[str, Any]
 Losses = dict[int, float]
@@ -74,7 +76,7 @@ class TrainingProcess:
         self.watchdog = threading.Timer(TIME_LIMIT, self.popen.kill)
         self.watchdog.start()
 
-    def __enter__(self) -> TrainingProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -105,10 +107,11 @@ def train_and_kill(report: Report, directory: Path, schedule: Schedule, options:
     losses: Losses = {}
     options = [f"--save-at={schedule.save}", f"--steps={schedule.end + 1000}", *options]
     with TrainingProcess("before", directory, *options) as process:
+        report.say(f"process {process.popen.pid} starts: PyTorch/XLA SPMD on 8 virtual devices")
         for event in process.events():
             match event:
                 case {"event": "ready"}:
-                    report.say(f"Llama with {event['parameters']:,} parameters in {event['layers']} layers on 8 virtual XLA devices, AdamW")
+                    report.say(f"a LlamaForCausalLM of {event['parameters']:,} parameters in {event['layers']} layers, with AdamW")
                 case {"event": "loss", "step": step, "loss": loss}:
                     losses[step] = loss
                     report.loss(step, loss)
@@ -117,7 +120,10 @@ def train_and_kill(report: Report, directory: Path, schedule: Schedule, options:
                     report.saved(step, shardckpt.open(directory / "checkpoint"), event["seconds"])
             if max(losses, default=0) == schedule.kill:
                 status = process.kill()
-                report.say(f"SIGKILL in the middle of step {schedule.kill + 1}: exit status {status}", style="bold red")
+                report.say(
+                    f"SIGKILL to process {process.popen.pid} in the middle of step {schedule.kill + 1}: exit status {status}",
+                    style="bold red",
+                )
                 return losses
     raise DemoError(f"the first process ended before step {schedule.kill}; its log is {process.log}.")
 
@@ -131,15 +137,16 @@ def restore_and_train(report: Report, directory: Path, schedule: Schedule, optio
     report.layouts(checkpoint, LAYOUTS["after"])
     alone = reads_of_single_devices(checkpoint, LAYOUTS["after"])
     report.proof(
-        f"a host with just one of the devices reads {min(alone):.3f} to {max(alone):.3f} times the bytes that it needs",
+        f"a host with one of the devices alone reads {min(alone):.2f} to {max(alone):.2f} times what it needs",
         max(alone) <= MOST_READ_ALONE,
     )
     with TrainingProcess("after", directory, "--resume", f"--steps={schedule.end}", *options) as process:
+        report.say(f"process {process.popen.pid} starts: a model on the meta device, no memory yet")
         for event in process.events():
             match event:
                 case {"event": "restored"}:
                     read, needed, compiles = event["read"], event["needed"], event["compiles"]
-                    report.say(f"restored step {event['step']} onto the devices in {event['seconds']:.2f} s")
+                    report.say(f"model built and step {event['step']} restored onto the devices in {event['seconds']:.2f} s")
                     report.proof(
                         f"a host with all devices reads each byte once: {read:,} bytes read, {needed:,} needed", read <= MOST_READ * needed
                     )
@@ -177,7 +184,9 @@ def compare(report: Report, before: Losses, after: Losses, schedule: Schedule) -
     first, *later = range(schedule.save + 1, schedule.kill + 1)
     off = {step: abs(after[step] - before[step]) / abs(before[step]) for step in (first, *later)}
     report.losses(before, after, off)
-    report.proof(f"the first loss after the restore differs by {off[first]:.1e} (at most {FIRST_TOLERANCE:.0e})", off[first] <= FIRST_TOLERANCE)
+    report.proof(
+        f"the first loss after the restore differs by {off[first]:.1e} (at most {FIRST_TOLERANCE:.0e})", off[first] <= FIRST_TOLERANCE
+    )
     worst = max(off[step] for step in later)
     report.proof(f"the {len(later)} losses after that differ by up to {worst:.1e} (at most {TOLERANCE:.0e})", worst <= TOLERANCE)
 
@@ -188,12 +197,14 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a smaller model and fewer steps")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave checkpoint and logs in this new directory")
     args = parser.parse_args()
+    if args.keep is not None and args.keep.exists():
+        parser.error(f"--keep={args.keep}: it exists; name a new directory")
     schedule = Schedule(save=3, kill=6, end=7) if args.small else Schedule(save=10, kill=16, end=18)
     options = ["--small"] if args.small else []
     report = Report()
     with contextlib.ExitStack() as stack:
         directory = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardckpt-demo-")))
-        directory.mkdir(parents=True, exist_ok=directory != args.keep)
+        directory.mkdir(parents=True, exist_ok=True)
         try:
             report.part("1  Train, save, be killed", LAYOUTS["before"])
             before = train_and_kill(report, directory, schedule, options)

@@ -6,11 +6,14 @@ axis names, and for every tensor another spec. The vocabulary has 257 rows, whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from shardckpt import Mesh, PartitionSpec, Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["LAYOUTS", "Layout"]
 

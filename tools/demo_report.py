@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
-from demo_layouts import Layout
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
@@ -16,6 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shardckpt import Checkpoint, Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from demo_layouts import Layout
 
 __all__ = ["Report"]
 
@@ -30,6 +34,7 @@ SHOWN = (
     "lm_head",
 )
 """Modules whose weights are in the table of layouts."""
+LEGEND = " –: not cut   a·b: cut by both axes   (×2): two devices hold each shard"
 DRAWN = "lm_head"
 """The module whose weight is drawn, device by device."""
 
@@ -47,8 +52,7 @@ class Report:
     def part(self, title: str, layout: Layout | None = None) -> None:
         """A new part begins."""
         if layout is not None:
-            axes = ", ".join(layout.mesh.axis_names)
-            title += f"   mesh {layout.mesh.shape}: {axes}"
+            title += f": mesh {layout.mesh.shape} of {', '.join(layout.mesh.axis_names)}"
         self.console.print()
         self.console.print(Rule(Text(title, "bold"), align="left", characters="─", style="cyan"))
 
@@ -75,7 +79,7 @@ class Report:
 
     def layouts(self, checkpoint: Checkpoint, after: Layout) -> None:
         """Some tensors before and after, and from which devices' shards each shard of one of them is made."""
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), header_style="bold")
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), header_style="bold", caption=LEGEND, caption_justify="left")
         for heading in ("weight of", "shape", "was saved as", "shard", "is restored as", "shard"):
             table.add_column(heading, no_wrap=True)
         for module in SHOWN:
@@ -85,9 +89,12 @@ class Report:
             )
         shape, old, new = weight(checkpoint, DRAWN, after)
         pictures = Table.grid(padding=(0, 4, 0, 0))
-        pictures.add_row(Text(f"{DRAWN.removeprefix('model.')}: the devices that saved it", "bold"), Text("new device ← devices that saved its part", "bold"))
+        pictures.add_row(
+            Text(f"{DRAWN.removeprefix('model.')}: the devices that saved it", "bold"),
+            Text("new device ← devices that saved its part", "bold"),
+        )
         pictures.add_row(picture(old, shape), picture(new, shape, old))
-        self.console.print(table, Padding(pictures, (0, 0, 1, 1)))
+        self.console.print(table, Padding(pictures, (1, 0, 1, 1)))
 
     def losses(self, before: Mapping[int, float], after: Mapping[int, float], off: Mapping[int, float]) -> None:
         """Losses of both processes for the same steps, and what only one has."""

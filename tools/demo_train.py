@@ -14,15 +14,14 @@ os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "HF_HUB_OFFLINE": "
 
 import argparse
 import hashlib
-import itertools
 import json
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from pydoc_data.topics import topics  # the Python language reference, as every interpreter carries it
-from typing import Any
+from pydoc_data.topics import topics  # every interpreter has it
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_xla
@@ -36,6 +35,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import shardckpt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 State = dict[str, Any]
 
@@ -51,7 +53,9 @@ class Size:
     mlp: int
     layers: int
     batch: int
+    """Sequences per step."""
     tokens: int
+    """Per sequence."""
 
     def config(self) -> LlamaConfig:
         """A Llama of this size."""
@@ -69,7 +73,13 @@ class Size:
 
 
 FULL = Size(hidden=512, mlp=1376, layers=2, batch=16, tokens=64)
-SMALL = Size(hidden=64, mlp=172, layers=1, batch=8, tokens=32)
+SMALL = Size(hidden=512, mlp=1376, layers=1, batch=8, tokens=16)
+
+
+@cache
+def text() -> torch.Tensor:
+    """The text to learn, as tokens: the Python language reference."""
+    return torch.tensor([token for key in sorted(topics) for token in (*topics[key].encode(), SEPARATOR)])
 
 
 class Training:
@@ -80,15 +90,13 @@ class Training:
         self.layout = layout
         self.size = size
         self.step = 0
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         self.scheduler = CosineAnnealingLR(self.optimizer, T_max=100)
-        text = itertools.chain.from_iterable([*topics[key].encode(), SEPARATOR] for key in sorted(topics))
-        self.text = torch.tensor(list(text))
 
     def train_step(self) -> float:
-        """Train on the next batch; its loss."""
-        starts = torch.randint(len(self.text) - self.size.tokens, (self.size.batch, 1))
-        batch = self.text[starts + torch.arange(self.size.tokens)].to(torch_xla.device())
+        """Train on the next batch, which torch's random state chooses; its loss."""
+        starts = torch.randint(len(text()) - self.size.tokens, (self.size.batch, 1))
+        batch = text()[starts + torch.arange(self.size.tokens)].to(torch_xla.device())
         xs.mark_sharding(batch, xla_mesh(self.layout), (self.layout.batch_axis, None))
         loss = self.model(input_ids=batch, labels=batch).loss
         loss.backward()
@@ -132,8 +140,8 @@ def start(layout: Layout, size: Size) -> Training:
 def resume(layout: Layout, size: Size, checkpoint: shardckpt.Checkpoint) -> Training:
     """A run that goes on from a checkpoint.
 
-    No tensor is allocated before the restore, and none is made twice: the model is built on the meta device, `like` is
-    nothing but shardings, and the optimizer's state comes without a step that would first fill it with zeros.
+    Nothing is allocated on the devices before the restore, and nothing twice: the model is built on the meta device,
+    `like` has nothing but shardings for it, and the optimizer gets its state without a step that would make one first.
     """
     config = size.config()
     with torch.device("meta"):
@@ -150,9 +158,8 @@ def resume(layout: Layout, size: Size, checkpoint: shardckpt.Checkpoint) -> Trai
 def where_things_go(training: Training) -> State:
     """The state of a run whose model is on the meta device, with a Target for every tensor on the devices."""
     targets = {name: shardckpt.Target(training.layout.sharding(name)) for name, _ in training.model.named_parameters()}
-    moments = {
-        i: {"step": torch.empty(()), "exp_avg": target, "exp_avg_sq": target} for i, target in enumerate(targets.values())
-    }
+    # AdamW counts its steps on the host.
+    moments = {i: {"step": torch.empty(()), "exp_avg": target, "exp_avg_sq": target} for i, target in enumerate(targets.values())}
     state = training.state()
     return {**state, "model": targets, "optimizer": {**state["optimizer"], "state": moments}}
 
@@ -258,7 +265,7 @@ def main() -> None:
             tell("saved", step=training.step, seconds=time.perf_counter() - began)
 
 
-def events() -> Any:
+def events() -> Callable[..., None]:
     """A function that tells the parent of an event; standard output belongs to it alone from now on."""
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

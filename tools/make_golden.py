@@ -29,13 +29,35 @@ from shardckpt.record import FORMAT_VERSION
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 sys.path.insert(0, str(GOLDEN))
 
-from facts import Interval, facts  # noqa: E402  (it lies beside the checkpoints)
+from golden_facts import Interval, facts, layout_facts  # noqa: E402  (it lies beside the checkpoints)
 
 YOUNG = {"int1", "uint1", "complex32", "bcomplex32"}
 """Dtypes that the oldest supported ml_dtypes lacks: a record that names them could not be read with it."""
 LOW_BITS = {"bool": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
 """Bits that count in a byte, of the types that do not fill one."""
-ODD_KEYS = ["", "a/b", "~", "zarr.json", ".", "..", "__x", "é", "$tensor", "\ud800", "w.00000", "=", " ", "x" * 250, 0, "0", -1, 2**70, True, None]
+ODD_KEYS = [
+    "",
+    "a/b",
+    "~",
+    "zarr.json",
+    ".",
+    "..",
+    "__x",
+    "é",
+    "$tensor",
+    "\ud800",
+    "w.00000",
+    "=",
+    " ",
+    "x" * 250,
+    0,
+    "0",
+    -1,
+    2**70,
+    True,
+    None,
+]
+METADATA = {"step": 7, "note": "é", "nested": {"list": [1, 2.5, None, True]}}
 LARGEST_BYTES = 200 << 10
 """Of one checkpoint: it stays in the repository for ever."""
 
@@ -85,13 +107,13 @@ def leaves() -> dict[str, Any]:
         "int": [0, -1, 2**53 - 1, 2**53, -(2**53), 2**200],
         "float": [0.0, -0.0, 0.1, 1e300, 5e-324, 2.0**60, math.inf, -math.inf, nan],
         "complex": [1 + 2j, complex(-0.0, nan), complex(math.inf, 0)],
-        "str": ["", "text", "$", "$tensor", "$$", "é\0\n\"", "\ud800", "😀"],
+        "str": ["", "text", "$", "$tensor", "$$", 'é\0\n"', "\ud800", "😀"],
         "bytes": [b"", bytes(range(256))],
         "numpy": [np.float32(0.1), np.bool_(True), np.int64(-5), np.complex64(1j), np.str_("é"), np.bytes_(b"\0x")],
         "ml_dtypes": [ml_dtypes.bfloat16(1.5), ml_dtypes.float8_e4m3fn(0.5), ml_dtypes.int4(-3)],
         "times": [np.datetime64("2024-02-29T12:00", "s"), np.timedelta64(-7, "D"), np.datetime64("NaT")],
         "torch": [torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3])],
-        "registered": Interval(1, {"open": (2.5,)}.get("open", ())),
+        "registered": Interval([1, -1], 2.5),
     }
 
 
@@ -120,15 +142,19 @@ def main() -> None:
             layout=layout,  # type: ignore[arg-type]
             compression=compression,  # type: ignore[arg-type]
             shardings=shardings(),
-            metadata={"step": 7, "note": "é", "nested": {"list": [1, 2.5, None, True]}},
+            metadata=METADATA,
         )
         shardckpt.save(place, made, options=options)
         size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
         print(f"{place}: {size} bytes, {len(shardckpt.open(place).names())} tensors")
         if size > LARGEST_BYTES:
             sys.exit(f"{place} has {size} bytes, at most {LARGEST_BYTES} are to stay in the repository; make its tensors smaller.")
-    expected = json.dumps(facts(made), indent=1, ensure_ascii=True)
-    (directory / "expected.json").write_text(expected + "\n")
+    expected = {
+        "metadata": METADATA,
+        "state": facts(made),
+        "layouts": {name: layout_facts(layout, made["sharded"][name.partition("/")[2]].shape) for name, layout in shardings().items()},
+    }
+    (directory / "expected.json").write_text(json.dumps(expected) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
-
 from shardckpt.cli.layouts import mesh_text, spec_text
-from shardckpt.cli.screen import Cell, Screen
+from shardckpt.cli.screen import Cell, Screen, column_widths
 from shardckpt.cli.text import count, file_size, shape_text, shorten, visible
 from shardckpt.errors import NamesMismatchError
 from shardckpt.leaves import describe
@@ -33,6 +31,7 @@ __all__ = ["choose", "document", "find", "lines"]
 
 MOST_MESHES = 8
 MOST_METADATA = 20
+MOST_SPECS = 30
 """Lines of each that are shown to a person; --json has all."""
 
 
@@ -150,10 +149,10 @@ def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
         ("holds", f"{count(totals['tensors'], 'tensor')}, {file_size(totals['bytes'])}"),
         ("stored", ", ".join(stored)),
     ]
-    meshes = list({id(mesh): mesh for mesh in _meshes(checkpoint)}.values())
-    facts += [("mesh", mesh_text(mesh)) for mesh in meshes[:MOST_MESHES]]
+    meshes = _meshes(checkpoint)
+    facts += [("mesh" if len(meshes) == 1 else f"mesh {i}", mesh_text(mesh)) for i, mesh in enumerate(meshes[:MOST_MESHES], 1)]
     if len(meshes) > MOST_MESHES:
-        facts.append(("", f"… and {len(meshes) - MOST_MESHES:,} more"))
+        facts.append(("", f"… and {len(meshes) - MOST_MESHES:,} more meshes"))
     metadata = [shorten(f"{visible(key)} = {json.dumps(value)}") for key, value in record.metadata.items()]
     facts += [("metadata" if i == 0 else "", line) for i, line in enumerate(metadata[:MOST_METADATA])]
     if len(metadata) > MOST_METADATA:
@@ -161,10 +160,10 @@ def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
     yield from screen.rows([[Cell(what, "dim"), Cell(value)] for what, value in facts], (10, 0))
 
 
-def _meshes(checkpoint: Checkpoint) -> Iterator[Mesh]:
-    for tensor in checkpoint.record.structure.tensors.values():
-        if isinstance(tensor.layout, Sharding):
-            yield tensor.layout.mesh
+def _meshes(checkpoint: Checkpoint) -> list[Mesh]:
+    """All meshes, in order of their first tensor."""
+    layouts = {id(t.layout): t.layout for t in checkpoint.record.structure.tensors.values()}
+    return list(dict.fromkeys(layout.mesh for layout in layouts.values() if isinstance(layout, Sharding)))
 
 
 @dataclass(slots=True)
@@ -183,16 +182,27 @@ class _Tree:
         self.tensors = checkpoint.record.structure.tensors
         self.root = root
         self.depth = depth
-        self.spec_texts: dict[int, str] = {}
+        self.meshes = _meshes(checkpoint)
+        self.specs: dict[int, str] = {}
+        """Layouts in words, by identity: tensors share them."""
+        self.legend: dict[str, str] | None = None
+        """Number → words, where numbers are shown."""
+        self.numbers: dict[str, str] = {}
         self.totals = self._totals()
 
     def lines(self) -> Iterator[str]:
-        """All lines; columns are as wide as their cells, the first one within reason."""
+        """All lines. Specs that do not fit beside the rest become numbers, with a legend below."""
         rows = list(self._rows())
-        widths = [max(cell_len(cell.text) for cell in column) for column in zip(*rows, strict=True)]
-        others = sum(widths[1:]) + 2 * len(widths[1:])
-        widths[0] = min(widths[0], max(self.screen.width - others, self.screen.width // 3))
-        yield from self.screen.rows(rows, widths)
+        if sum(column_widths(rows)) + 2 * len(rows[0]) - 2 > self.screen.width:
+            self.legend = {}
+            rows = list(self._rows())
+        yield from self.screen.table(rows)
+        if self.legend:
+            yield ""
+            for number, text in list(self.legend.items())[:MOST_SPECS]:
+                yield f"{self.screen.paint(number, 'magenta')} {text}"
+            if len(self.legend) > MOST_SPECS:
+                yield f"… and {len(self.legend) - MOST_SPECS:,} more"
 
     def _rows(self) -> Iterator[list[Cell]]:
         root = self.root
@@ -234,14 +244,24 @@ class _Tree:
                 Cell(self._spec(t.layout), "magenta"),
             ]
         kind, value = _leaf(node)
-        return [Cell(visible(value), "yellow"), Cell(visible(kind), "dim"), Cell(""), Cell("")]
+        return [Cell(visible(f"{value}  {kind}".strip()), "yellow"), Cell(""), Cell(""), Cell("")]
 
     def _spec(self, layout: Layout | None) -> str:
+        """A layout in words, or its number in the legend."""
         if layout is None:
             return ""
-        if id(layout) not in self.spec_texts:
-            self.spec_texts[id(layout)] = spec_text(layout)
-        return self.spec_texts[id(layout)]
+        if id(layout) not in self.specs:
+            text = spec_text(layout)
+            if len(self.meshes) > 1 and isinstance(layout, Sharding):
+                text += f" on mesh {self.meshes.index(layout.mesh) + 1}"
+            self.specs[id(layout)] = text
+        text = self.specs[id(layout)]
+        if self.legend is None:
+            return text
+        if text not in self.numbers:
+            self.numbers[text] = f"[{len(self.numbers) + 1}]"
+            self.legend[self.numbers[text]] = text
+        return self.numbers[text]
 
     def _totals(self) -> dict[int, _Total]:
         """What lies below every container."""

@@ -13,7 +13,7 @@ from shardckpt.cli.text import count, file_size, shape_text, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.compare import Change, Comparison, ValueChange
+    from shardckpt.compare import Aspect, Change, Comparison, ValueChange
 
 __all__ = ["diff"]
 
@@ -95,7 +95,7 @@ def _lines(screen: Screen, comparison: Comparison, *, structure: bool, layout: b
     yield from _section(screen, "only in A", "red", [[Cell(visible(name))] for name in comparison.only_a])
     yield from _section(screen, "only in B", "green", [[Cell(visible(name))] for name in comparison.only_b])
     yield from _section(screen, "changed", "yellow", [_change_row(change) for change in comparison.changes])
-    yield from _section(screen, "values", "yellow", [_value_row(value) for value in comparison.values])
+    yield from _section(screen, "values differ", "yellow", [_value_row(value) for value in comparison.values])
     compared = f"{count(comparison.tensors_compared, 'tensor')}, {file_size(comparison.bytes_compared)}, compared bit by bit"
     if structure:
         compared = "values were not compared"
@@ -118,21 +118,20 @@ def _section(screen: Screen, title: str, style: str, rows: Sequence[Sequence[Cel
 
 
 def _change_row(change: Change) -> list[Cell]:
-
+    aspect = Cell("" if change.aspect == "layout" else change.aspect, "dim")
     return [
         Cell(visible(change.name)),
-        Cell(change.aspect, "dim"),
-        Cell(f"{visible(_side_text(change.a))} → {visible(_side_text(change.b))}"),
+        aspect,
+        Cell(visible(f"{_side_text(change.a, change.aspect)} → {_side_text(change.b, change.aspect)}")),
     ]
 
 
-def _side_text(side: object) -> str:
-
+def _side_text(side: object, aspect: Aspect) -> str:
     if isinstance(side, tuple):
         return shape_text(side)
     if isinstance(side, str):
         return side
-    return "–" if side is None else _layout_text(side)
+    return "by itself" if aspect == "tied" else _layout_text(side)
 
 
 def _layout_text(layout: Any) -> str:
@@ -142,11 +141,10 @@ def _layout_text(layout: Any) -> str:
 
 
 def _value_row(value: ValueChange) -> list[Cell]:
-
     facts = []
     if value.largest is not None:
-        facts.append(f"largest difference {value.largest:.6g}")
+        facts.append(f"by up to {value.largest:.6g}")
     if value.nans:
         facts.append(f"{value.nans:,} NaN")
     facts.append(f"first at {list(value.first)}")
-    return [Cell(visible(value.name)), Cell(f"{value.differing:,} of {value.size:,}", right=True), Cell("differ, " + ", ".join(facts))]
+    return [Cell(visible(value.name)), Cell(f"{value.differing:,} of {value.size:,}", right=True), Cell(", ".join(facts), "dim")]

@@ -10,6 +10,8 @@ from shardckpt.cli.screen import Cell, Screen, write_json
 from shardckpt.cli.text import file_size, visible
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardckpt.catalog import CatalogEntry
 
 __all__ = ["ls"]
@@ -28,7 +30,7 @@ def ls(
         write_json({"checkpoints": [_document(entry) for entry in entries]})
     elif entries:
         screen = Screen()
-        screen.show(screen.table(_rows(entries), gap=3))
+        screen.show(_lines(screen, entries))
     else:
         typer.echo(f"no checkpoints directly below {root!r}" + ("" if everything else "; --all shows unfinished attempts"), err=True)
 
@@ -49,24 +51,27 @@ def _document(entry: CatalogEntry) -> dict[str, Any]:
     }
 
 
-def _rows(entries: list[CatalogEntry]) -> list[list[Cell]]:
-
+def _lines(screen: Screen, entries: list[CatalogEntry]) -> Iterator[str]:
     headings = ("name", "created", "tensors", "size", "layout", "state")
-    rows = [[Cell(heading, "dim", right=heading in ("tensors", "size")) for heading in headings]]
-    for entry in entries:
-        state = entry.state if entry.attempt is None or entry.state == "committed" else f"{entry.state} {entry.attempt}"
-        if entry.reason is not None:
-            state += f": {entry.reason}"
-        rows.append(
-            [
-                Cell(visible(entry.name), "bold" if entry.state == "committed" else "dim"),
-                Cell(visible((entry.created or "").replace("T", " ").removesuffix("+00:00"))),
-                Cell("" if entry.tensors is None else f"{entry.tensors:,}", right=True),
-                Cell("" if entry.nbytes is None else file_size(entry.nbytes), right=True),
-                Cell(visible(entry.layout or "")),
-                Cell("" if entry.state == "committed" else visible(state), "red" if entry.state == "unreadable" else "yellow"),
-            ]
-        )
+    rows = [[Cell(heading, "dim", right=heading in {"tensors", "size"}) for heading in headings], *map(_row, entries)]
     if all(entry.state == "committed" for entry in entries):
         rows = [row[:-1] for row in rows]
-    return rows
+    yield from screen.table(rows, gap=3)
+    for entry in entries:
+        if entry.reason is not None:
+            yield ""
+            yield f"{screen.paint(visible(entry.name), 'bold')} is {entry.state}: {visible(entry.reason)}"
+
+
+def _row(entry: CatalogEntry) -> list[Cell]:
+    committed = entry.state == "committed"
+    # An attempt that was never committed has no time but in its name.
+    created = entry.created.replace("T", " ").removesuffix("+00:00") if entry.created else f"({entry.attempt})" if entry.attempt else ""
+    return [
+        Cell(visible(entry.name), "bold" if committed else ""),
+        Cell(visible(created), "" if committed else "dim"),
+        Cell("" if entry.tensors is None else f"{entry.tensors:,}", right=True),
+        Cell("" if entry.nbytes is None else file_size(entry.nbytes), right=True),
+        Cell(visible(entry.layout or "")),
+        Cell("" if committed else entry.state, "red" if entry.state == "unreadable" else "yellow"),
+    ]

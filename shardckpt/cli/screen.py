@@ -22,7 +22,7 @@ from shardckpt.cli.exits import ReaderGoneError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Cell", "Screen", "pad", "progress_bar", "write_json"]
+__all__ = ["Cell", "Screen", "column_widths", "pad", "progress_bar", "write_json"]
 
 _ASCII = str.maketrans(
     {**dict.fromkeys("┌┬┐├┼┤└┴┘", "+"), **dict.fromkeys("─–", "-"), "│": "|", "×": "x", "…": "...", "→": "->", "⋮": ":", "⋯": "..."}
@@ -66,8 +66,7 @@ class Screen:
         """Rows of cells in columns of those widths; what follows a cell that is too long starts on a new line."""
         for row in rows:
             line: list[str] = []
-            at = 0
-            begin = 0
+            at = begin = 0
             for cell, width in zip(row, widths, strict=True):
                 if cell.text:
                     if at > begin:
@@ -81,9 +80,22 @@ class Screen:
             yield "".join(line)
 
     def table(self, rows: Sequence[Sequence[Cell]], gap: int = 2) -> Iterator[str]:
-        """Rows of cells in columns as wide as their widest cell."""
-        widths = [max(cell_len(cell.text) for cell in column) for column in zip(*rows, strict=True)]
+        """Rows of cells in columns as wide as their widest cell, but for the first, which may have to do with less."""
+        widths = column_widths(rows)
+        others = sum(widths[1:]) + gap * len(widths[1:])
+        widths[0] = min(widths[0], max(self.width - others, self.width // 3))
         yield from self.rows(rows, widths, gap)
+
+
+def column_widths(rows: Sequence[Sequence[Cell]]) -> list[int]:
+    """The width of every column. A cell with nothing after it in its row may stand out at the right."""
+    widths = [0] * len(rows[0])
+    for row in rows:
+        end = max((i for i, cell in enumerate(row) if cell.text), default=-1)
+        for i, cell in enumerate(row):
+            if i < end or cell.right or end == len(row) - 1:
+                widths[i] = max(widths[i], cell_len(cell.text))
+    return widths
 
 
 def pad(text: str, width: int) -> str:

@@ -55,7 +55,7 @@ def lines(screen: Screen, checkpoint: Checkpoint, name: str) -> Iterator[str]:
     facts = [
         ("tensor", visible(name)),
         ("shape", shape_text(info.shape)),
-        ("dtype", info.dtype.name + (f", stored as the bits of {info.dtype.storage}" if info.dtype.as_bits else "")),
+        ("dtype", info.dtype.name + (f", stored as {info.dtype.storage}" if info.dtype.as_bits else "")),
         ("size", file_size(info.nbytes)),
         ("chunks", _chunks(tensor)),
     ]
@@ -76,5 +76,5 @@ def lines(screen: Screen, checkpoint: Checkpoint, name: str) -> Iterator[str]:
 def _chunks(tensor: TensorRecord) -> str:
     piece = tensor.pieces[0]
     size = prod(piece.chunks) * tensor.dtype.itemsize
-    text = f"{count(tensor.num_chunks, 'chunk')} of {shape_text(piece.chunks)}, {file_size(size)}"
+    text = f"{count(tensor.num_chunks, 'chunk')} of {shape_text(piece.chunks)} ({file_size(size)})"
     return text if len(tensor.pieces) == 1 else f"{text}, in {len(tensor.pieces)} pieces, one per shard"

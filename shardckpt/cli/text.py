@@ -59,9 +59,9 @@ def shape_text(shape: Sequence[int]) -> str:
     """A shape.
 
     >>> shape_text((4096, 11008)), shape_text(())
-    ('4096 × 11008', 'scalar')
+    ('4096×11008', 'scalar')
     """
-    return " × ".join(map(str, shape)) if shape else "scalar"
+    return "×".join(map(str, shape)) if shape else "scalar"
 
 
 def index_range(start: int, stop: int) -> str:

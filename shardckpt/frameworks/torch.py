@@ -96,7 +96,7 @@ def identity(leaf: Any) -> Hashable | None:
 
     None for tensors without memory: no elements, meta tensors, and kinds that cannot be stored.
     """
-    if type(leaf) not in _KINDS or _unstorable(leaf) is not None or leaf.numel() == 0:
+    if type(leaf) not in _KINDS or _unstorable(leaf) is not None or leaf.is_meta or leaf.numel() == 0:
         return None
     seen = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.is_conj(), leaf.is_neg())
     return "torch", str(leaf.device), leaf.data_ptr(), *seen

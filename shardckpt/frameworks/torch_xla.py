@@ -8,7 +8,8 @@ Saving
 3. Replicated tensors are read from one device (`_xla_get_cpu_tensors`). All others are read in calls that return
    every local device's shard (`_get_local_shards`); of replicas, one is kept and the rest is freed at once. 2.9 can
    read a chosen shard only after compiling and running a program that every process of the job would have to run,
-   which a save must not ask for. Calls are small, so that what replicas cost at any moment is small.
+   which a save must not ask for. Calls are small, so that what replicas cost at any moment is small. Two dtypes
+   suffer on the way: every float16 NaN comes back as the same one, and complex128 is refused.
 
 Restoring
 A tensor is built from one host buffer per distinct local box (`_global_tensor_from_cpu_shards`): no destination, no
@@ -32,21 +33,27 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla import _XLAC
 
-from shardckpt.box import BoxArray, distinct_boxes
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
 from shardckpt.frameworks.torch import array_of, dtype_of_tensor, tensor_of
-from shardckpt.mesh import Mesh
+from shardckpt.frameworks.xla_layout import (
+    Shards,
+    from_sharding_spec,
+    from_xla_mesh,
+    layouts_of,
+    local_shards,
+    over_all_devices,
+    replicated,
+    to_xla,
+)
 from shardckpt.names import shown
-from shardckpt.op_sharding import Kind, OpSharding
-from shardckpt.partition_spec import PartitionSpec
+from shardckpt.op_sharding import OpSharding
 from shardckpt.sharding import Layout, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
+    from shardckpt.box import BoxArray
     from shardckpt.dtypes import DType
 
 __all__ = ["accepts", "from_sharding_spec", "from_xla_mesh", "identity", "matches", "settle", "sources", "target"]
@@ -62,8 +69,10 @@ _PLACEABLE = frozenset(
         *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
     )
 )
-_MOST_DIMS = 5
-"""Dimensions of a tile assignment that 2.9 reads from Python; of longer ones it logs an error and makes up devices."""
+"""dtypes of device tensors."""
+
+_KINDS = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors that are what is in them; anything else may mean more by it."""
 
 
 def matches(leaf: object) -> bool:
@@ -78,24 +87,9 @@ def accepts(wanted: Target) -> bool:
     return (pair or isinstance(spec, Sharding | OpSharding | xs.ShardingSpec)) and xr.is_spmd()
 
 
-def from_xla_mesh(mesh: Any) -> Mesh:
-    """A torch_xla `Mesh` or `HybridMesh` as a shardckpt `Mesh`; axes without names are numbered, "0" first."""
-    return Mesh(tuple(int(n) for n in mesh.mesh_shape), mesh.axis_names, np.asarray(mesh.device_ids))
-
-
-def from_sharding_spec(spec: Any) -> Sharding:
-    """A torch_xla `ShardingSpec`, or a pair of its `Mesh` and a partition spec, as a shardckpt `Sharding`.
-
-    Raises:
-        ShardingError: the partition spec names an axis that the mesh has not.
-    """
-    mesh, parts = spec if isinstance(spec, tuple) else (spec.mesh, spec.partition_spec)
-    return Sharding(from_xla_mesh(mesh), PartitionSpec(*parts))
-
-
 def settle(leaves: Iterable[Any]) -> None:
-    """Compute those leaves that are pending, in one program."""
-    tensors = [_unwrapped(leaf) for leaf in leaves]
+    """Compute those leaves that are pending, in one program; kinds that cannot be stored are left alone."""
+    tensors = [tensor for tensor in map(_unwrapped, leaves) if type(tensor) in _KINDS]
     pending = [t for t, needed in zip(tensors, _XLAC._check_tensor_need_materialization(tensors), strict=True) if needed]
     if pending:
         # No devices: the default one. Wait, and (False) touch no other live tensor, nor donate any buffer.
@@ -104,73 +98,8 @@ def settle(leaves: Iterable[Any]) -> None:
 
 def identity(leaf: Any) -> Hashable | None:
     """Equal for a parameter and its detached aliases, as in `state_dict()`; other views are tensors of their own."""
-    return "torch_xla", _XLAC._xla_get_tensor_id(_unwrapped(leaf))
-
-
-# --- Shards of this process ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Shards:
-    """What this process's devices hold of one shape in one layout."""
-
-    boxes: BoxArray
-    """The distinct boxes, none of them empty."""
-    box_of: NDArray[np.int64]
-    """(local devices,) the box of each device, in the runtime's order; -1 where it holds padding only."""
-    tile: tuple[int, ...]
-    """The padded shape of every shard."""
-
-    @classmethod
-    def of(cls, layout: Layout, shape: tuple[int, ...]) -> _Shards:
-        local = _local_devices()
-        held = layout.device_boxes(shape, local)
-        boxes, where = distinct_boxes(held.boxes)
-        return cls(boxes, where[np.searchsorted(held.device_ids, local)], held.tile)
-
-    @property
-    def first_holders(self) -> list[int]:
-        """Per box, the first local device that holds it."""
-        boxes, first = np.unique(self.box_of, return_index=True)
-        holders: list[int] = first[boxes >= 0].tolist()
-        return holders
-
-    @property
-    def elements(self) -> int:
-        """Of all local shards, padding and replicas included."""
-        return len(self.box_of) * prod(self.tile)
-
-
-def _local_devices() -> NDArray[np.int64]:
-    """Global ids of this process's devices, in the order in which torch_xla takes and returns shards."""
-    return np.array([int(device.rpartition(":")[2]) for device in _XLAC._xla_get_runtime_devices()], np.int64)
-
-
-def _layouts(tensors: dict[str, Any]) -> dict[str, Layout]:
-    """The layout of each tensor, none of which may be pending."""
-    _XLAC._get_xla_sharding_specs(list(tensors.values()))
-    # Asked once, 2.9 can answer with what a tensor was before its last program; it then corrects itself.
-    texts = _XLAC._get_xla_sharding_specs(list(tensors.values()))
-    count, global_mesh = xr.global_runtime_device_count(), xs.get_global_mesh()
-    mesh = None if global_mesh is None else from_xla_mesh(global_mesh)
-    known: dict[tuple[str, int], Layout] = {}
-    found: dict[str, Layout] = {}
-    for (name, tensor), text in zip(tensors.items(), texts, strict=True):
-        key = (text, tensor.dim())
-        if key not in known:
-            # A tensor that nobody marked is on every device.
-            op_sharding = OpSharding.parse(text, count) if text else OpSharding.replicated(count)
-            named = None if mesh is None else Sharding.infer(mesh, op_sharding, tensor.dim())
-            known[key] = op_sharding if named is None else named
-        found[name] = known[key]
-    return found
-
-
-def _shards(name: str, layout: Layout, shape: tuple[int, ...]) -> _Shards:
-    try:
-        return _Shards.of(layout, shape)
-    except ShardingError as e:
-        raise ShardingError(f"{shown(name)}: {e}") from e
+    tensor = _unwrapped(leaf)
+    return ("torch_xla", _XLAC._xla_get_tensor_id(tensor)) if type(tensor) in _KINDS else None
 
 
 # --- Saving -------------------------------------------------------------------------------------------------------
@@ -184,7 +113,7 @@ class _XlaSource:
     tensor: Any
     dtype: DType
     layout: Layout | None
-    shards: _Shards | None
+    shards: Shards | None
     """None for a tensor that every device holds whole, and without SPMD."""
 
     @property
@@ -214,13 +143,14 @@ class _XlaSource:
                 fetched[i] = [array_of(tensor.detach(), s.dtype)][: len(s.boxes)]
         for batch in _calls([(i, s) for i, s in enumerate(sources) if s.shards is not None]):
             rows = _XLAC._get_local_shards([s.tensor for _, s in batch])
-            for (i, s), row in zip(batch, rows, strict=True):
-                fetched[i] = s.distinct([tensor for tensor, _ in row])
+            for i, s in reversed(batch):
+                fetched[i] = s.distinct(rows.pop())  # replicas are gone before the next call
         return fetched
 
-    def distinct(self, row: Sequence[Any]) -> list[Array]:
-        """Of the shards of all local devices, one per distinct box and without padding."""
+    def distinct(self, shards: Sequence[tuple[Any, str]]) -> list[Array]:
+        """Of the shards of all local devices, with their devices' names, one per distinct box and without padding."""
         assert self.shards is not None
+        row = [tensor for tensor, _ in shards]
         arrays = []
         for k, device in enumerate(self.shards.first_holders):
             if tuple(row[device].shape) != self.shards.tile:
@@ -264,22 +194,20 @@ def sources(leaves: dict[str, Any]) -> dict[str, Source]:
                 f"save torch.view_as_real(leaf), or complex64."
             )
     settle(tensors.values())
-    layouts = _layouts(tensors) if xr.is_spmd() else {}
-    held: dict[tuple[Layout, tuple[int, ...]], _Shards] = {}
+    if not xr.is_spmd():
+        return {name: _XlaSource(name, tensor, dtypes[name], None, None) for name, tensor in tensors.items()}
     found: dict[str, Source] = {}
-    for name, tensor in tensors.items():
-        layout, shape = layouts.get(name), tuple(tensor.shape)
-        shards = None
-        if layout is not None and not _replicated(layout, len(shape)):
-            shards = held.get((layout, shape)) or _shards(name, layout, shape)
-            held[layout, shape] = shards
+    for (name, tensor), layout in zip(tensors.items(), layouts_of(list(tensors.values())), strict=True):
+        shards = None if replicated(layout, tensor.dim()) else _shards(name, layout, tuple(tensor.shape))
         found[name] = _XlaSource(name, tensor, dtypes[name], layout, shards)
     return found
 
 
-def _replicated(layout: Layout, ndim: int) -> bool:
-    """Whether XLA knows the tensor as replicated."""
-    return layout.kind is Kind.REPLICATED if isinstance(layout, OpSharding) else prod(layout.parts(ndim)) == 1
+def _shards(name: str, layout: Layout, shape: tuple[int, ...]) -> Shards:
+    try:
+        return local_shards(layout, shape)
+    except ShardingError as e:
+        raise ShardingError(f"{shown(name)}: {e}") from e
 
 
 # --- Restoring ----------------------------------------------------------------------------------------------------
@@ -295,7 +223,7 @@ class _ShardedSink:
     layout: Layout
     op_sharding: Any
     """The same for torch_xla."""
-    shards: _Shards
+    shards: Shards
     destinations: None = None
 
     @property
@@ -319,7 +247,8 @@ class _ShardedSink:
     def place(self, buffers: Sequence[Array]) -> object:
         tiles = [tensor_of(_padded_with_zeros(b, self.boxes[i].shape), self.dtype) for i, b in enumerate(buffers)]
         kind = getattr(torch, self.dtype.name)
-        tiles.append(torch.zeros(self.shards.tile, dtype=kind))  # for devices with padding only: box -1
+        if (self.shards.box_of < 0).any():
+            tiles.append(torch.zeros(self.shards.tile, dtype=kind))  # for devices with padding only, whose box is -1
         shards = [tiles[box] for box in self.shards.box_of.tolist()]
         if self.dtype.name in _UNSIGNED:
             return self._place_unsigned(shards)
@@ -330,11 +259,11 @@ class _ShardedSink:
 
     def _place_unsigned(self, shards: list[Any]) -> object:
         """Load into a tensor that knows its dtype: built from shards alone it would say int16, int32 or int64."""
-        replicated = _replicated(self.layout, len(self.shape))
-        template = shards[0].clone() if replicated else torch.zeros((), dtype=shards[0].dtype).expand(self.shape)
+        whole_everywhere = replicated(self.layout, len(self.shape))
+        template = shards[0].clone() if whole_everywhere else torch.zeros((), dtype=shards[0].dtype).expand(self.shape)
         tensor = template.to("xla")
         _XLAC._xla_mark_sharding(tensor, self.op_sharding)
-        if not replicated:
+        if not whole_everywhere:
             _XLAC._load_local_shards(tensor, shards, _XLAC._xla_get_runtime_devices())
         return tensor
 
@@ -384,8 +313,8 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
             raise DtypeError(f"{shown(name)}: torch_xla has no tensors of {dtype}; restore it as another dtype, or as a numpy array.")
         try:
             layout = leaf.sharding if isinstance(leaf.sharding, Sharding | OpSharding) else from_sharding_spec(leaf.sharding)
-            layout = _over_all_devices(layout)
-            return _ShardedSink(name, shape, dtype, layout, _xla_op_sharding(layout, len(shape)), _Shards.of(layout, shape))
+            layout = over_all_devices(layout)
+            return _ShardedSink(name, shape, dtype, layout, to_xla(layout, len(shape)), local_shards(layout, shape))
         except ShardingError as e:
             raise ShardingError(f"{shown(name)}: {e}") from e
     tensor = _checked(name, leaf)
@@ -393,42 +322,10 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     if not xr.is_spmd():
         return _DeviceSink(shape, dtype, tensor.device)
     settle([tensor])
-    layout = _layouts({name: tensor})[name]
+    (layout,) = layouts_of([tensor])
     shards = _shards(name, layout, shape)
     op_sharding = _XLAC._get_xla_op_sharding(tensor)
-    return _ShardedSink(name, shape, dtype, layout, op_sharding or _xla_op_sharding(layout, len(shape)), shards)
-
-
-def _over_all_devices(layout: Layout) -> Layout:
-    """The layout, if it is over all devices of the job, as torch_xla wants it."""
-    count = xr.global_runtime_device_count()
-    if isinstance(layout, OpSharding) and layout.kind is Kind.REPLICATED and layout.tiles is None:
-        return OpSharding.replicated(count)
-    if layout.num_devices != count:
-        raise ShardingError(
-            f"the target is sharded over {layout.num_devices} devices and this torch_xla job has {count}; give a mesh of all {count}."
-        )
-    ids = np.sort(layout.mesh.device_ids if isinstance(layout, Sharding) else layout.replication_groups.reshape(-1))
-    if not np.array_equal(ids, np.arange(count)):
-        raise ShardingError(
-            f"the target's devices are {ids[0]}…{ids[-1]} and those of this torch_xla job 0…{count - 1}; give a mesh of the job's own."
-        )
-    return layout
-
-
-def _xla_op_sharding(layout: Layout, ndim: int) -> Any:
-    """torch_xla's OpSharding of ours."""
-    same = (layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).canonical()
-    parts = same.parts(ndim)
-    kinds = xs.ShardingType
-    if prod(parts) == 1:
-        return _XLAC.OpSharding([], [], [], int(kinds.REPLICATED))
-    if ndim > _MOST_DIMS:
-        raise ShardingError(f"torch_xla 2.9 takes shardings of at most {_MOST_DIMS} dimensions and the tensor has {ndim}; reshape it.")
-    groups = same.replication_groups
-    if groups.shape[1] == 1:
-        return _XLAC.OpSharding(groups.reshape(parts).tolist(), [], [], int(kinds.TILED))
-    return _XLAC.OpSharding([], np.arange(len(groups)).reshape(parts).tolist(), groups.tolist(), int(kinds.PARTIAL))
+    return _ShardedSink(name, shape, dtype, layout, to_xla(layout, len(shape)) if op_sharding is None else op_sharding, shards)
 
 
 def _padded_with_zeros(buffer: Array, inside: tuple[int, ...]) -> Array:
@@ -453,7 +350,7 @@ def _checked(name: str, leaf: Any) -> Any:
         LeafError: it is another kind of tensor.
     """
     tensor = _unwrapped(leaf)
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) not in _KINDS or tensor.layout is not torch.strided:
         raise LeafError(
             f"{shown(name)}: a {type(leaf).__qualname__} of layout {leaf.layout} on {leaf.device} is not supported; "
             f"pass the plain tensors it is made of."

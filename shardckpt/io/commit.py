@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RECORD", "Prior", "commit", "new_attempt", "read_host_record", "read_prior", "read_table", "zarr_documents"]
 
+LONGEST_TEXT = 1 << 14
+"""Characters of OpSharding text that every array carries; metadata must not grow with devices × tensors."""
 RECORD = "checkpoint.json"
 """The commit record, relative to the checkpoint."""
 
@@ -142,9 +144,14 @@ def zarr_documents(structure: Structure, compression: str | None) -> dict[str, d
         attribute: dict[str, Any] = {"name": name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
         if "sharding" in entry:
             sharding = doc["shardings"][entry["sharding"]]
-            attribute["op_sharding"] = sharding["op_sharding"]
+            attribute |= {k: v for k, v in sharding.items() if k != "mesh"}
             if "mesh" in sharding:
-                attribute["mesh"], attribute["spec"] = doc["meshes"][sharding["mesh"]], sharding["spec"]
+                attribute["mesh"] = dict(doc["meshes"][sharding["mesh"]])
+            if len(sharding["op_sharding"]) > LONGEST_TEXT:
+                # Ids that follow no pattern, of very many devices: the record has them once, not each array.
+                for key in ("op_sharding", "devices"):
+                    attribute.pop(key, None)
+                attribute.get("mesh", {}).pop("devices", None)
         for piece in tensor.pieces:
             start = {} if piece.shape == tensor.shape else {"start": list(piece.start)}
             documents[piece.path] = array_json(piece.shape, tensor.dtype, piece.chunks, compression, {"shardckpt": {**attribute, **start}})

@@ -305,6 +305,7 @@ class ChunkReader:
         first, last = run[0], run[-1]
         length = last.offset + last.length - first.offset
         path = self._store.local_path(first.file)
+        file = f"{first.where}: {self._store}/{first.file}"
         try:
             if path is not None:
                 _scatter_read(str(path), first.offset, length, vectors)
@@ -315,15 +316,13 @@ class ChunkReader:
                     vector[:] = data[at : at + len(vector)]
                     at += len(vector)
         except FileNotFoundError as e:
-            raise MissingDataError(
-                f"{first.where}: {self._store}/{first.file} is missing; restore it from a copy, or leave the tensor out with only=."
-            ) from e
+            raise MissingDataError(f"{file} is missing; restore it from a copy, or leave the tensor out with only=.") from e
         except EOFError as e:
-            raise CorruptionError(f"{first.where}: {self._store}/{first.file} is cut off before byte {first.offset + length}.") from e
+            raise CorruptionError(f"{file} is cut off before byte {first.offset + length}; restore it from a copy.") from e
         except OSError as e:
             if isinstance(e, ShardckptError):
                 raise
-            raise StorageError(f"{first.where}: cannot read {self._store}/{first.file} ({e}).") from e
+            raise StorageError(f"{file} cannot be read ({e}).") from e
         self._count(reads=1, read=length)
 
     def _scratch_of(self, nbytes: int) -> NDArray[np.uint8]:

@@ -1,7 +1,7 @@
 """What is in a state, as JSON that can be compared: types, keys, order, every bit, which tensors are one.
 
 `tools/make_golden.py` wrote these facts of the states that it saved; `tests/test_golden.py` compares them with those of
-the states that are restored. Nothing of shardckpt is used here.
+the states that are restored. Nothing of shardckpt is imported here.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import struct
 
 import numpy as np
 
-__all__ = ["Interval", "facts"]
+__all__ = ["Interval", "facts", "layout_facts"]
 
 
 class Interval:
@@ -23,6 +23,16 @@ class Interval:
 def facts(state):
     """All about a state."""
     return _facts(state, "", {})
+
+
+def layout_facts(layout, shape):
+    """What a recorded layout says of a tensor: XLA's text, and which box every device holds (unless it says not how many)."""
+    op_sharding = layout.op_sharding(len(shape)) if hasattr(layout, "op_sharding") else layout
+    if str(op_sharding) == "{replicated}":
+        return {"op_sharding": "{replicated}"}
+    held = layout.device_boxes(shape)
+    boxes = [held.device_ids.tolist(), held.boxes.start.tolist(), held.boxes.stop.tolist()]
+    return {"op_sharding": str(op_sharding), "boxes": boxes}
 
 
 def _facts(value, path, tensors):
@@ -41,20 +51,22 @@ def _facts(value, path, tensors):
 
 
 def _leaf(value):
-    if isinstance(value, Interval):
-        return {"Interval": [_leaf(value.low), _leaf(value.high)]}
-    if isinstance(value, np.generic):
-        return {f"numpy {value.dtype}": value.tobytes().hex()}
-    if isinstance(value, complex):
-        return {"complex": [_bits(value.real), _bits(value.imag)]}
-    if isinstance(value, float):
-        return {"float": _bits(value)}
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if isinstance(value, str):
-        return {"str": value.encode("utf-8", "surrogatepass").hex()}
+    for kind, content in _KINDS.items():
+        if isinstance(value, kind):
+            return {kind.__name__: content(value)}
     return {type(value).__qualname__: str(value)}
 
 
 def _bits(value):
     return struct.pack(">d", value).hex()
+
+
+_KINDS = {
+    Interval: lambda value: [str(value.low), str(value.high)],
+    # Before Python's own: some of numpy's scalars are also those.
+    np.generic: lambda value: [str(value.dtype), value.tobytes().hex()],
+    complex: lambda value: [_bits(value.real), _bits(value.imag)],
+    float: _bits,
+    bytes: bytes.hex,
+    str: lambda value: value.encode("utf-8", "surrogatepass").hex(),
+}

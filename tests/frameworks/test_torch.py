@@ -1,0 +1,263 @@
+"""Plain torch tensors as leaves: fetched and filled through numpy views of their memory."""
+
+import subprocess
+import sys
+import warnings
+from math import prod
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from shardckpt import frameworks
+from shardckpt.dtypes import by_name
+from shardckpt.errors import DtypeError, LeafError
+from shardckpt.frameworks.base import Target, dtype_of
+from shardckpt.frameworks.torch import array_of, tensor_of
+
+F32 = by_name("float32")
+DTYPES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *("complex64", "complex128", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+
+
+def random_bits(dtype, shape):
+    itemsize = getattr(torch, dtype).itemsize
+    raw = np.random.default_rng(3).integers(0, 2 if dtype == "bool" else 256, prod(shape) * itemsize, np.uint8)
+    return raw, torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def fetched(tensor):
+    source = frameworks.source("w", tensor)
+    (arrays,) = frameworks.fetch([source])
+    assert len(arrays) == len(source.boxes)
+    return source, arrays
+
+
+def seen_in_many_ways(tensor):
+    yield tensor
+    yield torch.nn.Parameter(tensor)
+    yield tensor.clone().requires_grad_()
+    yield tensor.t()
+    yield tensor[1:, ::2]
+    yield tensor[:, None, :1]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_is_fetched_bit_by_bit_without_a_copy(name):
+    raw, tensor = random_bits(name, (4, 6))
+    source, (found,) = fetched(tensor)
+    assert (source.dtype.name, found.dtype, source.staged_bytes) == (name, by_name(name).numpy, 0)
+    assert found.tobytes() == raw.tobytes()
+    assert found.__array_interface__["data"][0] == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_is_filled_bit_by_bit_where_it_is(name):
+    raw, tensor = random_bits(name, (4, 6))
+    _, expected = random_bits(name, (4, 6))
+    tensor.view(torch.uint8).fill_(1)
+    sink = frameworks.target("w", tensor, (4, 6), F32)
+    sink.destinations[0][...] = raw.view(by_name(name).numpy).reshape(4, 6)
+    assert sink.place(sink.destinations) is tensor
+    assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
+    assert (sink.shape, sink.dtype.name) == ((4, 6), name)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_scalar_of_every_dtype_goes_there_and_back(name):
+    raw, tensor = random_bits(name, ())
+    source, (found,) = fetched(tensor)
+    assert (source.shape, found.shape, found.tobytes()) == ((), (), raw.tobytes())
+    assert tensor_of(array_of(tensor, source.dtype), source.dtype).data_ptr() == tensor.data_ptr()
+
+
+def test_parameters_gradients_and_strides_do_not_matter():
+    for tensor in seen_in_many_ways(torch.arange(24.0).reshape(4, 6)):
+        source, (found,) = fetched(tensor)
+        np.testing.assert_array_equal(found, tensor.detach().numpy())
+        assert np.shares_memory(found, tensor.detach().numpy())
+        assert (source.shape, source.layout) == (tuple(tensor.shape), None)
+        sink = frameworks.target("w", tensor, tuple(tensor.shape), F32)
+        sink.destinations[0][...] = -1
+        assert sink.place(sink.destinations) is tensor
+        assert bool((tensor == -1).all())
+
+
+def test_filling_a_tensor_keeps_its_gradient_setting_and_tells_autograd():
+    weight = torch.nn.Parameter(torch.ones(2))
+    loss = (weight * weight).sum()
+    sink = frameworks.target("w", weight, (2,), F32)
+    sink.place([np.full(2, 3, np.float32)])
+    assert (weight.requires_grad, weight.is_leaf, weight.tolist()) == (True, True, [3, 3])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_inference_tensor_is_filled_too():
+    with torch.inference_mode():
+        tensor = torch.zeros(2)
+    frameworks.target("w", tensor, (2,), F32).place([np.ones(2, np.float32)])
+    assert tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_a_tensor_without_elements_has_no_boxes(shape):
+    tensor = torch.zeros(shape)
+    source, arrays = fetched(tensor)
+    assert (source.shape, arrays, frameworks.identity(tensor)) == (shape, [], None)
+    assert frameworks.target("w", tensor, shape, F32).place([]) is tensor
+
+
+def test_conjugate_and_negative_views_are_fetched_as_what_they_say():
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    for view in tensor.conj(), tensor.conj().imag:
+        source, (found,) = fetched(view)
+        np.testing.assert_array_equal(found, view.resolve_conj().resolve_neg().numpy())
+        assert source.staged_bytes == found.nbytes
+        with pytest.raises(LeafError, match="'w': this tensor is a lazily conjugated or negated view"):
+            frameworks.target("w", view, (2,), F32)
+
+
+def test_a_meta_tensor_becomes_a_new_tensor_on_the_cpu():
+    for leaf in torch.empty(2, 3, dtype=torch.bfloat16, device="meta"), torch.nn.Parameter(torch.empty(2, 3, device="meta")):
+        sink = frameworks.target("w", leaf, (), F32)
+        sink.destinations[0][...] = 2
+        tensor = sink.place(sink.destinations)
+        assert (type(tensor), tensor.device.type, tensor.dtype, tensor.requires_grad) == (torch.Tensor, "cpu", leaf.dtype, False)
+        assert tensor.tolist() == [[2] * 3] * 2
+
+
+def test_a_meta_tensor_has_nothing_to_save():
+    with pytest.raises(LeafError, match="'w': a meta tensor has no data"):
+        frameworks.source("w", torch.empty(2, device="meta"))
+
+
+def quantized():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+def nested():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+class Unknown(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.ones(2).to_sparse(), "sparse_coo cannot be stored"),
+        (lambda: torch.ones(2, 2).to_sparse_csr(), "sparse_csr cannot be stored"),
+        (quantized, "quantized tensors cannot be stored"),
+        (nested, "nested tensors cannot be stored"),
+        (lambda: torch.ones(2).as_subclass(Unknown), "Unknown is not supported"),
+        (lambda: torch.nn.parameter.UninitializedParameter(), "no shape and no data yet"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_kinds_of_tensors_that_cannot_be_stored_are_refused_by_name(make, words):
+    leaf = make()
+    assert frameworks.is_tensor(leaf)
+    assert frameworks.identity(leaf) is None
+    with pytest.raises(LeafError, match=f"'layer/w': .*{words}"):
+        frameworks.source("layer/w", leaf)
+    with pytest.raises(LeafError, match=f"'layer/w': .*{words}"):
+        frameworks.target("layer/w", leaf, (2,), F32)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.float4_e2m1fn_x2])
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_dtypes_that_cannot_be_stored_are_refused_by_name(dtype):
+    leaf = torch.empty(2, dtype=dtype)
+    with pytest.raises(DtypeError, match=f"'w': {dtype} cannot be stored"):
+        frameworks.source("w", leaf)
+
+
+def test_a_dtensor_is_refused_by_name(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        leaf = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
+        assert frameworks.is_tensor(leaf)
+        with pytest.raises(LeafError, match="'w': DTensor is not supported by this version"):
+            frameworks.source("w", leaf)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_tensor_whose_elements_share_memory_is_refused_by_name():
+    expanded = torch.zeros(3, 1).expand(3, 4)
+    assert fetched(expanded)[1][0].shape == (3, 4)
+    with pytest.raises(LeafError, match="'w': elements of this tensor share memory"):
+        frameworks.target("w", expanded, (3, 4), F32)
+
+
+def test_identity_is_the_same_for_aliases_and_not_for_equal_elements():
+    module = torch.nn.Linear(3, 3, bias=False)
+    weight = module.weight
+    same = [weight, weight.detach(), weight.data, module.state_dict()["weight"], weight[:]]
+    other = [weight.t(), weight[1:], weight.detach().clone(), weight.detach().view(torch.int32), torch.zeros(3, 3, device="meta")]
+    assert len({frameworks.identity(t) for t in same}) == 1
+    assert len({frameworks.identity(t) for t in [weight, *other]}) == 1 + len(other)
+
+
+def test_one_leaf_named_twice_is_one_place_and_two_leaves_are_two():
+    tensor, meta = torch.zeros(2), torch.zeros(2, device="meta")
+
+    def key(leaf):
+        return frameworks.target("w", leaf, (2,), F32).tie_key
+
+    assert key(tensor) == key(tensor)
+    assert key(tensor) != key(tensor[:])
+    assert key(meta) == key(torch.zeros(2, device="meta"))
+    assert key(meta) != key(meta.double())
+
+
+def test_a_target_takes_torch_dtypes():
+    assert dtype_of(torch.float8_e4m3fn).name == "float8_e4m3fn"
+    assert Target(dtype=torch.bfloat16) == Target(dtype="bfloat16")
+
+
+def test_leaves_of_several_frameworks_are_fetched_in_their_order():
+    leaves = {"a": torch.zeros(1), "b": np.ones(1), "c": torch.full((1,), 2.0)}
+    fetched = frameworks.fetch(list(frameworks.sources(leaves).values()))
+    assert [float(arrays[0][0]) for arrays in fetched] == [0, 1, 2]
+
+
+def test_a_state_without_torch_imports_no_framework():
+    code = (
+        "import sys, numpy as np; from shardckpt import frameworks; s = frameworks.source('w', np.zeros(2)); frameworks.fetch([s]);"
+        "frameworks.is_tensor(object()); assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_state_of_torch_tensors_imports_no_torch_xla():
+    code = (
+        "import sys, torch; from shardckpt import frameworks; s = frameworks.source('w', torch.zeros(2)); frameworks.fetch([s]);"
+        "assert not {'torch_xla', 'jax'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_jax_arrays_are_tensors_that_this_version_refuses_by_name():
+    code = (
+        "import jax, jax.numpy as jnp; from shardckpt import frameworks; from shardckpt.errors import LeafError\n"
+        "for leaf in jnp.ones(2), jax.ShapeDtypeStruct((2,), jnp.float32):\n"
+        "    assert frameworks.is_tensor(leaf)\n"
+        "    try: frameworks.source('w', leaf)\n"
+        "    except LeafError as e: assert \"'w': jax arrays are not supported by this version\" in str(e), e\n"
+        "    else: raise AssertionError\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
