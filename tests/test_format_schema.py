@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import struct
+from functools import cache
 from pathlib import Path
 
 import jsonschema
@@ -23,9 +24,17 @@ from shardckpt.tree import flatten, tensor_names, unflatten
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "format.schema.json").read_text())
 
 
+@cache
+def validator(definition):
+    return jsonschema.Draft202012Validator({**SCHEMA, "$ref": f"#/$defs/{definition}"})
+
+
 def errors(document, definition):
-    schema = {**SCHEMA, "$ref": f"#/$defs/{definition}"}
-    return [e.message for e in jsonschema.Draft202012Validator(schema).iter_errors(document)]
+    return [e.message for e in validator(definition).iter_errors(document)]
+
+
+def conforms(document, definition):
+    return validator(definition).is_valid(document)
 
 
 def everything():
@@ -35,7 +44,7 @@ def everything():
         "w": w,
         "tied": w,
         "more": [np.zeros((4, 8), ml_dtypes.bfloat16), np.zeros((2, 4), np.int8), np.zeros(3), np.array(1), np.zeros((0, 2))],
-        "keys": {"": 1, "$": 2, 0: 3, 2**70: 4, None: 5, False: 6, "\ud800": 7},
+        "keys": {"": 1, "$": 2, 0: 3, 2**70: 4, None: 5, True: 6, "\ud800": 7},
         "containers": [{}, [], (), (1, [2, (3,)]), {"$tensor": {"a/b": 0}}],
         "numbers": [0, -(2**53), 2**300, 0.0, -0.0, 1e-320, math.inf, struct.unpack(">d", bytes.fromhex("fff0000000000001"))[0], 1j],
         "text": ["", "$tensor", "\udfff", "\n", b"", b"\0\xff\x10"],
@@ -78,8 +87,8 @@ def test_saved_checkpoints_conform(saved):
 def test_records_are_not_mistaken_for_each_other(saved):
     commit, host = saved
 
-    assert errors(commit, "hostFile")
-    assert errors(host, "checkpointFile")
+    assert not conforms(commit, "hostFile")
+    assert not conforms(host, "checkpointFile")
 
 
 def test_a_tombstone_conforms():
@@ -122,7 +131,7 @@ def test_a_record_that_lacks_a_member_does_not_conform(saved):
             is_mesh = {"shape", "axes", "devices"} == parent.keys()
             del parent[last]
             if last not in OPTIONAL or is_mesh:
-                assert errors(lacking, definition), (*path, last)
+                assert not conforms(lacking, definition), (*path, last)
 
 
 def test_a_member_of_another_type_does_not_conform(saved):
@@ -133,13 +142,13 @@ def test_a_member_of_another_type_does_not_conform(saved):
             for step in path:
                 parent = parent[step]
             parent[last] = {"not": "this"} if not isinstance(parent[last], dict) else [1]
-            assert errors(wrong, definition), (*path, last)
+            assert not conforms(wrong, definition), (*path, last)
 
 
 @pytest.mark.parametrize(
     "node",
     [
-        *("$", "$x", "$tensors", {"$": 1}, {"$x": 1}, {"a": 1, "$tensor": 2}, {"$tied": 1}, {"$tied": "w", "x": 1}, 2**53, -(2**53)),
+        *("$", "$x", "$tensors", {"$": 1}, {"$x": 1}, {"a": 1, "$tensor": 2}, {"$tied": 1}, {"$tied": "w", "x": 1}),
         *({"$int": "0x1"}, {"$int": 1}, {"$float": "7ff"}, {"$float": 1.0}, {"$complex": [1.0]}, {"$bytes": "a"}, {"$bytes": "a==="}),
         *({"$numpy": ["int8"]}, {"$numpy": ["int8", "f"]}, {"$torch.Size": [1.5]}, {"$torch.other": "x"}, {"$str": "0"}, {"$tuple": {}}),
         *({"$dict": [[1]]}, {"$dict": [[1.5, 1]]}, {"$dict": [[[], 1]]}, {"$dict": {}}, {"$leaf": ["name"]}, {"$leaf": [1, 1]}, ["$x"]),
@@ -149,7 +158,7 @@ def test_a_member_of_another_type_does_not_conform(saved):
 def test_what_is_no_node_of_a_tree_conforms_neither_to_the_schema_nor_to_the_reader(node):
     with pytest.raises(FormatError):
         unflatten(node, dict.fromkeys(tensor_names(node), 0))
-    assert errors(node, "node")
+    assert not conforms(node, "node")
 
 
 keys = st.text() | st.integers() | st.booleans() | st.none()

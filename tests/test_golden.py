@@ -15,7 +15,7 @@ from shardckpt.names import array_path
 GOLDEN = Path(__file__).parent / "golden"
 sys.path.insert(0, str(GOLDEN))
 
-from golden_facts import Interval, facts, layout_facts  # noqa: E402  (it lies beside the checkpoints)
+from golden_facts import Interval, facts, layout_facts
 
 CHECKPOINTS = sorted(path.parent for path in GOLDEN.glob("v*/*/checkpoint.json"))
 LARGEST_BYTES = 200 << 10

@@ -8,7 +8,17 @@ import pytest
 from shardckpt import Mesh, OpSharding, PartitionSpec, Sharding, dtypes
 from shardckpt.errors import FormatError, VersionError
 from shardckpt.names import array_path, piece_path
-from shardckpt.record import CheckpointRecord, FileReference, HostRecord, Structure, TensorRecord, Tombstone, open_envelope, parse_checkpoint, seal
+from shardckpt.record import (
+    CheckpointRecord,
+    FileReference,
+    HostRecord,
+    Structure,
+    TensorRecord,
+    Tombstone,
+    open_envelope,
+    parse_checkpoint,
+    seal,
+)
 from shardckpt.reshard.plan import Piece
 
 
@@ -35,7 +45,15 @@ TABLE = FileReference("hosts/00000/table", 10, "0" * 64)
 HOST = HostRecord("attempt-1", 0, "packed", None, TABLE, ("hosts/00000/0",), 5, 1000, STRUCTURE, {"step": 1})
 TOTALS = {"tensors": 5, "bytes": 1, "stored_bytes": 2, "chunks": 3}
 RECORD = CheckpointRecord(
-    "attempt-1", "2030-01-01T00:00:00+00:00", "shardckpt 1", "zarr", "zstd", (FileReference("records/00000.json", 7, "f" * 64),), STRUCTURE, {"x": [1]}, TOTALS
+    "attempt-1",
+    "2030-01-01T00:00:00+00:00",
+    "shardckpt 1",
+    "zarr",
+    "zstd",
+    (FileReference("records/00000.json", 7, "f" * 64),),
+    STRUCTURE,
+    {"x": [1]},
+    TOTALS,
 )
 
 
@@ -89,7 +107,13 @@ def test_an_object_with_a_key_twice_is_refused():
     import hashlib
 
     doubled = ('{"attempt":"x",' + body[1:]).encode()
-    data = b'{"format":"shardckpt","version":[1,0],"sha256":"' + hashlib.sha256(doubled).hexdigest().encode() + b'","record":' + doubled + b"}\n"
+    data = (
+        b'{"format":"shardckpt","version":[1,0],"sha256":"'
+        + hashlib.sha256(doubled).hexdigest().encode()
+        + b'","record":'
+        + doubled
+        + b"}\n"
+    )
     with pytest.raises(FormatError, match="same key twice"):
         open_envelope(data, "here")
 

@@ -152,7 +152,7 @@ def _grid(screen: Screen, tiles: _Tiles, drawn: Sequence[int], at: dict[int, int
         elif len(rows) <= MOST_RULED_ROWS:
             yield rule("├┼┤")
         cells = [
-            screen.paint(pad(text, width), "dim" if i in joined or last - first > 1 else COLORS[(rows[i][0] + first) % len(COLORS)])
+            screen.paint(pad(text, width), "dim" if i in joined or last - first > 1 else COLORS[(2 * rows[i][0] + first) % len(COLORS)])
             for text, width, (first, last) in zip(line, widths, columns, strict=True)
         ]
         yield f"  {head:>{margin - 3}} │" + "│".join(cells) + "│"

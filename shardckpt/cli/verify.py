@@ -68,17 +68,16 @@ def _lines(screen: Screen, url: str, report: VerifyReport) -> Iterator[str]:
         yield f"{screen.paint('ok', 'bold green')}  {visible(url)}: {read}, all as written"
         return
     yield f"{screen.paint('damaged', 'bold red')}  {visible(url)}: {count(len(report.damage), 'place')} of {read}"
+    by_file: dict[str, list[Damage]] = {}
     for damage in report.damage[:MOST_LINES]:
+        by_file.setdefault(damage.file, []).append(damage)
+    for file, several in by_file.items():
         yield ""
-        yield from _damage(screen, damage)
+        yield f"  {screen.paint(visible(file), 'bold')}"
+        yield f"  {screen.paint(visible(several[0].reason), 'dim')}"
+        for damage in several:
+            if damage.tensor is not None:
+                yield f"    {visible(damage.tensor)}{'' if damage.box is None else f' {damage.box}'}"
     if len(report.damage) > MOST_LINES:
         yield ""
         yield f"… and {len(report.damage) - MOST_LINES:,} more; --json lists all"
-
-
-def _damage(screen: Screen, damage: Damage) -> Iterator[str]:
-
-    if damage.tensor is not None:
-        yield "  " + screen.paint(visible(damage.tensor), "bold") + ("" if damage.box is None else f" {damage.box}")
-    yield f"  in {visible(damage.file)}"
-    yield "  " + screen.paint(visible(damage.reason), "dim")

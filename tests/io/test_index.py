@@ -71,7 +71,7 @@ def assert_stock_tensorstore_reads(location, layout, path, array, *, context=Non
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "chunks"), SHAPES)
-def test_stock_tensorstore_reads_every_dtype(tmp_path, write, random_array, layout, shape, chunks):  # noqa: PLR0917  (fixtures)
+def test_stock_tensorstore_reads_every_dtype(tmp_path, write, random_array, layout, shape, chunks):
     arrays = {f"model/{name}": random_array(shape, dtype.numpy) for name, dtype in DTYPES.items()}
     write(tmp_path, "attempt", layout, {path: (array, chunks) for path, array in arrays.items()})
     for path, array in arrays.items():

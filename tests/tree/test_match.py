@@ -28,7 +28,7 @@ def is_tensor(value):
     return isinstance(value, np.ndarray | Stored)
 
 
-def T():  # noqa: N802
+def T():
     return np.zeros(1)
 
 

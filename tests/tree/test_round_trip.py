@@ -77,7 +77,7 @@ PLAIN = st.recursive(LEAVES, plain, max_leaves=12)
 STATES = st.recursive(LEAVES, of_any_class, max_leaves=12)
 
 
-def same(one, other):  # noqa: PLR0911
+def same(one, other):
     """Equal in type, order and bits; arrays are the same object."""
     if type(one) is not type(other):
         return False
