@@ -26,6 +26,9 @@ __all__ = ["CatalogEntry", "State", "catalog"]
 State = Literal["committed", "uncommitted", "deleted", "unreadable"]
 """Of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""
 
+_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*/", re.ASCII)
+_STAMP = re.compile(r"\d{8}T\d{6}-", re.ASCII)
+_HOST = re.compile(r"\d{5}(?:/|\.json$)", re.ASCII)
 _STEP = re.compile(r"(?<!\d)\d{1,18}$", re.ASCII)
 
 
@@ -107,13 +110,22 @@ def _entries(place: Store, name: str, children: list[str], everything: bool) -> 
             entries.append(entry)
     if everything:
         published = entries[0].attempt if entries else None
-        attempts = (child.removesuffix("/") for child in children if child.endswith("/") and _is_attempt(place, child))
+        attempts = (child.removesuffix("/") for child in children if _is_attempt(place, child))
         entries += [CatalogEntry(name, place.location, "uncommitted", attempt) for attempt in attempts if attempt != published]
     return entries
 
 
 def _is_attempt(place: Store, child: str) -> bool:
-    return not {"records/", "hosts/"}.isdisjoint(place.list_children(child))
+    """Whether a directory is what a save writes into: it has hosts' records or data, or a zarr group and such a name."""
+    if not _ATTEMPT.fullmatch(child):
+        return False
+    try:
+        inside = place.list_children(child)
+        if "zarr/" in inside and _STAMP.match(child):
+            return True
+        return any(_HOST.match(file) for name in ("records/", "hosts/") if name in inside for file in place.list_children(child + name))
+    except StorageError:
+        return False
 
 
 def _committed(place: Store, name: str) -> CatalogEntry | None:

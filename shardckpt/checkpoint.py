@@ -26,7 +26,7 @@ from shardckpt.errors import (
 from shardckpt.io import index
 from shardckpt.io.commit import RECORD, read_host_record, read_table, zarr_documents
 from shardckpt.io.index_check import IndexCheck
-from shardckpt.io.reader import ChunkReader, Request
+from shardckpt.io.reader import ChunkReader, ReadStats, Request
 from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks, merge_tables
 from shardckpt.io.url import parse
@@ -172,6 +172,11 @@ class Checkpoint:
         """Reads chunks by the hosts' tables, which are read now."""
         files, arrays = merge_tables([read_table(self._place, host) for host in self._hosts()])
         return self._reader(files, arrays)
+
+    @property
+    def stats(self) -> ReadStats:
+        """Reads, bytes read and bytes needed of everything read through this object so far."""
+        return self.reader.stats
 
     def zarr_store(self) -> CheckpointStore:
         """A read-only store for zarr-python 3: `zarr.open_group(ckpt.zarr_store(), mode="r")`, in either layout."""

@@ -95,7 +95,7 @@ def compare_values(
     for batch in _batches(_blocks(pairs, limit // 2), limit // 2):
         if progress is not None:
             progress(done, total)
-        for block, (one, other) in zip(batch, zip(_read(a, batch, "a"), _read(b, batch, "b"), strict=True), strict=True):
+        for block, one, other in zip(batch, _read(a, batch, "a"), _read(b, batch, "b"), strict=True):
             if tally is None:
                 tally = _Tally(block.pair)
             tally.add(block.box, one, other)
@@ -104,6 +104,7 @@ def compare_values(
                 if tally.differing:
                     yield tally.result()
                 tally = None
+        del one, other  # the next batch needs the memory
     if progress is not None:
         progress(done, total)
 
@@ -127,9 +128,11 @@ def block_shape(shape: Sequence[int], steps: Sequence[Sequence[int]], most: int)
         longest = max(range(len(block)), key=block.__getitem__)
         block[longest] = -(-block[longest] // 2)
     for d in reversed(range(len(block))):
-        block[d] = min(shape[d], block[d] * max(1, most // prod(block)))
-        if block[d] < shape[d]:
+        room = most // (prod(block) // block[d])
+        if room < shape[d]:
+            block[d] *= room // block[d]
             break
+        block[d] = shape[d]
     return tuple(block)
 
 

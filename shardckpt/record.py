@@ -334,16 +334,23 @@ def _layout_json(layout: Layout, ndim: int, meshes: dict[Mesh, int]) -> dict[str
 
 def _layouts(read: _Reader) -> list[Layout]:
     """The shardings that tensors refer to by position."""
-    meshes = [Mesh.from_json(m) for m in read.sequence("meshes")]
+    # A newer minor version may add members; what is read is picked out here.
+    meshes = [Mesh.from_json(_picked(_Reader(m, read.where).doc, ("shape", "axes", "devices"))) for m in read.sequence("meshes")]
     layouts: list[Layout] = []
     for entry in read.sequence("shardings"):
-        doc = dict(_Reader(entry, read.where).doc)
-        text = doc.pop("op_sharding", None)
+        doc = _Reader(entry, read.where).doc
         try:
-            layouts.append(Sharding.from_json(doc, meshes) if "mesh" in doc else OpSharding.from_json({"hlo": text, **doc}))
+            if "mesh" in doc:
+                layouts.append(Sharding.from_json(_picked(doc, ("mesh", "spec")), meshes))
+            else:
+                layouts.append(OpSharding.from_json({"hlo": doc.get("op_sharding"), **_picked(doc, ("devices",))}))
         except (FormatError, ShardingError) as e:
             raise FormatError(f"{read.where}: a sharding that cannot be: {e}") from e
     return layouts
+
+
+def _picked(doc: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {k: doc[k] for k in keys if k in doc}
 
 
 def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:

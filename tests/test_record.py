@@ -102,6 +102,14 @@ def test_a_newer_major_version_is_refused_by_name_and_a_newer_minor_is_read():
     assert parse_checkpoint(data.replace(b'"version":[1,0]', b'"version":[1,7]'), "here") == RECORD
 
 
+def test_members_that_a_newer_minor_version_adds_are_ignored():
+    doc = {**RECORD.to_json(), "new": 1}
+    for list_of in ("meshes", "shardings", "hosts"):
+        doc[list_of] = [{**entry, "new": 1} for entry in doc[list_of]]
+    doc["tensors"] = {name: {**entry, "new": 1} for name, entry in doc["tensors"].items()}
+    assert parse_checkpoint(seal(doc), "here") == RECORD
+
+
 def test_an_object_with_a_key_twice_is_refused():
     body = json.dumps(RECORD.to_json(), separators=(",", ":"))
     import hashlib

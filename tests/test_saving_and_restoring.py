@@ -217,7 +217,7 @@ def test_a_like_that_does_not_fit_is_refused_before_anything_is_read(tmp_path, l
     with pytest.raises(error, match=message) as raised:
         shardckpt.restore(checkpoint, like)
     assert str(tmp_path / "c") in str(raised.value)
-    assert checkpoint.reader.stats.reads == 0
+    assert checkpoint.stats.reads == 0
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest_one(tmp_path):

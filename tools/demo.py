@@ -168,7 +168,7 @@ def restore_and_train(report: Report, directory: Path, schedule: Schedule, optio
 def reads_of_single_devices(checkpoint: shardckpt.Checkpoint, layout: Layout) -> list[float]:
     """Bytes read per byte needed, for every device as if it were a host of its own, over all tensors of the model."""
     names = [name for name in checkpoint.names() if name.startswith("model/")]
-    stats = checkpoint.reader.stats
+    stats = checkpoint.stats
     ratios = []
     for device in layout.mesh.device_ids.tolist():
         read, needed = stats.bytes_read, stats.bytes_needed

@@ -242,7 +242,7 @@ def main() -> None:
         training = resume(layout, size, checkpoint)
         xm.wait_device_ops()
         seconds, compiled = time.perf_counter() - began, compiles() - compiled
-        stats = checkpoint.reader.stats
+        stats = checkpoint.stats
         tell("restored", step=training.step, seconds=seconds, compiles=compiled, read=stats.bytes_read, needed=stats.bytes_needed)
         looked, wrong = lie_as_asked(training)
         tell("layouts", tensors=looked, wrong=wrong)

@@ -33,9 +33,11 @@ def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | N
     >>> split_chunk_key("w/c/1/1", {"w": w})[1]
     3
     """
-    path, _, index = key.rpartition("/c/")
-    if not path:
-        path, index = key.removesuffix("/c"), ""
+    # A scalar's one chunk is called "c"; a component of a name may be called so, too.
+    if key.endswith("/c"):
+        path, index = key[:-2], ""
+    else:
+        path, _, index = key.rpartition("/c/")
     piece = pieces.get(path)
     if piece is None:
         return None
