@@ -295,9 +295,10 @@ class ChunkReader:
         """Compare a chunk with the table and with its own checksum."""
         found = crc32c.crc32c(payload)
         if found != chunk.crc or int.from_bytes(stored_crc.tobytes(), "little") != chunk.crc:
+            place = f"{self._store}/{chunk.file}, bytes {chunk.offset} to {chunk.offset + chunk.length}"
             raise CorruptionError(
-                f"{chunk.where} is damaged: {self._store}/{chunk.file}, bytes {chunk.offset} to {chunk.offset + chunk.length}, do not have the "
-                f"checksum that was written. Restore the file from a copy, or leave the tensor out with only=."
+                f"{chunk.where} is damaged: {place}, do not have the checksum that was written. Restore the file from a copy, or leave the "
+                f"tensor out with only=."
             )
 
     def _fetch(self, run: Sequence[_Chunk], vectors: list[memoryview]) -> None:

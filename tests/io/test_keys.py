@@ -5,7 +5,8 @@ import pytest
 from shardckpt.io.keys import chunk_object_key, split_chunk_key
 from shardckpt.reshard.plan import Piece
 
-PIECES = {p.path: p for p in [Piece("w", (0, 0), (5, 4), (2, 2)), Piece("s", (), (), ()), Piece("a/c/b", (), (), ()), Piece("a/c/0", (0,), (3,), (1,))]}
+ARRAYS = [Piece("w", (0, 0), (5, 4), (2, 2)), Piece("s", (), (), ()), Piece("a/c/b", (), (), ()), Piece("a/c/0", (0,), (3,), (1,))]
+PIECES = {piece.path: piece for piece in ARRAYS}
 
 
 def test_keys_come_back_as_the_chunks_they_name():
