@@ -22,7 +22,7 @@ demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
 test: setup ## every test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 format: setup ## rewrite the sources in the one format
 	$(BIN)/ruff format .

@@ -42,6 +42,7 @@ __all__ = [
     "Structure",
     "TensorRecord",
     "Tombstone",
+    "format_version",
     "open_envelope",
     "parse_checkpoint",
     "seal",
@@ -55,6 +56,8 @@ _ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})
 _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 MOST_DIMENSIONS = 32
 LARGEST_DIMENSION = 1 << 62
+MOST_DEVICES = 1 << 24
+"""Over all meshes, and over all shardings: bounds the memory of believing a short record that names many large ones."""
 
 
 def seal(record: Mapping[str, Any]) -> bytes:
@@ -72,9 +75,7 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
         VersionError: a newer major version.
         FormatError: not a record, or not the one that was written.
     """
-    match = _ENVELOPE.match(data)
-    if match is None:
-        raise FormatError(f"{where}: not a shardckpt record; it was written by something else or is damaged.")
+    match = _head(data, where)
     version = int(match[1]), int(match[2])
     if version[0] > FORMAT_VERSION[0]:
         ours = ".".join(map(str, FORMAT_VERSION))
@@ -86,12 +87,29 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
     if hashlib.sha256(body).hexdigest() != match[3].decode() or data[end:] not in (b"}", b"}\n"):
         raise FormatError(f"{where}: the record's digest does not agree with its contents; the file is damaged.")
     try:
-        record = json.loads(body, object_pairs_hook=_object)
+        record = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
         raise FormatError(f"{where}: the record is not JSON ({e}).") from e
     if not isinstance(record, dict):
         raise FormatError(f"{where}: the record is a {type(record).__name__}, an object is expected.")
     return record
+
+
+def format_version(data: bytes, where: str) -> tuple[int, int]:
+    """The version that an envelope names. The digest does not cover it."""
+    match = _head(data, where)
+    return int(match[1]), int(match[2])
+
+
+def _head(data: bytes, where: str) -> re.Match[bytes]:
+    match = _ENVELOPE.match(data)
+    if match is None:
+        raise FormatError(f"{where}: not a shardckpt record; it was written by something else or is damaged.")
+    return match
+
+
+def _no_constant(token: str) -> NoReturn:
+    raise ValueError(f"{token} is not JSON")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -335,17 +353,27 @@ def _layout_json(layout: Layout, ndim: int, meshes: dict[Mesh, int]) -> dict[str
 def _layouts(read: _Reader) -> list[Layout]:
     """The shardings that tensors refer to by position."""
     # A newer minor version may add members; what is read is picked out here.
-    meshes = [Mesh.from_json(_picked(_Reader(m, read.where).doc, ("shape", "axes", "devices"))) for m in read.sequence("meshes")]
+    meshes: list[Mesh] = []
     layouts: list[Layout] = []
-    for entry in read.sequence("shardings"):
+    devices = {"meshes": 0, "shardings": 0}
+    for key, entry in [*(("meshes", m) for m in read.sequence("meshes")), *(("shardings", s) for s in read.sequence("shardings"))]:
         doc = _Reader(entry, read.where).doc
         try:
-            if "mesh" in doc:
-                layouts.append(Sharding.from_json(_picked(doc, ("mesh", "spec")), meshes))
+            if key == "meshes":
+                meshes.append(Mesh.from_json(_picked(doc, ("shape", "axes", "devices"))))
+                devices[key] += meshes[-1].size
+            elif "mesh" in doc:
+                sharding = Sharding.from_json(_picked(doc, ("mesh", "spec")), meshes)
+                layouts.append(sharding)
+                devices[key] += sharding.mesh.size
             else:
-                layouts.append(OpSharding.from_json({"hlo": doc.get("op_sharding"), **_picked(doc, ("devices",))}))
+                op_sharding = OpSharding.from_json({"hlo": doc.get("op_sharding"), **_picked(doc, ("devices",))})
+                layouts.append(op_sharding)
+                devices[key] += op_sharding.tiles.num_devices if op_sharding.tiles is not None else 0
         except (FormatError, ShardingError) as e:
             raise FormatError(f"{read.where}: a sharding that cannot be: {e}") from e
+        if devices[key] > MOST_DEVICES:
+            read.fail(f"its {key} have more than {MOST_DEVICES} devices together")
     return layouts
 
 
@@ -360,8 +388,14 @@ def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:
     except DtypeError as e:
         raise FormatError(f"{read.where}: {e}") from e
     layout = read.pick("sharding", layouts) if "sharding" in read.doc else None
+    try:
+        _ = layout and layout.parts(len(shape))
+    except ShardingError as e:
+        raise FormatError(f"{read.where}: {e}") from e
     if "pieces" in read.doc:
         entries = [_Reader(p, read.where) for p in read.sequence("pieces")]
+        if not entries:
+            read.fail("it has no pieces")
         pieces = tuple(
             Piece(
                 piece_path(name, i),
@@ -375,6 +409,8 @@ def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:
         pieces = (Piece(array_path(name), (0,) * len(shape), shape, read.dimensions("chunks", least=1)),)
     if any(len(p.shape) != len(shape) for p in pieces):
         read.fail(f"its pieces have another rank than its shape {shape}")
+    if any(prod(max(n, 1) for n in sides) * dtype.itemsize > LARGEST_DIMENSION for sides in (shape, *(p.chunks for p in pieces))):
+        read.fail(f"its shape {shape} or its chunks have more bytes than can be addressed")
     gap = coverage_gap(shape, pieces)
     if gap is not None:
         read.fail(gap)

@@ -122,7 +122,9 @@ class Text(str):
     __slots__ = ()
 
 
-@pytest.mark.parametrize("value", [Color.RED, Text("a"), {1}, [1], object(), Fraction(1, 2), bytearray(b"a"), np.zeros(2)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [Color.RED, Text("a"), {1}, [1], object(), Fraction(1, 2), bytearray(b"a"), np.zeros(2)], ids=lambda v: type(v).__name__
+)
 def test_nothing_else_is_a_small_leaf(value):
     assert not leaves.is_small(value)
 

@@ -12,7 +12,6 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.xla
-@pytest.mark.xdist_group("xla")
 def test_the_code_in_the_readme_runs(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 5

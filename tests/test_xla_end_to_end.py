@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.xla, pytest.mark.xdist_group("xla")]
+pytestmark = pytest.mark.xla
 CHILD = Path(__file__).parent / "children" / "xla_end_to_end.py"
 PAIRS = 80
 

@@ -223,16 +223,9 @@ class _Tree:
         return [(child, i == 0) for i, child in enumerate(reversed(node.children))]
 
     def _facts(self, node: Node) -> list[Cell]:
-        """Shape or kind, dtype, size and spec of what stands at a place."""
+        """What stands at a place: shape, dtype, size and spec of a tensor."""
         if isinstance(node, Branch):
-            total = self.totals[id(node)]
-            size = file_size(total.nbytes) if total.tensors else ""
-            return [
-                Cell(count(total.tensors, "tensor") if total.tensors else "" if node.children else "empty", "dim"),
-                Cell("" if node.form == "dict" and node.children else node.form, "dim"),
-                Cell(size, "dim", right=True),
-                Cell(""),
-            ]
+            return [Cell(self._inside(node), "dim"), Cell(""), Cell(""), Cell("")]
         if isinstance(node, Tied):
             return [Cell(f"= {visible(node.stored)}", "dim"), Cell(""), Cell(""), Cell("")]
         if isinstance(node, Tensor):
@@ -245,6 +238,16 @@ class _Tree:
             ]
         kind, value = _leaf(node)
         return [Cell(visible(f"{value}  {kind}".strip()), "yellow"), Cell(""), Cell(""), Cell("")]
+
+    def _inside(self, node: Branch) -> str:
+        """What a container holds."""
+        total = self.totals[id(node)]
+        facts = [node.form] if node.form != "dict" else []
+        if not node.children:
+            facts = [f"empty {node.form}"]
+        if total.tensors:
+            facts += [count(total.tensors, "tensor"), file_size(total.nbytes)]
+        return ", ".join(facts)
 
     def _spec(self, layout: Layout | None) -> str:
         """A layout in words, or its number in the legend."""

@@ -86,16 +86,16 @@ def _value_document(value: ValueChange) -> dict[str, Any]:
 
 def _lines(screen: Screen, comparison: Comparison, *, structure: bool, layout: bool) -> Iterator[str]:
 
-    if comparison.layouts and not layout:
-        yield screen.paint(
-            f"{count(len(comparison.layouts), 'tensor')} laid out otherwise, which is no difference (--layout lists them)", "dim"
-        )
-    else:
-        yield from _section(screen, "laid out otherwise", "yellow", [_change_row(change) for change in comparison.layouts])
     yield from _section(screen, "only in A", "red", [[Cell(visible(name))] for name in comparison.only_a])
     yield from _section(screen, "only in B", "green", [[Cell(visible(name))] for name in comparison.only_b])
     yield from _section(screen, "changed", "yellow", [_change_row(change) for change in comparison.changes])
     yield from _section(screen, "values differ", "yellow", [_value_row(value) for value in comparison.values])
+    if layout:
+        yield from _section(screen, "laid out otherwise", "yellow", [_change_row(change) for change in comparison.layouts])
+    elif comparison.layouts:
+        yield screen.paint(
+            f"{count(len(comparison.layouts), 'tensor')} laid out otherwise, which is no difference; --layout lists them", "dim"
+        )
     compared = f"{count(comparison.tensors_compared, 'tensor')}, {file_size(comparison.bytes_compared)}, compared bit by bit"
     if structure:
         compared = "values were not compared"

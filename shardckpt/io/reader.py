@@ -17,6 +17,7 @@ import os
 import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice, repeat
 from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.box import Box, BoxArray
-from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError, StorageError
 from shardckpt.io.codec import CHECKSUM_BYTES, decompress
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.plain import PLAIN_ROOT
@@ -34,7 +35,7 @@ from shardckpt.io.table import OWN_OBJECT, ArrayChunks
 from shardckpt.reshard.plan import Overlaps, Piece, chunk_boxes, overlaps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.io.store import Store
 
@@ -49,6 +50,10 @@ LOCAL_RUN = 4 << 20
 """Bytes of adjacent chunks joined into one read on a local disk."""
 REMOTE_RUN = 16 << 20
 """The same on an object store, where a request costs milliseconds."""
+MOST_CHUNKS = 1 << 14
+"""Chunks that are planned, sorted and read at a time: at most, some 30 MB of Python objects."""
+MOST_REPORTED = 10_000
+"""Missing chunks of an array that are reported one by one."""
 MOST_VECTORS = 1000
 """Buffers per scatter read, below the kernel's IOV_MAX of 1024."""
 
@@ -88,6 +93,8 @@ class _Chunk:
     piece: Piece
     position: int
     file: str
+    own_object: bool
+    """Whether the file is this chunk's alone."""
     offset: int
     length: int
     crc: int
@@ -138,9 +145,13 @@ class ChunkReader:
             CorruptionError: a chunk does not hold what was written; names tensor, index range and file.
         """
         needed = sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests)
-        chunks = [chunk for request in requests for chunk in self._chunks(request)]
+        for request in requests:
+            for piece in request.pieces:
+                self._check_table(request, piece)
         self._count(needed=needed)
-        self._each_run(self._runs(chunks), self._read_run)
+        chunks = (chunk for request in requests for chunk in self._chunks(request))
+        while some := list(islice(chunks, MOST_CHUNKS)):
+            self._each_run(self._runs(some), self._read_run)
 
     def check(self, requests: Sequence[Request], damaged: Callable[[str, Box, str, ShardckptError], None]) -> None:
         """Read every chunk of the requests' pieces and compare it with the table; buffers are not used.
@@ -149,7 +160,6 @@ class ChunkReader:
             requests: tensors; `boxes` and `buffers` may be empty.
             damaged: called with tensor name, index range, file and error for each chunk that is not as written.
         """
-        chunks = [chunk for request in requests for chunk in self._all_chunks(request, damaged)]
 
         def check_run(run: Sequence[_Chunk]) -> None:
             try:
@@ -160,14 +170,38 @@ class ChunkReader:
                         self._read_run([chunk])
                     except ShardckptError as e:
                         damaged(chunk.request.name, chunk_boxes(chunk.piece, np.array([chunk.position]))[0], chunk.file, e)
+            for chunk in run:
+                if chunk.own_object and self._store.is_longer(chunk.file, chunk.length):
+                    e = CorruptionError(f"{chunk.where}: {self._store}/{chunk.file} is longer than what was written.")
+                    damaged(chunk.request.name, chunk_boxes(chunk.piece, np.array([chunk.position]))[0], chunk.file, e)
 
-        self._each_run(self._runs(chunks), check_run)
+        chunks = (chunk for request in requests for chunk in self._all_chunks(request, damaged))
+        while some := list(islice(chunks, MOST_CHUNKS)):
+            self._each_run(self._runs(some), check_run)
 
-    def stored_chunk(self, name: str, piece: Piece, position: int) -> bytes:
-        """A chunk's bytes as stored (checksum included), verified, for readers that decode by themselves."""
-        (chunk,) = self._located(
-            Request(name, np.dtype(np.uint8), [piece], BoxArray.of([], len(piece.shape)), []), piece, np.array([position])
-        )
+    def longer_files(self) -> Iterator[str]:
+        """The data files that have more bytes than their chunks, between them or at the end; nothing reads those."""
+        held = np.zeros(len(self._files), np.uint64)
+        for rows in self._arrays.values():
+            packed = rows.file != OWN_OBJECT
+            np.add.at(held, rows.file[packed], rows.length[packed])
+        for file, nbytes in zip(self._files, held.tolist(), strict=True):
+            if self._store.is_longer(file, nbytes):
+                yield file
+
+    def stored_chunk(self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int) -> bytes:
+        """A chunk's bytes as stored (checksum included), verified, for readers that decode by themselves.
+
+        Args:
+            name: the tensor, for messages.
+            dtype: of what is stored.
+            piece: the array.
+            position: which chunk, in grid order.
+        """
+        request = Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])
+        self._check_table(request, piece)
+        (chunk,) = self._located(request, piece, np.array([position]))
+        self._check_length(chunk)
         buffer = np.empty(chunk.length, np.uint8)
         self._fetch([chunk], [buffer.data])
         self._verify(chunk, buffer[:-CHECKSUM_BYTES], buffer[-CHECKSUM_BYTES:])
@@ -180,41 +214,53 @@ class ChunkReader:
             if not len(pairs.chunk):
                 continue
             positions, first = np.unique(pairs.chunk, return_index=True)
-            targets = _targets(request, pairs)
-            ends = [*first[1:].tolist(), len(pairs.chunk)]
-            yield from self._located(request, piece, positions, [targets[a:b] for a, b in zip(first.tolist(), ends, strict=True)])
+            ends = np.append(first[1:], len(pairs.chunk))
+            for i in range(0, len(positions), MOST_CHUNKS):
+                some = slice(i, i + MOST_CHUNKS)
+                targets = (_targets(request, pairs, a, b) for a, b in zip(first[some].tolist(), ends[some].tolist(), strict=True))
+                yield from self._located(request, piece, positions[some], targets)
+
+    def _check_table(self, request: Request, piece: Piece) -> None:
+        """Raise MissingDataError unless the table has every chunk of the piece, which a commit sees to.
+
+        First of all: a record that claims a trillion chunks must not make us count them.
+        """
+        table = self._arrays.get(piece.path)
+        lost = 0 if table is None and piece.num_chunks else table.first_missing(piece.num_chunks) if table is not None else None
+        if lost is not None:
+            raise self._lost(request, piece, lost)
+
+    def _lost(self, request: Request, piece: Piece, position: int) -> MissingDataError:
+        where = f"{request.name}{chunk_boxes(piece, np.array([position]))[0]}"
+        return MissingDataError(f"{where} at {self._store}: no host's chunk table has this chunk; run `shardckpt verify` for the full list.")
 
     def _located(
-        self,
-        request: Request,
-        piece: Piece,
-        positions: NDArray[np.int64],
-        targets: Sequence[Sequence[Target]] | None = None,
+        self, request: Request, piece: Piece, positions: NDArray[np.int64], targets: Iterable[Sequence[Target]] = repeat(())
     ) -> Iterator[_Chunk]:
-        """Those chunks with their places; raises MissingDataError for one that the table does not have."""
-        table = self._arrays.get(piece.path)
-        rows = table.find(positions) if table is not None else np.full(len(positions), -1)
-        if table is None or (rows < 0).any():
-            lost = chunk_boxes(piece, positions[rows < 0][:1])[0]
-            raise MissingDataError(
-                f"{request.name}{lost} at {self._store}: no host's chunk table has this chunk; run `shardckpt verify` for the full list."
-            )
+        """Those chunks, which the table has, with their places and where they go."""
+        table = self._arrays[piece.path]
+        rows = table.find(positions)
         columns = (table.file[rows], table.offset[rows], table.length[rows], table.crc[rows])
-        for i, (position, file, offset, length, crc) in enumerate(zip(positions.tolist(), *(c.tolist() for c in columns), strict=True)):
+        for position, file, offset, length, crc, goes_to in zip(positions.tolist(), *(c.tolist() for c in columns), targets, strict=False):
             key = self._files[file] if file != OWN_OBJECT else f"{PLAIN_ROOT}/{chunk_object_key(piece, position)}"
-            yield _Chunk(request, piece, position, key, offset, length, crc, targets[i] if targets else ())
+            yield _Chunk(request, piece, position, key, file == OWN_OBJECT, offset, length, crc, goes_to)
 
     def _all_chunks(self, request: Request, damaged: Callable[[str, Box, str, ShardckptError], None]) -> Iterator[_Chunk]:
         """Every chunk of the request's pieces that the table has; the others are reported."""
         for piece in request.pieces:
-            positions = np.arange(piece.num_chunks)
-            table = self._arrays.get(piece.path)
-            found = table.find(positions) >= 0 if table is not None else np.zeros(len(positions), bool)
-            for position in positions[~found]:
-                box = chunk_boxes(piece, np.array([position]))[0]
-                damaged(request.name, box, piece.path, MissingDataError(f"{request.name}{box}: no host's chunk table has this chunk."))
-            if found.any():
-                yield from self._located(request, piece, positions[found])
+            table = self._arrays.get(piece.path, ArrayChunks.none())
+            inside = table.chunk < piece.num_chunks
+            missing = piece.num_chunks - int(inside.sum())
+            # However many there are, the first of them are among the first of all.
+            first = np.arange(min(piece.num_chunks, len(table) + MOST_REPORTED))
+            first = first[table.find(first) < 0][:MOST_REPORTED]
+            for position in first.tolist():
+                error = self._lost(request, piece, position)
+                damaged(request.name, chunk_boxes(piece, np.array([position]))[0], piece.path, error)
+            if missing > len(first):
+                error = MissingDataError(f"{request.name}: {missing - len(first)} more of its chunks are in no host's chunk table.")
+                damaged(request.name, piece.box, piece.path, error)
+            yield from self._located(request, piece, table.chunk[inside].astype(np.int64))
 
     def _runs(self, chunks: list[_Chunk]) -> Iterator[list[_Chunk]]:
         """Chunks in order of their place, adjacent ones together."""
@@ -248,6 +294,8 @@ class ChunkReader:
 
     def _read_run(self, run: Sequence[_Chunk]) -> None:
         """Read adjacent chunks, verify each and copy it where it is wanted."""
+        for chunk in run:
+            self._check_length(chunk)
         scratch = self._scratch_of(sum(c.length for c in run))
         vectors: list[memoryview] = []
         payloads: list[tuple[NDArray[np.uint8], NDArray[np.uint8], bool]] = []
@@ -290,6 +338,18 @@ class ChunkReader:
         elements = raw.view(chunk.request.dtype).reshape(chunk.piece.chunks)
         for buffer, in_buffer, in_chunk in chunk.targets:
             buffer[in_buffer] = elements[in_chunk]
+
+    def _check_length(self, chunk: _Chunk) -> None:
+        """Refuse a length that the chunk cannot have, before memory is taken for it."""
+        nbytes = prod(chunk.piece.chunks) * chunk.request.dtype.itemsize
+        least, most = nbytes + CHECKSUM_BYTES, nbytes + CHECKSUM_BYTES
+        if self._compression is not None:
+            least, most = CHECKSUM_BYTES, nbytes + (nbytes >> 8) + 64 + CHECKSUM_BYTES  # ZSTD_compressBound
+        if not least <= chunk.length <= most:
+            raise FormatError(
+                f"{chunk.where}: the chunk table gives it {chunk.length} bytes of {self._store}/{chunk.file}, {least} to {most} are "
+                f"possible; the checkpoint was not written by shardckpt, or by a broken one."
+            )
 
     def _verify(self, chunk: _Chunk, payload: NDArray[np.uint8], stored_crc: NDArray[np.uint8]) -> None:
         """Compare a chunk with the table and with its own checksum."""
@@ -340,19 +400,20 @@ class ChunkReader:
             self.stats.bytes_needed += needed
 
 
-def _targets(request: Request, pairs: Overlaps) -> list[Target]:
-    """Per pair: the buffer, where in the buffer, where in the chunk."""
+def _targets(request: Request, pairs: Overlaps, begin: int, end: int) -> list[Target]:
+    """Per pair of those rows: the buffer, where in the buffer, where in the chunk."""
     slices = []
     for boxes in (pairs.in_box, pairs.in_chunk):
-        rows = zip(boxes.start.tolist(), boxes.stop.tolist(), strict=True)
+        rows = zip(boxes.start[begin:end].tolist(), boxes.stop[begin:end].tolist(), strict=True)
         # The ellipsis makes a view of a 0-d array, too.
         slices.append([(*map(slice, start, stop), ...) for start, stop in rows])
-    return [(request.buffers[b], in_box, in_chunk) for b, in_box, in_chunk in zip(pairs.box.tolist(), *slices, strict=True)]
+    return [(request.buffers[b], in_box, in_chunk) for b, in_box, in_chunk in zip(pairs.box[begin:end].tolist(), *slices, strict=True)]
 
 
 def _scatter_read(path: str, offset: int, length: int, vectors: list[memoryview]) -> None:
     """Fill all vectors from one place of a file; EOFError where it ends before."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # Without O_NONBLOCK a pipe in place of the file would be waited for.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         got = os.preadv(fd, vectors, offset)
         while got < length:

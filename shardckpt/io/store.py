@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import contextmanager
+import stat
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,7 @@ class Store:
         """
         span = None if start is None and stop is None else slice(start or 0, stop)
         check_key(key, self)
+        self._refuse_special(key)
         with storage_errors("read", self.path_of(key)):
             try:
                 found = self._kv.read(key, byte_range=span).result()
@@ -152,9 +154,24 @@ class Store:
     def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
         """An object's bytes, None where there is none, and the generation to hand to `replace`."""
         check_key(key, self)
+        self._refuse_special(key)
         with storage_errors("read", self.path_of(key)):
             found = self._kv.read(key).result()
         return (found.value if found.state == "value" else None), found.stamp.generation
+
+    def is_longer(self, key: str, nbytes: int) -> bool:
+        """Whether there is such an object, of more than that many bytes; reads no more than one of them."""
+        path = self.local_path(key)
+        if path is not None:
+            with storage_errors("look for", path):
+                try:
+                    return path.stat().st_size > nbytes
+                except FileNotFoundError:
+                    return False
+        try:
+            return bool(self.read(key, nbytes, nbytes + 1))
+        except CorruptionError:
+            return False
 
     def exists(self, key: str) -> bool:
         """Whether there is such an object; reads none of it."""
@@ -226,6 +243,14 @@ class Store:
         if path is not None:
             with storage_errors("make a directory for", path):
                 self._make_directory(path.parent)
+
+    def _refuse_special(self, key: str) -> None:
+        """On disk: raise StorageError for a pipe, say, in place of a file: opening it could take for ever."""
+        path = self.local_path(key)
+        if path is not None:
+            with storage_errors("read", path), suppress(FileNotFoundError, NotADirectoryError):
+                if not stat.S_ISREG(path.stat().st_mode):
+                    raise OSError(f"{path} is no file, but a directory, pipe or device")
 
     def _make_directory(self, path: Path) -> None:
         """Make a directory, and make sure that its parent has it on disk."""

@@ -39,6 +39,8 @@ __all__ = ["OWN_OBJECT", "ArrayChunks", "decode_table", "encode_table", "merge_t
 MAGIC = b"SHCKTAB1"
 OWN_OBJECT = 0xFFFFFFFF
 """`file` of a chunk that is an object of its own (plain layout)."""
+LARGEST_OFFSET = 1 << 62
+"""Bytes; larger ones do not fit the system's calls."""
 _COLUMNS = (("chunk", "<u8"), ("file", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("crc", "<u4"))
 _ROW_BYTES = sum(np.dtype(t).itemsize for _, t in _COLUMNS)
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -59,9 +61,24 @@ class ArrayChunks:
     crc: NDArray[np.uint32]
     """crc32c of the stored bytes, without the codec's own checksum."""
 
+    @classmethod
+    def none(cls) -> ArrayChunks:
+        """No chunks."""
+        return cls(**{name: np.empty(0, dtype) for name, dtype in _COLUMNS})
+
     def __len__(self) -> int:
         """Number of chunks."""
         return len(self.chunk)
+
+    def first_missing(self, num_chunks: int) -> int | None:
+        """The first of a grid's chunks that the table does not have; None where it has all, and row i is chunk i.
+
+        Cheap however large the grid claims to be, because rows ascend.
+        """
+        if len(self.chunk) >= num_chunks and (num_chunks == 0 or int(self.chunk[num_chunks - 1]) == num_chunks - 1):
+            return None
+        astray = np.flatnonzero(self.chunk != np.arange(len(self.chunk), dtype=np.uint64))
+        return int(astray[0]) if len(astray) else len(self.chunk)
 
     def find(self, chunk: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of those chunks, -1 where the table has none."""
@@ -126,6 +143,8 @@ def decode_table(data: bytes, where: str) -> tuple[list[str], dict[str, ArrayChu
         begin += total * np.dtype(dtype).itemsize
     if total and (columns["file"][columns["file"] != OWN_OBJECT] >= len(files)).any():
         raise FormatError(f"{where}: the chunk table refers to a file that it does not name.")
+    if (columns["offset"] > LARGEST_OFFSET).any():
+        raise FormatError(f"{where}: the chunk table has a chunk at byte {columns['offset'].max()}, where no file reaches.")
     arrays, row = {}, 0
     for path, count in counts.items():
         rows = ArrayChunks(**{name: column[row : row + count] for name, column in columns.items()})

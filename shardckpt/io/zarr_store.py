@@ -107,7 +107,7 @@ class CheckpointStore(Store):
             if found is None:
                 return None
             tensor, piece, position = found
-            data = await asyncio.to_thread(self._reader.stored_chunk, tensor.name, piece, position)
+            data = await asyncio.to_thread(self._reader.stored_chunk, tensor.name, tensor.dtype.storage, piece, position)
         return prototype.buffer.from_bytes(_part(data, byte_range))
 
     async def get_partial_values(

@@ -114,7 +114,7 @@ def test_a_tied_name_needs_the_tensor_that_is_stored():
         ({1: 2}, "The state itself"),
         ({None: 2}, "The state itself"),
     ],
-    ids=lambda value: repr(value)[:50],
+    ids=lambda value: type(value).__name__ + repr(value).split(" at 0x")[0][:50],
 )
 def test_what_no_state_is_written_as_is_a_format_error_naming_the_place(tree, name):
     for read in (

@@ -1,0 +1,123 @@
+"""What becomes of errors: one line or one document, and a status per kind."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shardckpt import errors
+from shardckpt.cli import exits
+
+DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def begin(place):
+    path = place / "20260101T000000-00000000" / "records"
+    path.mkdir(parents=True)
+    (path / "00000.json").write_bytes(b"")
+
+
+@pytest.fixture
+def places(tmp_path, saver):
+    """Checkpoints that are wrong in one way each."""
+    begin(tmp_path / "unfinished")
+    broken = saver(tmp_path / "broken") / "checkpoint.json"
+    broken.write_bytes(broken.read_bytes()[:-9])
+    newer = saver(tmp_path / "newer") / "checkpoint.json"
+    newer.write_bytes(newer.read_bytes().replace(b'"version":[1,', b'"version":[9,'))
+    saver(tmp_path / "sound")
+    (tmp_path / "file").write_text("x")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "status", "said"),
+    [
+        (["info", "nothing"], "not-found", 3, "no checkpoint there"),
+        (["ls", "nothing"], "not-found", 3, "no such directory"),
+        (["verify", "unfinished"], "uncommitted", 3, "never committed"),
+        (["info", "broken"], "format", 4, "broken/checkpoint.json"),
+        (["diff", "sound", "newer"], "version", 4, "upgrade"),
+        (["info", "sound", "model/embd"], "names", 5, "did you mean 'model/embed'"),
+        (["info", "ftp://host/x"], "url", 2, "ftp://"),
+        (["ls", "file"], "storage", 6, "a file stands where a directory is needed"),
+        (["info"], "usage", 2, "Missing argument"),
+        (["inof", "x"], "usage", 2, "Did you mean 'info'"),
+        (["ls", "--frobnicate"], "usage", 2, "--frobnicate"),
+        (["info", "sound", "--depth", "0"], "usage", 2, "--depth"),
+        (["diff", "sound", "sound", "--memory", "1"], "option", 2, "1MiB"),
+    ],
+)
+def test_a_mistake_is_one_line_or_one_document_and_a_status(run, places, monkeypatch, args, code, status, said):
+    monkeypatch.chdir(places)
+    plain = run(*args)
+    assert (plain.status, plain.out) == (status, "")
+    assert plain.err.startswith("error: ")
+    assert plain.err.count("\n") == 1
+    assert said in plain.err
+    with_json = run(*args, "--json")
+    assert with_json.status == status
+    assert set(with_json.json) == {"error"}
+    assert with_json.json["error"]["code"] == code
+    assert said in with_json.json["error"]["message"]
+
+
+def test_every_error_has_a_status_and_answers_have_theirs_alone():
+    codes = {getattr(errors, name).code for name in errors.__all__}
+    assert codes <= set(exits.STATUS)
+    assert {"usage", "internal"} == set(exits.STATUS) - codes
+    assert all(2 <= status < 126 for status in exits.STATUS.values())
+
+
+def test_the_documentation_has_the_same_table():
+    rows = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    documented = {code: int(status) for status, codes in rows for code in re.findall(r"`([a-z-]+)`", codes)}
+    assert documented == exits.STATUS
+
+
+def test_the_keys_of_json_are_documented(run, places):
+    text = DOCS.read_text(encoding="utf-8")
+
+    def keys(doc):
+        if isinstance(doc, dict):
+            return set(doc) | {key for name, value in doc.items() if name not in {"metadata", "tensorstore"} for key in keys(value)}
+        return {key for item in doc for key in keys(item)} if isinstance(doc, list) else set()
+
+    sound, broken = places / "sound", places / "broken"
+    commands = [
+        ["ls", places],
+        ["info", sound],
+        ["info", sound, "model/embed"],
+        ["verify", sound],
+        ["diff", sound, sound],
+        ["info", broken],
+    ]
+    for args in commands:
+        for key in keys(run(*args, "--json").json):
+            assert f"`{key}`" in text, (args, key)
+
+
+def test_a_message_cannot_reach_the_terminal(run, places):
+    answer = run("info", places / "sound", "\x1b[2J\nname")
+    assert answer.err.rstrip("\n").isprintable()
+    assert answer.status == 5
+
+
+def test_a_bug_of_ours_shows_where_it_is_and_is_no_answer(capsys):
+    def broken():
+        raise ZeroDivisionError("\x1b[31m")
+
+    assert exits.run(broken, as_json=False) == 70
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert r"error: ZeroDivisionError: \x1b[31m. This is a bug in shardckpt" in err
+    assert err.replace("\n", "").isprintable()
+    assert exits.run(broken, as_json=True) == 70
+    assert '"code": "internal"' in capsys.readouterr().out
+
+
+def test_an_interrupt_is_status_130():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert exits.run(interrupted, as_json=False) == 130
