@@ -394,8 +394,6 @@ def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:
         raise FormatError(f"{read.where}: {e}") from e
     if "pieces" in read.doc:
         entries = [_Reader(p, read.where) for p in read.sequence("pieces")]
-        if not entries:
-            read.fail("it has no pieces")
         pieces = tuple(
             Piece(
                 piece_path(name, i),
@@ -414,6 +412,8 @@ def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:
     gap = coverage_gap(shape, pieces)
     if gap is not None:
         read.fail(gap)
+    if not pieces:
+        read.fail("it has no pieces")  # of a tensor of no elements they would hold all
     return TensorRecord(name, shape, dtype, layout, pieces)
 
 

@@ -1,6 +1,5 @@
 """The demo, small: two training processes, one of them killed, and its proofs."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -9,14 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.xla,
-    pytest.mark.xdist_group("xla"),
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(module) is None for module in ("torch_xla", "transformers")),
-        reason="torch_xla or transformers is not installed",
-    ),
-]
+pytestmark = pytest.mark.xla
 
 TOOLS = Path(__file__).parents[1] / "tools"
 

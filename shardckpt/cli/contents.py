@@ -242,7 +242,7 @@ class _Tree:
     def _inside(self, node: Branch) -> str:
         """What a container holds."""
         total = self.totals[id(node)]
-        facts = [node.form] if node.form != "dict" else []
+        facts: list[str] = [node.form] if node.form != "dict" else []
         if not node.children:
             facts = [f"empty {node.form}"]
         if total.tensors:

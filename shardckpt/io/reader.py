@@ -54,6 +54,7 @@ MOST_CHUNKS = 1 << 14
 """Chunks that are planned, sorted and read at a time: at most, some 30 MB of Python objects."""
 MOST_REPORTED = 10_000
 """Missing chunks of an array that are reported one by one."""
+_NO_CHUNKS = ArrayChunks.none()
 MOST_VECTORS = 1000
 """Buffers per scatter read, below the kernel's IOV_MAX of 1024."""
 
@@ -103,7 +104,12 @@ class _Chunk:
     @property
     def where(self) -> str:
         """For messages: tensor, index range."""
-        return f"{self.request.name}{chunk_boxes(self.piece, np.array([self.position]))[0]}"
+        return f"{self.request.name}{self.box}"
+
+    @property
+    def box(self) -> Box:
+        """Its elements, in the tensor's indices."""
+        return chunk_boxes(self.piece, np.array([self.position]))[0]
 
 
 class ChunkReader:
@@ -169,11 +175,11 @@ class ChunkReader:
                     try:
                         self._read_run([chunk])
                     except ShardckptError as e:
-                        damaged(chunk.request.name, chunk_boxes(chunk.piece, np.array([chunk.position]))[0], chunk.file, e)
+                        damaged(chunk.request.name, chunk.box, chunk.file, e)
             for chunk in run:
                 if chunk.own_object and self._store.is_longer(chunk.file, chunk.length):
-                    e = CorruptionError(f"{chunk.where}: {self._store}/{chunk.file} is longer than what was written.")
-                    damaged(chunk.request.name, chunk_boxes(chunk.piece, np.array([chunk.position]))[0], chunk.file, e)
+                    longer = CorruptionError(f"{chunk.where}: {self._store}/{chunk.file} is longer than what was written.")
+                    damaged(chunk.request.name, chunk.box, chunk.file, longer)
 
         chunks = (chunk for request in requests for chunk in self._all_chunks(request, damaged))
         while some := list(islice(chunks, MOST_CHUNKS)):
@@ -217,28 +223,31 @@ class ChunkReader:
             ends = np.append(first[1:], len(pairs.chunk))
             for i in range(0, len(positions), MOST_CHUNKS):
                 some = slice(i, i + MOST_CHUNKS)
-                targets = (_targets(request, pairs, a, b) for a, b in zip(first[some].tolist(), ends[some].tolist(), strict=True))
-                yield from self._located(request, piece, positions[some], targets)
+                begin = int(first[i])
+                targets = _targets(request, pairs, slice(begin, int(ends[some][-1])))
+                spans = zip((first[some] - begin).tolist(), (ends[some] - begin).tolist(), strict=True)
+                yield from self._located(request, piece, positions[some], (targets[a:b] for a, b in spans))
 
     def _check_table(self, request: Request, piece: Piece) -> None:
         """Raise MissingDataError unless the table has every chunk of the piece, which a commit sees to.
 
         First of all: a record that claims a trillion chunks must not make us count them.
         """
-        table = self._arrays.get(piece.path)
-        lost = 0 if table is None and piece.num_chunks else table.first_missing(piece.num_chunks) if table is not None else None
+        lost = self._arrays.get(piece.path, _NO_CHUNKS).first_missing(piece.num_chunks)
         if lost is not None:
             raise self._lost(request, piece, lost)
 
     def _lost(self, request: Request, piece: Piece, position: int) -> MissingDataError:
         where = f"{request.name}{chunk_boxes(piece, np.array([position]))[0]}"
-        return MissingDataError(f"{where} at {self._store}: no host's chunk table has this chunk; run `shardckpt verify` for the full list.")
+        return MissingDataError(
+            f"{where} at {self._store}: no host's chunk table has this chunk; run `shardckpt verify` for the full list."
+        )
 
     def _located(
         self, request: Request, piece: Piece, positions: NDArray[np.int64], targets: Iterable[Sequence[Target]] = repeat(())
     ) -> Iterator[_Chunk]:
         """Those chunks, which the table has, with their places and where they go."""
-        table = self._arrays[piece.path]
+        table = self._arrays.get(piece.path, _NO_CHUNKS)
         rows = table.find(positions)
         columns = (table.file[rows], table.offset[rows], table.length[rows], table.crc[rows])
         for position, file, offset, length, crc, goes_to in zip(positions.tolist(), *(c.tolist() for c in columns), targets, strict=False):
@@ -248,7 +257,7 @@ class ChunkReader:
     def _all_chunks(self, request: Request, damaged: Callable[[str, Box, str, ShardckptError], None]) -> Iterator[_Chunk]:
         """Every chunk of the request's pieces that the table has; the others are reported."""
         for piece in request.pieces:
-            table = self._arrays.get(piece.path, ArrayChunks.none())
+            table = self._arrays.get(piece.path, _NO_CHUNKS)
             inside = table.chunk < piece.num_chunks
             missing = piece.num_chunks - int(inside.sum())
             # However many there are, the first of them are among the first of all.
@@ -400,14 +409,14 @@ class ChunkReader:
             self.stats.bytes_needed += needed
 
 
-def _targets(request: Request, pairs: Overlaps, begin: int, end: int) -> list[Target]:
-    """Per pair of those rows: the buffer, where in the buffer, where in the chunk."""
+def _targets(request: Request, pairs: Overlaps, rows: slice) -> list[Target]:
+    """Per pair of those: the buffer, where in the buffer, where in the chunk."""
     slices = []
     for boxes in (pairs.in_box, pairs.in_chunk):
-        rows = zip(boxes.start[begin:end].tolist(), boxes.stop[begin:end].tolist(), strict=True)
+        ranges = zip(boxes.start[rows].tolist(), boxes.stop[rows].tolist(), strict=True)
         # The ellipsis makes a view of a 0-d array, too.
-        slices.append([(*map(slice, start, stop), ...) for start, stop in rows])
-    return [(request.buffers[b], in_box, in_chunk) for b, in_box, in_chunk in zip(pairs.box[begin:end].tolist(), *slices, strict=True)]
+        slices.append([(*map(slice, start, stop), ...) for start, stop in ranges])
+    return [(request.buffers[b], in_box, in_chunk) for b, in_box, in_chunk in zip(pairs.box[rows].tolist(), *slices, strict=True)]
 
 
 def _scatter_read(path: str, offset: int, length: int, vectors: list[memoryview]) -> None:

@@ -3,7 +3,6 @@
 One process does everything that is asked: `tests/children/xla_adapter.py`.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,11 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.xla,
-    pytest.mark.xdist_group("xla"),
-    pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed"),
-]
+pytestmark = pytest.mark.xla
 
 CHILDREN = Path(__file__).parents[1] / "children"
 ORDERED, PERMUTED = list(range(8)), [3, 1, 2, 0, 7, 6, 5, 4]

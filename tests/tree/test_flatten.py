@@ -123,7 +123,7 @@ def test_a_dict_keeps_its_order_and_the_types_of_its_keys():
 
 
 def test_a_node_registered_with_torch_is_stored_by_its_keys():
-    pytree = pytest.importorskip("torch.utils._pytree")
+    from torch.utils import _pytree as pytree
 
     class Keyed:
         def __init__(self, w, b):
@@ -143,7 +143,7 @@ def test_a_node_registered_with_torch_is_stored_by_its_keys():
 
 
 def test_a_node_registered_with_jax_is_stored_by_its_keys():
-    tree_util = pytest.importorskip("jax.tree_util")
+    from jax import tree_util
 
     @tree_util.register_pytree_with_keys_class
     @dataclass
@@ -176,7 +176,7 @@ def test_a_node_registered_with_jax_is_stored_by_its_keys():
 
 
 def test_a_node_that_gives_two_children_one_key_is_refused():
-    pytree = pytest.importorskip("torch.utils._pytree")
+    from torch.utils import _pytree as pytree
 
     class Twice:
         pass

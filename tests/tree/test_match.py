@@ -159,7 +159,7 @@ def test_a_dataclass_gets_its_stored_fields_and_no_second_initialisation():
 
 
 def test_a_node_of_torch_is_rebuilt_by_its_registration():
-    pytree = pytest.importorskip("torch.utils._pytree")
+    from torch.utils import _pytree as pytree
 
     class Node:
         def __init__(self, children, constant):
@@ -173,7 +173,7 @@ def test_a_node_of_torch_is_rebuilt_by_its_registration():
 
 
 def test_a_node_of_jax_is_rebuilt_by_its_registration_and_keeps_its_constants():
-    tree_util = pytest.importorskip("jax.tree_util")
+    from jax import tree_util
 
     @dataclass
     class TrainState:
