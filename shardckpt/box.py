@@ -69,10 +69,6 @@ class Box:
         """The box as a numpy index into the whole tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
-    def relative_to(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """The box as a numpy index into an array whose first element is the tensor's index `origin`."""
-        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, origin, strict=True))
-
     def overlap(self, other: Box) -> Box | None:
         """The common part, or None where there is none (an empty box overlaps nothing)."""
         start = tuple(map(max, self.start, other.start))

@@ -83,16 +83,15 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
         raise NotFoundError(f"{location}: no such directory.")
     found = _entries(store, ".", names, everything)
     if not found:
-        for name in sorted((name for name in names if name.endswith("/")), key=natural_key):
+        for name in sorted((name.removesuffix("/") for name in names if name.endswith("/")), key=natural_key):
             found += _below(store, name, everything)
     return found
 
 
-def _below(store: Store, child: str, everything: bool) -> list[CatalogEntry]:
+def _below(store: Store, name: str, everything: bool) -> list[CatalogEntry]:
     """What lies in a directory below the root."""
-    name = child.removesuffix("/")
     try:
-        place = store.sub(child)
+        place = store.sub(name)
     except UrlError:
         return []  # a name that no checkpoint of ours can have
     try:

@@ -6,6 +6,7 @@ chunk is wanted.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,27 +16,32 @@ import numpy as np
 from shardckpt import names as naming
 from shardckpt.box import Box, BoxArray
 from shardckpt.errors import (
+    BudgetError,
+    CorruptionError,
     FormatError,
     MissingDataError,
     NamesMismatchError,
     NotFoundError,
+    OptionError,
+    ReplacedError,
     ShapeMismatchError,
     ShardckptError,
     UncommittedError,
 )
+from shardckpt.excerpt import excerpt
 from shardckpt.io import index
-from shardckpt.io.commit import RECORD, read_host_record, read_table, zarr_documents
+from shardckpt.io.commit import RECORD, is_attempt, read_host_files, read_table, zarr_documents
 from shardckpt.io.index_check import IndexCheck
 from shardckpt.io.reader import ChunkReader, ReadStats, Request
 from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks, merge_tables
 from shardckpt.io.url import parse
-from shardckpt.record import CheckpointRecord, HostRecord, TensorRecord, Tombstone, parse_checkpoint
+from shardckpt.record import CheckpointRecord, HostFiles, TensorRecord, Tombstone, format_version, parse_checkpoint
 from shardckpt.tree import alias_map
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -132,7 +138,10 @@ class Checkpoint:
 
         Raises:
             NamesMismatchError: there is no such tensor; says which name is nearest.
+            OptionError: that is no name.
         """
+        if not isinstance(name, str):
+            raise OptionError(f"{self.location}: {excerpt(name)} is no name of a tensor; give one of names(), as a str.")
         if name not in self._stored_name:
             raise NamesMismatchError(f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}.")
         return self.record.structure.tensors[self._stored_name[name]]
@@ -148,7 +157,7 @@ class Checkpoint:
             chunks=t.pieces[0].chunks,
             num_chunks=t.num_chunks,
             nbytes=t.nbytes,
-            tied_names=tuple(n for n, stored in self._stored_name.items() if stored == t.name and n != name),
+            tied_names=tuple(n for n in self._names_of[t.name] if n != name),
         )
 
     def read(self, name: str, box: Box | None = None) -> NDArray[Any]:
@@ -157,15 +166,47 @@ class Checkpoint:
         Raises:
             NamesMismatchError: no such tensor.
             ShapeMismatchError: the box lies outside it.
+            OptionError: that is no box.
             CorruptionError: stored bytes are damaged or missing.
         """
         t = self.tensor(name)
         box = Box.full(t.shape) if box is None else box
+        if not isinstance(box, Box):
+            raise OptionError(f"{name}: {excerpt(box)} is no box; give shardckpt.Box((first, …), (one past the last, …)).")
         if box.ndim != len(t.shape) or not Box.full(t.shape).contains(box) or any(b > n for b, n in zip(box.stop, t.shape, strict=True)):
             raise ShapeMismatchError(f"{name}: the box {box} lies outside its shape {t.shape} in {self.location}.")
-        out = np.empty(box.shape, t.dtype.storage)
-        self.reader.read([Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([box], box.ndim), [out])])
+        out = empty(name, box.shape, t.dtype.storage)
+        with self.reading():
+            self.reader.read([Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([box], box.ndim), [out])])
         return out.view(t.dtype.numpy)
+
+    @cached_property
+    def _names_of(self) -> dict[str, list[str]]:
+        """Stored name → every name of the tensor."""
+        names: dict[str, list[str]] = {}
+        for name, stored in self._stored_name.items():
+            names.setdefault(stored, []).append(name)
+        return names
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Tell data that is gone because somebody replaced or deleted the checkpoint from data that is lost.
+
+        Raises:
+            ReplacedError: what was raised inside is because of that.
+        """
+        try:
+            yield
+        except MissingDataError as e:
+            data, _ = self._store.read_versioned(RECORD)
+            try:
+                now = None if data is None else parse_checkpoint(data, f"{self._store}/{RECORD}")
+            except FormatError:
+                raise e from None
+            if isinstance(now, CheckpointRecord) and now.attempt == self.record.attempt:
+                raise
+            what = "replaced" if isinstance(now, CheckpointRecord) else "deleted"
+            raise ReplacedError(f"{self.location}: the checkpoint was {what} while it was being read; open it again.") from e
 
     @cached_property
     def reader(self) -> ChunkReader:
@@ -205,8 +246,8 @@ class Checkpoint:
         """
         return _Verification(self, progress).run()
 
-    def _hosts(self) -> list[HostRecord]:
-        return [read_host_record(self._place, reference) for reference in self.record.hosts]
+    def _hosts(self) -> list[HostFiles]:
+        return [read_host_files(self._place, reference) for reference in self.record.hosts]
 
     def _reader(self, files: list[str], arrays: Mapping[str, ArrayChunks]) -> ChunkReader:
         return ChunkReader(self._place, files, arrays, compression=self.record.compression)
@@ -221,7 +262,8 @@ class _Verification:
 
     def __init__(self, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None) -> None:
         self.record = checkpoint.record
-        self.place = checkpoint._place  # noqa: SLF001  (verification is a part of the checkpoint, in a class of its own)
+        self.store = checkpoint._store  # noqa: SLF001  (verification is a part of the checkpoint, in a class of its own)
+        self.place = checkpoint._place  # noqa: SLF001
         self.make_reader = checkpoint._reader  # noqa: SLF001
         self.progress = progress or (lambda _done, _all: None)
         self.report = VerifyReport()
@@ -229,7 +271,9 @@ class _Verification:
 
     def run(self) -> VerifyReport:
         """Metadata first, then all chunks, then what other readers go by."""
+        self._record()
         files, arrays = self._tables()
+        complete = self.report.ok
         reader = self.make_reader(files, arrays)
         tensors = list(self.record.structure.tensors.values())
         total = sum(t.num_chunks for t in tensors)
@@ -242,8 +286,26 @@ class _Verification:
             self.progress(done, total)
         self.report.chunks = total
         self.report.bytes_read = reader.stats.bytes_read
-        self._index(files, arrays)
+        for file in reader.longer_files():
+            self._damaged_file(file, CorruptionError("it has bytes that belong to no chunk"))
+        if complete:  # else every entry of an index would be news to an incomplete table
+            self._index(files, arrays)
         return self.report
+
+    def _record(self) -> None:
+        """Compare the commit record as it is now with what was opened; its version with the host records'.
+
+        No digest covers the version, but host records are covered whole, and one shardckpt writes them all.
+        """
+        try:
+            data = self.store.read(RECORD)
+            if parse_checkpoint(data, RECORD) != self.record:
+                self._damaged_record("it is not the record that was there when the checkpoint was opened")
+            versions = {format_version(self.place.read(host.key), host.key) for host in self.record.hosts}
+            if versions != {format_version(data, RECORD)}:
+                self._damaged_record("it names another format version than its host records")
+        except ShardckptError as e:
+            self._damaged_record(str(e))
 
     def _tables(self) -> tuple[list[str], dict[str, ArrayChunks]]:
         """All chunk tables that can be read, as one; the others are reported."""
@@ -251,7 +313,7 @@ class _Verification:
         for reference in self.record.hosts:
             file = reference.key
             try:
-                host = read_host_record(self.place, reference)
+                host = read_host_files(self.place, reference)
                 file = host.table.key
                 self.lanes += host.lanes
                 tables.append(read_table(self.place, host))
@@ -275,8 +337,23 @@ class _Verification:
     def _damaged_chunk(self, tensor: str, box: Box, file: str, error: ShardckptError) -> None:
         self.report.damage.append(Damage(tensor, box, f"{self.record.attempt}/{file}", str(error)))
 
+    def _damaged_record(self, reason: str) -> None:
+        self.report.damage.append(Damage(None, None, RECORD, reason))
+
     def _damaged_file(self, file: str, error: ShardckptError) -> None:
         self.report.damage.append(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
+
+
+def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Memory for a tensor.
+
+    Raises:
+        BudgetError: this machine has not enough, or none could have.
+    """
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError) as e:
+        raise BudgetError(f"{name}: there is no memory for an array of {shape} ({e}); read a box of it, or leave it out with only=.") from e
 
 
 def _groups(tensors: Sequence[TensorRecord], limit: int = 512 << 20) -> list[list[TensorRecord]]:
@@ -303,7 +380,7 @@ def _read_record(store: Store) -> CheckpointRecord:
     children = [child.removesuffix("/") for child in store.list_children() if child.endswith("/")]
     if isinstance(found, Tombstone):
         raise NotFoundError(f"{store}: the checkpoint was deleted ({found.reason}).")
-    if any(store.list_children(f"{child}/records") or store.list_children(f"{child}/hosts") for child in children):
+    if any(is_attempt(store, child) for child in children):
         raise UncommittedError(f"{store}: a save was begun there and never committed; it holds no checkpoint. Look for an earlier one.")
     inside = [child for child in children if store.exists(f"{child}/{RECORD}")]
     hint = f"; did you mean {store}/{max(inside, key=naming.natural_key)}?" if inside else "."

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardckpt.batches import batches
 from shardckpt.box import Box, BoxArray
 from shardckpt.io.reader import Request
 
@@ -92,7 +93,7 @@ def compare_values(
     total = sum(pair.a.nbytes for pair in pairs)
     done = 0
     tally: _Tally | None = None
-    for batch in _batches(_blocks(pairs, limit // 2), limit // 2):
+    for batch in batches(_blocks(pairs, limit // 2), lambda block: (block.nbytes, 1), (limit // 2, MOST_BLOCKS)):
         if progress is not None:
             progress(done, total)
         for block, one, other in zip(batch, _read(a, batch, "a"), _read(b, batch, "b"), strict=True):
@@ -156,20 +157,6 @@ def _block_box(piece: Piece, sides: Sequence[int], grid: Sequence[int], k: int) 
         k, coordinate = divmod(k, extent)
         start.insert(0, origin + coordinate * side)
     return Box(tuple(start), tuple(min(a + side, end) for a, side, end in zip(start, sides, piece.box.stop, strict=True)))
-
-
-def _batches(blocks: Iterator[_Block], nbytes: int) -> Iterator[list[_Block]]:
-    """Consecutive blocks of at most `nbytes` together, or a single larger one."""
-    batch: list[_Block] = []
-    size = 0
-    for block in blocks:
-        if batch and (size + block.nbytes > nbytes or len(batch) == MOST_BLOCKS):
-            yield batch
-            batch, size = [], 0
-        batch.append(block)
-        size += block.nbytes
-    if batch:
-        yield batch
 
 
 def _read(reader: ChunkReader, batch: Sequence[_Block], side: str) -> list[NDArray[Any]]:

@@ -4,7 +4,8 @@
 ShardckptError
 ├── UrlError                 (ValueError)          "url"               not a place we can store to
 ├── NotFoundError            (FileNotFoundError)   "not-found"         no committed checkpoint there
-│   └── UncommittedError                           "uncommitted"       an attempt that was never committed
+│   ├── UncommittedError                           "uncommitted"       an attempt that was never committed
+│   └── ReplacedError                              "replaced"          replaced or deleted while it was read
 ├── AlreadyExistsError       (FileExistsError)     "exists"            a committed checkpoint is there already
 ├── FormatError              (ValueError)          "format"            not a record that this reader understands
 │   └── VersionError                               "version"           written by a newer major version
@@ -48,6 +49,7 @@ __all__ = [
     "NamesMismatchError",
     "NotFoundError",
     "OptionError",
+    "ReplacedError",
     "ShapeMismatchError",
     "ShardckptError",
     "ShardingError",
@@ -85,6 +87,12 @@ class UncommittedError(NotFoundError):
     """A save was begun there and never committed."""
 
     code = "uncommitted"
+
+
+class ReplacedError(NotFoundError):
+    """The checkpoint that was open has been replaced or deleted while it was read."""
+
+    code = "replaced"
 
 
 class AlreadyExistsError(ShardckptError, FileExistsError):

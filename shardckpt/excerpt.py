@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from reprlib import Repr
 
-__all__ = ["excerpt"]
+__all__ = ["excerpt", "shortened"]
 
 _SHORT = Repr()
 _SHORT.maxlevel = 3
@@ -26,4 +26,13 @@ def excerpt(value: object, limit: int = 120) -> str:
         text = _SHORT.repr(value)
     except (ValueError, RecursionError):  # Python does not print integers of more than 4,300 digits
         text = f"a {type(value).__name__}"
+    return shortened(text, limit)
+
+
+def shortened(text: str, limit: int = 120) -> str:
+    """The text, cut off where it has more than `limit` characters.
+
+    >>> shortened("a long story", 7)
+    'a long…'
+    """
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardckpt.errors import ShardingError
+from shardckpt.excerpt import shortened
 from shardckpt.tile_assignment import MAX_DIMS, Iota, TileAssignment
 
 if TYPE_CHECKING:
@@ -202,5 +203,4 @@ class _Reader:
         return self.error(f"found {word[:40]!r} where {expected} was expected")
 
     def error(self, what: str) -> ShardingError:
-        text = self.text if len(self.text) <= 120 else self.text[:117] + "…"
-        return ShardingError(f"OpSharding text {text!r}: {what}, at character {self.at}.")
+        return ShardingError(f"OpSharding text {shortened(self.text)!r}: {what}, at character {self.at}.")

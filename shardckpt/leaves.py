@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from shardckpt.errors import FormatError, MissingExtraError, OptionError
+from shardckpt.excerpt import shortened
 from shardckpt.names import shown
 from shardckpt.scalars import decode_scalar, encode_scalar, from_hex
 
@@ -247,7 +248,8 @@ def _refused(node: object, where: str) -> FormatError:
     # Never its repr: that of a hostile node may be endless.
     what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
     return FormatError(
-        f"{shown(where)}: this {_short(str(what))!r} is not how a leaf is written; the checkpoint's record is damaged or not ours."
+        f"{shown(where)}: this {shortened(str(what), _SHOWN)!r} is not how a leaf is written; "
+        f"the checkpoint's record is damaged or not ours."
     )
 
 
@@ -397,19 +399,19 @@ def describe(node: JSON, where: str) -> tuple[str, str]:
         ((tag, content),) = node.items()
         try:
             if tag == "$torch.Size":
-                return tag[1:], _short(str(tuple(_extents(content))))
+                return tag[1:], shortened(str(tuple(_extents(content))), _SHOWN)
             if tag in {"$torch.dtype", "$torch.device"}:
                 return tag[1:], _word(content)
         except ValueError:
             raise _refused(node, where) from None
     value = decode(node, where)
     if isinstance(value, np.generic):
-        return f"numpy.{encode_scalar(value, where)[0]}", _short(str(value))
+        return f"numpy.{encode_scalar(value, where)[0]}", shortened(str(value), _SHOWN)
     if isinstance(value, int) and abs(value) >= _LARGEST_BARE_INT:
-        return "int", _short(hex(value))
+        return "int", shortened(hex(value), _SHOWN)
     kind = "None" if value is None else type(value).__name__
-    return kind, _short(repr(value[:100] if isinstance(value, str | bytes) else value))
+    return kind, shortened(repr(value[:100] if isinstance(value, str | bytes) else value), _SHOWN)
 
 
-def _short(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+_SHOWN = 60
+"""Characters of a leaf that people are shown."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from shardckpt.device_boxes import DeviceBoxes, Tiling, checked_tensor_shape, tile_shape
 from shardckpt.errors import FormatError, ShardingError
+from shardckpt.excerpt import shortened
 from shardckpt.hlo_text import Kind, parse_hlo
 from shardckpt.tile_assignment import Form, TileAssignment
 
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["Kind", "OpSharding"]
 
 _NO_BOXES = {
-    Kind.MANUAL: "manual: only the program inside the manual region knows what its devices hold; leave the region before saving",
-    Kind.UNREDUCED: "unreduced: its devices hold partial sums; reduce it before saving",
-    Kind.UNKNOWN: "unknown: the compiler has not decided yet; sync or compile before saving",
+    Kind.MANUAL: "manual: only the program inside the manual region knows what its devices hold; leave the region first",
+    Kind.UNREDUCED: "unreduced: its devices hold partial sums; reduce it first",
+    Kind.UNKNOWN: "unknown: the compiler has not decided yet; sync or compile first",
 }
 
 _SUBGROUP_ORDER = (Kind.MANUAL, Kind.UNREDUCED, Kind.REPLICATED)
@@ -123,7 +124,7 @@ class OpSharding:
         if kind is Kind.REPLICATED and num_devices is not None:
             return cls.replicated(num_devices)
         if kind is Kind.TILED and num_devices is not None and tiles is not None and tiles.num_devices != num_devices:
-            raise ShardingError(f"OpSharding: the text has {tiles.num_devices} devices where there are {num_devices}: {text[:120]}")
+            raise ShardingError(f"OpSharding: the text has {tiles.num_devices} devices where there are {num_devices}: {shortened(text)}")
         return cls(kind, tiles, subgroups)
 
     def relabel(self, device_ids: ArrayLike) -> OpSharding:
@@ -190,7 +191,7 @@ class OpSharding:
         self._saveable()
         if len(self.data_dims) != ndim:
             raise ShardingError(
-                f"OpSharding {_brief(self)} cuts tensors of {len(self.data_dims)} dimensions and this one has {ndim}; "
+                f"OpSharding {shortened(self.to_hlo())} cuts tensors of {len(self.data_dims)} dimensions and this one has {ndim}; "
                 "take the sharding of that very tensor."
             )
         return self.data_dims
@@ -325,7 +326,7 @@ class OpSharding:
             raise _no_devices(same)
         for kind in same.subgroups:
             if kind is not Kind.REPLICATED:
-                raise ShardingError(f"OpSharding {_brief(self)} cannot be saved. A subgroup is {_NO_BOXES[kind]}.")
+                raise ShardingError(f"OpSharding {shortened(self.to_hlo())} has no boxes. A subgroup is {_NO_BOXES[kind]}.")
         return same
 
 
@@ -347,9 +348,4 @@ def _is_whole(canonical: OpSharding) -> bool:
 def _no_devices(sharding: OpSharding) -> ShardingError:
     if sharding.kind is Kind.REPLICATED:
         return ShardingError("OpSharding {replicated} does not say on how many devices; read it with parse(text, num_devices=…).")
-    return ShardingError(f"OpSharding {_brief(sharding)} cannot be saved. It is {_NO_BOXES[sharding.kind]}.")
-
-
-def _brief(sharding: OpSharding) -> str:
-    text = sharding.to_hlo()
-    return text if len(text) <= 120 else text[:117] + "…"
+    return ShardingError(f"OpSharding {shortened(sharding.to_hlo())} has no boxes. It is {_NO_BOXES[sharding.kind]}.")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from shardckpt.sharding import Layout
 
-__all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "parse_bytes"]
+__all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "parse_bytes"]
 
 DEFAULT_MEMORY_LIMIT = 1 << 30
 """Host bytes that a save or restore uses beyond the state itself, unless told otherwise."""
@@ -46,12 +47,16 @@ class SaveOptions:
         if self.compression not in (None, "zstd"):
             raise OptionError(f'SaveOptions(compression={self.compression!r}): use None or "zstd".')
         object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
+        check_flag(self.overwrite, "overwrite")
+        _check_shardings(self.shardings)
         if self.budget < LEAST_MEMORY_LIMIT:
             raise OptionError(f"SaveOptions(memory_limit={self.budget}): at least {LEAST_MEMORY_LIMIT} bytes (16MiB) are needed.")
         try:
             same = json.loads(json.dumps(self.metadata, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as e:
             raise OptionError(f"SaveOptions(metadata=…): not a JSON object ({e}); use strings, finite numbers, lists and dicts.") from e
+        if not isinstance(same, dict):
+            raise OptionError(f"SaveOptions(metadata=…): a {type(self.metadata).__name__} is no JSON object; give a dict.")
         if same != self.metadata:
             raise OptionError("SaveOptions(metadata=…): JSON would change it; use string keys, and lists instead of tuples.")
 
@@ -67,11 +72,40 @@ def parse_bytes(value: int | str, what: str) -> int:
 
     >>> parse_bytes("512MiB", "memory_limit"), parse_bytes("1.5 GB", "memory_limit")
     (536870912, 1500000000)
+
+    Raises:
+        OptionError: neither a whole number nor such a text; names the option, `what`.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise OptionError(f'{what}={value!r}: give bytes as a whole number, or as text such as "512MiB".')
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    size = math.inf
+    if match is not None:
+        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+    if math.isinf(size):  # a float of too many digits is infinite
+        raise OptionError(f'{what}={excerpt(value)}: give bytes as a whole number, or as text such as "512MiB".')
+    return int(size)
+
+
+def check_flag(value: object, what: str) -> None:
+    """Refuse what only counts as true or false: "no" would be true.
+
+    Raises:
+        OptionError: not a bool; names the option, `what`.
+    """
+    if not isinstance(value, bool):
+        raise OptionError(f"{what}={excerpt(value)}: give True or False.")
+
+
+def _check_shardings(shardings: object) -> None:
+    """Refuse what is no mapping of patterns to layouts."""
+    if not isinstance(shardings, Mapping):
+        raise OptionError(f"SaveOptions(shardings=…): a {type(shardings).__name__} is no mapping; give a dict of pattern → layout.")
+    for pattern, layout in shardings.items():
+        if not isinstance(pattern, str):
+            raise OptionError(f"SaveOptions(shardings=…): the key {excerpt(pattern)} is no pattern; give text that names are matched with.")
+        # By what both kinds have: importing them here would import numpy.
+        if not hasattr(layout, "device_boxes"):
+            raise OptionError(
+                f"SaveOptions(shardings=…): {pattern!r} has a {type(layout).__name__}; give a shardckpt Sharding or OpSharding."
+            )

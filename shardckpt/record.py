@@ -18,7 +18,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shardckpt import dtypes
 from shardckpt.errors import DtypeError, FormatError, ShardingError, VersionError
@@ -30,7 +30,7 @@ from shardckpt.sharding import Layout, Sharding
 from shardckpt.tree import tensor_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.dtypes import DType
 
@@ -38,6 +38,7 @@ __all__ = [
     "FORMAT_VERSION",
     "CheckpointRecord",
     "FileReference",
+    "HostFiles",
     "HostRecord",
     "Structure",
     "TensorRecord",
@@ -54,6 +55,7 @@ LAYOUTS = ("packed", "zarr")
 COMPRESSIONS = (None, "zstd")
 _ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
 _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+_Devices = TypeVar("_Devices", Mesh, Layout)
 MOST_DIMENSIONS = 32
 LARGEST_DIMENSION = 1 << 62
 MOST_DEVICES = 1 << 24
@@ -204,15 +206,38 @@ class Structure:
         """Inverse of `to_json`; raises FormatError for anything that it would not write."""
         read = _Reader(doc, where)
         layouts = _layouts(read)
-        tensors = {}
+        tensors: dict[str, TensorRecord] = {}
+        suited: set[tuple[int, int]] = set()
         for name, entry in read.mapping("tensors").items():
-            tensors[name] = _tensor(_Reader(entry, f"{where}: tensor {name!r}"), name, layouts)
+            t = tensors[name] = _tensor(_Reader(entry, f"{where}: tensor {name!r}"), name, layouts)
+            if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
+                try:
+                    t.layout.parts(len(t.shape))
+                except ShardingError as e:
+                    raise FormatError(f"{where}: tensor {name!r}: {e}") from e
+                suited.add((id(t.layout), len(t.shape)))
         tree = read.value("tree")
         named = tensor_names(tree)
         if set(named) != set(tensors):
             odd = min(set(named) ^ set(tensors))
             read.fail(f"the tree and the list of tensors disagree about {odd!r}")
         return cls(tree, {name: tensors[name] for name in named})
+
+
+@dataclass(frozen=True, slots=True)
+class HostFiles:
+    """What a reader needs of a host's record: where the host's own files are. Cheap, however many tensors there are."""
+
+    table: FileReference
+    """The host's chunk table."""
+    lanes: tuple[str, ...]
+    """OCDBT databases relative to the attempt (packed layout)."""
+
+    @classmethod
+    def from_json(cls, doc: Any, where: str) -> HostFiles:
+        """These parts of a host record's JSON form."""
+        read = _Reader(doc, where)
+        return cls(read.reference("table"), tuple(read.keys("lanes")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,28 +378,33 @@ def _layout_json(layout: Layout, ndim: int, meshes: dict[Mesh, int]) -> dict[str
 def _layouts(read: _Reader) -> list[Layout]:
     """The shardings that tensors refer to by position."""
     # A newer minor version may add members; what is read is picked out here.
-    meshes: list[Mesh] = []
-    layouts: list[Layout] = []
-    devices = {"meshes": 0, "shardings": 0}
-    for key, entry in [*(("meshes", m) for m in read.sequence("meshes")), *(("shardings", s) for s in read.sequence("shardings"))]:
-        doc = _Reader(entry, read.where).doc
+    meshes = _believed(read, "meshes", lambda doc: Mesh.from_json(_picked(doc, ("shape", "axes", "devices"))))
+
+    def layout(doc: dict[str, Any]) -> Layout:
+        if "mesh" in doc:
+            return Sharding.from_json(_picked(doc, ("mesh", "spec")), meshes)
+        return OpSharding.from_json({"hlo": doc.get("op_sharding"), **_picked(doc, ("devices",))})
+
+    return _believed(read, "shardings", layout)
+
+
+def _believed(read: _Reader, key: str, parse: Callable[[dict[str, Any]], _Devices]) -> list[_Devices]:
+    """All of a list of meshes or shardings, as long as their devices are not too many together."""
+    found: list[_Devices] = []
+    devices = 0
+    for entry in read.sequence(key):
         try:
-            if key == "meshes":
-                meshes.append(Mesh.from_json(_picked(doc, ("shape", "axes", "devices"))))
-                devices[key] += meshes[-1].size
-            elif "mesh" in doc:
-                sharding = Sharding.from_json(_picked(doc, ("mesh", "spec")), meshes)
-                layouts.append(sharding)
-                devices[key] += sharding.mesh.size
-            else:
-                op_sharding = OpSharding.from_json({"hlo": doc.get("op_sharding"), **_picked(doc, ("devices",))})
-                layouts.append(op_sharding)
-                devices[key] += op_sharding.tiles.num_devices if op_sharding.tiles is not None else 0
+            found.append(parse(_Reader(entry, read.where).doc))
         except (FormatError, ShardingError) as e:
             raise FormatError(f"{read.where}: a sharding that cannot be: {e}") from e
-        if devices[key] > MOST_DEVICES:
+        last = found[-1]
+        if not isinstance(last, OpSharding):
+            devices += last.size if isinstance(last, Mesh) else last.num_devices
+        elif last.tiles is not None:
+            devices += last.tiles.num_devices
+        if devices > MOST_DEVICES:
             read.fail(f"its {key} have more than {MOST_DEVICES} devices together")
-    return layouts
+    return found
 
 
 def _picked(doc: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
@@ -388,10 +418,6 @@ def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:
     except DtypeError as e:
         raise FormatError(f"{read.where}: {e}") from e
     layout = read.pick("sharding", layouts) if "sharding" in read.doc else None
-    try:
-        _ = layout and layout.parts(len(shape))
-    except ShardingError as e:
-        raise FormatError(f"{read.where}: {e}") from e
     if "pieces" in read.doc:
         entries = [_Reader(p, read.where) for p in read.sequence("pieces")]
         pieces = tuple(

@@ -11,28 +11,39 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from shardckpt import frameworks
+from shardckpt.batches import batches
 from shardckpt.box import BoxArray
-from shardckpt.checkpoint import Checkpoint
-from shardckpt.errors import DtypeMismatchError, MismatchError, NamesMismatchError, OptionError, ShapeMismatchError, StructureMismatchError
+from shardckpt.checkpoint import Checkpoint, empty
+from shardckpt.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    NamesMismatchError,
+    OptionError,
+    ShapeMismatchError,
+    ShardckptError,
+    StructureMismatchError,
+)
 from shardckpt.io.budget import BufferPool, Lease, round_up
 from shardckpt.io.reader import Request
 from shardckpt.names import Only, selector
-from shardckpt.options import DEFAULT_MEMORY_LIMIT, parse_bytes
+from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.tree import leaf_names, match, stored_names, unflatten
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
+    from shardckpt.dtypes import DType
     from shardckpt.frameworks.base import Sink
     from shardckpt.record import TensorRecord
 
@@ -62,7 +73,8 @@ def restore(
             None: everything, as numpy arrays in plain containers.
         only: patterns of names (`"model/**"`), or a function of a name; all other leaves keep what `like` holds.
         strict: names that are missing from the checkpoint, or that it has and `like` has not, are an error.
-        cast: allow stored tensors to be converted to the dtype of their leaf.
+        cast: allow stored tensors to be converted to the dtype of their leaf, as `numpy.astype` does: rounded to the nearest,
+            and integers wrap. What has no conversion, and complex to real, is refused.
         memory_limit: bytes of host staging. One tensor's shards of this process are the least it takes.
 
     Returns:
@@ -71,8 +83,13 @@ def restore(
     Raises:
         NotFoundError: no committed checkpoint there.
         MismatchError: names, structure, shape or dtype differ from `like`; nothing was read.
+        LeafError, ShardingError: a leaf that cannot be restored into, by name; nothing was read.
+        OptionError: an option that cannot be.
+        ReplacedError: the checkpoint was replaced or deleted while it was being read.
         CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined.
     """
+    check_flag(strict, "strict")
+    check_flag(cast, "cast")
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit <= 0:
@@ -83,17 +100,15 @@ def restore(
         raise NamesMismatchError(f"{checkpoint.location}: only={only!r} selects none of its names; `shardckpt info` lists them.")
     if like is None:
         stored = stored_names(checkpoint.tree, wanted)
-        leaves: dict[str, list[tuple[str, object]]] = {name: [(name, _empty(checkpoint.tensor(name)))] for name in stored}
+        leaves: dict[str, list[tuple[str, object]]] = {
+            name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, checkpoint.tensor(name)) for name in stored)
+        }
         return unflatten(checkpoint.tree, _run(checkpoint, _jobs(checkpoint, leaves, cast=False), pool), wanted)
     try:
         matched = match(like, checkpoint.tree, frameworks.is_tensor, only=wanted, strict=strict)
     except MismatchError as e:
         raise type(e)(f"{checkpoint.location}: {e}") from None
     return matched.build(_run(checkpoint, _jobs(checkpoint, matched.tensors, cast=cast), pool))
-
-
-def _empty(tensor: TensorRecord) -> NDArray[Any]:
-    return np.empty(tensor.shape, tensor.dtype.numpy)
 
 
 def _jobs(checkpoint: Checkpoint, leaves: Mapping[str, Sequence[tuple[str, object]]], *, cast: bool) -> list[_Job]:
@@ -106,7 +121,6 @@ def _jobs(checkpoint: Checkpoint, leaves: Mapping[str, Sequence[tuple[str, objec
     """
     frameworks.settle(leaf for wanted in leaves.values() for _, leaf in wanted)
     jobs = []
-    filled: dict[Hashable, str] = {}
     for stored, wanted in leaves.items():
         tensor = checkpoint.tensor(stored)
         landings: dict[Hashable, _Landing] = {}
@@ -122,69 +136,89 @@ def _jobs(checkpoint: Checkpoint, leaves: Mapping[str, Sequence[tuple[str, objec
                     f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, the leaf to restore into has {sink.dtype.name}; "
                     f"pass cast=True to convert."
                 )
-            memory = frameworks.identity(leaf) if sink.destinations else None
-            if memory is not None and filled.setdefault(memory, stored) != stored:
-                raise StructureMismatchError(
-                    f"{name}: in `like` it is the same memory as the leaf for {filled[memory]}, {checkpoint.location} has two tensors; "
-                    f"give each a tensor of its own."
+            if not _castable(tensor.dtype, sink.dtype):
+                raise DtypeMismatchError(
+                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, which cannot be converted to {sink.dtype.name}; "
+                    f"restore it as it is."
                 )
             # Leaves of tied tensors that want the same thing get one object, as they were one when saved.
-            landings.setdefault(sink.tie_key, _Landing(tensor, sink, [])).names.append(name)
+            landings.setdefault(sink.tie_key, _Landing(tensor, sink)).names.append(name)
         jobs.append(_Job(tensor, list(landings.values())))
+    _refuse_shared_memory(jobs)
     return jobs
 
 
-@dataclass(slots=True)
+def _castable(stored: DType, wanted: DType) -> bool:
+    """Whether elements can be converted, and not just lose their imaginary parts."""
+    if stored == wanted:
+        return True
+    if stored.numpy.kind == "c" and wanted.numpy.kind != "c":
+        return False
+    try:
+        np.zeros(1, stored.numpy).astype(wanted.numpy)
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse_shared_memory(jobs: Sequence[_Job]) -> None:
+    """Raise unless what is filled in place has memory of its own: several threads write, in no particular order."""
+    extents = [(*byte_bounds(array), array, landing) for job in jobs for landing in job.landings for array in landing.destinations or ()]
+    extents.sort(key=lambda extent: extent[:2])
+    open_until: list[tuple[int, Array, _Landing]] = []
+    for start, stop, array, landing in extents:
+        open_until = [other for other in open_until if other[0] > start]
+        for _, other, before in open_until:
+            same_view = landing.tensor is before.tensor and landing.view == before.view
+            if not same_view and _share_memory(array, other):
+                raise StructureMismatchError(
+                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so both cannot be restored in place; give "
+                    f"each a tensor of its own."
+                )
+        open_until.append((stop, array, landing))
+
+
+def _share_memory(a: Array, b: Array) -> bool:
+    """Whether an element of one lies in the memory of the other; in doubt, yes."""
+    try:
+        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]  # numpy takes any number here
+    except np.exceptions.TooHardError:
+        return True
+
+
 class _Landing:
     """One place that a tensor goes to."""
 
-    tensor: TensorRecord
-    sink: Sink
-    names: list[str]
-    """The names in the result that it is returned under."""
-    buffers: list[Array] = field(default_factory=list)
-    """Per box, what the chunks are read into: of the stored dtype."""
-
-    @property
-    def same_dtype(self) -> bool:
-        """Whether elements go as they are."""
-        return self.sink.dtype == self.tensor.dtype
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Per box, the shape of its buffer."""
-        return [v.shape for v in self.sink.destinations] if self.sink.destinations is not None else self.sink.buffer_shapes
-
-    @property
-    def staged_bytes(self) -> int:
+    def __init__(self, tensor: TensorRecord, sink: Sink) -> None:
+        self.tensor = tensor
+        self.sink = sink
+        self.names: list[str] = []
+        """The names in the result that it is returned under."""
+        self.buffers: list[Array] = []
+        """Per box, what the chunks are read into."""
+        self.boxes = sink.boxes
+        self.destinations = sink.destinations
+        self.converts = sink.dtype != tensor.dtype or any(not v.dtype.isnative for v in self.destinations or ())
+        """Whether elements are converted on their way into the buffers."""
+        shapes = sink.buffer_shapes if self.destinations is None else []
+        self.staged_bytes = sum(round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in shapes)
         """Host bytes that it needs beyond its own memory."""
-        stored, wanted = self.tensor.dtype.storage.itemsize, self.sink.dtype.numpy.itemsize
-        if self.sink.destinations is not None:
-            sizes = [] if self.same_dtype else [stored]
-        else:
-            sizes = [stored] if self.same_dtype else [stored, wanted]
-        return sum(round_up(prod(shape) * size) for shape in self.shapes for size in sizes)
+
+    @property
+    def view(self) -> list[object]:
+        """Where it is filled in place, and how that memory is seen."""
+        return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.destinations or ()]
 
     def prepare(self, lease: Lease) -> None:
-        """Set `buffers`."""
-        storage = self.tensor.dtype.storage
-        if self.sink.destinations is not None and self.same_dtype:
-            self.buffers = [v.view(storage) for v in self.sink.destinations]
-            return
-        self.buffers = [lease.array(shape, storage) for shape in self.shapes]
-
-    def finish(self, lease: Lease) -> object:
-        """Convert if need be, and hand the elements to the target; the restored leaf."""
-        logical = [b.view(self.tensor.dtype.numpy) for b in self.buffers]
-        if self.same_dtype:
-            return self.sink.place(logical)
-        if self.sink.destinations is not None:
-            converted: list[Array] = list(self.sink.destinations)
+        """Set `buffers`, of the sink's dtype."""
+        if self.destinations is not None:
+            self.buffers = self.destinations
         else:
-            converted = [lease.array(b.shape, self.sink.dtype.numpy) for b in logical]
-        for destination, source in zip(converted, logical, strict=True):
-            np.copyto(destination, source, casting="unsafe")
-        return self.sink.place(converted)
+            self.buffers = [lease.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes]
+
+    def finish(self) -> object:
+        """Hand the elements to the sink; the restored leaf."""
+        return self.sink.place(self.buffers)
 
 
 @dataclass(slots=True)
@@ -199,18 +233,33 @@ class _Job:
         """Staging that the job takes from the pool."""
         return sum(landing.staged_bytes for landing in self.landings)
 
+    @property
+    def placing_bytes(self) -> int:
+        """Host bytes that placing takes besides; one leaf is placed at a time."""
+        return max(landing.sink.placing_bytes for landing in self.landings)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the boxes that this process needs, as they are stored: its own share, not the whole tensor."""
+        return int(sum(landing.boxes.sizes().sum() for landing in self.landings)) * self.tensor.dtype.storage.itemsize
+
     def request(self) -> Request:
         """All boxes of all landings, so that a chunk that several want is read once."""
-        boxes = [landing.sink.boxes for landing in self.landings]
+        boxes = [landing.boxes for landing in self.landings]
         together = BoxArray(np.concatenate([b.start for b in boxes]), np.concatenate([b.stop for b in boxes]))
         buffers = [buffer for landing in self.landings for buffer in landing.buffers]
-        return Request(self.tensor.name, self.tensor.dtype.storage, self.tensor.pieces, together, buffers)
+        storage = self.tensor.dtype.storage
+        if any(landing.converts for landing in self.landings):
+            return Request(self.tensor.name, storage, self.tensor.pieces, together, buffers, convert_from=self.tensor.dtype.numpy)
+        # As bits: nothing touches them on their way.
+        return Request(self.tensor.name, storage, self.tensor.pieces, together, [buffer.view(storage) for buffer in buffers])
 
 
 def _run(checkpoint: Checkpoint, jobs: Sequence[_Job], pool: BufferPool) -> dict[str, object]:
     """Read and place everything; the restored leaves by name."""
     restored: dict[str, object] = {}
-    batches = list(_batches(jobs, pool.limit // 2))
+    # Tensors that are read together: at most half of the limit each, one batch being placed and one read.
+    some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes), (pool.limit // 2, LARGEST_BATCH)))
 
     def read(batch: Sequence[_Job]) -> Lease:
         lease = pool.take(sum(job.staged_bytes for job in batch))
@@ -218,36 +267,27 @@ def _run(checkpoint: Checkpoint, jobs: Sequence[_Job], pool: BufferPool) -> dict
             for job in batch:
                 for landing in job.landings:
                     landing.prepare(lease)
-            checkpoint.reader.read([job.request() for job in batch])
+            with checkpoint.reading():
+                checkpoint.reader.read([job.request() for job in batch])
+        except ShardckptError as e:
+            lease.give_back()
+            if any(landing.destinations for job in jobs for landing in job.landings):
+                raise type(e)(f"{e} What `like` has been filled with in place is undefined now.") from e
+            raise
         except BaseException:
             lease.give_back()
             raise
         return lease
 
     with ThreadPoolExecutor(1, "shardckpt-ahead") as ahead:
-        coming = ahead.submit(read, batches[0]) if batches else None
-        for batch, following in zip_longest(batches, batches[1:]):
+        coming = ahead.submit(read, some[0]) if some else None
+        for batch, following in zip_longest(some, some[1:]):
             assert coming is not None
-            with coming.result() as lease:
+            with coming.result():
                 coming = ahead.submit(read, following) if following is not None else None
                 for job in batch:
                     for landing in job.landings:
-                        leaf = landing.finish(lease)
+                        leaf = landing.finish()
                         restored.update(dict.fromkeys(landing.names, leaf))
                         landing.buffers = []
     return restored
-
-
-def _batches(jobs: Sequence[_Job], limit: int) -> Iterator[list[_Job]]:
-    """Tensors that are read together: at most `limit` bytes of staging, or a single larger tensor."""
-    batch: list[_Job] = []
-    staged = read = 0
-    for job in jobs:
-        if batch and (staged + job.staged_bytes > limit or read + job.tensor.nbytes > LARGEST_BATCH):
-            yield batch
-            batch, staged, read = [], 0, 0
-        batch.append(job)
-        staged += job.staged_bytes
-        read += job.tensor.nbytes
-    if batch:
-        yield batch

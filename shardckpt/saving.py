@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt import frameworks
-from shardckpt.errors import OptionError
-from shardckpt.io.commit import commit, new_attempt, read_prior
+from shardckpt.batches import batches
+from shardckpt.box import BoxArray
+from shardckpt.errors import LeafError, OptionError, ShardingError, StorageError
+from shardckpt.io.commit import RECORD, assemble, discard, new_attempt, publish, read_prior
 from shardckpt.io.host import HostWriter
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.names import array_path, matches, piece_path
+from shardckpt.names import array_path, matches, piece_path, shown
 from shardckpt.options import SaveOptions
-from shardckpt.record import CheckpointRecord, Structure, TensorRecord
-from shardckpt.reshard.chunks import chunk_shape, grid_shape, smallest_chunk
+from shardckpt.record import MOST_DIMENSIONS, CheckpointRecord, Structure, TensorRecord
+from shardckpt.reshard.chunks import chunking, grid_shape, smallest_chunk
 from shardckpt.reshard.plan import Piece, chunk_boxes, chunks_inside
 from shardckpt.tree import flatten
 
@@ -35,15 +37,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.box import BoxArray
     from shardckpt.frameworks.base import Source
     from shardckpt.sharding import Layout
 
 __all__ = ["save"]
 
 HOST = 0
-LARGEST_COMMON_CHUNK = 16 << 20
-"""Bytes; where a common grid would need larger chunks (tiles of prime length), every shard becomes a piece."""
 
 
 def save(url: str | os.PathLike[str], state: Any, *, options: SaveOptions | None = None) -> None:
@@ -55,11 +54,15 @@ def save(url: str | os.PathLike[str], state: Any, *, options: SaveOptions | None
         options: see `SaveOptions`.
 
     Raises:
-        LeafError: a leaf that cannot be stored, by name; nothing was written.
+        LeafError, ShardingError: a leaf, or its layout, that cannot be stored, by name; nothing was written.
+        OptionError: a pattern in `shardings` that no plain tensor goes by, or `options` that are no SaveOptions.
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is not set.
         StorageError: the storage failed; what was there before is as it was.
     """
-    options = options or SaveOptions()
+    if options is None:
+        options = SaveOptions()
+    if not isinstance(options, SaveOptions):
+        raise OptionError(f"save(options=…): a {type(options).__name__} is no SaveOptions; give shardckpt.SaveOptions(…).")
     flat = flatten(state, frameworks.is_tensor, frameworks.identity)
     sources = frameworks.sources(flat.tensors)
     structure = Structure(flat.tree, _tensor_records(sources, options))
@@ -70,47 +73,65 @@ def save(url: str | os.PathLike[str], state: Any, *, options: SaveOptions | None
     place = store.sub(attempt)
     try:
         _write(place, attempt, sources, structure, options)
+        record = assemble(store, attempt)
     except BaseException:
-        # Nothing refers to the attempt yet.
-        place.delete_prefix("")
+        # Nothing refers to the attempt yet, and from here nothing ever will.
+        discard(place)
         raise
-    commit(store, attempt, prior)
+    publish(store, record, prior)
     if isinstance(prior.record, CheckpointRecord):
-        store.sub(prior.record.attempt).delete_prefix("")
+        replaced = store.sub(prior.record.attempt)
+        try:
+            if not replaced.exists(RECORD):  # else it is a checkpoint by itself, and no attempt of ours
+                replaced.delete_prefix("")
+        except StorageError as e:
+            raise StorageError(f"{store}: the new checkpoint is committed; the one that it replaces cannot be removed ({e})") from e
 
 
 def _tensor_records(sources: Mapping[str, Source], options: SaveOptions) -> dict[str, TensorRecord]:
     """How each tensor will be stored."""
     smallest = smallest_chunk(sum(prod(s.shape) * s.dtype.storage.itemsize for s in sources.values()))
-    unused = set(options.shardings)
     records = {}
-    for name, source in sources.items():
-        layout = source.layout
-        if layout is None:
-            pattern = next((p for p in options.shardings if matches(p, name)), None)
-            if pattern is not None:
-                layout = options.shardings[pattern]
-                unused.discard(pattern)
-        pieces = _pieces(name, source.shape, source.dtype.storage.itemsize, layout, smallest)
+    for (name, source), layout in zip(sources.items(), _layouts(sources, options.shardings), strict=True):
+        if len(source.shape) > MOST_DIMENSIONS:
+            raise LeafError(f"{shown(name)} has {len(source.shape)} dimensions, and at most {MOST_DIMENSIONS} can be stored; reshape it.")
+        try:
+            pieces = _pieces(name, source.shape, source.dtype.storage.itemsize, layout, smallest)
+        except ShardingError as e:
+            raise ShardingError(f"{shown(name)}: {e}") from e
         records[name] = TensorRecord(name, source.shape, source.dtype, layout, pieces)
-    if unused:
-        raise OptionError(f"SaveOptions(shardings=…): {min(unused)!r} matches no plain tensor; patterns are matched with whole names.")
     return records
 
 
+def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> list[Layout | None]:
+    """How each tensor is laid out: as it is on its devices, or a plain one by the first pattern that matches it."""
+    layouts = []
+    used: set[str] = set()
+    shadowed: dict[str, str] = {}
+    for name, source in sources.items():
+        fitting = [pattern for pattern in shardings if matches(pattern, name)] if source.layout is None else []
+        used.update(fitting[:1])
+        for pattern in fitting[1:]:
+            shadowed[pattern] = fitting[0]
+        layouts.append(shardings[fitting[0]] if fitting else source.layout)
+    for pattern in shardings:
+        if pattern not in used:
+            raise OptionError(
+                f"SaveOptions(shardings=…): {pattern!r} is shadowed by {shadowed[pattern]!r}, which comes first; put it before that."
+                if pattern in shadowed
+                else f"SaveOptions(shardings=…): {pattern!r} matches no plain tensor; patterns are matched with whole names."
+            )
+    return layouts
+
+
 def _pieces(name: str, shape: tuple[int, ...], itemsize: int, layout: Layout | None, smallest: int) -> tuple[Piece, ...]:
-    """One array for the whole tensor, or one per shard where no useful common grid exists."""
-    whole = (1,) * len(shape)
-    parts = whole if layout is None else layout.parts(len(shape))
-    chunks = chunk_shape(shape, itemsize, parts, smallest=smallest)
-    if layout is None or prod(chunks) * itemsize <= LARGEST_COMMON_CHUNK:
-        return (Piece(array_path(name), (0,) * len(shape), shape, chunks),)
-    tile = layout.tile(shape)
-    shards = chunk_boxes(Piece("", (0,) * len(shape), shape, tile), np.arange(prod(grid_shape(shape, tile))))
-    return tuple(
-        Piece(piece_path(name, i), box.start, box.shape, chunk_shape(box.shape, itemsize, whole, smallest=smallest))
-        for i, box in enumerate(shards[i] for i in range(len(shards)))
-    )
+    """One array for the whole tensor, or several where no useful common grid exists."""
+    origin = (0,) * len(shape)
+    cut = chunking(shape, itemsize, (1,) * len(shape) if layout is None else layout.parts(len(shape)), smallest=smallest)
+    if cut.piece == shape:
+        return (Piece(array_path(name), origin, shape, cut.chunks),)
+    boxes = chunk_boxes(Piece("", origin, shape, cut.piece), np.arange(prod(grid_shape(shape, cut.piece))))
+    return tuple(Piece(piece_path(name, i), boxes[i].start, boxes[i].shape, cut.chunks) for i in range(len(boxes)))
 
 
 def _write(place: Store, attempt: str, sources: Mapping[str, Source], structure: Structure, options: SaveOptions) -> None:
@@ -120,7 +141,7 @@ def _write(place: Store, attempt: str, sources: Mapping[str, Source], structure:
         place, attempt, HOST, layout=options.layout, compression=options.compression, memory_limit=options.budget - 2 * staging
     )
     try:
-        for batch in _batches(sources, staging):
+        for batch in batches(sources, lambda name: (sources[name].staged_bytes,), (staging,)):
             fetched = frameworks.fetch([sources[name] for name in batch])
             for name, arrays in zip(batch, fetched, strict=True):
                 for piece, position, elements in _chunks(structure.tensors[name], sources[name].boxes, arrays):
@@ -131,31 +152,19 @@ def _write(place: Store, attempt: str, sources: Mapping[str, Source], structure:
         raise
 
 
-def _batches(sources: Mapping[str, Source], limit: int) -> Iterator[list[str]]:
-    """Names of sources that are fetched together: at most `limit` staged bytes, or a single larger tensor."""
-    batch: list[str] = []
-    size = 0
-    for name, source in sources.items():
-        if batch and size + source.staged_bytes > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += source.staged_bytes
-    if batch:
-        yield batch
-
-
 def _chunks(
     tensor: TensorRecord, boxes: BoxArray, arrays: Sequence[NDArray[np.generic]]
 ) -> Iterator[tuple[Piece, int, NDArray[np.generic]]]:
     """The chunks in some boxes of a tensor, with their elements as they are stored."""
+    pieces = BoxArray.of([piece.box for piece in tensor.pieces], len(tensor.shape))
     for i, array in enumerate(arrays):
         box = boxes[i]
         stored = array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
-        for piece in tensor.pieces:
+        # A tensor may have as many pieces as shards: of each box only those that it touches are looked at in Python.
+        touched = np.flatnonzero((np.maximum(pieces.start, box.start) < np.minimum(pieces.stop, box.stop)).all(axis=1))
+        for piece in (tensor.pieces[k] for k in touched.tolist()):
             part = box.overlap(piece.box)
-            if part is None:
-                continue
+            assert part is not None
             positions, inside = chunks_inside(piece, part)
             start, stop = (inside.start - np.array(box.start, np.int64)).tolist(), (inside.stop - np.array(box.start, np.int64)).tolist()
             for position, a, b in zip(positions.tolist(), start, stop, strict=True):

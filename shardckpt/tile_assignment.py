@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardckpt.errors import ShardingError
+from shardckpt.excerpt import shortened
 from shardckpt.mesh import MAX_DEVICES, checked_ids, checked_sizes
 
 if TYPE_CHECKING:
@@ -196,8 +197,7 @@ class TileAssignment:
         return self._hash
 
     def __repr__(self) -> str:
-        text = self.to_hlo("auto")
-        return f"TileAssignment({text if len(text) <= 200 else text[:199] + '…'})"
+        return f"TileAssignment({shortened(self.to_hlo('auto'), 200)})"
 
 
 def _checked_iota(iota: Iota, dims: tuple[int, ...]) -> Iota:

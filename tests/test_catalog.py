@@ -97,3 +97,10 @@ def test_a_place_that_is_not_there_is_an_error(tmp_path):
 
 def test_an_empty_directory_holds_no_checkpoints(tmp_path):
     assert catalog(tmp_path) == []
+
+
+def test_a_name_is_listed_before_those_that_begin_with_it(tmp_path):
+    names = ["cont", "cont2", "step", "step-2", "step-10"]
+    for name in names:
+        save(tmp_path / name)
+    assert [entry.name for entry in catalog(tmp_path)] == names

@@ -32,7 +32,9 @@ def every_value(dtype: DType) -> np.ndarray:
 
 @pytest.fixture
 def tensorstore():
-    return pytest.importorskip("tensorstore")
+    import tensorstore
+
+    return tensorstore
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -80,7 +82,8 @@ def test_a_name_and_its_numpy_dtype_mean_the_same(name):
 
 
 def test_names_are_those_of_torch():
-    torch = pytest.importorskip("torch")
+    import torch
+
     found = {name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)}
     assert found >= {
         "bool",

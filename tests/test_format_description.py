@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import shardckpt
-from shardckpt import saving
 from shardckpt.dtypes import DTYPES
 from shardckpt.names import array_path
+from shardckpt.reshard import chunks
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (DOCS / "format.md").read_text(), re.DOTALL | re.MULTILINE)
@@ -20,7 +20,7 @@ ODD_KEYS = ["a/b", "~", "é", "zarr.json", "..", "__x", "x" * 400, 7, "7", None,
 @pytest.fixture(params=[("packed", None), ("packed", "zstd"), ("zarr", None)], ids=str)
 def checkpoint(request, tmp_path, monkeypatch):
     """One with names, shapes and dtypes of every kind, and a tensor in pieces."""
-    monkeypatch.setattr(saving, "LARGEST_COMMON_CHUNK", 64)
+    monkeypatch.setattr(chunks, "LARGEST_COMMON_CHUNK", 64)
     layout, compression = request.param
     state = {
         "keys": {key: np.arange(i, dtype=np.int16) for i, key in enumerate(ODD_KEYS)},

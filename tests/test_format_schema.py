@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
-from shardckpt import saving
 from shardckpt.errors import FormatError
 from shardckpt.record import Tombstone, seal
+from shardckpt.reshard import chunks
 from shardckpt.tree import flatten, tensor_names, unflatten
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "format.schema.json").read_text())
@@ -56,7 +56,7 @@ def everything():
 @pytest.fixture(params=["packed", "zarr"])
 def saved(request, tmp_path, monkeypatch):
     """The records of a real checkpoint: the commit record, and the host's."""
-    monkeypatch.setattr(saving, "LARGEST_COMMON_CHUNK", 64)
+    monkeypatch.setattr(chunks, "LARGEST_COMMON_CHUNK", 64)
     mesh = shardckpt.Mesh((2, 2), ("x", "y"), [3, 1, 0, 2])
     shardings = {
         "w": shardckpt.Sharding(mesh, shardckpt.PartitionSpec(None, ("x", "y"))),

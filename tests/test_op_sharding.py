@@ -318,9 +318,9 @@ def test_maximal_is_the_whole_tensor_on_one_device():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{manual}", "It is manual: .* leave the region before saving"),
-        ("{unknown}", "It is unknown: .* before saving"),
-        ("{unreduced}", "It is unreduced: .* reduce it before saving"),
+        ("{manual}", "has no boxes. It is manual: .* leave the region first"),
+        ("{unknown}", "It is unknown: .* compile first"),
+        ("{unreduced}", "It is unreduced: .* reduce it first"),
         ("{devices=[2,2]<=[4] last_tile_dims={manual}}", "A subgroup is manual: "),
         ("{devices=[2,2,2]<=[8] last_tile_dims={replicated, unreduced}}", "A subgroup is unreduced: "),
         ("{devices=[1,4]<=[4] last_tile_dims={manual}}", "It is manual: "),

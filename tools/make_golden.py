@@ -22,9 +22,9 @@ import ml_dtypes
 import numpy as np
 
 import shardckpt
-from shardckpt import saving
 from shardckpt.dtypes import DTYPES
 from shardckpt.record import FORMAT_VERSION
+from shardckpt.reshard import chunks
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 sys.path.insert(0, str(GOLDEN))
@@ -133,7 +133,7 @@ def main() -> None:
     """Write both checkpoints and the facts."""
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDEN / f"v{FORMAT_VERSION[0]}"
     # A tensor is cut into pieces where chunks would be larger than this; no golden tensor could be large enough.
-    saving.LARGEST_COMMON_CHUNK = 256
+    chunks.LARGEST_COMMON_CHUNK = 256
     made = state()
     for layout, compression in (("packed", None), ("zarr", "zstd")):
         place = directory / layout

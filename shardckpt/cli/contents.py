@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.layouts import mesh_text, spec_text
 from shardckpt.cli.screen import Cell, Screen, column_widths
-from shardckpt.cli.text import count, file_size, shape_text, shorten, visible
+from shardckpt.cli.text import count, file_size, shape_text, visible
 from shardckpt.errors import NamesMismatchError
+from shardckpt.excerpt import shortened
 from shardckpt.leaves import describe
 from shardckpt.names import did_you_mean
 from shardckpt.sharding import Sharding
@@ -33,6 +34,8 @@ MOST_MESHES = 8
 MOST_METADATA = 20
 MOST_SPECS = 30
 """Lines of each that are shown to a person; --json has all."""
+LONGEST_METADATA = 200
+"""Characters of such a line."""
 
 
 def find(checkpoint: Checkpoint, name: str | None) -> Node:
@@ -153,7 +156,7 @@ def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
     facts += [("mesh" if len(meshes) == 1 else f"mesh {i}", mesh_text(mesh)) for i, mesh in enumerate(meshes[:MOST_MESHES], 1)]
     if len(meshes) > MOST_MESHES:
         facts.append(("", f"… and {len(meshes) - MOST_MESHES:,} more meshes"))
-    metadata = [shorten(f"{visible(key)} = {json.dumps(value)}") for key, value in record.metadata.items()]
+    metadata = [shortened(f"{visible(key)} = {json.dumps(value)}", LONGEST_METADATA) for key, value in record.metadata.items()]
     facts += [("metadata" if i == 0 else "", line) for i, line in enumerate(metadata[:MOST_METADATA])]
     if len(metadata) > MOST_METADATA:
         facts.append(("", f"… and {len(metadata) - MOST_METADATA:,} more"))

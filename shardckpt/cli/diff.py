@@ -85,7 +85,6 @@ def _value_document(value: ValueChange) -> dict[str, Any]:
 
 
 def _lines(screen: Screen, comparison: Comparison, *, structure: bool, layout: bool) -> Iterator[str]:
-
     yield from _section(screen, "only in A", "red", [[Cell(visible(name))] for name in comparison.only_a])
     yield from _section(screen, "only in B", "green", [[Cell(visible(name))] for name in comparison.only_b])
     yield from _section(screen, "changed", "yellow", [_change_row(change) for change in comparison.changes])

@@ -29,6 +29,7 @@ STATUS = {
     "sharding": 2,
     "not-found": 3,
     "uncommitted": 3,
+    "replaced": 3,
     "corrupt": 4,
     "missing-data": 4,
     "format": 4,

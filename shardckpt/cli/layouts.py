@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.cli.devices import device_list
-from shardckpt.cli.text import shorten, visible
+from shardckpt.cli.text import visible
+from shardckpt.excerpt import shortened
 
 if TYPE_CHECKING:
     from shardckpt.mesh import Mesh
     from shardckpt.sharding import Layout
 
 __all__ = ["layout_text", "mesh_text", "op_sharding_text", "spec_text"]
+
+LONGEST_OP_SHARDING = 200
+"""Characters: the listed OpSharding of a large mesh goes on for pages."""
 
 
 def layout_text(layout: Layout | None) -> str:
@@ -51,4 +55,4 @@ def op_sharding_text(layout: Layout, ndim: int) -> str:
     """The OpSharding as XLA writes it, cut off where it is very long."""
     from shardckpt.sharding import Sharding
 
-    return shorten((layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo())
+    return shortened((layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo(), LONGEST_OP_SHARDING)

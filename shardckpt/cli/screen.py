@@ -1,7 +1,8 @@
 """Where a command's answer goes: to a person's terminal, or to a program as JSON.
 
 rich knows the terminal: its width, its colours, NO_COLOR and FORCE_COLOR. Lines are written past rich's own printing,
-which would lay out and wrap every one of them anew and take minutes for a checkpoint of 100,000 tensors.
+which would lay out and wrap every one of them anew and take minutes for a checkpoint of 100,000 tensors. It is imported
+when something is shown: help, completion and JSON do without.
 """
 
 from __future__ import annotations
@@ -12,15 +13,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.cells import cell_len
-from rich.color import ColorSystem
-from rich.console import Console
-from rich.style import Style
-
 from shardckpt.cli.exits import ReaderGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from rich.style import Style
 
 __all__ = ["Cell", "Screen", "column_widths", "pad", "progress_bar", "write_json"]
 
@@ -29,7 +27,8 @@ _ASCII = str.maketrans(
 )
 """Our own signs where the terminal speaks no Unicode; everything else is escaped there."""
 
-_COLORS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
+_COLORS = {"standard": "STANDARD", "256": "EIGHT_BIT", "truecolor": "TRUECOLOR"}
+"""What a Console calls its colours → the name of rich's ColorSystem."""
 
 
 class Cell(NamedTuple):
@@ -47,10 +46,14 @@ class Screen:
     """Standard output, as wide and as colourful as it is."""
 
     def __init__(self) -> None:
+        from rich.color import ColorSystem
+        from rich.console import Console
+
         console = Console()
         self.width = console.width
         """Columns; 80 where nobody says."""
-        self._colors = _COLORS.get(console.color_system or "") if console.is_terminal and not console.no_color else None
+        colors = _COLORS.get(console.color_system or "") if console.is_terminal and not console.no_color else None
+        self._colors = None if colors is None else ColorSystem[colors]
         self._ascii = not console.encoding.lower().startswith("utf")
 
     def paint(self, text: str, style: str) -> str:
@@ -64,6 +67,8 @@ class Screen:
 
     def rows(self, rows: Iterable[Sequence[Cell]], widths: Sequence[int], gap: int = 2) -> Iterator[str]:
         """Rows of cells in columns of those widths; what follows a cell that is too long starts on a new line."""
+        from rich.cells import cell_len
+
         for row in rows:
             line: list[str] = []
             at = begin = 0
@@ -89,6 +94,8 @@ class Screen:
 
 def column_widths(rows: Sequence[Sequence[Cell]]) -> list[int]:
     """The width of every column. A cell with nothing after it in its row may stand out at the right."""
+    from rich.cells import cell_len
+
     widths = [0] * len(rows[0])
     for row in rows:
         end = max((i for i, cell in enumerate(row) if cell.text), default=-1)
@@ -100,6 +107,8 @@ def column_widths(rows: Sequence[Sequence[Cell]]) -> list[int]:
 
 def pad(text: str, width: int) -> str:
     """The text in the middle of `width` columns."""
+    from rich.cells import cell_len
+
     left = max(0, width - cell_len(text)) // 2
     return " " * left + text + " " * max(0, width - cell_len(text) - left)
 
@@ -119,6 +128,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -129,6 +139,8 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
 @cache
 def _style(style: str) -> Style:
+    from rich.style import Style
+
     return Style.parse(style)
 
 

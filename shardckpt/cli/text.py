@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["count", "file_size", "index_range", "shape_text", "shorten", "visible"]
+__all__ = ["count", "file_size", "index_range", "shape_text", "visible"]
 
 
 def visible(text: str) -> str:
@@ -24,11 +24,6 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def shorten(text: str, most: int = 200) -> str:
-    """The text, cut off where it is very long: a listed OpSharding of a large mesh goes on for pages."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def file_size(nbytes: int) -> str:

@@ -62,7 +62,6 @@ def _document(url: str, report: VerifyReport) -> dict[str, Any]:
 
 
 def _lines(screen: Screen, url: str, report: VerifyReport) -> Iterator[str]:
-
     read = f"{count(report.chunks, 'chunk')}, {file_size(report.bytes_read)}"
     if report.ok:
         yield f"{screen.paint('ok', 'bold green')}  {visible(url)}: {read}, all as written"

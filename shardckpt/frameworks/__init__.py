@@ -2,7 +2,7 @@
 
 One module per framework, each of the same shape: `matches`, `accepts`, `settle`, `identity`, `sources`, `target`. A
 framework's module is imported when a leaf of it turns up, and a leaf can only turn up if the program has imported the
-framework: nothing here imports torch or torch_xla for a state without them. `saving` and `restoring` import this
+framework: nothing here imports torch, torch_xla or jax for a state without them. `saving` and `restoring` import this
 package; it imports the pure core.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fetch", "identity", "is_tensor", "settle", "source", "sources", "target"]
 
-_ADAPTERS = ("torch_xla", "torch", "numpy")
+_ADAPTERS = ("torch_xla", "torch", "jax", "numpy")
 """In the order in which they are asked: torch_xla's tensors are torch's too."""
 
 
@@ -41,7 +41,7 @@ class _Adapter(Protocol):
 
 def is_tensor(leaf: object) -> bool:
     """Whether a value in a state is a tensor leaf, or a `Target` that stands for one."""
-    return isinstance(leaf, Target) or _adapter(leaf) is not None or _is_jax(leaf)
+    return isinstance(leaf, Target) or _adapter(leaf) is not None
 
 
 def identity(leaf: object) -> Hashable | None:
@@ -127,8 +127,6 @@ def _adapter(leaf: object) -> _Adapter | None:
 
 
 def _required(name: str, leaf: object, done: str) -> str:
-    if _is_jax(leaf):
-        raise LeafError(f"{shown(name)}: jax arrays are not supported by this version; pass np.asarray(leaf).")
     if isinstance(leaf, Target):
         if done == "saved":
             raise LeafError(
@@ -138,7 +136,7 @@ def _required(name: str, leaf: object, done: str) -> str:
         if framework is None:
             raise LeafError(
                 f"{shown(name)}: no imported framework can restore to Target(sharding={leaf.sharding!r:.200}); for torch_xla, import it "
-                f"and call torch_xla.runtime.use_spmd() first, for a numpy array give sharding=None."
+                f"and call torch_xla.runtime.use_spmd() first, for JAX give a jax.sharding.Sharding, for a numpy array sharding=None."
             )
         return framework
     framework = _framework(leaf)
@@ -150,10 +148,3 @@ def _required(name: str, leaf: object, done: str) -> str:
 def _module(framework: str) -> _Adapter:
     module: Any = sys.modules.get(f"{__name__}.{framework}") or import_module(f"{__name__}.{framework}")
     return module  # type: ignore[no-any-return]
-
-
-def _is_jax(leaf: object) -> bool:
-    jax: Any = sys.modules.get("jax")
-    # Neither is there while jax itself is being imported.
-    kinds = tuple(kind for kind in (getattr(jax, "Array", None), getattr(jax, "ShapeDtypeStruct", None)) if kind is not None)
-    return isinstance(leaf, kinds)

@@ -55,10 +55,6 @@ class Source(Protocol):
         """The distinct boxes that this process holds, each once and none of them empty."""
 
     @property
-    def identity(self) -> Hashable | None:
-        """Equal for leaves that are the same memory seen the same way; None for one that shares nothing."""
-
-    @property
     def staged_bytes(self) -> int:
         """Host bytes that fetching this leaf by itself takes at its peak; 0 where the arrays are views of the leaf."""
 

@@ -44,11 +44,6 @@ class ArraySource:
         return whole(self.shape)
 
     @property
-    def identity(self) -> Hashable | None:
-        """Where it lies and how it is seen."""
-        return identity(self.array)
-
-    @property
     def staged_bytes(self) -> int:
         """A copy for arrays in the other byte order."""
         return 0 if self.array.dtype.isnative else self.array.nbytes
@@ -88,8 +83,8 @@ class ArraySink:
 
     @property
     def destinations(self) -> list[Array] | None:
-        """The array, unless its bytes are in the other order."""
-        return [self.array][: len(self.boxes)] if self.array.dtype.isnative else None
+        """The array; where its bytes are in the other order, elements are converted on their way into it."""
+        return [self.array][: len(self.boxes)]
 
     def place(self, buffers: Sequence[Array]) -> object:
         """Copy in what was not read into the array itself."""

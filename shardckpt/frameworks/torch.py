@@ -61,11 +61,6 @@ class TensorSource:
         return whole(self.shape)
 
     @property
-    def identity(self) -> Hashable | None:
-        """Where it lies and how it is seen."""
-        return identity(self.tensor)
-
-    @property
     def staged_bytes(self) -> int:
         """A copy for what is not on the host, or has a conjugation or negation still to be done."""
         resolved = self.tensor.device.type == "cpu" and not self.tensor.is_conj() and not self.tensor.is_neg()

@@ -33,6 +33,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla import _XLAC
 
+from shardckpt.batches import batches
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
 from shardckpt.frameworks.torch import array_of, dtype_of_tensor, tensor_of
@@ -125,10 +126,6 @@ class _XlaSource:
         return whole(self.shape) if self.shards is None else self.shards.boxes
 
     @property
-    def identity(self) -> Hashable | None:
-        return identity(self.tensor)
-
-    @property
     def staged_bytes(self) -> int:
         """Twice what is read: 2.9 reads all of a call into literals, and then copies them into tensors."""
         elements = prod(self.shape) if self.shards is None else self.shards.elements
@@ -165,16 +162,7 @@ class _XlaSource:
 
 def _calls(sources: list[tuple[int, _XlaSource]]) -> Iterator[list[tuple[int, _XlaSource]]]:
     """Sources that are read in one call."""
-    batch: list[tuple[int, _XlaSource]] = []
-    size = 0
-    for i, source in sources:
-        if batch and size + source.staged_bytes > CALL_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append((i, source))
-        size += source.staged_bytes
-    if batch:
-        yield batch
+    return batches(sources, lambda numbered: (numbered[1].staged_bytes,), (CALL_BYTES,))
 
 
 def sources(leaves: dict[str, Any]) -> dict[str, Source]:

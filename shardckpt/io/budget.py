@@ -8,11 +8,10 @@ budget is let through alone, because a framework may want all of a tensor's shar
 from __future__ import annotations
 
 import threading
+from math import prod
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-
-from shardckpt.box import Box
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -39,7 +38,7 @@ class Lease:
         """The next part of the lease as an array; its contents are whatever was there."""
         assert self._buffer is not None, "the lease was given back"
         kind = np.dtype(dtype)
-        size = Box.full(shape).size * kind.itemsize
+        size = prod(shape) * kind.itemsize
         begin = self._used
         self._used = begin + round_up(size)
         assert self._used <= self._buffer.nbytes, "more taken from a lease than was asked for"

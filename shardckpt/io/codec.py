@@ -13,6 +13,7 @@ import crc32c
 import numpy as np
 
 from shardckpt.errors import CorruptionError
+from shardckpt.io.zarr_meta import ZSTD_LEVEL
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["CHECKSUM_BYTES", "decompress", "encode"]
 
 CHECKSUM_BYTES = 4
-ZSTD_LEVEL = 1
-"""Fast enough for a training loop; what levels above gain on floats is a few per cent."""
 
 
 def encode(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], compression: str | None) -> tuple[NDArray[np.uint8], int]:

@@ -12,7 +12,9 @@ An attempt is a directory that is never used again. Data, then the hosts' record
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import re
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,10 +22,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt._version import __version__
-from shardckpt.errors import AlreadyExistsError, CommitError
+from shardckpt.errors import AlreadyExistsError, CommitError, StorageError
 from shardckpt.io import index
 from shardckpt.io.table import ArrayChunks, decode_table, merge_tables
-from shardckpt.record import CheckpointRecord, FileReference, HostRecord, Structure, Tombstone, open_envelope, parse_checkpoint, seal
+from shardckpt.record import (
+    FORMAT_VERSION,
+    CheckpointRecord,
+    FileReference,
+    HostFiles,
+    HostRecord,
+    Structure,
+    Tombstone,
+    format_version,
+    open_envelope,
+    parse_checkpoint,
+    seal,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,10 +45,23 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.reshard.plan import Piece
 
-__all__ = ["RECORD", "Prior", "commit", "new_attempt", "read_host_record", "read_prior", "read_table", "zarr_documents"]
+__all__ = [
+    "RECORD",
+    "Prior",
+    "assemble",
+    "discard",
+    "is_attempt",
+    "new_attempt",
+    "publish",
+    "read_host_files",
+    "read_prior",
+    "read_table",
+    "zarr_documents",
+]
 
 LONGEST_TEXT = 1 << 14
 """Characters of OpSharding text that every array carries; metadata must not grow with devices × tensors."""
+_STAMP = re.compile(r"\d{8}T\d{6}-")
 RECORD = "checkpoint.json"
 """The commit record, relative to the checkpoint."""
 
@@ -54,6 +81,12 @@ def new_attempt() -> str:
     return f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
+def is_attempt(store: Store, name: str) -> bool:
+    """Whether a directory of a checkpoint is what a save, finished or not, has written into."""
+    inside = store.list_children(f"{name}/")
+    return not {"hosts/", "records/"}.isdisjoint(inside) or ("zarr/" in inside and _STAMP.match(name) is not None)
+
+
 def read_prior(store: Store, *, overwrite: bool) -> Prior:
     """The present commit record.
 
@@ -67,17 +100,15 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
     return Prior(record, generation)
 
 
-def commit(store: Store, attempt: str, prior: Prior) -> CheckpointRecord:
-    """Publish an attempt whose host records are all there.
+def assemble(store: Store, attempt: str) -> CheckpointRecord:
+    """The commit record of an attempt whose host records are all there; the attempt then lacks nothing but this.
 
     Args:
         store: the checkpoint's place.
         attempt: the attempt's name.
-        prior: the commit record when the save began.
 
     Raises:
         CommitError: records that contradict each other, or chunks that nobody or more than one host wrote.
-        AlreadyExistsError: somebody else published first.
     """
     place = store.sub(attempt)
     hosts, references = _host_records(place)
@@ -94,7 +125,7 @@ def commit(store: Store, attempt: str, prior: Prior) -> CheckpointRecord:
         index.write_plain_documents(place, documents)
 
     tensors = first.structure.tensors.values()
-    record = CheckpointRecord(
+    return CheckpointRecord(
         attempt=attempt,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         writer=f"shardckpt {__version__}",
@@ -110,23 +141,51 @@ def commit(store: Store, attempt: str, prior: Prior) -> CheckpointRecord:
             "chunks": sum(h.chunks for h in hosts),
         },
     )
+
+
+def publish(store: Store, record: CheckpointRecord, prior: Prior) -> None:
+    """Make an assembled attempt the checkpoint, or remove it.
+
+    What is removed must never be published afterwards. So it is removed only when the storage has answered, and has
+    then shown another record than ours: a storage may lose its own answer, try again and find that "somebody" was
+    first. A process that is interrupted while it waits for the answer leaves the attempt as garbage.
+
+    Args:
+        store: the checkpoint's place.
+        record: what `assemble` returned.
+        prior: the commit record when the save began.
+
+    Raises:
+        AlreadyExistsError: somebody else published first; the attempt is gone.
+        StorageError: the storage failed. Unless the message says otherwise, the attempt is gone.
+    """
     data = seal(record.to_json())
-    published = store.create(RECORD, data) if prior.record is None else store.replace(RECORD, data, prior.generation)
-    if not published:
-        raise AlreadyExistsError(
-            f"{store}: somebody else committed there while this save was running; its attempt {attempt} was not published."
-        )
-    return record
+    try:
+        published = store.create(RECORD, data) if prior.record is None else store.replace(RECORD, data, prior.generation)
+    except StorageError as e:
+        if store.read_versioned(RECORD)[0] == data:
+            raise StorageError(f"{store}: the checkpoint is committed, but a crash of the machine now might undo that ({e})") from e
+        discard(store.sub(record.attempt))
+        raise
+    if not published and store.read_versioned(RECORD)[0] != data:
+        discard(store.sub(record.attempt))
+        raise AlreadyExistsError(f"{store}: somebody else committed there while this save was running; nothing of it was kept.")
 
 
-def read_host_record(place: Store, reference: FileReference) -> HostRecord:
-    """A host's record, checked against what the commit record vouches for."""
+def discard(place: Store) -> None:
+    """Remove an attempt that is not published and never will be; what cannot be removed stays as garbage."""
+    with contextlib.suppress(StorageError):
+        place.delete_prefix("")
+
+
+def read_host_files(place: Store, reference: FileReference) -> HostFiles:
+    """Where a host's files are, by its record, checked against what the commit record vouches for."""
     data, where = place.read(reference.key), f"{place}/{reference.key}"
     reference.check(data, where)
-    return HostRecord.from_json(open_envelope(data, where), where)
+    return HostFiles.from_json(open_envelope(data, where), where)
 
 
-def read_table(place: Store, host: HostRecord) -> tuple[list[str], dict[str, ArrayChunks]]:
+def read_table(place: Store, host: HostFiles | HostRecord) -> tuple[list[str], dict[str, ArrayChunks]]:
     """A host's chunk table, checked against its record."""
     data, where = place.read(host.table.key), f"{place}/{host.table.key}"
     host.table.check(data, where)
@@ -147,7 +206,8 @@ def zarr_documents(structure: Structure, compression: str | None) -> dict[str, d
             attribute |= {k: v for k, v in sharding.items() if k != "mesh"}
             if "mesh" in sharding:
                 attribute["mesh"] = dict(doc["meshes"][sharding["mesh"]])
-            if len(sharding["op_sharding"]) > LONGEST_TEXT:
+            listed = attribute.get("mesh", attribute).get("devices")
+            if max(len(sharding["op_sharding"]), 2 * len(listed) if isinstance(listed, list) else 0) > LONGEST_TEXT:
                 # Ids that follow no pattern, of very many devices: the record has them once, not each array.
                 for key in ("op_sharding", "devices"):
                     attribute.pop(key, None)
@@ -165,11 +225,18 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
         data, where = place.read(key), f"{place}/{key}"
         hosts.append(HostRecord.from_json(open_envelope(data, where), where))
         references.append(FileReference.of(key, data))
+        if format_version(data, where) != FORMAT_VERSION:
+            raise CommitError(f"{where} has another format version than this process writes; run one shardckpt on all hosts of a save.")
     if not hosts:
         raise CommitError(f"{place}: no host has written a record; there is nothing to commit.")
+    first = hosts[0].to_json()
+    if hosts[0].attempt != place.location.name or len({host.host for host in hosts}) != len(hosts):
+        raise CommitError(f"{place}: a host's record is of another attempt, or there twice; nothing was published.")
     for host in hosts[1:]:
-        if host.structure.to_json() != hosts[0].structure.to_json() or host.layout != hosts[0].layout:
-            raise CommitError(f"{place}: hosts {hosts[0].host} and {host.host} saved different states; nothing was published.")
+        doc = host.to_json()
+        for what in ("attempt", "layout", "compression", "metadata", "structure"):
+            if doc[what] != first[what]:
+                raise CommitError(f"{place}: hosts {hosts[0].host} and {host.host} disagree on the {what}; nothing was published.")
     return hosts, references
 
 

@@ -48,6 +48,7 @@ _CONFIG = {
     "max_inline_value_bytes": 1 << 20,
     "compression": {"id": "zstd"},
 }
+_MANIFEST = "manifest.ocdbt"
 _MOST_HEIGHT = 16
 """A tree of format-conforming nodes is never so high; a damaged one might go in circles."""
 
@@ -138,14 +139,21 @@ def dump_index(attempt: Store) -> dict[str, Place]:
 def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
     """The chunks of a (merged or a host's own) index, in order of their keys; `zarr.json` documents are left out.
 
+    Unless a document is too large for a node: then it has a place, as chunks have. The versions that
+    TensorStore made on the way and nobody reads are walked last, so that damage to their nodes shows, too.
+
     Raises:
-        MissingDataError: there is no index.
+        MissingDataError: there is no index, or a part of it is gone.
+        StorageError: it cannot be read, or by TensorStore's account is damaged.
         FormatError: it is not one that TensorStore or we can read.
     """
-    attempt.read("manifest.ocdbt", 0, 4)
-    root = _root(attempt)
-    if "location" in root:
-        yield from _entries(attempt, root["location"], b"", 0)
+    attempt.read(_MANIFEST, 0, 4)
+    seen: set[str] = set()
+    newest, *older = _roots(attempt)[::-1]
+    yield from _entries(attempt, newest.get("location"), b"", seen, 0)
+    for root in older:
+        for _ in _entries(attempt, root.get("location"), b"", seen, 0):
+            pass
 
 
 def stock_spec(location: Location, attempt: str, array_path: str, layout: str = "packed") -> dict[str, Any]:
@@ -175,30 +183,44 @@ def _database(place: Store, config: Mapping[str, Any] | None = None) -> Any:
 
 def _root(place: Store) -> dict[str, Any]:
     """The newest version's root, as `ts.ocdbt.dump` describes it."""
+    return _roots(place)[-1]
+
+
+def _roots(place: Store) -> list[dict[str, Any]]:
+    """All versions' roots, the newest last."""
     with storage_errors("read the index of", place):
         dumped = ts.ocdbt.dump(place.kvstore(), context=shared_context()).result()
-    root: dict[str, Any] = dumped["versions"][-1]["root"]
-    return root
+        return [version["root"] for version in dumped["versions"]]
 
 
-def _entries(place: Store, location: str, prefix: bytes, depth: int) -> Iterator[tuple[str, Place]]:
-    """The chunks below one node, whose keys all start with `prefix`."""
+def _entries(place: Store, location: str | None, prefix: bytes, seen: set[str], depth: int) -> Iterator[tuple[str, Place]]:
+    """The chunks at and below one node, whose keys all start with `prefix`; nodes that were `seen` are left out."""
+    if location is None or location in seen:
+        return
+    seen.add(location)
     if depth > _MOST_HEIGHT:
         raise FormatError(f"{place}: the index is more than {_MOST_HEIGHT} nodes high; it is damaged.")
     with storage_errors("read the index of", place):
+        file, offset, length = _place_of(location, "btreenode")
+        place.read(file, offset, offset + length)  # says better than TensorStore what is missing or cut off
         node = ts.ocdbt.dump(place.kvstore(), location, context=shared_context()).result()
-    for entry in node["entries"]:
         if node["height"]:
-            yield from _entries(place, entry["location"], prefix + entry["subtree_common_prefix"], depth + 1)
-        elif "indirect_value" in entry:
-            yield (prefix + entry["key"]).decode(), _place_of(entry["indirect_value"])
+            below = [(entry["location"], prefix + entry["subtree_common_prefix"]) for entry in node["entries"]]
+            chunks = []
+        else:
+            below = []
+            keyed = [(prefix + entry["key"], entry["indirect_value"]) for entry in node["entries"] if "indirect_value" in entry]
+            chunks = [(key.decode(), _place_of(value)) for key, value in keyed]
+    yield from chunks
+    for child, child_prefix in below:
+        yield from _entries(place, child, child_prefix, seen, depth + 1)
 
 
-def _place_of(location: str) -> Place:
-    """`value:<base path>:<relative path>:<offset>:<length>`, percent-encoded, as a place."""
+def _place_of(location: str, expected: str = "value") -> Place:
+    """`<kind>:<base path>:<relative path>:<offset>:<length>`, percent-encoded, as a place."""
     kind, base, relative, offset, length = location.split(":")
-    if kind != "value":
-        raise FormatError(f"{location!r} in an index is no value.")
+    if kind != expected:
+        raise FormatError(f"{location!r} in an index is no {expected}.")
     return unquote(base) + unquote(relative), int(offset), int(length)
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import ShardckptError
 from shardckpt.io import index
 from shardckpt.io.keys import split_chunk_key
+from shardckpt.io.table import OWN_OBJECT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from shardckpt.io.store import Store
     from shardckpt.io.table import ArrayChunks
@@ -55,27 +56,19 @@ class IndexCheck:
     def packed(self, lanes: Sequence[str]) -> Iterator[Fault]:
         """What is wrong with the merged index and with the lanes' own ones, from which it can be built again."""
         chunks = sum(map(len, self._arrays.values()))
+        documents = index.packed_documents(self._documents)
         for databases in ([""], lanes):
             found = 0
             for lane in databases:
-                prefix = f"{lane}/" if lane else ""
-                try:
-                    for key, place in index.index_entries(self._attempt.sub(lane) if lane else self._attempt):
-                        found += 1
-                        fault = self._entry(key, (prefix + place[0], place[1], place[2]))
-                        if fault is not None:
-                            yield prefix + MANIFEST, fault
-                except ShardckptError as e:
-                    yield prefix + MANIFEST, str(e)
+                found += yield from self._database(lane, documents)
             if found != chunks:
                 yield "hosts" if databases is lanes else MANIFEST, f"the index has {found} chunks, the chunk tables have {chunks}"
-        expected = index.packed_documents(self._documents)
         try:
-            stored = index.read_values(self._attempt, expected)
+            stored = index.read_values(self._attempt, documents)
         except ShardckptError as e:
             yield MANIFEST, str(e)
             return
-        for key, document in expected.items():
+        for key, document in documents.items():
             if not _same_json(stored[key], document):
                 yield MANIFEST, f"{key} in the index is missing or not what was written"
 
@@ -88,6 +81,22 @@ class IndexCheck:
             except ShardckptError as e:
                 yield key, str(e)
 
+    def _database(self, lane: str, documents: Mapping[str, bytes]) -> Generator[Fault, None, int]:
+        """What is wrong with the entries of a lane ("": the merged index); returns how many there are."""
+        prefix = f"{lane}/" if lane else ""
+        found = 0
+        try:
+            for key, place in index.index_entries(self._attempt.sub(lane) if lane else self._attempt):
+                if not lane and key in documents:
+                    continue  # it is too large for a node, and read later
+                found += 1
+                fault = self._entry(key, (prefix + place[0], place[1], place[2]))
+                if fault is not None:
+                    yield prefix + MANIFEST, fault
+        except ShardckptError as e:
+            yield prefix + MANIFEST, str(e)
+        return found
+
     def _entry(self, key: str, place: tuple[str, int, int]) -> str | None:
         """Why an entry is wrong, or None."""
         found = split_chunk_key(key, self._pieces)
@@ -95,7 +104,10 @@ class IndexCheck:
         row = -1 if table is None or found is None else table.row(found[1])
         if table is None or row < 0:
             return f"the index has {key}, which is no chunk of this checkpoint"
-        wanted = (self._files[table.file[row]], int(table.offset[row]), int(table.length[row]))
+        file = int(table.file[row])
+        if file == OWN_OBJECT:
+            return f"the chunk table has {key} as an object of its own, which it is not in the packed layout"
+        wanted = (self._files[file], int(table.offset[row]), int(table.length[row]))
         return None if place == wanted else f"the index has {key} at {place}, the chunk table at {wanted}"
 
 

@@ -15,13 +15,14 @@ TensorStore's copy of it), together within `memory_limit`. The index takes some 
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorstore as ts
 
-from shardckpt.errors import CommitError
+from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
 from shardckpt.io.datafile import DataFile, create_data_file
 from shardckpt.io.placements import PlacementLog, Placements
@@ -91,8 +92,6 @@ class PackedWriter:
         """
         self._begin()
         length = byte_view(data).nbytes
-        if not length:
-            raise CommitError(f"chunk {key} has no bytes; every stored chunk ends in a checksum.")
         if self._file is not None and self._size + length > self._data_file_bytes:
             self._end_file()
         if self._lane is not None and len(self._lane.keys) >= self._lane_keys:
@@ -121,14 +120,15 @@ class PackedWriter:
         return self._log.placements()
 
     def abort(self) -> None:
-        """Give up: stop writing and delete what this host has written so far."""
-        self._background.shutdown(cancel_futures=True)
+        """Give up: stop writing and delete what this host has written so far; what cannot be deleted goes with the attempt."""
+        self._background.shutdown()  # the one task that may wait closes its file
         if self._file is not None:
             self._file.abandon()
             self._file = None
         self._lane = None
-        for lane in self.lanes:
-            self._store.delete_prefix(f"{lane}/")
+        with contextlib.suppress(ShardckptError):  # the error that made the caller give up is the one to tell
+            for lane in self.lanes:
+                self._store.delete_prefix(f"{lane}/")
 
     def _begin(self) -> None:
         """Count the call as failed until it has gone well, so that no later one can succeed after an error."""

@@ -49,8 +49,10 @@ class PlacementLog:
         """Note a chunk in the last of the files.
 
         Raises:
-            CommitError: a chunk of that key was put already.
+            CommitError: a chunk of that key was put already, or there are no bytes.
         """
+        if not length:
+            raise CommitError(f"chunk {key} has no bytes; every stored chunk ends in a checksum.")
         if key in self._keys:
             raise CommitError(f"chunk {key} was put twice by one host; two tensors, or two boxes of one, claim the same chunk.")
         self._keys.add(key)

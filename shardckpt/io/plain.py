@@ -11,7 +11,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardckpt.errors import CommitError
-from shardckpt.io.datafile import create_data_file
+from shardckpt.io.datafile import DataFile, create_data_file
 from shardckpt.io.placements import PlacementLog, Placements
 from shardckpt.io.store import Data, Store, byte_view
 
@@ -38,7 +38,7 @@ class PlainWriter:
         self._limit = in_flight_bytes // 2
         self._log = PlacementLog()
         self._pool = ThreadPoolExecutor(_THREADS, "shardckpt-plain")
-        self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._waiting: deque[tuple[Future[None], DataFile, int]] = deque()
         self._in_flight = 0
         self._failed = False
 
@@ -55,8 +55,6 @@ class PlainWriter:
         """
         self._begin()
         length = byte_view(data).nbytes
-        if not length:
-            raise CommitError(f"chunk {key} has no bytes; every stored chunk ends in a checksum.")
         self._log.add(key, 0, length)
         while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= _MOST_OPEN):
             self._settle_one()
@@ -66,7 +64,7 @@ class PlainWriter:
         except BaseException:
             file.abandon()
             raise
-        self._waiting.append((self._pool.submit(file.close), length))
+        self._waiting.append((self._pool.submit(file.close), file, length))
         self._in_flight += length
         self._failed = False
 
@@ -88,6 +86,8 @@ class PlainWriter:
     def abort(self) -> None:
         """Give up: stop writing. What this host has written lies among other hosts' chunks and goes with the attempt."""
         self._pool.shutdown(cancel_futures=True)
+        for _, file, _ in self._waiting:
+            file.abandon()  # those whose `close` never ran are still open
         self._waiting.clear()
 
     def _begin(self) -> None:
@@ -97,6 +97,6 @@ class PlainWriter:
         self._failed = True
 
     def _settle_one(self) -> None:
-        waiting, length = self._waiting.popleft()
+        waiting, _, length = self._waiting.popleft()
         self._in_flight -= length
         waiting.result()

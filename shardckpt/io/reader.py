@@ -71,7 +71,9 @@ class Request:
     boxes: BoxArray
     """The boxes wanted, in the tensor's indices."""
     buffers: Sequence[Array]
-    """Per box an array of `dtype` with the box at its start (it may be larger)."""
+    """Per box an array with the box at its start (it may be larger): of `dtype`, or of any other if it is converted."""
+    convert_from: np.dtype[np.generic] | None = None
+    """What the stored elements mean, where buffers are of another dtype than they; None: all are of `dtype`."""
 
 
 @dataclass(slots=True)
@@ -328,7 +330,7 @@ class ChunkReader:
 
     def _direct(self, chunk: _Chunk) -> NDArray[np.uint8] | None:
         """The chunk's destination as bytes, where the whole chunk lies contiguous in just one buffer."""
-        if self._compression is not None or len(chunk.targets) != 1:
+        if self._compression is not None or chunk.request.convert_from is not None or len(chunk.targets) != 1:
             return None
         buffer, in_buffer, _ = chunk.targets[0]
         part = buffer[in_buffer]
@@ -344,9 +346,9 @@ class ChunkReader:
             raw = decompress(payload, expected, f"{chunk.where}, {chunk.file}")
         if raw.nbytes != expected:
             raise CorruptionError(f"{chunk.where}: {chunk.file} holds {raw.nbytes} bytes of it, {expected} are expected.")
-        elements = raw.view(chunk.request.dtype).reshape(chunk.piece.chunks)
+        elements = raw.view(chunk.request.convert_from or chunk.request.dtype).reshape(chunk.piece.chunks)
         for buffer, in_buffer, in_chunk in chunk.targets:
-            buffer[in_buffer] = elements[in_chunk]
+            np.copyto(buffer[in_buffer], elements[in_chunk], casting="unsafe")
 
     def _check_length(self, chunk: _Chunk) -> None:
         """Refuse a length that the chunk cannot have, before memory is taken for it."""

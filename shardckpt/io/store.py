@@ -49,6 +49,7 @@ _ADVICE = {
     "no space left": "the disk is full; make room or choose another place",
     "quota": "the quota is used up; make room or choose another place",
     "not a directory": "a file stands where a directory is needed; choose another place",
+    "file exists": "a file stands where a directory is needed; choose another place",
     "file name too long": "a name on the way is too long for the file system; choose a shorter path",
     "too many open files": "raise the limit of open files (ulimit -n)",
     "file too large": "the file system or ulimit -f allows no file of that size",

@@ -4,7 +4,7 @@ A location is a scheme and a path. Users write a path (`ckpt/100`, a `pathlib.Pa
 `memory://name/ckpt`. TensorStore is always told by a JSON spec, `{"driver": …, "path": …}`, never by a url
 string, so a space, `%`, `?`, `#` or a letter outside ASCII in a file name is only ever itself.
 
-1. `parse` decides between a path and a url, decodes a url's percent signs and makes a path absolute.
+1. `parse` decides between a path and a url, decodes a url's percent signs, and makes a path absolute (`~` is home).
 2. `Location` refuses what TensorStore would silently turn into another name (a backslash becomes a slash) or
    refuse with a message about keys (`.__lock` is the suffix of its lock files).
 3. `Location.kvstore` is the one place where a scheme becomes a TensorStore key-value store.
@@ -96,8 +96,8 @@ def parse(url: str | os.PathLike[str]) -> Location:
     """The location that a user means.
 
     Args:
-        url: a path, relative to the working directory or absolute, or a `file://` or `memory://` url. A url is
-            percent-decoded, a path is not.
+        url: a path, absolute, relative to the working directory or below a home (`~/…`; a directory of that name is
+            `./~`), or a `file://` or `memory://` url. A url is percent-decoded, a path is not.
 
     Raises:
         UrlError: empty, not text, an unknown scheme, or a name that cannot be stored to.
@@ -119,7 +119,7 @@ def parse(url: str | os.PathLike[str]) -> Location:
         scheme = text.partition(":")[0].lower()
         if ":" in text and scheme in (*_DRIVERS, *_CLOUD):
             raise UrlError(f"{text!r}: a {scheme} url starts with {scheme}://; for a file of that name write ./{text}.")
-    return Location("file", _absolute(text))
+    return Location("file", _absolute(os.path.expanduser(text)))  # noqa: PTH111  (Path.expanduser raises where it knows no such home)
 
 
 def check_key(key: str, where: object) -> None:

@@ -21,7 +21,7 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 
 from shardckpt.errors import OptionError
 from shardckpt.io.codec import CHECKSUM_BYTES
-from shardckpt.io.commit import read_host_record, read_table, zarr_documents
+from shardckpt.io.commit import read_host_files, read_table, zarr_documents
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.reader import ChunkReader
 from shardckpt.io.store import Store as Place
@@ -223,7 +223,7 @@ class CheckpointStore(Store):
 def _reopened(place: Location, record: CheckpointRecord) -> CheckpointStore:
     """A store of the attempt at that place."""
     store = Place.open(place)
-    files, arrays = merge_tables([read_table(store, read_host_record(store, reference)) for reference in record.hosts])
+    files, arrays = merge_tables([read_table(store, read_host_files(store, reference)) for reference in record.hosts])
     return CheckpointStore(record, ChunkReader(store, files, arrays, compression=record.compression))
 
 

@@ -1,54 +1,83 @@
 """Which chunk shape serves the reader that nobody knows yet?
 
-A tensor is stored as one regular grid of chunks. A chunk never crosses a border between shards (so it has
-one writer), hence where a dimension is split its chunk side divides the tile; where it is not, any side will do.
+A tensor is stored as regular grids of chunks. A chunk never crosses a border between shards (so it has one writer),
+hence where a dimension is split its chunk side divides the tile; where it is not, any side will do.
 
 A later reader splits the tensor its own way, and reads whole chunks. What it reads beyond what it needs is
-its amplification. Along one dimension of length D with chunk side c, a split into q parts reads
+its amplification: along one dimension, a part of n elements that touches k chunks of side c reads k × c / n of what it
+needs. Over several dimensions that multiplies. So, per tensor:
 
-    sum over the parts of (chunks touched × c, cut off at D) / D
-
-times what it needs, which is 1 exactly where every part's border is a chunk border. So, per tensor:
-
-1. Start with the tile as the chunk.
-2. Make 2-, 4- and 8-way splits of every dimension of the *tensor* cost as little as possible: refine the
-   dimension whose worst split costs most, and go on down to 64 KiB per chunk (16 KiB for tensors under 4 MiB,
-   which cannot have 64 chunks otherwise).
-3. Likewise for 2-, 4- and 8-way splits of the *tile*, down to 256 KiB: layouts that become finer still.
-4. Where the chunk is still larger than 2 MiB, cut it from the outermost dimension inwards, at no cost in
-   alignment if possible, and never below the floor: a tile of prime length stays whole in that dimension.
+1. Per dimension, list the sides that a chunk may have, and for each side the amplification of the worst part, when the
+   *tensor* is later split 2, 4 or 8 ways; when it is split 3, 5, 6 or 7 ways; and when each *tile* is split 2, 4 or 8
+   ways, for layouts that become finer still.
+2. Every combination of sides has a score: the product of all of these, each to the power of how much it counts, and
+   of what a chunk costs beside its bytes, 1 + OVERHEAD / size. Splits of the tensor by 2, 4 and 8 count most: they
+   fall on chunk borders wherever that is possible with chunks of 64 KiB. The others decide what is left open.
+3. Combinations below 64 KiB are left out (16 KiB for tensors under 4 MiB, which cannot have 64 chunks otherwise), and
+   those above 2 MiB pay for it. The smallest score wins.
+4. A tile of prime length, or nearly so, has no useful side: 32003 rows over 8 devices make tiles of 4001. Where it
+   pays, such a dimension is stored in *pieces*, one array per tile, in which any side will do.
 
 A checkpoint of very many bytes gets larger chunks (`smallest_chunk`), so that it has at most about 4 million, or as
 many as there are shards.
+
+Every host chooses by itself and all must agree. Scores are therefore made of IEEE additions, multiplications and
+divisions alone, in one order: the same on every machine, as logarithms and powers are not.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import isqrt, prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
-__all__ = ["LARGEST_CHUNK", "MOST_CHUNKS", "chunk_shape", "grid_shape", "smallest_chunk"]
+__all__ = ["LARGEST_CHUNK", "MOST_CHUNKS", "Chunking", "chunk_shape", "chunking", "grid_shape", "smallest_chunk"]
 
 LARGEST_CHUNK = 2 << 20
-"""Bytes above which a chunk is cut further where that costs no alignment."""
+"""Bytes above which a chunk is cut further where that costs little."""
 SMALLEST_CHUNK = 64 << 10
-"""Bytes below which alignment no longer cuts a chunk."""
-SMALLEST_FOR_TILE_SPLITS = 256 << 10
-"""The same for splits of a tile, which fewer readers ask for."""
+"""Bytes below which no chunk is cut."""
 SMALL_TENSOR_CHUNK = 16 << 10
 """The same for tensors too small to have 64 chunks of `SMALLEST_CHUNK`."""
 MOST_CHUNKS = 4_000_000
 """About how many chunks a checkpoint has at most."""
-SPLITS = (2, 4, 8)
-"""The layout changes that chunks are made for, per dimension."""
-GOOD_ENOUGH = 1.05
-"""Amplification of one dimension that is not worth smaller chunks."""
+OVERHEAD = 64 << 10
+"""Bytes that could be read or written in the time that a chunk takes by itself, rather on the high side."""
+LARGEST_COMMON_CHUNK = 16 << 20
+"""Bytes; a tensor whose chunks would be larger is stored in pieces, however many."""
+MOST_PIECES = 64
+"""Arrays that any other tensor is stored as at most."""
+SMALLEST_PIECE = 1 << 20
+"""Bytes that pieces have at least on average."""
+
+_TENSOR_SPLITS, _ODD_SPLITS, _TILE_SPLITS = (2, 4, 8), (3, 5, 6, 7), (2, 4, 8)
+_TENSOR_WEIGHT, _OVERHEAD_WEIGHT, _EXCESS_WEIGHT = 16, 10, 3
+"""How much each counts beside splits by 3, 5, 6 or 7, and splits of tiles. Found by trying: tools/amplification.py."""
+_EXCESS_COST = 2.0
+"""The factor for a chunk above the largest size, by however little."""
+_PIECES_COST = 4.0
+"""The factor by which a score must improve for each dimension that is stored in pieces: one array is simpler."""
+_MOST_COMBINATIONS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """How a tensor is cut for storage."""
+
+    piece: tuple[int, ...]
+    """Shape of the arrays that it is stored as: the tensor's own, but for dimensions that are stored in pieces the
+    tile's. The last piece of a dimension ends where the tensor does."""
+    chunks: tuple[int, ...]
+    """Shape of their chunks: one side per dimension, at least 1."""
 
 
 def grid_shape(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ...]:
@@ -71,131 +100,155 @@ def smallest_chunk(total_bytes: int) -> int:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: int = SMALLEST_CHUNK) -> tuple[int, ...]:
-    """The chunk shape of a tensor split into `parts` tiles per dimension.
+    """The chunk shape of a tensor that is stored as one array, split into `parts` tiles per dimension.
 
     Args:
         shape: the tensor's shape, elements.
         itemsize: stored bytes per element.
         parts: tiles per dimension; each tile is ceil(n / parts) long (XLA's and torch.chunk's rule).
-        smallest: bytes below which alignment does not cut, see `smallest_chunk`.
+        smallest: bytes below which no chunk is cut, see `smallest_chunk`.
 
     Returns:
         One side per dimension, at least 1. Where `parts[d] > 1` it divides the tile of dimension d.
 
     >>> chunk_shape((4096, 4096), 4, (8, 1))
-    (512, 512)
+    (256, 512)
     """
     if prod(shape) == 0 or not shape:
         return tuple(max(1, n) for n in shape)
-    axes = [_Axis(n, p) for n, p in zip(shape, parts, strict=True)]
-    total = prod(shape) * itemsize
-    for_tensor = smallest if total >= 64 * smallest else min(SMALL_TENSOR_CHUNK, smallest)
-    _align(axes, itemsize, floor=for_tensor, splits_of="tensor")
-    _align(axes, itemsize, floor=max(smallest, SMALLEST_FOR_TILE_SPLITS), splits_of="tile")
-    _cut(axes, itemsize, floor=smallest, ceiling=max(LARGEST_CHUNK, 2 * smallest))
-    return tuple(axis.side for axis in axes)
+    return _best(shape, itemsize, parts, (False,) * len(shape), smallest)[1]
 
 
-class _Axis:
-    """One dimension while its chunk side is being chosen."""
+def chunking(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: int = SMALLEST_CHUNK) -> Chunking:
+    """Pieces and chunks of a tensor split into `parts` tiles per dimension; for the arguments see `chunk_shape`.
 
-    def __init__(self, length: int, parts: int) -> None:
-        self.length = length
-        self.parts = parts
-        self.sides = _sides(length, parts)
-        """Possible sides, descending."""
-        self.costs = {"tensor": _costs(length, 1, self.sides), "tile": _costs(length, parts, self.sides)}
-        self.at = 0
-
-    @property
-    def side(self) -> int:
-        """The side chosen so far."""
-        return self.sides[self.at]
-
-    def cost(self, splits_of: str) -> float:
-        """Amplification of the worst of the splits, with the present side."""
-        return float(self.costs[splits_of][self.at])
-
-    def better(self, splits_of: str, least_side: float) -> int | None:
-        """Position of the largest smaller side that costs less and is at least `least_side`, if there is one.
-
-        The tensor's own splits never get dearer for the sake of the tile's.
-        """
-        costs, first = self.costs[splits_of], self.costs["tensor"]
-        for i in range(self.at + 1, len(self.sides)):
-            if self.sides[i] < least_side:
-                return None
-            if costs[i] < costs[self.at] - 1e-9 and first[i] <= max(first[self.at], GOOD_ENOUGH):
-                return i
-        return None
-
-
-def _align(axes: list[_Axis], itemsize: int, *, floor: int, splits_of: str) -> None:
-    """Refine the dimension whose splits cost most, until all are cheap or the chunk is at its floor."""
-    while True:
-        size = prod(axis.side for axis in axes) * itemsize
-        steps = []
-        for d, axis in enumerate(axes):
-            if axis.cost(splits_of) <= GOOD_ENOUGH:
-                continue
-            step = axis.better(splits_of, floor * axis.side / size)
-            if step is not None:
-                steps.append((-axis.cost(splits_of), d, step))
-        if not steps:
-            return
-        _, d, step = min(steps)
-        axes[d].at = step
-
-
-def _cut(axes: list[_Axis], itemsize: int, *, floor: int, ceiling: int) -> None:
-    """Cut the chunk to `ceiling` bytes, outermost dimension first: inner ones keep long contiguous runs."""
-    for no_dearer in (True, False):
-        for axis in axes:
-            size = prod(a.side for a in axes) * itemsize
-            if size <= ceiling:
-                return
-            steps = [
-                i
-                for i in range(axis.at + 1, len(axis.sides))
-                if axis.sides[i] * size >= floor * axis.side
-                and (not no_dearer or all(axis.costs[k][i] <= max(axis.costs[k][axis.at], GOOD_ENOUGH) for k in axis.costs))
-            ]
-            if steps:
-                axis.at = next((i for i in steps if axis.sides[i] * size <= ceiling * axis.side), steps[-1])
+    >>> chunking((32000, 4096), 4, (8, 1))
+    Chunking(piece=(32000, 4096), chunks=(500, 512))
+    >>> chunking((32003, 4096), 4, (8, 1)).piece
+    (4001, 4096)
+    """
+    if prod(shape) == 0 or not shape:
+        return Chunking(shape, tuple(max(1, n) for n in shape))
+    best, chunks = _best(shape, itemsize, parts, (False,) * len(shape), smallest)
+    most = min(MOST_PIECES, prod(shape) * itemsize // SMALLEST_PIECE)
+    if prod(chunks) * itemsize > LARGEST_COMMON_CHUNK:
+        best, most = float("inf"), prod(parts)
+    piece = shape
+    for apart in product(*((False, True) if p > 1 else (False,) for p in parts)):
+        if not 1 < prod(p for p, alone in zip(parts, apart, strict=True) if alone) <= most:
+            continue
+        score, sides = _best(shape, itemsize, parts, apart, smallest)
+        for _ in range(sum(apart)):
+            score *= _PIECES_COST
+        if score < best:
+            best, chunks = score, sides
+            piece = tuple(-(-n // p) if alone else n for n, p, alone in zip(shape, parts, apart, strict=True))
+    return Chunking(piece, chunks)
 
 
 @lru_cache(maxsize=4096)
-def _sides(length: int, parts: int) -> tuple[int, ...]:
-    """Chunk sides that a dimension may have, descending; each divides the tile where the dimension is split."""
-    if parts > 1:
-        return _divisors(-(-length // parts))
-    sides = {-(-length // (1 << k)) for k in range(length.bit_length() + 1)}
-    sides.update(n for n in _divisors(length) if n * 4096 >= length)
-    return tuple(sorted(sides, reverse=True))
+def _best(
+    shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], apart: tuple[bool, ...], smallest: int
+) -> tuple[float, tuple[int, ...]]:
+    """The smallest score, and the chunk shape that has it; `apart` says which dimensions are stored in pieces."""
+    axes = _thinned([_Axis.of(*args) for args in zip(shape, parts, apart, strict=True)])
+    sizes = np.full((1,) * len(shape), float(itemsize))
+    scores = np.ones_like(sizes)
+    for d, axis in enumerate(axes):
+        along = [-1 if i == d else 1 for i in range(len(shape))]
+        sizes = sizes * np.array(axis.sides, np.float64).reshape(along)
+        scores = scores * axis.scores.reshape(along)
+    scores = scores * _power(1.0 + OVERHEAD / sizes, _OVERHEAD_WEIGHT)
+    excess = sizes / max(LARGEST_CHUNK, 2 * smallest)
+    scores = np.where(excess > 1.0, scores * _EXCESS_COST * _power(excess, _EXCESS_WEIGHT), scores)
+    floor = smallest if prod(shape) * itemsize >= 64 * smallest else min(SMALL_TENSOR_CHUNK, smallest)
+    scores[sizes < min(floor, float(sizes.max()))] = np.inf
+    # Sides ascend, so of equal scores the one with the longest rows is taken: they are contiguous in memory.
+    at = np.unravel_index(int(np.argmin(scores)), scores.shape)
+    return float(scores[at]), tuple(axis.sides[i] for axis, i in zip(axes, at, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """One dimension: what its chunk side may be, and how bad each side is."""
+
+    sides: tuple[int, ...]
+    """Ascending."""
+    scores: NDArray[np.float64]
+    """Per side, the dimension's part of the score."""
+
+    @classmethod
+    def of(cls, length: int, parts: int, apart: bool) -> _Axis:
+        """Of a dimension that is split into `parts` tiles, each an array by itself or not."""
+        tile = -(-length // parts)
+        sides = _divisors(tile) if parts > 1 and not apart else _free_sides(tile)
+        array = tile if apart else length
+        scores = _power(_worst(length, _TENSOR_SPLITS, sides, array), _TENSOR_WEIGHT)
+        scores = scores * _worst(length, _ODD_SPLITS, sides, array)
+        return cls(sides, scores * _worst(length, tuple(s * parts for s in _TILE_SPLITS), sides, array))
+
+
+def _thinned(axes: list[_Axis]) -> list[_Axis]:
+    """Leave out every other side of the dimension with most of them, until there are not too many combinations."""
+    while prod(len(axis.sides) for axis in axes) > _MOST_COMBINATIONS:
+        d = max(range(len(axes)), key=lambda d: len(axes[d].sides))
+        # From the end: the longest side is always kept.
+        axes[d] = _Axis(axes[d].sides[::-1][::2][::-1], axes[d].scores[::-1][::2][::-1])
+    return axes
+
+
+@lru_cache(maxsize=4096)
+def _free_sides(length: int) -> tuple[int, ...]:
+    """Sides that a dimension may have which is not split: equal parts of it, and what divides its halves, quarters and eighths."""
+    sides = {-(-length // n) for n in range(1, min(length, 64) + 1)}
+    sides.update(-(-length // (1 << k)) for k in range(length.bit_length() + 1))
+    for split in (1, *_TENSOR_SPLITS):
+        sides.update(n for n in _divisors(-(-length // split)) if n * 256 >= length)
+    return tuple(sorted(sides))
 
 
 @lru_cache(maxsize=4096)
 def _divisors(n: int) -> tuple[int, ...]:
-    """All divisors of n, descending."""
+    """All divisors of n, ascending."""
     small = np.arange(1, isqrt(n) + 1, dtype=np.int64)
     small = small[n % small == 0]
-    return tuple(sorted({*small.tolist(), *(n // small).tolist()}, reverse=True))
+    return tuple(sorted({*small.tolist(), *(n // small).tolist()}))
 
 
-@lru_cache(maxsize=4096)
-def _costs(length: int, parts: int, sides: tuple[int, ...]) -> NDArray[np.float64]:
-    """Per side, the amplification of the worst of the 2-, 4- and 8-way splits of `parts` tiles."""
-    c = np.array(sides, np.int64)[:, None]
+def _worst(length: int, splits: Sequence[int], sides: tuple[int, ...], array: int) -> NDArray[np.float64]:
+    """Per side, the amplification of the worst part of any of the splits.
+
+    Args:
+        length: of the dimension.
+        splits: numbers of parts; those above `length` are left out.
+        sides: of chunks.
+        array: length of the arrays that it is stored as, one after another; a chunk at an array's end is padded.
+    """
+    side = np.array(sides, np.int64)[:, None]
     worst = np.ones(len(sides))
-    for split in SPLITS:
-        n = split * parts
-        if n > length:
+    for split in splits:
+        if split > length:
             continue
-        part = -(-length // n)
-        # Beyond 64 parts the pattern of borders has repeated often enough to know its mean.
-        start = np.minimum(np.arange(min(n, 64), dtype=np.int64) * part, length)[None, :]
+        part = -(-length // split)
+        # Beyond 64 parts the pattern of borders has repeated often enough.
+        start = np.arange(min(split, 64), dtype=np.int64) * part
+        # The last part may be a sliver, which is expensive and no matter.
+        start = start[np.minimum(start + part, length) - start >= part // 2]
         stop = np.minimum(start + part, length)
-        read = np.minimum(-(-stop // c) * c, length) - start // c * c
-        needed = (stop - start).sum(axis=1)
-        worst = np.maximum(worst, np.where(stop > start, read, 0).sum(axis=1) / needed)
+        read = (_chunk_of(stop - 1, side, array) - _chunk_of(start, side, array) + 1) * side
+        worst = np.maximum(worst, (read / (stop - start)).max(axis=1))
     return worst
+
+
+def _chunk_of(index: NDArray[np.int64], side: NDArray[np.int64], array: int) -> NDArray[np.int64]:
+    """Number of the chunk that holds an index, counted through all arrays."""
+    chunk: NDArray[np.int64] = index // array * -(-array // side) + index % array // side
+    return chunk
+
+
+def _power(values: NDArray[np.float64], exponent: int) -> NDArray[np.float64]:
+    """`values ** exponent`, by multiplication alone."""
+    result = np.ones_like(values)
+    for _ in range(exponent):
+        result = result * values
+    return result

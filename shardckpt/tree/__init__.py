@@ -1,7 +1,7 @@
 """How does a state of nested containers become named tensors and one JSON document, and come back?
 
 Everything here is pure and knows no framework: which leaves are tensors is the caller's to say. Imports `names`,
-`leaves`, `dtypes` and `errors` only.
+`leaves` and `errors` only.
 
 1. `flatten` walks a state once and gives its tensors by name, in order, and the tree document.
 2. `unflatten` puts tensors and document together again, as plain dicts, lists and tuples.

@@ -7,14 +7,15 @@ anything is read:
 2. A small leaf in `like` is replaced by the stored one, of whatever type that is.
 3. A container takes any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
    tuples by index. `like`'s class wins.
-4. Anything else at one place is a structure mismatch. What only one side has is a missing or unexpected name.
+4. Anything else at one place is a structure mismatch. What only one side has, be it an empty container, is a
+   missing or unexpected name.
 
 The walk leaves a tree of steps behind, and `Matched.build` follows it with the values that were read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -148,14 +149,14 @@ class _Walk:
             else:
                 steps.append(self.visit(child, found, depth + 1))
         for leftover in stored.values():
-            self.unexpected.extend(leaf.name for leaf in leaves_of(leftover) if self.selected(leaf.name))
+            self.unexpected.extend(end.name for end in _ends(leftover) if self.selected(end.name))
         return lambda values: container.rebuild([step(values) for step in steps])
 
     # A place that only `like` has.
 
     def absent(self, value: object, name: str, depth: int) -> _Step:
         container = None if self.is_tensor(value) else _taken_apart(value, name)
-        if container is None:
+        if container is None or not container.keys:
             if self.selected(name):
                 self.missing.append(name)
             return _keep(value)
@@ -176,6 +177,15 @@ class _Walk:
         if self.unexpected:
             parts.append(f"{_count(self.unexpected)} in the checkpoint but not in `like`: {_listed(self.unexpected, self.missing)}")
         return NamesMismatchError(f"{'; '.join(parts)}. Change `like`, choose names with only=, or pass strict=False to skip all of these.")
+
+
+def _ends(node: Node) -> Iterator[Node]:
+    """Where a tree ends, in order: leaves and empty containers."""
+    if isinstance(node, Branch) and node.children:
+        for child in node.children:
+            yield from _ends(child)
+    else:
+        yield node
 
 
 def _keep(value: object) -> _Step:

@@ -60,7 +60,7 @@ def test_the_version_is_the_packages():
 
 
 def test_help_and_completion_import_nothing_heavy():
-    heavy = ["numpy", "tensorstore", "zarr", "torch", "jax"]
+    heavy = ["numpy", "rich", "tensorstore", "zarr", "torch", "jax"]
     run = "import sys; sys.argv = ['shardckpt', '--help']; from shardckpt.cli import main; main()"
     code = f"{run}; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.endswith("\n[]\n")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.cli.devices import device_list
-from shardckpt.cli.text import count, file_size, shape_text, shorten, visible
+from shardckpt.cli.text import count, file_size, shape_text, visible
 
 
 def expand(text):
@@ -77,4 +77,3 @@ def test_a_size_is_near_its_bytes(nbytes):
 def test_numbers_have_their_nouns():
     assert (count(0, "chunk"), count(1, "chunk"), count(4096, "chunk")) == ("0 chunks", "1 chunk", "4,096 chunks")
     assert shape_text((3, 4)) == "3×4"
-    assert shorten("x" * 10, most=4) == "xxx…"

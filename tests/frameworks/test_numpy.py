@@ -70,8 +70,8 @@ def test_an_array_of_the_other_byte_order_is_fetched_and_filled_in_ours():
     assert (source.dtype.name, found.dtype.isnative, found.tolist()) == ("int32", True, [0, 1, 2, 3, 4, 5])
     assert source.staged_bytes == array.nbytes
     sink = frameworks.target("w", array, (6,), F32)
-    assert sink.destinations is None
-    assert sink.place([np.arange(6, 12, dtype=np.int32)]) is array
+    sink.destinations[0][...] = np.arange(6, 12, dtype=np.int32)
+    assert sink.place(sink.destinations) is array
     assert array.tolist() == [6, 7, 8, 9, 10, 11]
 
 

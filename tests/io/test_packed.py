@@ -188,3 +188,11 @@ print(peak() - before)
     url = str(tmp_path) if place == "file" else "memory://x"
     run = subprocess.run([sys.executable, "-c", program, url, str(limit)], capture_output=True, text=True, check=True)
     assert int(run.stdout) <= allowed
+
+
+def test_giving_up_raises_nothing_where_nothing_can_be_deleted(tmp_path):
+    (tmp_path / "file").write_text("")
+    writer = PackedWriter(Store.open(tmp_path / "file" / "attempt"), 0)
+    with pytest.raises(StorageError, match="cannot make a directory"):
+        writer.put("w/c/0", b"1")
+    writer.abort()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,6 +76,14 @@ def test_a_chunk_of_another_host_is_not_overwritten(tmp_path):
             with pytest.raises(StorageError, match="File exists"):
                 writer.put("w/c/0", b"2")
             writer.abort()
+
+
+def test_giving_up_leaves_no_file_open(tmp_path):
+    writer = PlainWriter(Store.open(tmp_path))
+    for i in range(100):
+        writer.put(f"w/c/{i}", b"1")
+    writer.abort()
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(Path(os.path.realpath(fd)))]
 
 
 def test_an_error_in_the_background_is_raised(monkeypatch):

@@ -130,3 +130,13 @@ def test_no_key_that_passes_leaves_its_place(key):
     except FormatError:
         return
     assert os.path.normpath(f"/data/{key}") == f"/data/{key}"
+
+
+def test_a_path_may_start_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert parse("~/runs").local == parse(Path("~/runs")).local == tmp_path / "runs"
+    assert parse("~").local == tmp_path
+    assert parse("./~/runs").local == tmp_path / "~" / "runs"
+    assert parse("a/~").local == tmp_path / "a" / "~"
+    assert parse("file:///~/runs").local == Path("/~/runs")

@@ -14,10 +14,10 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import LocalStore
 
 import shardckpt
-from shardckpt import saving
 from shardckpt.dtypes import DTYPES
 from shardckpt.errors import CorruptionError, MissingDataError, OptionError
 from shardckpt.names import array_path
+from shardckpt.reshard import chunks
 
 LAYOUTS = ["packed", "zarr"]
 
@@ -105,7 +105,7 @@ def test_names_become_nested_groups_at_their_slashes(tmp_path, layout, compressi
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_tensor_in_pieces_appears_as_the_arrays_of_its_pieces(tmp_path, layout, monkeypatch):
-    monkeypatch.setattr(saving, "LARGEST_COMMON_CHUNK", 64)
+    monkeypatch.setattr(chunks, "LARGEST_COMMON_CHUNK", 64)
     w = np.arange(7 * 97, dtype=np.float32).reshape(7, 97)
     sharding = shardckpt.Sharding(shardckpt.Mesh((2,), ("x",)), shardckpt.PartitionSpec(None, "x"))
     checkpoint = saved(tmp_path / "ckpt", {"w": w}, layout=layout, shardings={"w": sharding})

@@ -6,7 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.reshard.chunks import LARGEST_CHUNK, MOST_CHUNKS, chunk_shape, grid_shape, smallest_chunk
+from shardckpt.box import Box, BoxArray
+from shardckpt.reshard.chunks import (
+    LARGEST_CHUNK,
+    LARGEST_COMMON_CHUNK,
+    MOST_CHUNKS,
+    MOST_PIECES,
+    SMALLEST_PIECE,
+    Chunking,
+    chunk_shape,
+    chunking,
+    grid_shape,
+    smallest_chunk,
+)
+from shardckpt.reshard.plan import Piece, overlaps
 
 
 @st.composite
@@ -74,3 +87,67 @@ def test_the_number_of_chunks_of_a_whole_checkpoint_is_bounded():
 def test_scalars_and_empty_tensors_have_a_chunk_shape():
     assert chunk_shape((), 4, ()) == ()
     assert chunk_shape((0, 5), 4, (1, 1)) == (1, 5)
+
+
+def rows_read(length, chosen, start, stop):
+    """Rows of the chunks that rows `start` to `stop` touch, by the planner."""
+    read = 0
+    for begin in range(0, length, chosen.piece[0]):
+        piece = Piece("w", (begin,), (min(chosen.piece[0], length - begin),), chosen.chunks[:1])
+        read += len(overlaps(piece, BoxArray.of([Box((start,), (stop,))], 1)).chunk) * piece.chunks[0]
+    return read
+
+
+@pytest.mark.parametrize("rows", [32003, 50257, 65539, 100003])
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_uneven_vocabularies_are_read_with_little_waste_by_2_4_and_8_ways(rows, parts, itemsize):
+    """Their tiles are of prime length, or nearly so: 4001, 25129, 12565, 6283, 16385, 12501, …"""
+    chosen = chunking((rows, 4096), itemsize, (parts, 1))
+    assert 4096 % (8 * chosen.chunks[1]) == 0
+    for split in (1, 2, 4, 8):
+        part = -(-rows // split)
+        for start in range(0, rows, part):
+            stop = min(start + part, rows)
+            assert rows_read(rows, chosen, start, stop) <= 1.25 * (stop - start)
+
+
+@given(tensors())
+@settings(max_examples=200, deadline=None)
+def test_pieces_are_whole_tiles_or_whole_dimensions_and_few(tensor):
+    shape, itemsize, parts = tensor
+    chosen = chunking(shape, itemsize, parts)
+    for n, p, piece, side in zip(shape, parts, chosen.piece, chosen.chunks, strict=True):
+        tile = -(-n // p)
+        assert piece in (n, tile)
+        assert 1 <= side <= tile
+        assert piece != n or p == 1 or tile % side == 0
+    pieces = prod(grid_shape(shape, chosen.piece))
+    common = prod(chunk_shape(shape, itemsize, parts)) * itemsize
+    assert pieces == 1 or common > LARGEST_COMMON_CHUNK or pieces <= min(MOST_PIECES, prod(shape) * itemsize // SMALLEST_PIECE)
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (8192, 28672)])
+@pytest.mark.parametrize("parts", [(1, 1), (8, 1), (1, 8), (4, 2), (16, 4), (64, 1)])
+def test_what_divides_evenly_is_stored_as_one_array(shape, parts):
+    assert chunking(shape, 2, parts) == Chunking(shape, chunk_shape(shape, 2, parts))
+
+
+def test_a_tile_of_prime_length_that_is_too_large_for_one_chunk_is_stored_in_as_many_pieces_as_it_takes():
+    prime = 4_194_319
+    chosen = chunking((512 * prime,), 4, (512,))
+    assert chosen.piece == (prime,)
+    assert chosen.chunks[0] * 4 <= LARGEST_CHUNK
+
+
+@pytest.mark.parametrize(("itemsize", "most"), [(2, 50_000), (4, 80_000)])
+@pytest.mark.parametrize("parts", [(8, 1), (2, 4), (8, 8), (16, 4)])
+def test_the_chunks_of_llama_8b_are_some_hundred_kib_large(itemsize, most, parts):
+    layer = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
+    shapes = [(128256, 4096)] * 2 + 32 * layer
+    assert sum(prod(grid_shape(s, chunk_shape(s, itemsize, parts))) for s in shapes) <= most
+
+
+def test_many_dimensions_and_unlucky_numbers_are_chosen_for_in_bounded_time_and_memory():
+    assert 64 << 10 <= prod(chunk_shape((720, 840, 900, 960), 2, (1, 1, 1, 1))) * 2 <= 2 * LARGEST_CHUNK
+    assert chunk_shape((7,) * 9, 1, (1,) * 9) is not None

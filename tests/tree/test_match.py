@@ -318,3 +318,17 @@ def test_a_like_that_contains_itself_is_a_leaf_error(state):
         state = {"a": state} if depth else {"a": {}}
     with pytest.raises(LeafError, match="200 containers"):
         restored(like, state)
+
+
+@pytest.mark.parametrize("empty", [{}, [], (), {"deep": []}], ids=repr)
+def test_an_empty_container_that_only_one_side_has_is_a_name_too(empty):
+    name = "extra/deep" if empty == {"deep": []} else "extra"
+    state = {"a": 1}
+    with pytest.raises(NamesMismatchError, match=f"in `like` but not in the checkpoint: '{name}'"):
+        restored({**state, "extra": empty}, state)
+    with pytest.raises(NamesMismatchError, match=f"in the checkpoint but not in `like`: '{name}'"):
+        restored(state, {**state, "extra": empty})
+    assert restored({**state, "extra": empty}, state, strict=False) == {**state, "extra": empty}
+    assert restored(state, {**state, "extra": empty}, strict=False) == state
+    assert restored({**state, "extra": empty}, state, only=selector("a")) == {**state, "extra": empty}
+    assert restored({**state, "extra": empty}, {**state, "extra": empty}) == {**state, "extra": empty}

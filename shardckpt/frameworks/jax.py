@@ -1,0 +1,293 @@
+"""JAX: arrays of any sharding, in and out shard by shard, without compiling anything.
+
+Saving
+1. Of this process's shards one per distinct box is copied to the host, all of a call together, as transfers that
+   `jax.transfer_guard` knows to be meant. On CPU the host array is the shard itself.
+2. JAX keeps the host copy of an array for as long as the array lives. So what is copied is not the leaf's shard but
+   a new array over the same memory, which goes as soon as it is stored.
+
+Restoring
+1. A new array is built from one `device_put` per local device, straight from the buffer of the box that it holds:
+   no array of the whole on the host, no program.
+2. On CPU `device_put` makes an array of the buffer itself where that is aligned, `may_alias=False` or not, and such an
+   array is never donated in place. Copying it from device to device once more gives memory that is XLA's own.
+3. An array that was free to move stays so: restored for an uncommitted leaf it is uncommitted too, on that leaf's
+   device. Otherwise it could not be an argument beside arrays of a larger mesh.
+
+Arrays come back with a strong type, whatever the leaf's `weak_type`, and in the default layout in memory. Key arrays
+(`jax.random.key`) are refused with advice: stored as a tensor, their words would not say which generator they are of.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from shardckpt.dtypes import DType, of_numpy
+from shardckpt.errors import DtypeError, LeafError, ShardingError
+from shardckpt.frameworks.base import Array, Sink, Source, Target
+from shardckpt.frameworks.jax_layout import Shards, layout_of, local_shards, to_jax
+from shardckpt.names import shown
+from shardckpt.op_sharding import OpSharding
+from shardckpt.sharding import Layout, Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    from shardckpt.box import BoxArray
+
+__all__ = ["accepts", "identity", "matches", "settle", "sources", "target"]
+
+_COPYING = frozenset(("tpu", "gpu", "cuda", "rocm"))
+"""Platforms whose devices never use the host's buffer itself."""
+
+
+def matches(leaf: object) -> bool:
+    """Whether the leaf is an array of JAX's, or stands for one; which can be stored, `sources` and `target` say."""
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def accepts(wanted: Target) -> bool:
+    """Whether the target says a sharding of JAX's, or ours where no torch_xla is imported that it may be meant for."""
+    ours = isinstance(wanted.sharding, Sharding | OpSharding) and "torch_xla" not in sys.modules
+    return ours or isinstance(wanted.sharding, jax.sharding.Sharding)
+
+
+def settle(leaves: Iterable[object]) -> None:
+    """Nothing is pending in JAX: computations that still run are waited for by the copy."""
+
+
+def identity(leaf: Any) -> Hashable | None:
+    """Equal for one and the same array; arrays never change, so sharing memory means nothing."""
+    return ("jax", id(leaf)) if isinstance(leaf, jax.Array) else None
+
+
+# --- Saving -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _JaxSource:
+    """An array to be saved."""
+
+    name: str
+    array: Any
+    dtype: DType
+    layout: Layout | None
+    """None for an array that is uncommitted: it happens to be on some device."""
+    shards: Shards
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def boxes(self) -> BoxArray:
+        return self.shards.boxes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Nothing on CPU, unless elements are packed: there they are spread out to one byte each."""
+        packed = jax.dtypes.itemsize_bits(self.dtype.numpy) < 8 * self.dtype.itemsize
+        if not packed and all(device.platform == "cpu" for device in self.shards.devices):
+            return 0
+        return int(self.boxes.sizes().sum()) * self.dtype.itemsize
+
+    @classmethod
+    def fetch(cls, sources: Sequence[_JaxSource]) -> list[list[Array]]:
+        fetched: list[list[Array]] = jax.device_get([s.distinct() for s in sources])
+        return fetched
+
+    def distinct(self) -> list[Any]:
+        """Per distinct box, an array of its own over the memory of one local shard."""
+        _check_alive(self.name, self.array)
+        held = {shard.device.id: shard.data for shard in self.array.addressable_shards}
+        arrays = []
+        for k, device in enumerate(self.shards.holders):
+            data = held[device]
+            if data.shape != self.boxes[k].shape:
+                raise ShardingError(
+                    f"{shown(self.name)}: the shard on device {device} has shape {data.shape} and its sharding says "
+                    f"{self.boxes[k].shape}; save it with another sharding, after jax.device_put(leaf, sharding)."
+                )
+            arrays.append(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
+        return arrays
+
+
+def sources(leaves: dict[str, Any]) -> dict[str, Source]:
+    """Sources of arrays, by name.
+
+    Raises:
+        LeafError: a leaf without elements to store: deleted, traced, a ShapeDtypeStruct, a key array; by name.
+        DtypeError: elements that cannot be stored, by name.
+        ShardingError: a sharding that does not say where data is, by name.
+    """
+    found: dict[str, Source] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise LeafError(f"{shown(name)}: a ShapeDtypeStruct has no data to save; leave it out of the state.")
+        dtype = _dtype(name, leaf)
+        _check_alive(name, leaf)
+        shards = _shards(name, leaf.sharding, tuple(leaf.shape))
+        layout = layout_of(leaf.sharding, leaf.ndim) if leaf.committed else None
+        found[name] = _JaxSource(name, leaf, dtype, layout, shards)
+    return found
+
+
+def _check_alive(name: str, leaf: Any) -> None:
+    if leaf.is_deleted():
+        raise LeafError(
+            f"{shown(name)}: this array was deleted or donated to a jitted function and has no data left; save what that function returned."
+        )
+
+
+# --- Restoring ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _JaxSink:
+    """A new array, in the sharding of a leaf or of a `Target`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    sharding: Any
+    shards: Shards
+    committed: bool
+    tie_key: Hashable
+    destinations: None = None
+
+    @property
+    def boxes(self) -> BoxArray:
+        return self.shards.boxes
+
+    @property
+    def buffer_shapes(self) -> list[tuple[int, ...]]:
+        return [self.shards.tile] * len(self.boxes)
+
+    @property
+    def placing_bytes(self) -> int:
+        """None beyond the arrays themselves: where a device is the host, it copies out of the aligned buffer as it is."""
+        return 0
+
+    def place(self, buffers: Sequence[Array]) -> object:
+        no_elements = np.empty(self.shards.tile if not len(self.boxes) else 0, self.dtype.numpy)
+        shards = [buffers[box] if box >= 0 else no_elements for box in self.shards.box_of.tolist()]
+        arrays = self._uncommitted(shards) if not self.committed else self._committed(shards)
+        jax.block_until_ready(arrays)  # only then are the buffers free again
+        wrong = {str(array.dtype) for array in arrays} - {self.dtype.name}
+        if wrong:
+            raise DtypeError(
+                f"{shown(self.name)}: JAX made {wrong.pop()} of {self.dtype}; restore it as another dtype, or as a numpy array."
+            )
+        if not self.committed:
+            return arrays[0]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays, dtype=self.dtype.numpy)
+
+    def _committed(self, shards: list[Array]) -> list[Any]:
+        kind = self.sharding.memory_kind
+        places = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in self.shards.devices]
+        arrays: list[Any] = jax.device_put(shards, places)
+        return jax.device_put(arrays, places, may_alias=False) if self._may_alias else arrays
+
+    def _uncommitted(self, shards: list[Array]) -> list[Any]:
+        with jax.default_device(self.shards.devices[0]):
+            arrays: list[Any] = jax.device_put(shards)
+            return jax.device_put(arrays, may_alias=False) if self._may_alias else arrays
+
+    @property
+    def _may_alias(self) -> bool:
+        return any(device.platform not in _COPYING for device in self.shards.devices)
+
+
+def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
+    """A sink that makes a new array in the leaf's sharding, or in the one that a `Target` says.
+
+    A ShapeDtypeStruct without sharding gives an uncommitted array on the default device, as `jnp.asarray` does.
+
+    Raises:
+        LeafError: a kind of leaf that cannot be restored into.
+        DtypeError: JAX has no such dtype, or would silently make a smaller one of it.
+        ShardingError: the sharding does not fit the tensor, or this job's devices.
+    """
+    committed, same = True, None
+    if isinstance(leaf, Target):
+        shape, dtype = leaf.resolve(shape, dtype)
+        sharding = leaf.sharding
+        if isinstance(sharding, Sharding | OpSharding):
+            try:
+                sharding = to_jax(sharding, len(shape))
+            except ShardingError as e:
+                raise ShardingError(f"{shown(name)}: {e}") from e
+    else:
+        shape, dtype, sharding = tuple(leaf.shape), _dtype(name, leaf), leaf.sharding
+        if isinstance(leaf, jax.Array):
+            committed = leaf.committed
+            same = id(leaf)  # arrays that are two in `like` stay two: one buffer cannot be donated twice
+        elif sharding is None:
+            sharding, committed = _default(), False
+    shards = _shards(name, sharding, shape)
+    _check_placeable(name, dtype, shards)
+    return _JaxSink(name, shape, dtype, sharding, shards, committed, ("jax", sharding, committed, shape, dtype.name, same))
+
+
+def _default() -> Any:
+    """Where JAX puts what it is given no place for."""
+    array: Any = jax.device_put(np.zeros((), np.bool_))
+    return array.sharding
+
+
+def _check_placeable(name: str, dtype: DType, shards: Shards) -> None:
+    x64 = bool(jax.config.jax_enable_x64)
+    made = _made_of(dtype, x64, next(iter(shards.devices), None))
+    if made == dtype.name:
+        return
+    if made is not None and not x64:
+        raise DtypeError(
+            f"{shown(name)}: JAX would make {made} of {dtype} without saying so; call jax.config.update('jax_enable_x64', True), "
+            f"or restore into a {made} leaf with cast=True."
+        )
+    raise DtypeError(f"{shown(name)}: JAX has no arrays of {dtype} on this platform; restore it as another dtype, or as a numpy array.")
+
+
+@lru_cache(maxsize=256)
+def _made_of(dtype: DType, x64: bool, device: Any) -> str | None:  # noqa: ARG001 - x64 is part of the question
+    """What JAX makes of elements of a dtype; None where it cannot."""
+    try:
+        return str(jax.device_put(np.zeros((), dtype.numpy), device).dtype)
+    except (TypeError, ValueError, jax.errors.JaxRuntimeError):
+        return None
+
+
+# --- Leaves -------------------------------------------------------------------------------------------------------
+
+
+def _shards(name: str, sharding: Any, shape: tuple[int, ...]) -> Shards:
+    try:
+        return local_shards(sharding, shape)
+    except ShardingError as e:
+        raise ShardingError(f"{shown(name)}: {e}") from e
+
+
+def _dtype(name: str, leaf: Any) -> DType:
+    """The dtype of a leaf that has elements.
+
+    Raises:
+        LeafError: it is being traced, or is a key array.
+        DtypeError: elements that cannot be stored.
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        raise LeafError(f"{shown(name)}: this array is being traced and has no elements yet; call shardckpt outside of jit, grad and vmap.")
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise LeafError(
+            f"{shown(name)}: key arrays ({leaf.dtype}) are not supported; store their words, jax.random.key_data(key), and the name "
+            f"jax.random.key_impl(key) beside them, and make the key again with jax.random.wrap_key_data(words, impl=name)."
+        )
+    try:
+        return of_numpy(leaf.dtype)
+    except (DtypeError, TypeError) as e:
+        raise DtypeError(f"{shown(name)}: {e}") from e

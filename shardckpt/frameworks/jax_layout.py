@@ -1,0 +1,186 @@
+"""What JAX calls shardings, in our words and back; and what of an array this process's devices hold.
+
+1. A `NamedSharding` is a `Sharding`: its mesh's ids, its axes' names, its spec.
+2. An array on one device is `{maximal device=…}`.
+3. Everything else is known by the HLO text that JAX itself gives to XLA. That text numbers the positions of the
+   sharding's device list; `relabel` puts the ids in their place.
+
+Device ids are JAX's own, and need not be 0…N-1: those of a second process on CPU begin at 2048.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from shardckpt.box import BoxArray, distinct_boxes
+from shardckpt.errors import ShardingError
+from shardckpt.mesh import Mesh
+from shardckpt.op_sharding import Kind, OpSharding
+from shardckpt.partition_spec import PartitionSpec
+from shardckpt.sharding import Layout, Sharding
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Shards", "layout_of", "local_shards", "to_jax"]
+
+
+@lru_cache(maxsize=1024)
+def layout_of(sharding: Any, ndim: int) -> Layout:
+    """The layout of arrays of that rank with a JAX sharding.
+
+    Raises:
+        ShardingError: it does not say where data is: unconstrained, unreduced, manual, or over an abstract mesh.
+    """
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return OpSharding.maximal(device.id)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        _check_decided(sharding)
+        names = sharding.mesh.axis_names
+        if all(isinstance(name, str) and name for name in names):
+            mesh = Mesh(sharding.mesh.devices.shape, names, _ids(sharding.mesh.devices.flat))
+            return Sharding(mesh, PartitionSpec(*_parts(sharding.spec)))
+    text = str(sharding._to_xla_hlo_sharding(ndim))
+    return OpSharding.parse(text).relabel(_ids(sharding._device_assignment))
+
+
+def _parts(spec: Any) -> tuple[Any, ...]:
+    """A spec's entries. Younger JAX refuses to iterate over one with `reduced` axes, which mean replicas of the data."""
+    return tuple(getattr(spec, "partitions", spec))
+
+
+def _check_decided(sharding: Any) -> None:
+    said = f"{sharding.spec} over {sharding.mesh}"
+    if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+        raise ShardingError(f"{said:.300} names no devices; give a NamedSharding over a jax.sharding.Mesh.")
+    if jax.sharding.PartitionSpec.UNCONSTRAINED in _parts(sharding.spec):
+        raise ShardingError(f"{said:.300} leaves a dimension to the compiler; give an axis, or None, for every one.")
+    if sharding.spec.unreduced:
+        raise ShardingError(f"{said:.300}: its devices hold partial sums; reduce it first, with jax.reshard for example.")
+    if getattr(sharding.mesh, "manual_axes", ()):
+        raise ShardingError(f"{said:.300}: only the program inside a shard_map knows what its devices hold; leave it first.")
+
+
+def to_jax(layout: Layout, ndim: int) -> Any:
+    """A JAX sharding that says the same of arrays of that rank, over this job's devices.
+
+    An OpSharding becomes a NamedSharding as well: JAX's programs know no other that is over several devices.
+
+    Raises:
+        ShardingError: it does not say where data is, is for another rank, or has devices that the job has not.
+    """
+    return _to_jax(layout, ndim, jax.devices()[0].client)
+
+
+@lru_cache(maxsize=256)
+def _to_jax(layout: Layout, ndim: int, client: Any) -> Any:
+    """`to_jax`; devices are objects of their client, and a client may be replaced."""
+    devices = {device.id: device for device in client.devices()}
+    if isinstance(layout, OpSharding) and layout.kind is Kind.MAXIMAL:
+        (device,) = _devices_of(layout.replication_groups, devices)
+        return jax.sharding.SingleDeviceSharding(device)
+    if isinstance(layout, OpSharding):
+        layout = _with_names(layout, ndim, list(devices))
+    layout.parts(ndim)  # the rank is right
+    mesh = jax.sharding.Mesh(_devices_of(layout.mesh.device_ids, devices).reshape(layout.mesh.shape), layout.mesh.axis_names)
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*layout.spec))
+
+
+def _with_names(layout: OpSharding, ndim: int, all_ids: list[int]) -> Sharding:
+    """The same over a mesh of made-up names.
+
+    JAX's programs take several arrays only where all have their devices in one order. So the mesh has its devices in
+    ascending order wherever a spec over such a mesh can say the same, and else in the order of the tiles.
+    """
+    if layout.kind is Kind.REPLICATED and layout.tiles is None:
+        layout = OpSharding.replicated(all_ids)
+    parts, groups = layout.parts(ndim), layout.replication_groups
+    ids, factors = np.sort(groups.reshape(-1)), _prime_factors(groups.size)
+    for shape in (factors, factors[::-1]):
+        found = Sharding.infer(Mesh(shape, [f"axis{i}" for i in range(len(shape))], ids), layout, ndim)
+        if found is not None:
+            return found
+    cut = {f"dim{d}": count for d, count in enumerate(parts) if count > 1}
+    axes = {**cut, "replica": groups.shape[1]}
+    spec = PartitionSpec(*(f"dim{d}" if count > 1 else None for d, count in enumerate(parts)))
+    return Sharding(Mesh(tuple(axes.values()), tuple(axes), groups.reshape(-1)), spec)
+
+
+def _prime_factors(n: int) -> tuple[int, ...]:
+    """Ascending; what all meshes of n devices with axes of other sizes are made of.
+
+    >>> _prime_factors(12)
+    (2, 2, 3)
+    """
+    factor = next((d for d in range(2, isqrt(n) + 1) if n % d == 0), n)
+    return () if n == 1 else (factor, *_prime_factors(n // factor))
+
+
+def _devices_of(ids: NDArray[np.int64], devices: dict[int, Any]) -> NDArray[np.object_]:
+    wanted = ids.reshape(-1).tolist()
+    strangers = [i for i in wanted if i not in devices]
+    if strangers:
+        raise ShardingError(
+            f"the target has device {strangers[0]} and this JAX job has {len(devices)} devices, {min(devices)}…{max(devices)}; "
+            f"give a mesh of ids from jax.devices()."
+        )
+    found = np.empty(len(wanted), object)
+    found[:] = [devices[i] for i in wanted]
+    return found
+
+
+def _ids(devices: Any) -> NDArray[np.int64]:
+    return np.array([device.id for device in devices], np.int64)
+
+
+# --- Shards of this process ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What this process's devices hold of one shape in one sharding."""
+
+    boxes: BoxArray
+    """The distinct boxes, none of them empty."""
+    devices: tuple[Any, ...]
+    """This process's devices in the sharding, by ascending id."""
+    box_of: NDArray[np.int64]
+    """(devices,) the box of each; -1 where the array has no elements."""
+    tile: tuple[int, ...]
+    """The shape of every shard."""
+
+    @property
+    def holders(self) -> list[int]:
+        """Per box, the id of the first device that holds it."""
+        boxes, first = np.unique(self.box_of, return_index=True)
+        return [self.devices[i].id for i in first[boxes >= 0].tolist()]
+
+
+@lru_cache(maxsize=1024)
+def local_shards(sharding: Any, shape: tuple[int, ...]) -> Shards:
+    """The shards of this process's devices.
+
+    Raises:
+        ShardingError: the sharding does not say where data is, is for another rank, or cuts unevenly.
+    """
+    layout = layout_of(sharding, len(shape))
+    tile, parts = layout.tile(shape), layout.parts(len(shape))
+    uneven = [d for d, n in enumerate(shape) if n % parts[d]]
+    if uneven:
+        raise ShardingError(
+            f"{layout} cuts dimension {uneven[0]} of shape {shape} into {parts[uneven[0]]} parts, and JAX has no arrays cut unevenly; "
+            f"cut another dimension, or none."
+        )
+    devices = tuple(sorted(sharding.addressable_devices, key=lambda device: device.id))
+    ids = _ids(devices)
+    if not devices:
+        return Shards(BoxArray.of([], len(shape)), devices, ids, tile)
+    boxes, where = distinct_boxes(layout.device_boxes(shape, ids).boxes)
+    return Shards(boxes, devices, where, tile)

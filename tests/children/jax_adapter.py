@@ -1,0 +1,343 @@
+"""Does with real JAX arrays on 8 virtual devices what test_jax.py asks. JSON on stdin, answers on stdout."""
+
+import json
+import sys
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.lib import xla_client
+from jax._src.sharding_impls import GSPMDSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax_cases import NAMES, elements, same_bits
+
+import shardckpt
+from shardckpt import frameworks
+from shardckpt.dtypes import by_name
+from shardckpt.errors import ShardckptError
+from shardckpt.frameworks.base import Target
+from shardckpt.op_sharding import OpSharding
+from shardckpt.sharding import Sharding
+
+F32 = by_name("float32")
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, _seconds, **_: compiled.append(event))
+
+
+def compiles():
+    return sum("compile" in event for event in compiled)
+
+
+def devices(ids):
+    return np.array([jax.devices()[i] for i in ids])
+
+
+def spec_of(case):
+    return PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in case["spec"]))
+
+
+def sharding_of(case):
+    if "text" in case:
+        return GSPMDSharding(devices(case["devices"]).tolist(), xla_client.HloSharding.from_string(case["text"]))
+    if "device" in case:
+        return SingleDeviceSharding(jax.devices()[case["device"]])
+    mesh = Mesh(devices(case["devices"]).reshape(case["mesh"]), NAMES[: len(case["mesh"])])
+    return NamedSharding(mesh, spec_of(case), memory_kind=case.get("memory"))
+
+
+def sharded(case, seed=0):
+    """Elements, and an array of them that JAX itself has sharded."""
+    array = elements(seed, case["shape"], case["dtype"])
+    return array, jax.device_put(array, sharding_of(case))
+
+
+def assembled(source, arrays):
+    """The whole array out of a source's boxes, and how often each element was covered."""
+    whole = np.zeros(source.shape, source.dtype.numpy)
+    covered = np.zeros(source.shape, int)
+    for i, array in enumerate(arrays):
+        whole[source.boxes[i].slices] = array
+        covered[source.boxes[i].slices] += 1
+    return whole, covered
+
+
+def filled(sink, array):
+    """Buffers as a caller lends them, aligned so that JAX could use them as they are."""
+    buffers = []
+    for i, shape in enumerate(sink.buffer_shapes):
+        size = prod(shape) * sink.dtype.itemsize
+        memory = np.empty(size + 64, np.uint8)
+        memory = memory[-memory.ctypes.data % 64 :][:size]
+        buffer = memory.view(sink.dtype.numpy).reshape(shape)
+        buffer[...] = array[sink.boxes[i].slices]
+        buffers.append(buffer)
+    return buffers
+
+
+def placed(sink, array):
+    buffers = filled(sink, array)
+    restored = sink.place(buffers)
+    for buffer in buffers:
+        buffer.reshape(-1).view(np.uint8)[...] = 1  # the buffers are ours again
+    return restored
+
+
+def on_devices(array):
+    """What every device holds: id, index, bits."""
+    return [
+        (s.device.id, [list(i.indices(n)[:2]) for i, n in zip(s.index, array.shape, strict=True)], np.asarray(s.data).tobytes())
+        for s in sorted(array.addressable_shards, key=lambda s: s.device.id)
+    ]
+
+
+def error(function, *args):
+    try:
+        function(*args)
+    except ShardckptError as e:
+        return [type(e).__name__, str(e)]
+    return None
+
+
+def round_trip(case):
+    array, leaf = sharded(case)
+    before = compiles()
+    source = frameworks.source("w", leaf)
+    (arrays,) = frameworks.fetch([source])
+    whole, covered = assembled(source, arrays)
+    sink = frameworks.target("w", leaf, (), F32)
+    restored = placed(sink, array)
+    boxes = {str(s.index) for s in leaf.addressable_shards if s.data.size}
+    kept = [a for a in [leaf, *(s.data for s in leaf.addressable_shards)] if a._npy_value is not None]
+    pointers = {s.data.unsafe_buffer_pointer() for s in leaf.addressable_shards}
+    return {
+        "fetched": same_bits(whole, array),
+        "covered once": bool((covered == 1).all()),
+        "boxes": [len(source.boxes), len(boxes)],
+        "kept on the host": len(kept),
+        "copied": sum(a.nbytes for a in arrays if a.ctypes.data not in pointers),
+        "staged": source.staged_bytes,
+        "devices": on_devices(restored) == on_devices(leaf),
+        "sharding": restored.sharding == leaf.sharding and restored.committed == leaf.committed,
+        "dtype": str(restored.dtype),
+        "shape": list(restored.shape),
+        "compiles": compiles() - before,
+    }
+
+
+def targets(case):
+    array, leaf = sharded(case)
+    ours = shardckpt.frameworks.jax_layout.layout_of(leaf.sharding, leaf.ndim)
+    wanted = {"jax": leaf.sharding, "layout": ours}
+    if isinstance(ours, Sharding):
+        wanted["op_sharding"] = ours.op_sharding(leaf.ndim)
+        wanted["tiled"] = OpSharding.parse(str(leaf.sharding._to_xla_hlo_sharding(leaf.ndim))).relabel(case["devices"])
+    before = compiles()
+    found = {}
+    for way, sharding in wanted.items():
+        restored = placed(frameworks.target("w", Target(sharding), tuple(case["shape"]), by_name(case["dtype"])), array)
+        same_order = isinstance(sharding, OpSharding) or restored.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+        found[way] = on_devices(restored) == on_devices(leaf) and same_order
+    restored = placed(frameworks.target("w", jax.ShapeDtypeStruct(case["shape"], case["dtype"], sharding=leaf.sharding), (), F32), array)
+    found["struct"] = on_devices(restored) == on_devices(leaf) and restored.sharding == leaf.sharding
+    return found | {"compiles": compiles() - before}
+
+
+def layouts(case):
+    return (
+        repr(frameworks.source("w", sharded(case)[1]).layout)
+        if "text" not in case
+        else str(frameworks.source("w", sharded(case)[1]).layout)
+    )
+
+
+def control(_):
+    before = compiles()
+    jax.jit(lambda a: a * 3 + 1)(np.float32(2))
+    return compiles() - before
+
+
+def uncommitted(_):
+    """Arrays that JAX may still move stay so, and go on being arguments beside sharded ones."""
+    with jax.default_device(jax.devices()[5]):
+        count = jnp.full((2, 3), 7)
+    state = {"count": count, "w": sharded({"mesh": [8], "devices": range(8), "shape": [8, 3], "spec": ["x"], "dtype": "float32"})[1]}
+    abstract = jax.eval_shape(lambda: jnp.zeros((2, 3), jnp.int32))
+    before = compiles()
+    sources = frameworks.sources(state)
+    restored = {
+        "count": placed(frameworks.target("count", count, (), F32), np.asarray(count)),
+        "w": placed(frameworks.target("w", state["w"], (), F32), np.asarray(state["w"])),
+    }
+    struct = placed(frameworks.target("count", abstract, (), F32), np.asarray(count))
+    compiled_before_use = compiles() - before
+    together = jax.jit(lambda s: s["w"] + s["count"][0])(restored)
+    return {
+        "layout": str(sources["count"].layout),
+        "boxes": len(sources["count"].boxes),
+        "committed": [restored["count"].committed, struct.committed, restored["w"].committed],
+        "devices": [[d.id for d in a.devices()] for a in (restored["count"], struct)],
+        "elements": [restored["count"].tolist(), struct.tolist()],
+        "together": len(together.devices()),
+        "compiles": compiled_before_use,
+    }
+
+
+def op_shardings(case):
+    """Arrays restored by OpShardings of several kinds, in one program."""
+    state = {}
+    for text in case["texts"]:
+        target = Target(OpSharding.parse(text, len(case["devices"])).relabel(case["devices"]))
+        state[text] = placed(frameworks.target("w", target, tuple(case["shape"]), F32), np.ones(case["shape"], np.float32))
+    orders = [[d.id for d in a.sharding._device_assignment] for a in state.values()]
+    return {
+        "sum": float(jax.jit(lambda s: sum(a.sum() for a in s.values()))(state)),
+        "orders": [order == sorted(order) for order in orders],
+    }
+
+
+def donation(_):
+    """A restored array's memory is its own: donated, it is used in place."""
+    found = []
+    for case in ({"mesh": [8], "devices": range(8), "spec": ["x"]}, {"mesh": [4, 2], "devices": range(8), "spec": [None]}, {"device": 3}):
+        array, leaf = sharded(case | {"shape": [1 << 16], "dtype": "float32"})
+        array = np.arange(array.size, dtype=np.float32)
+        restored = placed(frameworks.target("w", leaf, (), F32), array)
+        pointers = [s.data.unsafe_buffer_pointer() for s in restored.addressable_shards]
+        after = jax.jit(lambda a: a + 1, donate_argnums=0)(restored)
+        used = [s.data.unsafe_buffer_pointer() for s in after.addressable_shards]
+        found.append([restored.is_deleted(), pointers == used, len(set(pointers)) == len(pointers), same_bits(after, array + 1)])
+    return found
+
+
+def memory_kinds(_):
+    case = {"mesh": [4, 2], "devices": range(8), "shape": [8, 4], "spec": ["y", None], "dtype": "float32"}
+    found = {}
+    for kind in ("device", "pinned_host", "unpinned_host"):
+        array, leaf = sharded(case | {"memory": kind})
+        (arrays,) = frameworks.fetch([source := frameworks.source("w", leaf)])
+        like = (leaf, Target(leaf.sharding), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding))
+        restored = [placed(frameworks.target("w", way, leaf.shape, F32), array) for way in like]
+        single = jax.device_put(array, SingleDeviceSharding(jax.devices()[2], memory_kind=kind))
+        restored.append(placed(frameworks.target("w", single, (), F32), array))
+        found[kind] = {
+            "kinds": sorted(
+                {r.sharding.memory_kind for r in restored} | {s.data.sharding.memory_kind for r in restored for s in r.addressable_shards}
+            ),
+            "bits": all(same_bits(r, array) for r in restored) and same_bits(assembled(source, arrays)[0], array),
+        }
+    return found
+
+
+def dtypes(case):
+    """Each dtype that a checkpoint can hold: a target's answer before anything is read."""
+    sharding = NamedSharding(Mesh(devices(range(2)), ("x",)), PartitionSpec())
+    with jax.enable_x64(case["x64"]):
+        return error(frameworks.target, "w", Target(sharding), (2,), by_name(case["dtype"]))
+
+
+def x64(_):
+    """An array of 64 bits survives being saved without x64, and cannot be restored without."""
+    with jax.enable_x64(True):
+        leaf = jnp.arange(3, dtype=jnp.int64) << 40
+    (arrays,) = frameworks.fetch([frameworks.source("w", leaf)])
+    refused = error(frameworks.target, "w", leaf, (), F32)
+    with jax.enable_x64(True):
+        restored = placed(frameworks.target("w", leaf, (), F32), arrays[0].copy())
+    return {"fetched": [str(arrays[0].dtype), arrays[0].tolist()], "refused": refused, "restored": [str(restored.dtype), restored.tolist()]}
+
+
+def identities(_):
+    a, b = jnp.arange(3), jnp.arange(3)
+
+    def tie(leaf):
+        return frameworks.target("w", leaf, (3,), F32).tie_key
+
+    struct = Target(SingleDeviceSharding(jax.devices()[1]), dtype="float32")
+    return {
+        "itself": frameworks.identity(a) == frameworks.identity(a),
+        "equal elements": frameworks.identity(a) == frameworks.identity(b),
+        "struct": frameworks.identity(jax.ShapeDtypeStruct((3,), jnp.int32)),
+        "ties": [tie(a) == tie(a), tie(a) == tie(b), tie(struct) == tie(struct)],
+        "is_tensor": [
+            frameworks.is_tensor(x)
+            for x in (a, jax.ShapeDtypeStruct((), jnp.int32), jax.random.key(0), jnp.float32(3), np.float32(1), jnp.float32)
+        ],
+    }
+
+
+def guarded(_):
+    """Nothing that JAX calls an implicit transfer."""
+    array, leaf = sharded({"mesh": [8], "devices": range(8), "shape": [8], "spec": ["x"], "dtype": "float32"})
+    with jax.transfer_guard("disallow"):
+        (arrays,) = frameworks.fetch([source := frameworks.source("w", leaf)])
+        restored = placed(frameworks.target("w", leaf, (), F32), array)
+    return same_bits(assembled(source, arrays)[0], array) and same_bits(restored, array)
+
+
+def refusals(_):
+    mesh = Mesh(devices(range(8)).reshape(4, 2), NAMES[:2])
+    explicit = jax.make_mesh((4, 2), NAMES[:2])
+    gone = jnp.ones(3)
+    gone.delete()
+    donated = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, PartitionSpec("x")))
+    jax.jit(lambda a: a + 1, donate_argnums=0)(donated)
+    ours = shardckpt.Mesh((8,), ("x",))
+
+    def struct(spec, mesh=mesh, shape=(8, 2)):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    def to(leaf, shape=(8, 2), dtype="float32"):
+        return error(frameworks.target, "w", leaf, shape, by_name(dtype))
+
+    traced = []
+    jax.jit(lambda a: traced.append([error(frameworks.source, "w", a), to(a)]) or a)(np.ones(2))
+    return {
+        "deleted": error(frameworks.source, "w", gone),
+        "donated": error(frameworks.source, "w", donated),
+        "deleted like": to(donated, (8,)),
+        "traced": traced[0][0],
+        "traced like": traced[0][1],
+        "struct saved": error(frameworks.source, "w", struct(PartitionSpec("x"))),
+        "key": error(frameworks.source, "w", jax.random.key(0)),
+        "key like": to(jax.eval_shape(lambda: jax.random.key(0))),
+        "unconstrained": to(struct(PartitionSpec("x", PartitionSpec.UNCONSTRAINED))),
+        "unreduced": to(Target(NamedSharding(explicit, PartitionSpec("x", unreduced={"y"})))),
+        "abstract": to(struct(PartitionSpec("x"), mesh.abstract_mesh)),
+        "uneven": to(struct(PartitionSpec("x"), shape=(10, 2)), (10, 2)),
+        "uneven ours": to(Target(Sharding(ours, shardckpt.PartitionSpec("x"))), (10, 2)),
+        "rank": to(Target(NamedSharding(mesh, PartitionSpec(None, None, "x")))),
+        "rank ours": to(Target(Sharding(ours, shardckpt.PartitionSpec(None, None, "x")))),
+        "rank hlo": to(Target(OpSharding.parse("{devices=[8]<=[8]}"))),
+        "strangers": to(Target(Sharding(shardckpt.Mesh((2,), ("x",), [7, 100]), shardckpt.PartitionSpec("x")))),
+        "maximal": to(Target(OpSharding.maximal(8))),
+        "manual": to(Target(OpSharding.parse("{manual}"))),
+        "everywhere": to(Target(OpSharding.parse("{replicated}"))),
+    }
+
+
+def main():
+    questions = json.load(sys.stdin)
+    verbs = (
+        *(
+            round_trip,
+            targets,
+            layouts,
+            control,
+            uncommitted,
+            op_shardings,
+            donation,
+            memory_kinds,
+            dtypes,
+            x64,
+            identities,
+            guarded,
+            refusals,
+        ),
+    )
+    answers = {verb.__name__: [verb(case) for case in questions[verb.__name__]] for verb in verbs}
+    answers["torch"] = sorted(name for name in ("torch", "torch_xla") if name in sys.modules)
+    sys.stdout.write("\n" + json.dumps(answers) + "\n")
+
+
+main()

@@ -1,0 +1,122 @@
+"""Saves over and over, each time in a fork that kills itself one storage operation later than the last.
+
+An operation is whatever changes the storage: making, writing, syncing, renaming or removing a file or directory, and every
+write, copy and commit of TensorStore's. Of a write to a file there are two: it is cut off in the middle, too.
+
+Modules are imported before the first fork, which saves most of the time.
+
+    python kill_at_every_operation.py <root> <layout> first|overwrite
+
+Fork k finds in <root>/k a checkpoint of state(1), `earlier`, and, to be overwritten, another one, `checkpoint`. It saves
+state(2) to <root>/k/checkpoint and kills itself on the way. JSON on stdout: for each k, the operation that it died before.
+"""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+
+import shardckpt
+import shardckpt.frameworks.numpy
+import shardckpt.saving
+
+FILES = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+LATER_THAN_ANY = 10_000
+
+
+def state(value):
+    return {"w": np.full((40, 30), value, np.float32), "b": np.arange(value, value + 5), "leaf": value}
+
+
+class Killer:
+    """Counts operations, and dies before the k-th."""
+
+    def __init__(self, k, report):
+        self.left = k
+        self.report = report
+        self.lock = threading.RLock()
+
+    def before(self, operation, *, then=lambda: None):
+        """One more operation; `then` is what is done of it before the next one, which is in the middle of it."""
+        with self.lock:
+            if self.left == 0:
+                then()
+                os.pwrite(self.report, operation.encode(), 0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left -= 1
+
+    def file_operation(self, name, function):
+        @functools.wraps(function)
+        def wrapped(*arguments, **options):
+            if name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return function(*arguments, **options)
+            self.before(name)
+            if name == "write":
+                file, data = arguments
+                self.before("the second half of a write", then=lambda: function(file, data[: len(data) // 2]))
+            return function(*arguments, **options)
+
+        return wrapped
+
+    def tensorstore_operation(self, name, function):
+        def wrapped(*arguments, **options):
+            self.before(f"tensorstore {name}")
+            return function(*arguments, **options)
+
+        return wrapped
+
+    def arm(self):
+        for name in FILES:
+            setattr(os, name, self.file_operation(name, getattr(os, name)))
+        for kind, names in ((ts.KvStore, ("write", "delete_range", "experimental_copy_range_to")), (ts.Transaction, ("__exit__",))):
+            for name in names:
+                setattr(kind, name, self.tensorstore_operation(name, getattr(kind, name)))
+
+
+def in_a_fork(action):
+    """The status of a child that does this."""
+    pid = os.fork()
+    if pid == 0:
+        action()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def main():
+    root, layout, scenario = Path(sys.argv[1]), *sys.argv[2:]
+
+    def save(url, value, *, overwrite=False):
+        shardckpt.save(url, state(value), options=shardckpt.SaveOptions(layout=layout, overwrite=overwrite))
+
+    def prepare():
+        save(root / "base" / "earlier", 1)
+        if scenario == "overwrite":
+            save(root / "base" / "checkpoint", 1)
+
+    def save_and_die(k):
+        Killer(k, report.fileno()).arm()
+        save(root / str(k) / "checkpoint", 2, overwrite=scenario == "overwrite")
+
+    assert in_a_fork(prepare) == 0
+    died_before = []
+    with (root / "report").open("wb+", buffering=0) as report:
+        for k in range(LATER_THAN_ANY):
+            report.truncate(0)
+            shutil.copytree(root / "base", root / str(k))
+            status = in_a_fork(functools.partial(save_and_die, k))
+            if status == 0:
+                break
+            assert os.WIFSIGNALED(status)
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            died_before.append((root / "report").read_text())
+    print(json.dumps(died_before))
+
+
+main()

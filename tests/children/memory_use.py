@@ -1,0 +1,147 @@
+"""Saves and restores in a process of its own, and tells what memory that took. A case as JSON on stdin, numbers on stdout."""
+
+import json
+import sys
+import threading
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+import shardckpt
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, restoring
+from shardckpt.box import BoxArray, distinct_boxes
+from shardckpt.dtypes import DType
+from shardckpt.io.budget import BufferPool
+
+SHAPES = {"large": (8192, 8192), **{f"small{i}": (4096, 4096) for i in range(4)}}
+"""uint32, so 256 MiB and 64 MiB. Every element is its own flat index."""
+
+
+class Peak:
+    """How far resident memory rises above where it was."""
+
+    def __enter__(self):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS again, see proc(5)
+        self.before = status("VmRSS")
+        return self
+
+    def __exit__(self, *_):
+        self.growth = status("VmHWM") - self.before
+
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def flat_indices(shape, box):
+    """The rows of a box, one after another, as they must be."""
+    columns = np.arange(box.start[1], box.stop[1], dtype=np.uint32)
+    for row in range(box.start[0], box.stop[0]):
+        yield np.uint32(row * shape[1]) + columns
+
+
+def check(array, shape, box):
+    for found, expected in zip(array, flat_indices(shape, box), strict=True):
+        assert np.array_equal(found, expected)
+
+
+@dataclass(frozen=True)
+class DeviceSink:
+    """The shards of one host's devices, which have memory of their own: what is placed leaves this process."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    boxes: BoxArray
+    tile: tuple[int, ...]
+    destinations: None = None
+    placing_bytes: int = 0
+
+    @property
+    def buffer_shapes(self):
+        return [self.tile] * len(self.boxes)
+
+    @property
+    def tie_key(self):
+        return self.name
+
+    def place(self, buffers):
+        for i, buffer in enumerate(buffers):
+            box = self.boxes[i]
+            check(buffer[tuple(map(slice, box.shape))], self.shape, box)
+        return len(buffers)
+
+
+def mesh(case):
+    return Mesh(case["mesh"], tuple("xy"[: len(case["mesh"])]))
+
+
+def save(case):
+    elements = np.arange(prod(SHAPES["large"]), dtype=np.uint32)
+    state = {name: elements[: prod(shape)].reshape(shape) for name, shape in SHAPES.items() if name in case["names"]}
+    sharding = Sharding(mesh(case), PartitionSpec(*case["spec"]))
+    options = SaveOptions(layout=case["layout"], memory_limit=case["limit"], shardings={"*": sharding})
+    with Peak() as peak:
+        shardckpt.save(case["url"], state, options=options)
+    return {"growth": peak.growth}
+
+
+def restore_host(case):
+    """As `restore` does it for torch_xla or JAX, for one host of a larger job."""
+    checkpoint = shardckpt.open(case["url"])
+    sharding = Sharding(mesh(case), PartitionSpec(*case["spec"]))
+    jobs = []
+    for name in checkpoint.names():
+        tensor = checkpoint.tensor(name)
+        found = sharding.device_boxes(tensor.shape, case["devices"])
+        boxes, _ = distinct_boxes(found.boxes)
+        landing = restoring._Landing(tensor, DeviceSink(name, tensor.shape, tensor.dtype, boxes, found.tile))
+        landing.names.append(name)
+        jobs.append(restoring._Job(tensor, [landing]))
+    assert checkpoint.reader.stats.bytes_read == 0  # opens it: tables are no staging
+    pool = BufferPool(case["limit"])
+    with Peak() as peak:
+        restored = restoring._run(checkpoint, jobs, pool)
+    assert restored == {name: len(set(case["devices"])) for name in checkpoint.names()}
+    stats = checkpoint.reader.stats
+    return {"growth": peak.growth, "high_water": pool.high_water, "read": stats.bytes_read, "needed": stats.bytes_needed}
+
+
+def restore_in_place(case):
+    pools = []
+
+    class RecordedPool(BufferPool):
+        def __init__(self, limit):
+            super().__init__(limit)
+            pools.append(self)
+
+    restoring.BufferPool = RecordedPool
+    like = {name: np.ones(shape, np.uint32) for name, shape in SHAPES.items()}
+    if case["framework"] == "torch":
+        import torch
+
+        like = {name: torch.from_numpy(array) for name, array in like.items()}
+    checkpoint = shardckpt.open(case["url"])
+    assert checkpoint.reader.stats.bytes_read == 0
+    with Peak() as peak:
+        restored = shardckpt.restore(checkpoint, like, memory_limit=case["limit"])
+    for name, shape in SHAPES.items():
+        assert restored[name] is like[name]
+        check(np.asarray(like[name]), shape, shardckpt.Box((0, 0), shape))
+    return {"growth": peak.growth, "high_water": sum(pool.high_water for pool in pools)}
+
+
+def main():
+    case = json.load(sys.stdin)
+    verb = {"save": save, "restore_host": restore_host, "restore_in_place": restore_in_place}[case["verb"]]
+    answer = verb(case)
+    assert "jax" not in sys.modules
+    assert "torch_xla" not in sys.modules
+    assert threading.active_count() == 1, threading.enumerate()
+    sys.stdout.write(json.dumps(answer))
+
+
+main()

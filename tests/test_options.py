@@ -1,0 +1,42 @@
+"""Which options of a save are refused, and what their errors say."""
+
+import pytest
+
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt.errors import OptionError
+from shardckpt.options import parse_bytes
+
+LAYOUT = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "tar"}, 'use "packed" or "zarr"'),
+        ({"compression": "gzip"}, 'use None or "zstd"'),
+        ({"shardings": None}, "NoneType is no mapping; give a dict"),
+        ({"shardings": [("w", LAYOUT)]}, "list is no mapping; give a dict"),
+        ({"shardings": {5: LAYOUT}}, "the key 5 is no pattern"),
+        ({"shardings": {("a", "b"): LAYOUT}}, "is no pattern"),
+        ({"shardings": {"w": "x"}}, "'w' has a str; give a shardckpt Sharding"),
+        ({"overwrite": "no"}, "overwrite='no': give True or False"),
+        ({"overwrite": None}, "overwrite=None: give True or False"),
+        ({"memory_limit": "16KiB"}, r"at least 16777216 bytes \(16MiB\)"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_with_what_to_give(options, message):
+    with pytest.raises(OptionError, match=message):
+        SaveOptions(**options)
+
+
+def test_sizes_are_numbers_or_text():
+    assert [parse_bytes(size, "limit") for size in (5, "5", "5B", "1.5 kB", "2KiB", "1TiB")] == [5, 5, 5, 1500, 2048, 1 << 40]
+
+
+@pytest.mark.parametrize(
+    "size", ["", "much", "-1", "1e9", "nan", "1 PB", True, 1.5, None, b"1", "9" * 400, "9" * 400 + "T", "9" * 300 + "TiB" * 9]
+)
+def test_a_size_that_is_none_is_refused_in_a_short_message(size):
+    with pytest.raises(OptionError, match=r"limit=.*: give bytes as a whole number") as raised:
+        parse_bytes(size, "limit")
+    assert len(str(raised.value)) < 200

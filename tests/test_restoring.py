@@ -1,0 +1,127 @@
+"""Restoring refuses what it cannot do right, before it reads, and says what is left behind where reading fails."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import shardckpt
+from shardckpt import SaveOptions, errors
+
+
+@pytest.fixture
+def two(tmp_path):
+    shardckpt.save(tmp_path / "c", {"a": np.arange(1000.0), "b": -np.arange(1000.0)})
+    return shardckpt.open(tmp_path / "c")
+
+
+def overlapping():
+    buffer = np.zeros(1002)
+    yield buffer[:1000], buffer[2:]
+    yield buffer[:1000], buffer[:1000].reshape(1000)
+    yield buffer[:1000], buffer[999::-1]
+    tensor = torch.zeros(1000, dtype=torch.float64)
+    yield tensor, tensor.numpy()
+    yield tensor, tensor.detach()
+
+
+@pytest.mark.parametrize("pair", range(5))
+def test_leaves_that_share_memory_are_refused_by_name(two, pair):
+    a, b = list(overlapping())[pair]
+    with pytest.raises(errors.StructureMismatchError, match=r"^[ab]: in `like` it shares memory with [ab],"):
+        shardckpt.restore(two, {"a": a, "b": b})
+    assert two.stats.reads == 0
+
+
+def test_leaves_that_interleave_without_sharing_are_filled(two):
+    buffer = np.zeros(2000)
+    restored = shardckpt.restore(two, {"a": buffer[::2], "b": buffer[1::2]})
+    np.testing.assert_array_equal(restored["a"], np.arange(1000.0))
+    np.testing.assert_array_equal(restored["b"], -np.arange(1000.0))
+
+
+def test_aliases_of_one_tied_tensor_may_be_the_same_memory(tmp_path):
+    weight = torch.arange(6.0)
+    shardckpt.save(tmp_path / "c", {"a": weight, "b": weight})
+    fresh = torch.zeros(6)
+    restored = shardckpt.restore(tmp_path / "c", {"a": fresh, "b": fresh.detach()})
+    assert restored["a"] is fresh
+    assert torch.equal(fresh, weight)
+    with pytest.raises(errors.StructureMismatchError, match="shares memory"):
+        shardckpt.restore(tmp_path / "c", {"a": fresh.numpy(), "b": fresh.numpy()[::-1]})
+
+
+CASTS = [
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e8m0fnu",
+    "int8",
+    "int64",
+    "uint4",
+    "int4",
+    "bool",
+    "complex64",
+    "float8_e4m3",
+]
+
+
+@pytest.mark.parametrize(("stored", "wanted"), list(itertools.permutations(CASTS, 2)))
+def test_a_cast_is_numpy_s_or_refused_before_anything_is_read(stored, wanted):
+    value = np.array([[1, 2, 0], [1, 1, 2]]).astype(_dtype(stored))
+    url = f"memory://casts/{stored}/{np.random.default_rng().integers(1 << 62)}"
+    shardckpt.save(url, {"w": value})
+    checkpoint = shardckpt.open(url)
+    like = np.zeros((2, 3), _dtype(wanted))
+    try:
+        expected = value.astype(_dtype(wanted)) if value.dtype.kind != "c" else None
+    except TypeError:
+        expected = None
+    if expected is None:
+        with pytest.raises(errors.DtypeMismatchError, match=f"w: .* has dtype {stored}, which cannot be converted to {wanted}"):
+            shardckpt.restore(checkpoint, {"w": like}, cast=True)
+        assert checkpoint.stats.reads == 0
+    else:
+        restored = shardckpt.restore(checkpoint, {"w": like}, cast=True)["w"]
+        assert restored is like
+        assert restored.tobytes() == expected.tobytes()
+
+
+def _dtype(name):
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def test_a_tensor_goes_as_it_is_and_converted_at_once_and_is_read_once(tmp_path):
+    weight = torch.randn(64, 64)
+    shardckpt.save(tmp_path / "c", {"a": weight, "b": weight})
+    checkpoint = shardckpt.open(tmp_path / "c")
+    restored = shardckpt.restore(checkpoint, {"a": np.zeros((64, 64), "f4"), "b": np.zeros((64, 64), "f2")}, cast=True)
+    np.testing.assert_array_equal(restored["a"], weight.numpy())
+    np.testing.assert_array_equal(restored["b"], weight.numpy().astype("f2"))
+    assert checkpoint.stats.bytes_read == checkpoint.record.totals["stored_bytes"]
+
+
+def test_arrays_in_the_other_byte_order_are_filled(two):
+    restored = shardckpt.restore(two, {"a": np.zeros(1000, ">f8"), "b": np.zeros(1000)})
+    np.testing.assert_array_equal(restored["a"], np.arange(1000.0))
+    np.testing.assert_array_equal(restored["b"], -np.arange(1000.0))
+
+
+def test_a_failure_says_that_leaves_in_place_are_undefined(tmp_path, two):
+    (data_file,) = (tmp_path / "c").rglob("00000/0/d/00000")
+    data = bytearray(data_file.read_bytes())
+    data[-100] ^= 1
+    data_file.write_bytes(data)
+    with pytest.raises(errors.CorruptionError, match=r"(?s)b\[.*is damaged.*undefined now"):
+        shardckpt.restore(two, {"a": np.zeros(1000), "b": np.zeros(1000)})
+    np.testing.assert_array_equal(shardckpt.restore(two, only="a")["a"], np.arange(1000.0))
+
+
+def test_a_checkpoint_that_is_replaced_under_a_reader_says_so(tmp_path, two):
+    shardckpt.save(tmp_path / "c", {"a": np.zeros(3)}, options=SaveOptions(overwrite=True))
+    for read in (lambda: two.read("a"), lambda: shardckpt.restore(two)):
+        with pytest.raises(errors.ReplacedError, match="was replaced while it was being read; open it again"):
+            read()
