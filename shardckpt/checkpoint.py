@@ -17,7 +17,6 @@ from shardckpt import names as naming
 from shardckpt.box import Box, BoxArray
 from shardckpt.errors import (
     BudgetError,
-    CorruptionError,
     FormatError,
     MissingDataError,
     NamesMismatchError,
@@ -286,8 +285,8 @@ class _Verification:
             self.progress(done, total)
         self.report.chunks = total
         self.report.bytes_read = reader.stats.bytes_read
-        for file in reader.longer_files():
-            self._damaged_file(file, CorruptionError("it has bytes that belong to no chunk"))
+        for file, error in reader.longer_files():
+            self._damaged_file(file, error)
         if complete:  # else every entry of an index would be news to an incomplete table
             self._index(files, arrays)
         return self.report

@@ -352,7 +352,7 @@ def _extents(content: object) -> list[int]:
 def _torch_dtype(content: object) -> object:
     name = _word(content)
     torch = _torch()
-    dtype = getattr(torch, name, None)
+    dtype = vars(torch).get(name)  # getattr would import a submodule of that name
     if not isinstance(dtype, torch.dtype):
         raise TypeError
     return dtype

@@ -516,7 +516,7 @@ class _Reader:
 
     def inside(self, key: str, path: Any) -> str:
         """`path`, if it names something below the attempt."""
-        if not isinstance(path, str) or path.startswith("/") or not path.isprintable() or ".." in path.split("/"):
+        if not isinstance(path, str) or not path.isprintable() or not {"", ".", ".."}.isdisjoint(path.split("/")):
             self.fail(f"{key!r} names {str(path)[:80]!r}, which lies outside the attempt")
         return str(path)
 

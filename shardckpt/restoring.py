@@ -68,8 +68,8 @@ def restore(
     Args:
         source: where the checkpoint is, or an open one.
         like: says where things go. CPU `torch.Tensor`s, Parameters and ndarrays are filled in place and returned as
-            the same objects; meta tensors give new CPU tensors; torch_xla leaves (even lazy ones) and
-            `shardckpt.Target`s give new device tensors with that sharding, built from this process's shards alone.
+            the same objects; meta tensors give new CPU tensors; torch_xla leaves (even lazy ones), JAX arrays, `jax.ShapeDtypeStruct`s
+            and `shardckpt.Target`s give new device tensors with that sharding, built from this process's shards alone.
             None: everything, as numpy arrays in plain containers.
         only: patterns of names (`"model/**"`), or a function of a name; all other leaves keep what `like` holds.
         strict: names that are missing from the checkpoint, or that it has and `like` has not, are an error.

@@ -50,7 +50,7 @@ def save(url: str | os.PathLike[str], state: Any, *, options: SaveOptions | None
 
     Args:
         url: where: a path, `file://…` or `memory://…`. The checkpoint is a directory.
-        state: nested dicts, lists and tuples of tensors (torch_xla, torch, numpy) and small leaves.
+        state: nested dicts, lists and tuples of tensors (torch_xla, torch, JAX, numpy) and small leaves.
         options: see `SaveOptions`.
 
     Raises:
@@ -131,7 +131,11 @@ def _pieces(name: str, shape: tuple[int, ...], itemsize: int, layout: Layout | N
     if cut.piece == shape:
         return (Piece(array_path(name), origin, shape, cut.chunks),)
     boxes = chunk_boxes(Piece("", origin, shape, cut.piece), np.arange(prod(grid_shape(shape, cut.piece))))
-    return tuple(Piece(piece_path(name, i), boxes[i].start, boxes[i].shape, cut.chunks) for i in range(len(boxes)))
+    return tuple(
+        # The last piece of a dimension may be shorter than a chunk.
+        Piece(piece_path(name, i), boxes[i].start, boxes[i].shape, tuple(map(min, cut.chunks, boxes[i].shape)))
+        for i in range(len(boxes))
+    )
 
 
 def _write(place: Store, attempt: str, sources: Mapping[str, Source], structure: Structure, options: SaveOptions) -> None:

@@ -14,7 +14,6 @@ import pickle
 import resource
 import shutil
 import struct
-import tracemalloc
 from pathlib import Path
 from random import Random
 
@@ -341,7 +340,7 @@ def forgeries(tmp_path_factory):
     os.close(watch)
 
 
-FUZZ = settings(max_examples=int(os.environ.get("N", "120")), deadline=None, suppress_health_check=list(HealthCheck), database=None)
+FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
 @given(seed=st.integers(0, 2**64 - 1), layout=st.sampled_from(LAYOUTS))
@@ -383,16 +382,6 @@ def test_a_host_record_or_table_with_anything_in_it_is_refused_or_read_right(for
 # --- records that claim too much ------------------------------------------------------------------------------------
 
 
-def peak_of(action):
-    """Bytes of Python's and numpy's memory that an action needs beyond what is there before."""
-    tracemalloc.start()
-    try:
-        action()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 def with_tensor(forgery, **entry):
     """The commit record with another entry for w."""
     commit = json.loads(json.dumps(forgery.commit))
@@ -404,22 +393,19 @@ def with_tensor(forgery, **entry):
 def test_a_giant_tensor_is_looked_at_without_counting_its_chunks(forgery, chunks):
     forgery.write(commit=with_tensor(forgery, shape=[2**30, 2**30], chunks=chunks))
 
-    def look():
+    with at_most(256 * MIB):
         checkpoint = shardckpt.open(forgery.url)
         assert checkpoint.info("w").num_chunks == math.prod(2**30 // c for c in chunks)
         assert checkpoint.info("w").nbytes == 2**60
-        with pytest.raises(ShardckptError, match="w"):
-            checkpoint.read("w")
-        with pytest.raises(ShardckptError, match="w"):
-            checkpoint.read("w", shardckpt.Box((5, 5), (6, 6)))
+        for box in (None, shardckpt.Box((5, 5), (6, 6))):
+            with pytest.raises(ShardckptError, match="w"):
+                checkpoint.read("w", box)
         report = checkpoint.verify()
-        assert any("more of its chunks" in d.reason for d in report.damage) or chunks[0] > 1
         assert {d.tensor for d in report.damage} >= {"w"}
+        assert any("more of its chunks" in d.reason for d in report.damage) == (checkpoint.info("w").num_chunks > 20_000)
         with pytest.raises(errors.BudgetError, match="only="):
             shardckpt.restore(forgery.url)
         assert set(shardckpt.restore(forgery.url, only="pair/**")) == {"pair"}
-
-    assert peak_of(look) < 40 * MIB
 
 
 def test_a_large_tensor_of_tiny_chunks_that_are_not_there_is_refused_before_they_are_planned(forgery):
@@ -643,9 +629,7 @@ def test_a_frame_that_unpacks_to_more_than_its_chunk_is_refused_without_unpackin
     forgery = Forgery(tmp_path, "zarr", "zstd", {"w": np.zeros((100, 100), np.uint8)})
     for bomb in (Zstd().encode(bytes(300 * MIB)), Zstd().encode(bytes(10)), b"", b"no frame"):
         stored = bomb + crc32c.crc32c(bomb).to_bytes(4, "little")
-        (chunk,) = (forgery.attempt / "zarr" / "w" / "c").rglob("0")
-        chunk = chunk if chunk.is_file() else chunk / "0"
-        chunk.write_bytes(stored)
+        (forgery.attempt / "zarr" / "w" / "c" / "0" / "0").write_bytes(stored)
         files, arrays = decode_table(forgery.table, "")
         columns = {
             **{n: getattr(arrays["w"], n) for n in ("chunk", "file", "offset")},

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "Outcome", "Tally", "file_kinds", "flip", "make_state", "options", "same", "save_in_small_files"]
 
 DATA_FILE_BYTES = 20_000
-LANE_KEYS = 100
+LANE_KEYS = 25
 KINDS = {
     "packed": {
         "data file": r"hosts/\d{5}/\d+/d/\d{5}",
@@ -152,12 +152,12 @@ class _SmallFiles(PackedWriter):
 
 def save_in_small_files(path: Path, state: Any, save_options: SaveOptions) -> None:
     """Save with limits so small that the state has several data files and lanes, and tensors in pieces."""
-    before = host.PackedWriter, chunks.LARGEST_COMMON_CHUNK
-    host.PackedWriter, chunks.LARGEST_COMMON_CHUNK = _SmallFiles, 2500  # type: ignore[misc]
+    before = host.PackedWriter, chunks.LARGEST_COMMON_CHUNK  # type: ignore[attr-defined]
+    host.PackedWriter, chunks.LARGEST_COMMON_CHUNK = _SmallFiles, 2500  # type: ignore[attr-defined]
     try:
         shardckpt.save(path, state, options=save_options)
     finally:
-        host.PackedWriter, chunks.LARGEST_COMMON_CHUNK = before  # type: ignore[misc]
+        host.PackedWriter, chunks.LARGEST_COMMON_CHUNK = before  # type: ignore[attr-defined]
 
 
 def same(a: Any, b: Any) -> bool:

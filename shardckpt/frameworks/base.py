@@ -116,8 +116,8 @@ class Target:
     """
 
     sharding: object = None
-    """A shardckpt `Sharding` or `OpSharding`, or what torch_xla has: a `ShardingSpec`, or a pair of its `Mesh` and a
-    partition spec. None: a numpy array, the whole tensor."""
+    """A shardckpt `Sharding` or `OpSharding`, or what torch_xla has (a `ShardingSpec`, or a pair of its `Mesh` and a
+    partition spec), or a sharding of JAX. None: a numpy array, the whole tensor."""
     shape: tuple[int, ...] | None = None
     """The shape that is expected, in elements; None: as stored."""
     dtype: object = None

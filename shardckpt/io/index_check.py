@@ -57,12 +57,20 @@ class IndexCheck:
         """What is wrong with the merged index and with the lanes' own ones, from which it can be built again."""
         chunks = sum(map(len, self._arrays.values()))
         documents = index.packed_documents(self._documents)
-        for databases in ([""], lanes):
-            found = 0
-            for lane in databases:
-                found += yield from self._database(lane, documents)
+        found = yield from self._database("", documents)
+        if found is not None:
             if found != chunks:
-                yield "hosts" if databases is lanes else MANIFEST, f"the index has {found} chunks, the chunk tables have {chunks}"
+                yield MANIFEST, f"the index has {found} chunks, the chunk tables have {chunks}"
+            yield from self._values(documents)
+        in_lanes: int | None = 0
+        for lane in lanes:
+            found = yield from self._database(lane, {})
+            in_lanes = None if in_lanes is None or found is None else in_lanes + found
+        if in_lanes not in (None, chunks):
+            yield "hosts", f"the lanes' indexes have {in_lanes} chunks, the chunk tables have {chunks}"
+
+    def _values(self, documents: Mapping[str, bytes]) -> Iterator[Fault]:
+        """What is wrong with the zarr.json documents in the merged index."""
         try:
             stored = index.read_values(self._attempt, documents)
         except ShardckptError as e:
@@ -81,20 +89,23 @@ class IndexCheck:
             except ShardckptError as e:
                 yield key, str(e)
 
-    def _database(self, lane: str, documents: Mapping[str, bytes]) -> Generator[Fault, None, int]:
-        """What is wrong with the entries of a lane ("": the merged index); returns how many there are."""
+    def _database(self, lane: str, documents: Mapping[str, bytes]) -> Generator[Fault, None, int | None]:
+        """What is wrong with the entries of a lane ("": the merged index); returns how many chunks it has, if it can be read."""
         prefix = f"{lane}/" if lane else ""
         found = 0
         try:
-            for key, place in index.index_entries(self._attempt.sub(lane) if lane else self._attempt):
-                if not lane and key in documents:
-                    continue  # it is too large for a node, and read later
+            place = self._attempt.sub(lane) if lane else self._attempt
+            for key, (file, offset, length) in index.index_entries(place):
+                if key in documents:
+                    place.read(file, offset, offset + length)  # too large for a node; here it must just be there
+                    continue
                 found += 1
-                fault = self._entry(key, (prefix + place[0], place[1], place[2]))
+                fault = self._entry(key, (prefix + file, offset, length))
                 if fault is not None:
                     yield prefix + MANIFEST, fault
         except ShardckptError as e:
             yield prefix + MANIFEST, str(e)
+            return None
         return found
 
     def _entry(self, key: str, place: tuple[str, int, int]) -> str | None:

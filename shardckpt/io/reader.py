@@ -187,15 +187,18 @@ class ChunkReader:
         while some := list(islice(chunks, MOST_CHUNKS)):
             self._each_run(self._runs(some), check_run)
 
-    def longer_files(self) -> Iterator[str]:
-        """The data files that have more bytes than their chunks, between them or at the end; nothing reads those."""
+    def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
+        """The data files that have more bytes than their chunks, between them or at the end. Nothing reads those."""
         held = np.zeros(len(self._files), np.uint64)
         for rows in self._arrays.values():
             packed = rows.file != OWN_OBJECT
             np.add.at(held, rows.file[packed], rows.length[packed])
         for file, nbytes in zip(self._files, held.tolist(), strict=True):
-            if self._store.is_longer(file, nbytes):
-                yield file
+            try:
+                if self._store.is_longer(file, nbytes):
+                    yield file, CorruptionError(f"{self._store}/{file} has more bytes than the {nbytes} of its chunks.")
+            except StorageError as e:
+                yield file, e
 
     def stored_chunk(self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int) -> bytes:
         """A chunk's bytes as stored (checksum included), verified, for readers that decode by themselves.
@@ -237,12 +240,11 @@ class ChunkReader:
         """
         lost = self._arrays.get(piece.path, _NO_CHUNKS).first_missing(piece.num_chunks)
         if lost is not None:
-            raise self._lost(request, piece, lost)
+            raise self._lost(request.name, chunk_boxes(piece, np.array([lost]))[0])
 
-    def _lost(self, request: Request, piece: Piece, position: int) -> MissingDataError:
-        where = f"{request.name}{chunk_boxes(piece, np.array([position]))[0]}"
+    def _lost(self, name: str, box: Box) -> MissingDataError:
         return MissingDataError(
-            f"{where} at {self._store}: no host's chunk table has this chunk; run `shardckpt verify` for the full list."
+            f"{name}{box} at {self._store}: no host's chunk table has this chunk; run `shardckpt verify` for the full list."
         )
 
     def _located(
@@ -265,9 +267,9 @@ class ChunkReader:
             # However many there are, the first of them are among the first of all.
             first = np.arange(min(piece.num_chunks, len(table) + MOST_REPORTED))
             first = first[table.find(first) < 0][:MOST_REPORTED]
-            for position in first.tolist():
-                error = self._lost(request, piece, position)
-                damaged(request.name, chunk_boxes(piece, np.array([position]))[0], piece.path, error)
+            boxes = chunk_boxes(piece, first)
+            for i in range(len(boxes)):
+                damaged(request.name, boxes[i], piece.path, self._lost(request.name, boxes[i]))
             if missing > len(first):
                 error = MissingDataError(f"{request.name}: {missing - len(first)} more of its chunks are in no host's chunk table.")
                 damaged(request.name, piece.box, piece.path, error)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from shardckpt.errors import FormatError
+from shardckpt.io.url import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -120,20 +121,7 @@ def decode_table(data: bytes, where: str) -> tuple[list[str], dict[str, ArrayChu
     if data[:8] != MAGIC or len(data) < 12:
         raise FormatError(f"{where}: not a chunk table; the checkpoint was written by something else or is damaged.")
     begin = 12 + struct.unpack("<I", data[8:12])[0]
-    try:
-        header = json.loads(data[12:begin])
-        files, listing = header["files"], header["arrays"]
-        counts = {path: count for path, count in listing}  # noqa: C416  (a malformed pair must fail here)
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise FormatError(f"{where}: the chunk table's header is unreadable ({e}).") from e
-    sane = (
-        isinstance(files, list)
-        and all(isinstance(f, str) and not f.startswith("/") and ".." not in f.split("/") for f in files)
-        and len(counts) == len(listing)
-        and all(isinstance(p, str) and isinstance(n, int) and not isinstance(n, bool) and n >= 0 for p, n in counts.items())
-    )
-    if not sane:
-        raise FormatError(f"{where}: the chunk table's header names files outside the attempt, or an array twice.")
+    files, counts = _header(data[12:begin], where)
     total = sum(counts.values())
     if begin + total * _ROW_BYTES != len(data):
         raise FormatError(f"{where}: {total} chunks need {begin + total * _ROW_BYTES} bytes, the chunk table has {len(data)}.")
@@ -153,6 +141,30 @@ def decode_table(data: bytes, where: str) -> tuple[list[str], dict[str, ArrayChu
         arrays[path] = rows
         row += count
     return files, arrays
+
+
+def _header(data: bytes, where: str) -> tuple[list[str], dict[str, int]]:
+    """The files, and the number of chunks of each array."""
+    try:
+        header = json.loads(data)
+        files, listing = header["files"], header["arrays"]
+        counts = {path: count for path, count in listing}  # noqa: C416  (a malformed pair must fail here)
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise FormatError(f"{where}: the chunk table's header is unreadable ({e}).") from e
+    sane = (
+        isinstance(files, list)
+        and all(isinstance(f, str) for f in files)
+        and len(counts) == len(listing)
+        and all(isinstance(p, str) and isinstance(n, int) and not isinstance(n, bool) and n >= 0 for p, n in counts.items())
+    )
+    if not sane:
+        raise FormatError(f"{where}: the chunk table's header names something that is no file, or an array twice.")
+    for file in files:
+        try:
+            check_key(file, where)
+        except FormatError as e:
+            raise FormatError(f"{where}: the chunk table's header names a file outside the attempt: {e}") from e
+    return files, counts
 
 
 def merge_tables(tables: Sequence[tuple[list[str], dict[str, ArrayChunks]]]) -> tuple[list[str], dict[str, ArrayChunks]]:
