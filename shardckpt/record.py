@@ -90,8 +90,8 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
         raise FormatError(f"{where}: the record's digest does not agree with its contents; the file is damaged.")
     try:
         record = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"{where}: the record is not JSON ({e}).") from e
+    except (ValueError, RecursionError, MemoryError) as e:
+        raise FormatError(f"{where}: the record is not JSON that can be read here ({e or type(e).__name__}).") from e
     if not isinstance(record, dict):
         raise FormatError(f"{where}: the record is a {type(record).__name__}, an object is expected.")
     return record

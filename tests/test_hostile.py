@@ -278,7 +278,8 @@ def mutated(random, document):
             other = random.choice(random.choice(list(by_depth.values())))
             parent[key] = json.loads(json.dumps(parent_of(document, other)[other[-1]] if other else 0))
         elif change == "repeat" and isinstance(parent, list):
-            parent.extend([value] * random.choice([1, 1000]))
+            most = 4 * MIB // len(json.dumps(value))  # memory is bounded by the record's own size
+            parent.extend([value] * random.choice([1, min(1000, most)]))
         elif change == "rename" and isinstance(parent, dict):
             parent[random.choice([n for n in NASTY if isinstance(n, str)])] = parent.pop(key)
         elif change == "deepen":

@@ -240,6 +240,24 @@ def test_a_checkpoint_is_there_once(tmp_path):
     assert len(list((tmp_path / "c").iterdir())) == 2
 
 
+@pytest.mark.parametrize("damaged", [b"", b"{}", b"x" * 1000])
+def test_an_unreadable_record_is_replaced_on_request_only(tmp_path, damaged):
+    shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
+    (tmp_path / "c" / "checkpoint.json").write_bytes(damaged)
+    with pytest.raises(errors.FormatError, match="overwrite=True"):
+        shardckpt.save(tmp_path / "c", {"w": np.ones(3)})
+    shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, options=SaveOptions(overwrite=True))
+    assert shardckpt.restore(tmp_path / "c")["w"].tolist() == [1, 1, 1]
+
+
+def test_a_newer_version_s_checkpoint_is_never_replaced(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
+    record = tmp_path / "c" / "checkpoint.json"
+    record.write_bytes(record.read_bytes().replace(b'"version":[1,', b'"version":[2,'))
+    with pytest.raises(errors.VersionError, match="newer"):
+        shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, options=SaveOptions(overwrite=True))
+
+
 def test_a_place_without_a_checkpoint_says_what_is_there(tmp_path):
     with pytest.raises(errors.NotFoundError, match="no checkpoint there"):
         shardckpt.open(tmp_path / "none")

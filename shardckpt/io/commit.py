@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt._version import __version__
-from shardckpt.errors import AlreadyExistsError, CommitError, StorageError
+from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError, VersionError
 from shardckpt.io import index
 from shardckpt.io.table import ArrayChunks, decode_table, merge_tables
 from shardckpt.record import (
@@ -92,9 +92,20 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
 
     Raises:
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is False.
+        VersionError: a newer version's checkpoint is there, which is never replaced.
+        FormatError: what is there is unreadable and `overwrite` is False.
     """
     data, generation = store.read_versioned(RECORD)
-    record = None if data is None else parse_checkpoint(data, f"{store}/{RECORD}")
+    record: CheckpointRecord | Tombstone | None = None
+    try:
+        record = None if data is None else parse_checkpoint(data, f"{store}/{RECORD}")
+    except VersionError:
+        raise
+    except FormatError as e:
+        if not overwrite:
+            raise FormatError(f"{e} Save elsewhere, or replace it with SaveOptions(overwrite=True).") from e
+        # Nothing can be read through it. Which attempt it named is unknown, so that stays as garbage.
+        record = Tombstone("unreadable")
     if isinstance(record, CheckpointRecord) and not overwrite:
         raise AlreadyExistsError(f"{store}: a checkpoint is committed there already; save elsewhere, or with SaveOptions(overwrite=True).")
     return Prior(record, generation)
