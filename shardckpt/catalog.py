@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError, UrlError
+from shardckpt.fields import LARGEST_DIMENSION
 from shardckpt.io.commit import RECORD
 from shardckpt.io.store import Store
 from shardckpt.io.url import Location, parse
 from shardckpt.names import natural_key
-from shardckpt.record import LARGEST_DIMENSION, open_envelope
+from shardckpt.record import open_envelope
 
 if TYPE_CHECKING:
     import os

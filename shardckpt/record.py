@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shardckpt import dtypes
 from shardckpt.errors import DtypeError, FormatError, ShardingError, VersionError
+from shardckpt.fields import LARGEST_DIMENSION, Fields
 from shardckpt.mesh import Mesh
 from shardckpt.names import array_path, piece_path
 from shardckpt.op_sharding import OpSharding
@@ -56,8 +57,6 @@ COMPRESSIONS = (None, "zstd")
 _ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
 _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 _Devices = TypeVar("_Devices", Mesh, Layout)
-MOST_DIMENSIONS = 32
-LARGEST_DIMENSION = 1 << 62
 MOST_DEVICES = 1 << 24
 """Over all meshes, and over all shardings: bounds the memory of believing a short record that names many large ones."""
 
@@ -138,6 +137,12 @@ class FileReference:
         """Refer to a file with those contents."""
         return cls(key, len(data), hashlib.sha256(data).hexdigest())
 
+    @classmethod
+    def from_fields(cls, read: Fields, key: str) -> FileReference:
+        """Inverse of `to_json`, of the member `key`."""
+        inner = Fields(read.mapping(key), f"{read.where}, {key}")
+        return cls(inner.inside("key", inner.value("key")), inner.integer("size"), inner.string("sha256"))
+
     def check(self, data: bytes, where: str) -> None:
         """Raise FormatError unless `data` is what was referred to."""
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
@@ -204,12 +209,12 @@ class Structure:
     @classmethod
     def from_json(cls, doc: Any, where: str) -> Structure:
         """Inverse of `to_json`; raises FormatError for anything that it would not write."""
-        read = _Reader(doc, where)
+        read = Fields(doc, where)
         layouts = _layouts(read)
         tensors: dict[str, TensorRecord] = {}
         suited: set[tuple[int, int]] = set()
         for name, entry in read.mapping("tensors").items():
-            t = tensors[name] = _tensor(_Reader(entry, f"{where}: tensor {name!r}"), name, layouts)
+            t = tensors[name] = _tensor(Fields(entry, f"{where}: tensor {name!r}"), name, layouts)
             if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
                 try:
                     t.layout.parts(len(t.shape))
@@ -236,8 +241,8 @@ class HostFiles:
     @classmethod
     def from_json(cls, doc: Any, where: str) -> HostFiles:
         """These parts of a host record's JSON form."""
-        read = _Reader(doc, where)
-        return cls(read.reference("table"), tuple(read.keys("lanes")))
+        read = Fields(doc, where)
+        return cls(FileReference.from_fields(read, "table"), tuple(read.keys("lanes")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,13 +286,13 @@ class HostRecord:
     @classmethod
     def from_json(cls, doc: Any, where: str) -> HostRecord:
         """Inverse of `to_json`."""
-        read = _Reader(doc, where)
+        read = Fields(doc, where)
         return cls(
             attempt=_attempt(read),
             host=read.integer("host"),
             layout=read.one_of("layout", LAYOUTS),
             compression=read.one_of("compression", COMPRESSIONS),
-            table=read.reference("table"),
+            table=FileReference.from_fields(read, "table"),
             lanes=tuple(read.keys("lanes")),
             chunks=read.integer("chunks"),
             stored_bytes=read.integer("stored_bytes"),
@@ -331,16 +336,16 @@ class CheckpointRecord:
     @classmethod
     def from_json(cls, doc: Any, where: str) -> CheckpointRecord:
         """Inverse of `to_json`."""
-        read = _Reader(doc, where)
+        read = Fields(doc, where)
         hosts = read.sequence("hosts")
-        totals = _Reader(read.mapping("totals"), where)
+        totals = Fields(read.mapping("totals"), where)
         return cls(
             attempt=_attempt(read),
             created=read.string("created"),
             writer=read.string("writer"),
             layout=read.one_of("layout", LAYOUTS),
             compression=read.one_of("compression", COMPRESSIONS),
-            hosts=tuple(_Reader({"host": h}, where).reference("host") for h in hosts),
+            hosts=tuple(FileReference.from_fields(Fields({"host": h}, where), "host") for h in hosts),
             structure=Structure.from_json(doc, where),
             metadata=read.mapping("metadata"),
             totals={k: totals.integer(k) for k in ("tensors", "bytes", "stored_bytes", "chunks")},
@@ -362,7 +367,7 @@ def parse_checkpoint(data: bytes, where: str) -> CheckpointRecord | Tombstone:
     """What `checkpoint.json` holds."""
     doc = open_envelope(data, where)
     if "tombstone" in doc:
-        return Tombstone(_Reader(doc, where).string("tombstone"))
+        return Tombstone(Fields(doc, where).string("tombstone"))
     return CheckpointRecord.from_json(doc, where)
 
 
@@ -375,7 +380,7 @@ def _layout_json(layout: Layout, ndim: int, meshes: dict[Mesh, int]) -> dict[str
     return {"op_sharding": doc.pop("hlo"), **doc}
 
 
-def _layouts(read: _Reader) -> list[Layout]:
+def _layouts(read: Fields) -> list[Layout]:
     """The shardings that tensors refer to by position."""
     # A newer minor version may add members; what is read is picked out here.
     meshes = _believed(read, "meshes", lambda doc: Mesh.from_json(_picked(doc, ("shape", "axes", "devices"))))
@@ -388,13 +393,13 @@ def _layouts(read: _Reader) -> list[Layout]:
     return _believed(read, "shardings", layout)
 
 
-def _believed(read: _Reader, key: str, parse: Callable[[dict[str, Any]], _Devices]) -> list[_Devices]:
+def _believed(read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices]) -> list[_Devices]:
     """All of a list of meshes or shardings, as long as their devices are not too many together."""
     found: list[_Devices] = []
     devices = 0
     for entry in read.sequence(key):
         try:
-            found.append(parse(_Reader(entry, read.where).doc))
+            found.append(parse(Fields(entry, read.where).doc))
         except (FormatError, ShardingError) as e:
             raise FormatError(f"{read.where}: a sharding that cannot be: {e}") from e
         last = found[-1]
@@ -411,7 +416,7 @@ def _picked(doc: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {k: doc[k] for k in keys if k in doc}
 
 
-def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:
+def _tensor(read: Fields, name: str, layouts: list[Layout]) -> TensorRecord:
     shape = read.dimensions("shape", least=0)
     try:
         dtype = dtypes.by_name(read.string("dtype"))
@@ -419,7 +424,7 @@ def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:
         raise FormatError(f"{read.where}: {e}") from e
     layout = read.pick("sharding", layouts) if "sharding" in read.doc else None
     if "pieces" in read.doc:
-        entries = [_Reader(p, read.where) for p in read.sequence("pieces")]
+        entries = [Fields(p, read.where) for p in read.sequence("pieces")]
         pieces = tuple(
             Piece(
                 piece_path(name, i),
@@ -443,83 +448,8 @@ def _tensor(read: _Reader, name: str, layouts: list[Layout]) -> TensorRecord:
     return TensorRecord(name, shape, dtype, layout, pieces)
 
 
-def _attempt(read: _Reader) -> str:
+def _attempt(read: Fields) -> str:
     attempt = read.string("attempt")
     if not _ATTEMPT.fullmatch(attempt):
         read.fail(f"the attempt {attempt!r} is not a plain directory name")
     return attempt
-
-
-class _Reader:
-    """Typed access to a JSON object that somebody else wrote."""
-
-    def __init__(self, doc: Any, where: str) -> None:
-        self.where = where
-        if not isinstance(doc, dict):
-            self.fail(f"a {type(doc).__name__} stands where an object is expected")
-        self.doc: dict[str, Any] = doc
-
-    def fail(self, why: str) -> NoReturn:
-        raise FormatError(f"{self.where}: {why}; the record was not written by shardckpt, or by a broken one.")
-
-    def value(self, key: str) -> Any:
-        if key not in self.doc:
-            self.fail(f"{key!r} is missing")
-        return self.doc[key]
-
-    def _typed(self, key: str, kind: type, what: str) -> Any:
-        value = self.value(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            self.fail(f"{key!r} is a {type(value).__name__}, {what} is expected")
-        return value
-
-    def string(self, key: str) -> str:
-        return str(self._typed(key, str, "a string"))
-
-    def integer(self, key: str) -> int:
-        value = int(self._typed(key, int, "a whole number"))
-        if not 0 <= value <= LARGEST_DIMENSION:
-            self.fail(f"{key!r} is {value}, which is out of range")
-        return value
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        return dict(self._typed(key, dict, "an object"))
-
-    def sequence(self, key: str) -> list[Any]:
-        return list(self._typed(key, list, "a list"))
-
-    def one_of(self, key: str, allowed: Sequence[str | None]) -> Any:
-        value = self.value(key)
-        if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
-            self.fail(f"{key!r} is {value!r}, one of {allowed} is expected")
-        return value
-
-    def pick(self, key: str, choices: Sequence[Any]) -> Any:
-        i = self.integer(key)
-        if i >= len(choices):
-            self.fail(f"{key!r} refers to entry {i} of {len(choices)}")
-        return choices[i]
-
-    def dimensions(self, key: str, *, least: int) -> tuple[int, ...]:
-        values = self.sequence(key)
-        if len(values) > MOST_DIMENSIONS or not all(type(n) is int and least <= n <= LARGEST_DIMENSION for n in values):
-            self.fail(f"{key!r} is {str(values)[:80]}, at most {MOST_DIMENSIONS} whole numbers >= {least} are expected")
-        if prod(max(n, 1) for n in values) > LARGEST_DIMENSION:
-            self.fail(f"{key!r} is {values}, more elements than can be addressed")
-        return tuple(values)
-
-    def keys(self, key: str) -> list[str]:
-        values = self.sequence(key)
-        for v in values:
-            self.inside(key, v)
-        return values
-
-    def inside(self, key: str, path: Any) -> str:
-        """`path`, if it names something below the attempt."""
-        if not isinstance(path, str) or not path.isprintable() or not {"", ".", ".."}.isdisjoint(path.split("/")):
-            self.fail(f"{key!r} names {str(path)[:80]!r}, which lies outside the attempt")
-        return str(path)
-
-    def reference(self, key: str) -> FileReference:
-        read = _Reader(self.mapping(key), f"{self.where}, {key}")
-        return FileReference(read.inside("key", read.value("key")), read.integer("size"), read.string("sha256"))

@@ -19,13 +19,14 @@ from shardckpt import frameworks
 from shardckpt.batches import batches
 from shardckpt.box import BoxArray
 from shardckpt.errors import LeafError, OptionError, ShardingError, StorageError
+from shardckpt.fields import MOST_DIMENSIONS
 from shardckpt.io.commit import RECORD, assemble, discard, new_attempt, publish, read_prior
 from shardckpt.io.host import HostWriter
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.names import array_path, matches, piece_path, shown
 from shardckpt.options import SaveOptions
-from shardckpt.record import MOST_DIMENSIONS, CheckpointRecord, Structure, TensorRecord
+from shardckpt.record import CheckpointRecord, Structure, TensorRecord
 from shardckpt.reshard.chunks import chunking, grid_shape, smallest_chunk
 from shardckpt.reshard.plan import Piece, chunk_boxes, chunks_inside
 from shardckpt.tree import flatten

@@ -1,0 +1,100 @@
+"""Typed access to JSON that somebody else wrote: every member is checked before it is used."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from shardckpt.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["LARGEST_DIMENSION", "MOST_DIMENSIONS", "Fields"]
+
+MOST_DIMENSIONS = 32
+"""Of a tensor."""
+LARGEST_DIMENSION = 1 << 62
+"""Elements or bytes: beyond it, sizes do not fit 64-bit arithmetic."""
+
+
+class Fields:
+    """Typed access to a JSON object that somebody else wrote."""
+
+    def __init__(self, doc: Any, where: str) -> None:
+        """Take `doc`, which must be an object; `where` is its file, for messages."""
+        self.where = where
+        if not isinstance(doc, dict):
+            self.fail(f"a {type(doc).__name__} stands where an object is expected")
+        self.doc: dict[str, Any] = doc
+
+    def fail(self, why: str) -> NoReturn:
+        """Raise FormatError, naming the file."""
+        raise FormatError(f"{self.where}: {why}; the record was not written by shardckpt, or by a broken one.")
+
+    def value(self, key: str) -> Any:
+        """Any member; FormatError where there is none, as for all below."""
+        if key not in self.doc:
+            self.fail(f"{key!r} is missing")
+        return self.doc[key]
+
+    def _typed(self, key: str, kind: type, what: str) -> Any:
+        value = self.value(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            self.fail(f"{key!r} is a {type(value).__name__}, {what} is expected")
+        return value
+
+    def string(self, key: str) -> str:
+        """A string."""
+        return str(self._typed(key, str, "a string"))
+
+    def integer(self, key: str) -> int:
+        """A whole number from 0 to 2**62."""
+        value = int(self._typed(key, int, "a whole number"))
+        if not 0 <= value <= LARGEST_DIMENSION:
+            self.fail(f"{key!r} is {value}, which is out of range")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object."""
+        return dict(self._typed(key, dict, "an object"))
+
+    def sequence(self, key: str) -> list[Any]:
+        """A list."""
+        return list(self._typed(key, list, "a list"))
+
+    def one_of(self, key: str, allowed: Sequence[str | None]) -> Any:
+        """One of a few values."""
+        value = self.value(key)
+        if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
+            self.fail(f"{key!r} is {value!r}, one of {allowed} is expected")
+        return value
+
+    def pick(self, key: str, choices: Sequence[Any]) -> Any:
+        """The entry of a list that a member refers to by position."""
+        i = self.integer(key)
+        if i >= len(choices):
+            self.fail(f"{key!r} refers to entry {i} of {len(choices)}")
+        return choices[i]
+
+    def dimensions(self, key: str, *, least: int) -> tuple[int, ...]:
+        """Sizes or indices of a tensor, each at least `least`, together addressable."""
+        values = self.sequence(key)
+        if len(values) > MOST_DIMENSIONS or not all(type(n) is int and least <= n <= LARGEST_DIMENSION for n in values):
+            self.fail(f"{key!r} is {str(values)[:80]}, at most {MOST_DIMENSIONS} whole numbers >= {least} are expected")
+        if prod(max(n, 1) for n in values) > LARGEST_DIMENSION:
+            self.fail(f"{key!r} is {values}, more elements than can be addressed")
+        return tuple(values)
+
+    def keys(self, key: str) -> list[str]:
+        """A list of paths below the attempt."""
+        values = self.sequence(key)
+        for v in values:
+            self.inside(key, v)
+        return values
+
+    def inside(self, key: str, path: Any) -> str:
+        """`path`, if it names something below the attempt."""
+        if not isinstance(path, str) or not path.isprintable() or not {"", ".", ".."}.isdisjoint(path.split("/")):
+            self.fail(f"{key!r} names {str(path)[:80]!r}, which lies outside the attempt")
+        return str(path)
