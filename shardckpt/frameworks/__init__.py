@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shardckpt.errors import LeafError
 from shardckpt.frameworks.base import Target
 from shardckpt.names import shown
+from shardckpt.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["fetch", "identity", "is_tensor", "settle", "source", "sources", "target"]
 
+ALONE = World()
+"""A job of one process."""
 _ADAPTERS = ("torch_xla", "torch", "jax", "numpy")
 """In the order in which they are asked: torch_xla's tensors are torch's too."""
 
@@ -35,7 +38,7 @@ class _Adapter(Protocol):
     def accepts(self, wanted: Target) -> bool: ...
     def settle(self, leaves: Iterable[object]) -> None: ...
     def identity(self, leaf: Any) -> Hashable | None: ...
-    def sources(self, leaves: dict[str, Any]) -> dict[str, Source]: ...
+    def sources(self, leaves: dict[str, Any], world: World) -> dict[str, Source]: ...
     def target(self, name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: ...
 
 
@@ -67,8 +70,12 @@ def settle(leaves: Iterable[object]) -> None:
         _module(framework).settle(group)
 
 
-def sources(leaves: Mapping[str, object]) -> dict[str, Source]:
+def sources(leaves: Mapping[str, object], world: World = ALONE) -> dict[str, Source]:
     """Tensor leaves to be saved, by name, in the same order.
+
+    Args:
+        leaves: by name.
+        world: this process and the others, whose devices hold the leaves too.
 
     Raises:
         LeafError: a leaf that cannot be stored, by name.
@@ -79,23 +86,30 @@ def sources(leaves: Mapping[str, object]) -> dict[str, Source]:
         groups.setdefault(_required(name, leaf, "saved"), {})[name] = leaf
     found: dict[str, Source] = {}
     for framework, group in groups.items():
-        found.update(_module(framework).sources(group))
+        found.update(_module(framework).sources(group, world))
     return {name: found[name] for name in leaves}
 
 
-def source(name: str, leaf: object) -> Source:
+def source(name: str, leaf: object, world: World = ALONE) -> Source:
     """One tensor leaf to be saved; many are cheaper together, with `sources`."""
-    return sources({name: leaf})[name]
+    return sources({name: leaf}, world)[name]
 
 
-def fetch(sources: Sequence[Source]) -> list[list[Array]]:
-    """The elements of many sources: per source, one host array per box. Frameworks copy theirs in few calls."""
+def fetch(sources: Sequence[Source], wanted: Sequence[Sequence[int]] | None = None) -> list[list[Array]]:
+    """The elements of many sources: per source, one host array per wanted box. Frameworks copy theirs in few calls.
+
+    Args:
+        sources: leaves of any frameworks.
+        wanted: per source the positions of the boxes to copy; None: all boxes of all.
+    """
+    if wanted is None:
+        wanted = [range(len(source.boxes)) for source in sources]
     groups: dict[type[Source], list[int]] = {}
     for i, source in enumerate(sources):
         groups.setdefault(type(source), []).append(i)
     fetched: list[list[Array]] = [[] for _ in sources]
     for kind, positions in groups.items():
-        for i, arrays in zip(positions, kind.fetch([sources[i] for i in positions]), strict=True):
+        for i, arrays in zip(positions, kind.fetch([sources[i] for i in positions], [wanted[i] for i in positions]), strict=True):
             fetched[i] = arrays
     return fetched
 

@@ -55,14 +55,22 @@ class Source(Protocol):
         """The distinct boxes that this process holds, each once and none of them empty."""
 
     @property
+    def holders(self) -> list[tuple[int, ...]] | None:
+        """Per box the processes that hold it, ascending; None for a plain host tensor, of which nobody knows."""
+
+    @property
     def staged_bytes(self) -> int:
         """Host bytes that fetching this leaf by itself takes at its peak; 0 where the arrays are views of the leaf."""
 
     @classmethod
-    def fetch(cls, sources: Sequence[Self]) -> list[list[Array]]:
-        """The elements of many leaves of this class: per source, one array per box.
+    def fetch(cls, sources: Sequence[Self], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+        """The elements of many leaves of this class: per source, one array per box that is wanted of it.
 
         The arrays may be views of the leaves: read them before the leaves change.
+
+        Args:
+            sources: the leaves.
+            wanted: per source the positions of boxes among its `boxes`.
         """
 
 

@@ -34,12 +34,14 @@ from shardckpt.frameworks.base import Array, Sink, Source, Target
 from shardckpt.frameworks.jax_layout import Shards, layout_of, local_shards, to_jax
 from shardckpt.names import shown
 from shardckpt.op_sharding import OpSharding
+from shardckpt.reshard.writers import box_holders
 from shardckpt.sharding import Layout, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
     from shardckpt.box import BoxArray
+    from shardckpt.world import World
 
 __all__ = ["accepts", "identity", "matches", "settle", "sources", "target"]
 
@@ -80,6 +82,8 @@ class _JaxSource:
     layout: Layout | None
     """None for an array that is uncommitted: it happens to be on some device."""
     shards: Shards
+    holders: list[tuple[int, ...]] | None
+    """None where each process has devices of its own."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,16 +102,18 @@ class _JaxSource:
         return int(self.boxes.sizes().sum()) * self.dtype.itemsize
 
     @classmethod
-    def fetch(cls, sources: Sequence[_JaxSource]) -> list[list[Array]]:
-        fetched: list[list[Array]] = jax.device_get([s.distinct() for s in sources])
+    def fetch(cls, sources: Sequence[_JaxSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+        fetched: list[list[Array]] = jax.device_get([s.distinct(boxes) for s, boxes in zip(sources, wanted, strict=True)])
         return fetched
 
-    def distinct(self) -> list[Any]:
-        """Per distinct box, an array of its own over the memory of one local shard."""
+    def distinct(self, wanted: Sequence[int]) -> list[Any]:
+        """Per wanted box, an array of its own over the memory of one local shard."""
         _check_alive(self.name, self.array)
         held = {shard.device.id: shard.data for shard in self.array.addressable_shards}
         arrays = []
-        for k, device in enumerate(self.shards.holders):
+        holders = self.shards.holders
+        for k in wanted:
+            device = holders[k]
             data = held[device]
             if data.shape != self.boxes[k].shape:
                 raise ShardingError(
@@ -118,7 +124,7 @@ class _JaxSource:
         return arrays
 
 
-def sources(leaves: dict[str, Any]) -> dict[str, Source]:
+def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     """Sources of arrays, by name.
 
     Raises:
@@ -134,8 +140,18 @@ def sources(leaves: dict[str, Any]) -> dict[str, Source]:
         _check_alive(name, leaf)
         shards = _shards(name, leaf.sharding, tuple(leaf.shape))
         layout = layout_of(leaf.sharding, leaf.ndim) if leaf.committed else None
-        found[name] = _JaxSource(name, leaf, dtype, layout, shards)
+        found[name] = _JaxSource(name, leaf, dtype, layout, shards, _holders(name, layout, leaf.ndim, shards, world))
     return found
+
+
+def _holders(name: str, layout: Layout | None, ndim: int, shards: Shards, world: World) -> list[tuple[int, ...]] | None:
+    owners = world.devices.get("jax")
+    if owners is None or layout is None:
+        return None
+    try:
+        return box_holders(layout, ndim, shards.holders, owners)
+    except ShardingError as e:
+        raise ShardingError(f"{shown(name)}: {e}") from e
 
 
 def _check_alive(name: str, leaf: Any) -> None:

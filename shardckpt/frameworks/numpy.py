@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
     from shardckpt.box import BoxArray
+    from shardckpt.world import World
 
 __all__ = ["ArraySink", "ArraySource", "accepts", "identity", "matches", "overlaps_itself", "settle", "sources", "target"]
 
@@ -32,6 +33,7 @@ class ArraySource:
     array: Array
     dtype: DType
     layout: None = None
+    holders: None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,9 +51,9 @@ class ArraySource:
         return 0 if self.array.dtype.isnative else self.array.nbytes
 
     @classmethod
-    def fetch(cls, sources: Sequence[ArraySource]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[ArraySource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
         """The arrays themselves."""
-        return [[s.array.astype(s.dtype.numpy, copy=False)][: len(s.boxes)] for s in sources]
+        return [[s.array.astype(s.dtype.numpy, copy=False)][: len(boxes)] for s, boxes in zip(sources, wanted, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def identity(leaf: Array) -> Hashable | None:
     return "numpy", _address(leaf), leaf.shape, leaf.strides, leaf.dtype.str, leaf.dtype.name
 
 
-def sources(leaves: dict[str, Any]) -> dict[str, Source]:
+def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa: ARG001 - every adapter has the same signatures
     """Sources of arrays, by name.
 
     Raises:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
     from shardckpt.box import BoxArray
+    from shardckpt.world import World
 
 __all__ = ["TensorSource", "accepts", "array_of", "dtype_of_tensor", "identity", "matches", "settle", "sources", "target", "tensor_of"]
 
@@ -49,6 +50,7 @@ class TensorSource:
     tensor: Any
     dtype: DType
     layout: None = None
+    holders: None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,9 +69,12 @@ class TensorSource:
         return 0 if resolved else prod(self.shape) * self.dtype.itemsize
 
     @classmethod
-    def fetch(cls, sources: Sequence[TensorSource]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[TensorSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
         """Views of tensors on the CPU, copies of all others."""
-        return [[array_of(s.tensor.detach().cpu().resolve_conj().resolve_neg(), s.dtype)][: len(s.boxes)] for s in sources]
+        return [
+            [array_of(s.tensor.detach().cpu().resolve_conj().resolve_neg(), s.dtype)] if boxes else []
+            for s, boxes in zip(sources, wanted, strict=True)
+        ]
 
 
 def matches(leaf: object) -> bool:
@@ -97,7 +102,7 @@ def identity(leaf: Any) -> Hashable | None:
     return "torch", str(leaf.device), leaf.data_ptr(), *seen
 
 
-def sources(leaves: dict[str, Any]) -> dict[str, Source]:
+def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa: ARG001 - every adapter has the same signatures
     """Sources of tensors, by name.
 
     Raises:

@@ -42,6 +42,7 @@ from shardckpt.frameworks.xla_layout import (
     from_sharding_spec,
     from_xla_mesh,
     layouts_of,
+    local_device_ids,
     local_shards,
     over_all_devices,
     replicated,
@@ -49,6 +50,7 @@ from shardckpt.frameworks.xla_layout import (
 )
 from shardckpt.names import shown
 from shardckpt.op_sharding import OpSharding
+from shardckpt.reshard.writers import box_holders
 from shardckpt.sharding import Layout, Sharding
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 
     from shardckpt.box import BoxArray
     from shardckpt.dtypes import DType
+    from shardckpt.world import World
 
 __all__ = ["accepts", "from_sharding_spec", "from_xla_mesh", "identity", "matches", "settle", "sources", "target"]
 
@@ -116,6 +119,8 @@ class _XlaSource:
     layout: Layout | None
     shards: Shards | None
     """None for a tensor that every device holds whole, and without SPMD."""
+    holders: list[tuple[int, ...]] | None
+    """None where each process has devices of its own."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -132,24 +137,27 @@ class _XlaSource:
         return 2 * elements * self.dtype.itemsize
 
     @classmethod
-    def fetch(cls, sources: Sequence[_XlaSource]) -> list[list[Array]]:
+    def fetch(cls, sources: Sequence[_XlaSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
         fetched: list[list[Array]] = [[] for _ in sources]
-        for batch in _calls([(i, s) for i, s in enumerate(sources) if s.shards is None]):
+        needed = [(i, s) for i, s in enumerate(sources) if wanted[i]]
+        for batch in _calls([(i, s) for i, s in needed if s.shards is None]):
             tensors = _XLAC._xla_get_cpu_tensors([s.tensor for _, s in batch])
             for (i, s), tensor in zip(batch, tensors, strict=True):
-                fetched[i] = [array_of(tensor.detach(), s.dtype)][: len(s.boxes)]
-        for batch in _calls([(i, s) for i, s in enumerate(sources) if s.shards is not None]):
+                fetched[i] = [array_of(tensor.detach(), s.dtype)]
+        for batch in _calls([(i, s) for i, s in needed if s.shards is not None]):
             rows = _XLAC._get_local_shards([s.tensor for _, s in batch])
             for i, s in reversed(batch):
-                fetched[i] = s.distinct(rows.pop())  # replicas are gone before the next call
+                fetched[i] = s.distinct(rows.pop(), wanted[i])  # replicas are gone before the next call
         return fetched
 
-    def distinct(self, shards: Sequence[tuple[Any, str]]) -> list[Array]:
-        """Of the shards of all local devices, with their devices' names, one per distinct box and without padding."""
+    def distinct(self, shards: Sequence[tuple[Any, str]], wanted: Sequence[int]) -> list[Array]:
+        """Of the shards of all local devices, with their devices' names, one per wanted box and without padding."""
         assert self.shards is not None
         row = [tensor for tensor, _ in shards]
+        holders = self.shards.first_holders
         arrays = []
-        for k, device in enumerate(self.shards.first_holders):
+        for k in wanted:
+            device = holders[k]
             if tuple(row[device].shape) != self.shards.tile:
                 raise ShardingError(
                     f"{shown(self.name)}: the layout {self.layout} has shards of shape {self.shards.tile} and device {device} holds "
@@ -165,7 +173,7 @@ def _calls(sources: list[tuple[int, _XlaSource]]) -> Iterator[list[tuple[int, _X
     return batches(sources, lambda numbered: (numbered[1].staged_bytes,), (CALL_BYTES,))
 
 
-def sources(leaves: dict[str, Any]) -> dict[str, Source]:
+def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     """Sources of device tensors, by name; pending ones are computed together.
 
     Raises:
@@ -183,12 +191,23 @@ def sources(leaves: dict[str, Any]) -> dict[str, Source]:
             )
     settle(tensors.values())
     if not xr.is_spmd():
-        return {name: _XlaSource(name, tensor, dtypes[name], None, None) for name, tensor in tensors.items()}
+        return {name: _XlaSource(name, tensor, dtypes[name], None, None, None) for name, tensor in tensors.items()}
     found: dict[str, Source] = {}
     for (name, tensor), layout in zip(tensors.items(), layouts_of(list(tensors.values())), strict=True):
         shards = None if replicated(layout, tensor.dim()) else _shards(name, layout, tuple(tensor.shape))
-        found[name] = _XlaSource(name, tensor, dtypes[name], layout, shards)
+        found[name] = _XlaSource(name, tensor, dtypes[name], layout, shards, _holders(name, layout, tensor.dim(), shards, world))
     return found
+
+
+def _holders(name: str, layout: Layout, ndim: int, shards: Shards | None, world: World) -> list[tuple[int, ...]] | None:
+    owners = world.devices.get("torch_xla")
+    if owners is None:
+        return None
+    local = local_device_ids()
+    try:
+        return box_holders(layout, ndim, local[:1] if shards is None else local[shards.first_holders], owners)
+    except ShardingError as e:
+        raise ShardingError(f"{shown(name)}: {e}") from e
 
 
 def _shards(name: str, layout: Layout, shape: tuple[int, ...]) -> Shards:

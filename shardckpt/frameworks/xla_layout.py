@@ -29,7 +29,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Shards", "from_sharding_spec", "from_xla_mesh", "layouts_of", "local_shards", "over_all_devices", "replicated", "to_xla"]
+__all__ = [
+    "Shards",
+    "from_sharding_spec",
+    "from_xla_mesh",
+    "layouts_of",
+    "local_device_ids",
+    "local_shards",
+    "over_all_devices",
+    "replicated",
+    "to_xla",
+]
 
 _MOST_DIMS = 5
 """Dimensions of a tile assignment that 2.9 reads from Python; of longer ones it logs an error and makes up devices."""
@@ -149,6 +159,11 @@ class Shards:
         return len(self.box_of) * prod(self.tile)
 
 
+def local_device_ids() -> NDArray[np.int64]:
+    """This process's devices, in the runtime's order."""
+    return np.array([int(device.rpartition(":")[2]) for device in _XLAC._xla_get_runtime_devices()], np.int64)
+
+
 @lru_cache(maxsize=1024)
 def local_shards(layout: Layout, shape: tuple[int, ...]) -> Shards:
     """The shards of this process's devices, in the order in which torch_xla takes and returns them.
@@ -156,7 +171,7 @@ def local_shards(layout: Layout, shape: tuple[int, ...]) -> Shards:
     Raises:
         ShardingError: the layout is for another rank, or does not say where data is.
     """
-    local = np.array([int(device.rpartition(":")[2]) for device in _XLAC._xla_get_runtime_devices()], np.int64)
+    local = local_device_ids()
     held = layout.device_boxes(shape, local)
     boxes, where = distinct_boxes(held.boxes)
     return Shards(boxes, where[np.searchsorted(held.device_ids, local)], held.tile)

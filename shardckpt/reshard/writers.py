@@ -1,0 +1,130 @@
+"""Which of the processes that hold a box writes which of its chunks?
+
+Every process answers this for itself, in time in proportion to its own boxes, and all answers agree.
+
+1. `box_holders`: the processes that hold a box are those whose devices have its tile. That follows from the layout
+   and from whose each device is, once per layout and rank, whatever the number of tensors.
+2. `deal`: all boxes with the same holders make one tape of bytes, in order of tensor, piece and place. Each of the k
+   holders owns one k-th of the tape, and a chunk is written by the one in whose part its middle lies. So two holders'
+   bytes differ by less than two chunks per tape, and a holder's share is one run of the tape: adjacent chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.errors import ShardingError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from shardckpt.sharding import Layout
+    from shardckpt.world import DeviceOwners
+
+__all__ = ["Part", "box_holders", "deal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The chunks of one piece that lie in one box."""
+
+    tensor: str
+    piece: str
+    """Path of the piece; tensor, piece and start tell parts of equal holders apart, and put them in order."""
+    start: tuple[int, ...]
+    """Of the box."""
+    holders: tuple[int, ...]
+    """The processes that hold the box, ascending."""
+    chunks: int
+    """How many."""
+    chunk_bytes: int
+    """Of each, as it is stored."""
+
+
+def deal(parts: Sequence[Part], process: int) -> list[range]:
+    """The chunks that one process writes: per part which of its chunks, counted in grid order.
+
+    Args:
+        parts: all parts that the process holds; other processes' parts may be among them. Of every tape that it is a
+            holder of it must know all parts, in any order.
+        process: whose share.
+
+    >>> parts = [Part("w", "w", (0,), (0, 1, 2), 7, 1 << 20)]
+    >>> [deal(parts, p)[0] for p in range(3)]
+    [range(0, 2), range(2, 5), range(5, 7)]
+    """
+    tapes: dict[tuple[int, ...], int] = {}
+    for part in parts:
+        tapes[part.holders] = tapes.get(part.holders, 0) + part.chunks * part.chunk_bytes
+    reached = dict.fromkeys(tapes, 0)
+    shares = [range(0)] * len(parts)
+    for i in sorted(range(len(parts)), key=lambda i: (parts[i].tensor, parts[i].piece, parts[i].start)):
+        part = parts[i]
+        offset = reached[part.holders]
+        reached[part.holders] += part.chunks * part.chunk_bytes
+        if process in part.holders:
+            mine = part.holders.index(process)
+            shares[i] = range(*(_first_chunk(part, offset, tapes[part.holders], m) for m in (mine, mine + 1)))
+    return shares
+
+
+def _first_chunk(part: Part, offset: int, tape: int, holder: int) -> int:
+    """The first chunk of a part whose middle lies in the tape's share of that holder, or of a later one."""
+    k, size = len(part.holders), part.chunk_bytes
+    # The middle of chunk j is at offset + (j + 1/2) size, and the share begins at tape * holder / k.
+    first = -(-(2 * tape * holder - k * (2 * offset + size)) // (2 * size * k)) if size else 0
+    return min(max(first, 0), part.chunks) if holder < k else part.chunks
+
+
+def box_holders(layout: Layout, ndim: int, devices: ArrayLike, owners: DeviceOwners) -> list[tuple[int, ...]]:
+    """For each device, the processes whose devices hold the same tile of every tensor of that rank, ascending.
+
+    Args:
+        layout: of the tensors.
+        ndim: their rank.
+        devices: ids, of this process's devices for one.
+        owners: whose each device is.
+
+    Raises:
+        ShardingError: a device is not among the layout's, or nobody's.
+    """
+    tiles = _tiles(layout, ndim, owners)
+    rows = np.searchsorted(tiles.device_ids, np.asarray(devices, np.int64))
+    return [_holders(tiles, int(tiles.tile_of[row])) for row in rows.tolist()]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tiles:
+    """Which tile each device has, and which processes have each tile."""
+
+    device_ids: NDArray[np.int64]
+    """(n,) ascending."""
+    tile_of: NDArray[np.int64]
+    """(n,) row-major number of the tile."""
+    processes: NDArray[np.int64]
+    """(tiles, replicas) the process of every replica."""
+
+
+@lru_cache(maxsize=64)
+def _tiles(layout: Layout, ndim: int, owners: DeviceOwners) -> _Tiles:
+    tiling = layout.tiling(ndim)
+    tile_of = np.zeros(len(tiling.device_ids), np.int64)
+    for d, parts in enumerate(tiling.parts):
+        tile_of = tile_of * parts + tiling.coords[:, d]
+    tiles = prod(tiling.parts)
+    if len(tile_of) % tiles:
+        raise ShardingError(f"{layout}: {len(tile_of)} devices cannot hold {tiles} tiles equally often.")
+    order = np.argsort(tile_of, kind="stable")
+    return _Tiles(tiling.device_ids, tile_of, owners.of_devices(tiling.device_ids[order]).reshape(tiles, -1))
+
+
+@lru_cache(maxsize=4096)
+def _holders(tiles: _Tiles, tile: int) -> tuple[int, ...]:
+    return tuple(np.unique(tiles.processes[tile]).tolist())
