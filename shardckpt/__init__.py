@@ -18,6 +18,8 @@ from shardckpt._version import __version__
 if TYPE_CHECKING:
     from shardckpt.box import Box
     from shardckpt.checkpoint import Checkpoint, open  # noqa: A004
+    from shardckpt.committing import commit
+    from shardckpt.coordination import Coordinator
     from shardckpt.errors import ShardckptError
     from shardckpt.frameworks.base import Target
     from shardckpt.hybrid_mesh import HybridMesh
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from shardckpt.op_sharding import OpSharding
     from shardckpt.options import SaveOptions
     from shardckpt.partition_spec import PartitionSpec
+    from shardckpt.per_process import PerProcess
     from shardckpt.restoring import restore
     from shardckpt.saving import save
     from shardckpt.sharding import Sharding
@@ -33,15 +36,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Box",
     "Checkpoint",
+    "Coordinator",
     "HybridMesh",
     "Mesh",
     "OpSharding",
     "PartitionSpec",
+    "PerProcess",
     "SaveOptions",
     "ShardckptError",
     "Sharding",
     "Target",
     "__version__",
+    "commit",
     "open",
     "register_leaf",
     "restore",
@@ -51,14 +57,17 @@ __all__ = [
 _HOME = {
     "Box": "box",
     "Checkpoint": "checkpoint",
+    "Coordinator": "coordination",
     "HybridMesh": "hybrid_mesh",
     "Mesh": "mesh",
     "OpSharding": "op_sharding",
     "PartitionSpec": "partition_spec",
+    "PerProcess": "per_process",
     "SaveOptions": "options",
     "ShardckptError": "errors",
     "Sharding": "sharding",
     "Target": "frameworks.base",
+    "commit": "committing",
     "open": "checkpoint",
     "register_leaf": "leaves",
     "restore": "restoring",

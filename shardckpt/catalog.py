@@ -1,22 +1,28 @@
-"""Which checkpoints lie directly below a directory?
+"""Which checkpoints lie in a directory?
 
 A checkpoint is a directory whose `checkpoint.json` names an attempt. Only that record is read, and of it only
-what a list shows: a record of many tensors is not turned into tensors. A directory without one is an unfinished
-save if an attempt (a directory with host records or data) lies in it, and otherwise none of our business.
+what a list shows: a record of many tensors is not turned into tensors. What else lies there and is an attempt
+(`io.attempts`) is an unfinished save, or what is left of one; all other things are none of our business.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError, UrlError
+from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError
 from shardckpt.fields import LARGEST_DIMENSION
+from shardckpt.io.ages import last_written
+from shardckpt.io.assemble import finished_hosts, read_host_record
+from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import RECORD
 from shardckpt.io.store import Store
 from shardckpt.io.url import Location, parse
-from shardckpt.names import natural_key
 from shardckpt.record import open_envelope
 
 if TYPE_CHECKING:
@@ -27,10 +33,9 @@ __all__ = ["CatalogEntry", "State", "catalog"]
 State = Literal["committed", "uncommitted", "deleted", "unreadable"]
 """Of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""
 
-_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*/", re.ASCII)
-_STAMP = re.compile(r"\d{8}T\d{6}-", re.ASCII)
-_HOST = re.compile(r"\d{5}(?:/|\.json$)", re.ASCII)
 _STEP = re.compile(r"(?<!\d)\d{1,18}$", re.ASCII)
+_AT_ONCE = 16
+"""Places that are looked at together: on an object store each question takes a round trip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,15 @@ class CatalogEntry:
     """Bytes of all chunks, with padding and checksums, compressed if they are."""
     reason: str | None = None
     """Why it was deleted or cannot be read."""
+    finished: int | None = None
+    """Of an unfinished attempt: how many hosts have written all of their share."""
+    hosts: int | None = None
+    """Of an unfinished attempt: how many there are. None while not one has finished: only those know."""
+    committable: bool = False
+    """Of an unfinished attempt: whether it lacks nothing but its commit, and nothing has come in between."""
+    idle: float | None = None
+    """Of an unfinished attempt: seconds since anything was written into it, by this machine's clock. None where the storage keeps
+    no times."""
 
     @property
     def step(self) -> int | None:
@@ -64,14 +78,14 @@ class CatalogEntry:
 
 
 def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[CatalogEntry]:
-    """List the checkpoints directly below `root`, or `root` itself where it is one.
+    """List the checkpoint at `root`, if there is one, and those directly below it.
 
     Args:
         root: A path or url.
         everything: Also list unfinished attempts and deleted checkpoints.
 
     Returns:
-        Entries in natural order of their names (9 before 10); a checkpoint before its unfinished attempts.
+        Entries in natural order of their names (9 before 10), `root` itself first; a checkpoint before its unfinished attempts.
 
     Raises:
         UrlError: `root` is no place.
@@ -79,62 +93,64 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
     """
     location = parse(root)
     store = Store.open(location)
-    names = store.list_children()
-    if not names and (location.local is None or not location.local.exists()):
+    children = store.list_children()
+    if not children and (location.local is None or not location.local.exists()):
         raise NotFoundError(f"{location}: no such directory.")
-    found = _entries(store, ".", names, everything)
-    if not found:
-        for name in sorted((name.removesuffix("/") for name in names if name.endswith("/")), key=natural_key):
-            found += _below(store, name, everything)
-    return found
+
+    def at(named: tuple[str, Store]) -> list[CatalogEntry]:
+        name, place = named
+        try:
+            return _entries(place, name, everything)
+        except StorageError as e:
+            return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
+
+    with ThreadPoolExecutor(_AT_ONCE, "shardckpt-catalog") as pool:
+        return [entry for some in pool.map(at, places(store, children)) for entry in some]
 
 
-def _below(store: Store, name: str, everything: bool) -> list[CatalogEntry]:
-    """What lies in a directory below the root."""
-    try:
-        place = store.sub(name)
-    except UrlError:
-        return []  # a name that no checkpoint of ours can have
-    try:
-        return _entries(place, name, place.list_children(), everything)
-    except StorageError as e:
-        return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
-
-
-def _entries(place: Store, name: str, children: list[str], everything: bool) -> list[CatalogEntry]:
+def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:
     """The checkpoint at a place, and its other attempts."""
-    entries = []
+    children = place.list_children()
+    data = None
     if RECORD in children:
-        entry = _committed(place, name)
-        if entry is not None and (everything or entry.state != "deleted"):
-            entries.append(entry)
+        with contextlib.suppress(MissingDataError):  # it went away in between
+            data = place.read(RECORD)
+    entry = None if data is None else _committed(data, place, name)
+    entries = [] if entry is None or (entry.state == "deleted" and not everything) else [entry]
     if everything:
-        published = entries[0].attempt if entries else None
-        attempts = (child.removesuffix("/") for child in children if _is_attempt(place, child))
-        entries += [CatalogEntry(name, place.location, "uncommitted", attempt) for attempt in attempts if attempt != published]
+        published = None if entry is None else entry.attempt
+        digest = None if data is None else sha256(data).hexdigest()
+        entries += [_unfinished(place, name, attempt, digest) for attempt in attempts(place, children) if attempt != published]
     return entries
 
 
-def _is_attempt(place: Store, child: str) -> bool:
-    """Whether a directory is what a save writes into: it has hosts' records or data, or a zarr group and such a name."""
-    if not _ATTEMPT.fullmatch(child):
-        return False
-    try:
-        inside = place.list_children(child)
-        if "zarr/" in inside and _STAMP.match(child):
-            return True
-        return any(_HOST.match(file) for name in ("records/", "hosts/") if name in inside for file in place.list_children(child + name))
-    except StorageError:
-        return False
+def _unfinished(place: Store, name: str, attempt: str, digest: str | None) -> CatalogEntry:
+    """How far an attempt has come; `digest` is of the commit record as it is now."""
+    inside = place.sub(attempt)
+    last = last_written(place, f"{attempt}/")
+    finished = finished_hosts(inside)
+    hosts, committable = None, False
+    with contextlib.suppress(ShardckptError):  # whoever wants to commit it is told what is wrong with its records
+        if finished:
+            first, _ = read_host_record(inside, finished[0])
+            hosts, committable = first.hosts, finished == list(range(first.hosts)) and first.prior == digest
+    return CatalogEntry(
+        name,
+        place.location,
+        "uncommitted",
+        attempt,
+        finished=len(finished),
+        hosts=hosts,
+        committable=committable,
+        idle=None if last is None else max(0.0, time.time() - last),
+    )
 
 
-def _committed(place: Store, name: str) -> CatalogEntry | None:
-    """What the commit record says, or None where it went away in between."""
+def _committed(data: bytes, place: Store, name: str) -> CatalogEntry:
+    """What the commit record says."""
     where = place.path_of(RECORD)
     try:
-        return _summary(open_envelope(place.read(RECORD), where), name, place.location, where)
-    except MissingDataError:
-        return None
+        return _summary(open_envelope(data, where), name, place.location, where)
     except ShardckptError as e:
         return CatalogEntry(name, place.location, "unreadable", reason=str(e))
 

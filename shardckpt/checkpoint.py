@@ -28,14 +28,18 @@ from shardckpt.errors import (
     UncommittedError,
 )
 from shardckpt.excerpt import excerpt
+from shardckpt.fields import Fields
 from shardckpt.io import index
-from shardckpt.io.commit import RECORD, is_attempt, read_host_files, read_table, zarr_documents
+from shardckpt.io.attempts import is_attempt
+from shardckpt.io.commit import RECORD
+from shardckpt.io.documents import zarr_documents
+from shardckpt.io.host_files import read_all_tables, read_host_files, read_table
 from shardckpt.io.index_check import IndexCheck
 from shardckpt.io.reader import ChunkReader, ReadStats, Request
 from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks, merge_tables
 from shardckpt.io.url import parse
-from shardckpt.record import CheckpointRecord, HostFiles, TensorRecord, Tombstone, format_version, parse_checkpoint
+from shardckpt.record import CheckpointRecord, Tombstone, format_version, open_envelope, parse_checkpoint
 from shardckpt.tree import alias_map
 
 if TYPE_CHECKING:
@@ -46,7 +50,8 @@ if TYPE_CHECKING:
 
     from shardckpt.dtypes import DType
     from shardckpt.io.zarr_store import CheckpointStore
-    from shardckpt.sharding import Layout
+    from shardckpt.record import FileReference
+    from shardckpt.structure import StoredLayout, TensorRecord
 
 __all__ = ["Checkpoint", "Damage", "TensorInfo", "VerifyReport", "open"]
 
@@ -58,8 +63,9 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]
     dtype: DType
-    layout: Layout | None
-    """How it was laid out when it was saved: a `Sharding` with mesh and spec, an `OpSharding`, or None (plain)."""
+    layout: StoredLayout | None
+    """How it was laid out when it was saved: a `Sharding` with mesh and spec, an `OpSharding`, DTensor's `Placements` where
+    neither says it, or None (plain)."""
     chunks: tuple[int, ...]
     """Shape of a chunk (of the first piece)."""
     num_chunks: int
@@ -209,9 +215,8 @@ class Checkpoint:
 
     @cached_property
     def reader(self) -> ChunkReader:
-        """Reads chunks by the hosts' tables, which are read now."""
-        files, arrays = merge_tables([read_table(self._place, host) for host in self._hosts()])
-        return self._reader(files, arrays)
+        """Reads chunks by the chunk table, which is read now."""
+        return self._reader(*read_all_tables(self._place, self.record))
 
     @property
     def stats(self) -> ReadStats:
@@ -245,8 +250,14 @@ class Checkpoint:
         """
         return _Verification(self, progress).run()
 
-    def _hosts(self) -> list[HostFiles]:
-        return [read_host_files(self._place, reference) for reference in self.record.hosts]
+    def process_values(self, process: int) -> dict[str, Any]:
+        """What a process owned by itself when it saved (`PerProcess`), by name, not decoded."""
+        host = read_host_files(self._place, self.record.hosts[process])
+        if host.values is None:
+            return {}
+        data, where = self._place.read(host.values.key), f"{self._place}/{host.values.key}"
+        host.values.check(data, where)
+        return Fields(open_envelope(data, where), where).mapping("values")
 
     def _reader(self, files: list[str], arrays: Mapping[str, ArrayChunks]) -> ChunkReader:
         return ChunkReader(self._place, files, arrays, compression=self.record.compression)
@@ -307,17 +318,39 @@ class _Verification:
             self._damaged_record(str(e))
 
     def _tables(self) -> tuple[list[str], dict[str, ArrayChunks]]:
-        """All chunk tables that can be read, as one; the others are reported."""
-        tables = []
+        """The chunk table of all hosts, compared with the hosts' own; where it cannot be read, theirs as one."""
+        own = self._host_tables()
+        if self.record.table is None:
+            return own
+        try:
+            files, arrays = read_table(self.place, self.record.table)
+        except ShardckptError as e:
+            self._damaged_file(self.record.table.key, e)
+            return own
+        names = np.array([*files, ""], object)
+        for path, rows in own[1].items():
+            row = arrays[path].find(rows.chunk.astype(np.int64)) if path in arrays else np.full(1, -1)
+            if (row < 0).any() or not _same_rows(rows, np.array([*own[0], ""], object), arrays[path], names, row):
+                self._damaged_file(self.record.table.key, FormatError(f"{path}: its chunks are not where the hosts' own tables have them."))
+        return files, arrays
+
+    def _host_tables(self) -> tuple[list[str], dict[str, ArrayChunks]]:
+        """All hosts' chunk tables that can be read, and the committer's of small tensors, as one; damage to hosts' files is reported."""
+        references = [] if self.record.small_table is None else [self.record.small_table]
+        others: dict[FileReference, None] = {}  # each once, though hosts that say the same share a file
         for reference in self.record.hosts:
-            file = reference.key
-            try:
+            with self._reporting(reference.key):
                 host = read_host_files(self.place, reference)
-                file = host.table.key
                 self.lanes += host.lanes
-                tables.append(read_table(self.place, host))
-            except ShardckptError as e:
-                self._damaged_file(file, e)
+                references.append(host.table)
+                others |= dict.fromkeys(part for part in (host.contents, host.values) if part is not None)
+        for part in others:
+            with self._reporting(part.key):
+                part.check(self.place.read(part.key), f"{self.place}/{part.key}")
+        tables = []
+        for reference in references:
+            with self._reporting(reference.key):
+                tables.append(read_table(self.place, reference))
         try:
             return merge_tables(tables) if tables else ([], {})
         except FormatError as e:
@@ -333,6 +366,14 @@ class _Verification:
         found = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
         self.report.damage += [Damage(None, None, f"{self.record.attempt}/{file}", reason) for file, reason in found]
 
+    @contextmanager
+    def _reporting(self, file: str) -> Iterator[None]:
+        """Report what is raised inside as damage to a file, and go on."""
+        try:
+            yield
+        except ShardckptError as e:
+            self._damaged_file(file, e)
+
     def _damaged_chunk(self, tensor: str, box: Box, file: str, error: ShardckptError) -> None:
         self.report.damage.append(Damage(tensor, box, f"{self.record.attempt}/{file}", str(error)))
 
@@ -341,6 +382,13 @@ class _Verification:
 
     def _damaged_file(self, file: str, error: ShardckptError) -> None:
         self.report.damage.append(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
+
+
+def _same_rows(a: ArrayChunks, a_files: NDArray[np.object_], b: ArrayChunks, b_files: NDArray[np.object_], row: NDArray[np.int64]) -> bool:
+    """Whether two tables have the same places for the chunks of `a`, which are those rows of `b`."""
+    same = (a.offset == b.offset[row]) & (a.length == b.length[row]) & (a.crc == b.crc[row])
+    last = np.uint32(len(a_files) - 1), np.uint32(len(b_files) - 1)  # chunks that are objects of their own
+    return bool(same.all() and (a_files[np.minimum(a.file, last[0])] == b_files[np.minimum(b.file[row], last[1])]).all())
 
 
 def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -12,24 +12,25 @@ How a tensor was laid out over devices is told, but is no difference by itself: 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.compare_values import DEFAULT_MEMORY_LIMIT, Pair, ValueChange, compare_values
 from shardckpt.errors import OptionError, ShardingError
 from shardckpt.leaves import describe
 from shardckpt.op_sharding import OpSharding
 from shardckpt.options import parse_bytes
-from shardckpt.tree.document import Branch, Custom, Node, Small, Tensor, Tied, parse
+from shardckpt.placements import Placements
+from shardckpt.tree.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardckpt.checkpoint import Checkpoint
-    from shardckpt.sharding import Layout
+    from shardckpt.structure import StoredLayout
 
 __all__ = ["Aspect", "Change", "Comparison", "ValueChange", "compare"]
 
-Aspect = Literal["kind", "tied", "shape", "dtype", "leaf", "layout"]
+Aspect = Literal["kind", "tied", "shape", "dtype", "leaf", "layout", "per process"]
 """What differs at a name that both have."""
 
 LEAST_MEMORY_LIMIT = 1 << 20
@@ -126,6 +127,7 @@ class _Structure:
         self.pairs: dict[tuple[str, str], Pair] = {}
         """Tensors whose values can be compared, each pair of stored ones once."""
         self.same_layouts: dict[tuple[int, int, int], bool] = {}
+        self.owned = _owned(a), _owned(b)
 
     def compare(self) -> None:
         """Look at every name that both have."""
@@ -139,6 +141,8 @@ class _Structure:
                 self.changes.append(Change(name, "kind", _kind(node_a), _kind(node_b)))
             elif isinstance(node_a, Tensor | Tied) and isinstance(node_b, Tensor | Tied):
                 self.tensor(name, node_a, node_b)
+            elif isinstance(node_a, Owned) and (said := [of.get(name, []) for of in self.owned])[0] != said[1]:
+                self.changes.append(Change(name, "per process", *(f"{len(values)} values" for values in said)))
 
     def leaf(self, name: str, a: Small | Custom, b: Small | Custom) -> None:
         """Compare two small leaves, types included."""
@@ -163,7 +167,7 @@ class _Structure:
         if a.shape == b.shape and a.dtype == b.dtype and a.nbytes:
             self.pairs.setdefault((a.name, b.name), Pair(name, a, b))
 
-    def same_layout(self, a: Layout | None, b: Layout | None, ndim_a: int, ndim_b: int) -> bool:
+    def same_layout(self, a: StoredLayout | None, b: StoredLayout | None, ndim_a: int, ndim_b: int) -> bool:
         """Whether every device holds the same part, whatever the mesh's axes are called."""
         if a is None or b is None or ndim_a != ndim_b:
             return a is b or (a == b and ndim_a == ndim_b)
@@ -174,7 +178,9 @@ class _Structure:
         return self.same_layouts[key]
 
 
-def _equivalent(a: Layout, b: Layout, ndim: int) -> bool:
+def _equivalent(a: StoredLayout, b: StoredLayout, ndim: int) -> bool:
+    if isinstance(a, Placements) or isinstance(b, Placements):
+        return False
     try:
         one, other = (layout if isinstance(layout, OpSharding) else layout.op_sharding(ndim) for layout in (a, b))
     except ShardingError:
@@ -192,6 +198,16 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
         if isinstance(node, Branch):
             stack.extend(reversed(node.children))
     return nodes
+
+
+def _owned(checkpoint: Checkpoint) -> dict[str, list[Any]]:
+    """What each process owned by itself, not decoded: name → the values of those that had one."""
+    found: dict[str, list[Any]] = {}
+    if any(isinstance(node, Owned) for node in leaves_of(parse(checkpoint.tree))):
+        for process in range(len(checkpoint.record.hosts)):
+            for name, value in checkpoint.process_values(process).items():
+                found.setdefault(name, []).append(value)
+    return found
 
 
 def _counts(node: Node) -> bool:
@@ -213,6 +229,8 @@ def _kind(node: Node) -> str:
         return describe(node.content, node.name)[0]
     if isinstance(node, Custom):
         return node.type_name
+    if isinstance(node, Owned):
+        return "per process"
     types = sorted({type(key).__name__ for key in node.keys}) if node.form == "dict" else []
     return node.form if types in ([], ["str"]) else f"dict[{'|'.join(types)}]"
 

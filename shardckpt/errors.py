@@ -22,6 +22,7 @@ ShardckptError
 ├── OptionError              (ValueError)          "option"            an option that cannot be
 ├── BudgetError              (ValueError)          "memory"            does not fit the memory limit
 ├── CommitError              (RuntimeError)        "commit"            the attempt is not whole: nothing published
+├── CoordinationError        (TimeoutError)        "coordination"      processes of the job that do not answer
 ├── StorageError             (OSError)             "storage"           the storage said no
 └── MissingExtraError        (ImportError)         "extra"             an optional dependency is not installed
 ```
@@ -38,6 +39,7 @@ __all__ = [
     "AlreadyExistsError",
     "BudgetError",
     "CommitError",
+    "CoordinationError",
     "CorruptionError",
     "DtypeError",
     "DtypeMismatchError",
@@ -189,6 +191,12 @@ class CommitError(ShardckptError, RuntimeError):
     """The attempt is not whole, so nothing was published."""
 
     code = "commit"
+
+
+class CoordinationError(ShardckptError, TimeoutError):
+    """Processes of the job do not answer each other, so nothing can be agreed on."""
+
+    code = "coordination"
 
 
 class StorageError(ShardckptError, OSError):

@@ -120,13 +120,18 @@ def array_path(name: str) -> str:
     return "/".join(part if _PLAIN.fullmatch(part) else _escape(part) for part in name.split("/"))
 
 
-def piece_path(name: str, i: int) -> str:
-    """Where the i-th piece of a tensor is stored, if it is stored in pieces. No tensor's `array_path` ends so.
+def piece_path(name: str, shape: Sequence[int], start: Sequence[int]) -> str:
+    """Where a piece of a tensor is stored, if it is stored in pieces. No tensor's `array_path` ends so.
 
-    >>> piece_path("model/w", 2)
-    'model/w=p00002'
+    A piece goes by the row-major position of its first element, which every process knows of its own pieces.
+
+    >>> piece_path("model/w", (4, 6), (2, 3))
+    'model/w=p15'
     """
-    return f"{array_path(name)}=p{i:05d}"
+    position = 0
+    for n, i in zip(shape, start, strict=True):
+        position = position * n + i
+    return f"{array_path(name)}=p{position}"
 
 
 def _escape(component: str) -> str:

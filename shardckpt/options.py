@@ -33,6 +33,14 @@ class SaveOptions:
     """Trained weights hardly compress: None is the default."""
     shardings: Mapping[str, Layout] = field(default_factory=dict)
     """Name pattern → layout: plain tensors whose names match are chunked and recorded as if they were laid out so."""
+    host_tensors: Literal["replicated", "local"] = "replicated"
+    """Plain tensors (CPU `torch.Tensor`, ndarray) in a job of several processes. "replicated": all processes have the same;
+    they write it together. "local": only the process that writes it has it."""
+    reduce_partial: bool = False
+    """Save the sum (or whatever the placement says) of DTensors that are Partial, which takes a collective of all
+    processes of their mesh; otherwise they are a LeafError."""
+    commit_timeout: float = 600.0
+    """Seconds for which the process that commits waits for the other hosts, and they for it."""
     overwrite: bool = False
     """Replace a committed checkpoint, atomically; otherwise that is an AlreadyExistsError."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
@@ -47,7 +55,13 @@ class SaveOptions:
         if self.compression not in (None, "zstd"):
             raise OptionError(f'SaveOptions(compression={self.compression!r}): use None or "zstd".')
         object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
+        if self.host_tensors not in ("replicated", "local"):
+            raise OptionError(f'SaveOptions(host_tensors={self.host_tensors!r}): use "replicated" or "local".')
         check_flag(self.overwrite, "overwrite")
+        check_flag(self.reduce_partial, "reduce_partial")
+        seconds = self.commit_timeout
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
+            raise OptionError(f"SaveOptions(commit_timeout={seconds!r}): give a positive number of seconds.")
         _check_shardings(self.shardings)
         if self.budget < LEAST_MEMORY_LIMIT:
             raise OptionError(f"SaveOptions(memory_limit={self.budget}): at least {LEAST_MEMORY_LIMIT} bytes (16MiB) are needed.")

@@ -17,23 +17,14 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field
-from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardckpt import dtypes
-from shardckpt.errors import DtypeError, FormatError, ShardingError, VersionError
-from shardckpt.fields import LARGEST_DIMENSION, Fields
-from shardckpt.mesh import Mesh
-from shardckpt.names import array_path, piece_path
-from shardckpt.op_sharding import OpSharding
-from shardckpt.reshard.plan import Piece, coverage_gap
-from shardckpt.sharding import Layout, Sharding
-from shardckpt.tree import tensor_names
+from shardckpt.errors import FormatError, VersionError
+from shardckpt.fields import Fields
+from shardckpt.structure import Structure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from shardckpt.dtypes import DType
+    from collections.abc import Mapping
 
 __all__ = [
     "FORMAT_VERSION",
@@ -41,8 +32,6 @@ __all__ = [
     "FileReference",
     "HostFiles",
     "HostRecord",
-    "Structure",
-    "TensorRecord",
     "Tombstone",
     "format_version",
     "open_envelope",
@@ -56,9 +45,6 @@ LAYOUTS = ("packed", "zarr")
 COMPRESSIONS = (None, "zstd")
 _ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
 _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
-_Devices = TypeVar("_Devices", Mesh, Layout)
-MOST_DEVICES = 1 << 24
-"""Over all meshes, and over all shardings: bounds the memory of believing a short record that names many large ones."""
 
 
 def seal(record: Mapping[str, Any]) -> bytes:
@@ -154,82 +140,6 @@ class FileReference:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """One stored tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-    layout: Layout | None
-    """How it was laid out when it was saved; None: a plain host tensor."""
-    pieces: tuple[Piece, ...]
-    """The zarr arrays that hold it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored elements, without padding and checksums."""
-        return prod(self.shape) * self.dtype.storage.itemsize
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks over all pieces."""
-        return sum(p.num_chunks for p in self.pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What a checkpoint holds, apart from the bytes: the tree, its small leaves, and every tensor's record."""
-
-    tree: Any
-    """JSON document of `tree.flatten`."""
-    tensors: dict[str, TensorRecord]
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON form; equal meshes and shardings appear once."""
-        meshes: dict[Mesh, int] = {}
-        shardings: dict[tuple[Layout, int], int] = {}
-        tensors = {}
-        for name, t in self.tensors.items():
-            entry: dict[str, Any] = {"shape": list(t.shape), "dtype": t.dtype.name}
-            if t.layout is not None:
-                # Told apart as objects, which is cheap; a mesh has as many ids as there are devices.
-                entry["sharding"] = shardings.setdefault((t.layout, len(t.shape)), len(shardings))
-            if [p.path for p in t.pieces] == [array_path(name)]:
-                entry["chunks"] = list(t.pieces[0].chunks)
-            else:
-                entry["pieces"] = [{"start": list(p.start), "shape": list(p.shape), "chunks": list(p.chunks)} for p in t.pieces]
-            tensors[name] = entry
-        return {
-            "shardings": [_layout_json(layout, ndim, meshes) for layout, ndim in shardings],
-            "meshes": [mesh.to_json() for mesh in meshes],
-            "tensors": tensors,
-            "tree": self.tree,
-        }
-
-    @classmethod
-    def from_json(cls, doc: Any, where: str) -> Structure:
-        """Inverse of `to_json`; raises FormatError for anything that it would not write."""
-        read = Fields(doc, where)
-        layouts = _layouts(read)
-        tensors: dict[str, TensorRecord] = {}
-        suited: set[tuple[int, int]] = set()
-        for name, entry in read.mapping("tensors").items():
-            t = tensors[name] = _tensor(Fields(entry, f"{where}: tensor {name!r}"), name, layouts)
-            if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
-                try:
-                    t.layout.parts(len(t.shape))
-                except ShardingError as e:
-                    raise FormatError(f"{where}: tensor {name!r}: {e}") from e
-                suited.add((id(t.layout), len(t.shape)))
-        tree = read.value("tree")
-        named = tensor_names(tree)
-        if set(named) != set(tensors):
-            odd = min(set(named) ^ set(tensors))
-            read.fail(f"the tree and the list of tensors disagree about {odd!r}")
-        return cls(tree, {name: tensors[name] for name in named})
-
-
-@dataclass(frozen=True, slots=True)
 class HostFiles:
     """What a reader needs of a host's record: where the host's own files are. Cheap, however many tensors there are."""
 
@@ -237,12 +147,30 @@ class HostFiles:
     """The host's chunk table."""
     lanes: tuple[str, ...]
     """OCDBT databases relative to the attempt (packed layout)."""
+    contents: FileReference
+    """What the host says that the checkpoint holds; hosts that say the same refer to the same file."""
+    values: FileReference | None
+    """What the host's process owns by itself (`PerProcess`); None: nothing."""
 
     @classmethod
     def from_json(cls, doc: Any, where: str) -> HostFiles:
         """These parts of a host record's JSON form."""
         read = Fields(doc, where)
-        return cls(FileReference.from_fields(read, "table"), tuple(read.keys("lanes")))
+        return cls(
+            table=FileReference.from_fields(read, "table"),
+            lanes=tuple(read.keys("lanes")),
+            contents=FileReference.from_fields(read, "contents"),
+            values=None if read.value("values") is None else FileReference.from_fields(read, "values"),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "contents": self.contents.to_json(),
+            "table": self.table.to_json(),
+            "lanes": list(self.lanes),
+            "values": None if self.values is None else self.values.to_json(),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,17 +179,15 @@ class HostRecord:
 
     attempt: str
     host: int
+    hosts: int
+    """How many write into the attempt; it is complete when all their records are there."""
+    prior: str | None
+    """SHA-256 of the `checkpoint.json` that the save found, and means to replace; None: there was none."""
     layout: str
     compression: str | None
-    table: FileReference
-    """The host's chunk table."""
-    lanes: tuple[str, ...]
-    """OCDBT databases relative to the attempt (packed layout)."""
+    files: HostFiles
     chunks: int
     stored_bytes: int
-    structure: Structure
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """What the user gave to `SaveOptions(metadata=…)`."""
 
     @property
     def key(self) -> str:
@@ -273,14 +199,13 @@ class HostRecord:
         return {
             "attempt": self.attempt,
             "host": self.host,
+            "hosts": self.hosts,
+            "prior": self.prior,
             "layout": self.layout,
             "compression": self.compression,
-            "table": self.table.to_json(),
-            "lanes": list(self.lanes),
+            **self.files.to_json(),
             "chunks": self.chunks,
             "stored_bytes": self.stored_bytes,
-            "metadata": self.metadata,
-            "structure": self.structure.to_json(),
         }
 
     @classmethod
@@ -290,14 +215,13 @@ class HostRecord:
         return cls(
             attempt=_attempt(read),
             host=read.integer("host"),
+            hosts=read.integer("hosts"),
+            prior=None if read.value("prior") is None else read.string("prior"),
             layout=read.one_of("layout", LAYOUTS),
             compression=read.one_of("compression", COMPRESSIONS),
-            table=FileReference.from_fields(read, "table"),
-            lanes=tuple(read.keys("lanes")),
+            files=HostFiles.from_json(doc, where),
             chunks=read.integer("chunks"),
             stored_bytes=read.integer("stored_bytes"),
-            structure=Structure.from_json(read.value("structure"), where),
-            metadata=read.mapping("metadata"),
         )
 
 
@@ -318,6 +242,13 @@ class CheckpointRecord:
     metadata: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     """`tensors`, `bytes` (elements), `stored_bytes` (with padding and checksums), `chunks`."""
+    table: FileReference | None = None
+    """All hosts' chunk tables as one; None: only the hosts' own are there."""
+    small_table: FileReference | None = None
+    """The chunk table of what the committer wrote itself, small plain tensors; None: it wrote none."""
+    fence: str | None = field(default=None, compare=False)
+    """Changed to anything else, it makes the record another version of itself: committers that have seen the one
+    before can no longer replace it."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -328,6 +259,9 @@ class CheckpointRecord:
             "layout": self.layout,
             "compression": self.compression,
             "hosts": [h.to_json() for h in self.hosts],
+            **({} if self.table is None else {"table": self.table.to_json()}),
+            **({} if self.small_table is None else {"small_table": self.small_table.to_json()}),
+            **({} if self.fence is None else {"fence": self.fence}),
             "totals": self.totals,
             "metadata": self.metadata,
             **self.structure.to_json(),
@@ -349,6 +283,9 @@ class CheckpointRecord:
             structure=Structure.from_json(doc, where),
             metadata=read.mapping("metadata"),
             totals={k: totals.integer(k) for k in ("tensors", "bytes", "stored_bytes", "chunks")},
+            table=FileReference.from_fields(read, "table") if "table" in read.doc else None,
+            small_table=FileReference.from_fields(read, "small_table") if "small_table" in read.doc else None,
+            fence=read.string("fence") if "fence" in read.doc else None,
         )
 
 
@@ -357,95 +294,21 @@ class Tombstone:
     """A commit record that says: nothing is here, and no attempt begun before may be published here."""
 
     reason: str
+    nonce: str = ""
+    """Makes every tombstone another: storages that know versions by their contents must tell them apart."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
-        return {"tombstone": self.reason}
+        return {"tombstone": self.reason, "nonce": self.nonce}
 
 
 def parse_checkpoint(data: bytes, where: str) -> CheckpointRecord | Tombstone:
     """What `checkpoint.json` holds."""
     doc = open_envelope(data, where)
     if "tombstone" in doc:
-        return Tombstone(Fields(doc, where).string("tombstone"))
+        read = Fields(doc, where)
+        return Tombstone(read.string("tombstone"), read.string("nonce") if "nonce" in doc else "")
     return CheckpointRecord.from_json(doc, where)
-
-
-def _layout_json(layout: Layout, ndim: int, meshes: dict[Mesh, int]) -> dict[str, Any]:
-    """A layout's JSON form: always with OpSharding text, and with mesh (by position) and spec where they are known."""
-    if isinstance(layout, Sharding):
-        text = layout.op_sharding(ndim).to_hlo()
-        return {**layout.to_json(meshes.setdefault(layout.mesh, len(meshes))), "op_sharding": text}
-    doc = layout.to_json()
-    return {"op_sharding": doc.pop("hlo"), **doc}
-
-
-def _layouts(read: Fields) -> list[Layout]:
-    """The shardings that tensors refer to by position."""
-    # A newer minor version may add members; what is read is picked out here.
-    meshes = _believed(read, "meshes", lambda doc: Mesh.from_json(_picked(doc, ("shape", "axes", "devices"))))
-
-    def layout(doc: dict[str, Any]) -> Layout:
-        if "mesh" in doc:
-            return Sharding.from_json(_picked(doc, ("mesh", "spec")), meshes)
-        return OpSharding.from_json({"hlo": doc.get("op_sharding"), **_picked(doc, ("devices",))})
-
-    return _believed(read, "shardings", layout)
-
-
-def _believed(read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices]) -> list[_Devices]:
-    """All of a list of meshes or shardings, as long as their devices are not too many together."""
-    found: list[_Devices] = []
-    devices = 0
-    for entry in read.sequence(key):
-        try:
-            found.append(parse(Fields(entry, read.where).doc))
-        except (FormatError, ShardingError) as e:
-            raise FormatError(f"{read.where}: a sharding that cannot be: {e}") from e
-        last = found[-1]
-        if not isinstance(last, OpSharding):
-            devices += last.size if isinstance(last, Mesh) else last.num_devices
-        elif last.tiles is not None:
-            devices += last.tiles.num_devices
-        if devices > MOST_DEVICES:
-            read.fail(f"its {key} have more than {MOST_DEVICES} devices together")
-    return found
-
-
-def _picked(doc: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {k: doc[k] for k in keys if k in doc}
-
-
-def _tensor(read: Fields, name: str, layouts: list[Layout]) -> TensorRecord:
-    shape = read.dimensions("shape", least=0)
-    try:
-        dtype = dtypes.by_name(read.string("dtype"))
-    except DtypeError as e:
-        raise FormatError(f"{read.where}: {e}") from e
-    layout = read.pick("sharding", layouts) if "sharding" in read.doc else None
-    if "pieces" in read.doc:
-        entries = [Fields(p, read.where) for p in read.sequence("pieces")]
-        pieces = tuple(
-            Piece(
-                piece_path(name, i),
-                e.dimensions("start", least=0),
-                e.dimensions("shape", least=0),
-                e.dimensions("chunks", least=1),
-            )
-            for i, e in enumerate(entries)
-        )
-    else:
-        pieces = (Piece(array_path(name), (0,) * len(shape), shape, read.dimensions("chunks", least=1)),)
-    if any(len(p.shape) != len(shape) for p in pieces):
-        read.fail(f"its pieces have another rank than its shape {shape}")
-    if any(prod(max(n, 1) for n in sides) * dtype.itemsize > LARGEST_DIMENSION for sides in (shape, *(p.chunks for p in pieces))):
-        read.fail(f"its shape {shape} or its chunks have more bytes than can be addressed")
-    gap = coverage_gap(shape, pieces)
-    if gap is not None:
-        read.fail(gap)
-    if not pieces:
-        read.fail("it has no pieces")  # of a tensor of no elements they would hold all
-    return TensorRecord(name, shape, dtype, layout, pieces)
 
 
 def _attempt(read: Fields) -> str:

@@ -24,6 +24,7 @@ from shardckpt import frameworks
 from shardckpt.batches import batches
 from shardckpt.box import BoxArray
 from shardckpt.checkpoint import Checkpoint, empty
+from shardckpt.coordination import Coordinator
 from shardckpt.errors import (
     DtypeMismatchError,
     MismatchError,
@@ -37,7 +38,8 @@ from shardckpt.io.budget import BufferPool, Lease, round_up
 from shardckpt.io.reader import Request
 from shardckpt.names import Only, selector
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
-from shardckpt.tree import leaf_names, match, stored_names, unflatten
+from shardckpt.per_process import choose_value, decode_value
+from shardckpt.tree import leaf_names, match, per_process_names, stored_names, unflatten
 
 if TYPE_CHECKING:
     import os
@@ -45,7 +47,8 @@ if TYPE_CHECKING:
 
     from shardckpt.dtypes import DType
     from shardckpt.frameworks.base import Sink
-    from shardckpt.record import TensorRecord
+    from shardckpt.per_process import PerProcess
+    from shardckpt.structure import TensorRecord
 
 __all__ = ["restore"]
 
@@ -62,6 +65,7 @@ def restore(
     strict: bool = True,
     cast: bool = False,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    coordinator: Coordinator | None = None,
 ) -> Any:
     """Restore a state, or a part of one.
 
@@ -76,6 +80,7 @@ def restore(
         cast: allow stored tensors to be converted to the dtype of their leaf, as `numpy.astype` does: rounded to the nearest,
             and integers wrap. What has no conversion, and complex to real, is refused.
         memory_limit: bytes of host staging. One tensor's shards of this process are the least it takes.
+        coordinator: says which process this is, for what is `PerProcess` in `like`; by default found out.
 
     Returns:
         `like`'s containers with the restored leaves; containers of the stored tree where `like` is None.
@@ -103,12 +108,39 @@ def restore(
         leaves: dict[str, list[tuple[str, object]]] = {
             name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, checkpoint.tensor(name)) for name in stored)
         }
-        return unflatten(checkpoint.tree, _run(checkpoint, _jobs(checkpoint, leaves, cast=False), pool), wanted)
+        own = _all_values(checkpoint, per_process_names(checkpoint.tree, wanted))
+        return unflatten(checkpoint.tree, {**_run(checkpoint, _jobs(checkpoint, leaves, cast=False), pool), **own}, wanted)
     try:
-        matched = match(like, checkpoint.tree, frameworks.is_tensor, only=wanted, strict=strict)
+        matched = match(like, checkpoint.tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
+        chosen = _chosen_values(checkpoint, matched.per_process, coordinator)
     except MismatchError as e:
         raise type(e)(f"{checkpoint.location}: {e}") from None
-    return matched.build(_run(checkpoint, _jobs(checkpoint, matched.tensors, cast=cast), pool))
+    return matched.build({**_run(checkpoint, _jobs(checkpoint, matched.tensors, cast=cast), pool), **chosen})
+
+
+def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
+    """Of each value that processes own by themselves, all, in the order of the processes."""
+    if not names:
+        return {}
+    stored = [checkpoint.process_values(process) for process in range(len(checkpoint.record.hosts))]
+    return {name: [decode_value(values[name], name) for values in stored if name in values] for name in names}
+
+
+def _chosen_values(checkpoint: Checkpoint, wanted: Mapping[str, PerProcess], coordinator: Coordinator | None) -> dict[str, object]:
+    """Of each value that processes own by themselves, the one for this process."""
+    if not wanted:
+        return {}
+    world = (Coordinator.current() if coordinator is None else coordinator).world
+    saved = len(checkpoint.record.hosts)
+    same = saved == world.processes
+    stored = {p: checkpoint.process_values(p) for p in ([world.process] if same else range(saved))}
+    chosen = {}
+    for name, leaf in wanted.items():
+        if same and leaf.choose is not None and name not in stored[world.process]:
+            stored = {p: checkpoint.process_values(p) for p in range(saved)}
+        values = {p: decode_value(documents[name], name) for p, documents in stored.items() if name in documents}
+        chosen[name] = choose_value(values, leaf, name, saved=saved, world=world)
+    return chosen
 
 
 def _jobs(checkpoint: Checkpoint, leaves: Mapping[str, Sequence[tuple[str, object]]], *, cast: bool) -> list[_Job]:

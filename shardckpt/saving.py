@@ -1,177 +1,271 @@
-"""Saving one checkpoint from one process.
+"""Saving one checkpoint, from one process or from many at once.
 
-1. Flatten the state; every tensor leaf becomes a source that knows its shape, dtype, layout and which distinct boxes
-   this process holds.
-2. Choose each tensor's chunks from shape and layout alone.
+1. Flatten the state; every tensor leaf becomes a source that knows its shape, dtype, layout, which distinct boxes
+   this process holds, and which processes hold them too.
+2. Plan (`save_plan`): each tensor's chunks, and those that this process writes. No process asks another one.
 3. Batch after batch of sources, within the memory limit: copy their boxes to the host, cut them into chunks,
    encode each and hand it to the writer, in grid order.
-4. Wait until all is durable; write the chunk table and the host's record; commit.
+4. Wait until all is durable; write the chunk table and the host's record.
+5. Process 0 waits for the records of all hosts and commits. The others look, from time to time, whether it has.
 """
 
 from __future__ import annotations
 
-from math import prod
+import time
+from collections import Counter
+from contextlib import suppress
+from threading import Lock
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.batches import batches
-from shardckpt.box import BoxArray
-from shardckpt.errors import LeafError, OptionError, ShardingError, StorageError
-from shardckpt.fields import MOST_DIMENSIONS
-from shardckpt.io.commit import RECORD, assemble, discard, new_attempt, publish, read_prior
+from shardckpt.contents import Contents
+from shardckpt.coordination import Coordinator
+from shardckpt.errors import CommitError, CoordinationError, OptionError, ShardckptError
+from shardckpt.io.assemble import assemble, wait_for_hosts
+from shardckpt.io.commit import Prior, discard, new_attempt, publish, published_attempt, read_prior, remove_replaced
 from shardckpt.io.host import HostWriter
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.names import array_path, matches, piece_path, shown
 from shardckpt.options import SaveOptions
-from shardckpt.record import CheckpointRecord, Structure, TensorRecord
-from shardckpt.reshard.chunks import chunking, grid_shape, smallest_chunk
-from shardckpt.reshard.plan import Piece, chunk_boxes, chunks_inside
+from shardckpt.per_process import encode_values
+from shardckpt.record import CheckpointRecord, seal
+from shardckpt.reshard.plan import chunks_inside
+from shardckpt.save_plan import SavePlan, Write, plan_save
+from shardckpt.structure import Structure
 from shardckpt.tree import flatten
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from types import EllipsisType
 
     from numpy.typing import NDArray
 
+    from shardckpt.box import Box
     from shardckpt.frameworks.base import Source
-    from shardckpt.sharding import Layout
+    from shardckpt.structure import TensorRecord
 
 __all__ = ["save"]
 
-HOST = 0
+COMMITTER = 0
+"""The process that commits."""
+_FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
+"""Seconds between two looks for the committer's word."""
+_COMMITTING = 60.0
+"""Seconds that the committer may take after the last host has finished."""
+_WORD, _FAILURE = "word", "failure"
+"""What the committer says of an attempt, and what a process says that could not write its share."""
+_WORDS = 64
+"""Places for either; a job of any length keeps no more keys."""
 
 
-def save(url: str | os.PathLike[str], state: Any, *, options: SaveOptions | None = None) -> None:
+def save(url: str | os.PathLike[str], state: Any, *, options: SaveOptions | None = None, coordinator: Coordinator | None = None) -> None:
     """Save `state` as one checkpoint; when this returns it is committed and durable.
 
+    In a job of several processes all of them call it, with the same url and each with its own view of the state. They
+    exchange no messages but one word in passing, that the checkpoint is committed.
+
     Args:
-        url: where: a path, `file://…` or `memory://…`. The checkpoint is a directory.
-        state: nested dicts, lists and tuples of tensors (torch_xla, torch, JAX, numpy) and small leaves.
-        options: see `SaveOptions`.
+        url: where: a path, `file://…`, `gs://…`, `s3://…` or `memory://…`. The checkpoint is a directory.
+        state: nested dicts, lists and tuples of tensors (torch_xla, DTensor, torch, JAX, numpy) and small leaves.
+        options: see `SaveOptions`; the same on all processes.
+        coordinator: how the processes know of each other; by default found out, once (`Coordinator.current`).
 
     Raises:
-        LeafError, ShardingError: a leaf, or its layout, that cannot be stored, by name; nothing was written.
+        LeafError, ShardingError: a leaf, or its layout, that cannot be stored, by name; this process wrote nothing.
         OptionError: a pattern in `shardings` that no plain tensor goes by, or `options` that are no SaveOptions.
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is not set.
+        CommitError: the processes contradict each other, or some did not finish in time; nothing was published.
         StorageError: the storage failed; what was there before is as it was.
     """
     if options is None:
         options = SaveOptions()
     if not isinstance(options, SaveOptions):
         raise OptionError(f"save(options=…): a {type(options).__name__} is no SaveOptions; give shardckpt.SaveOptions(…).")
-    flat = flatten(state, frameworks.is_tensor, frameworks.identity)
-    sources = frameworks.sources(flat.tensors)
-    structure = Structure(flat.tree, _tensor_records(sources, options))
-
+    coordinator = Coordinator.current() if coordinator is None else coordinator
     store = Store.open(parse(url))
-    prior = read_prior(store, overwrite=options.overwrite)
-    attempt = new_attempt()
-    place = store.sub(attempt)
+    attempt = _Attempt(store, coordinator, options)
     try:
-        _write(place, attempt, sources, structure, options)
-        record = assemble(store, attempt)
-    except BaseException:
-        # Nothing refers to the attempt yet, and from here nothing ever will.
-        discard(place)
+        attempt.write(state)
+        record = attempt.assembled() if attempt.commits else None
+    except BaseException as e:
+        attempt.give_up(e)
         raise
-    publish(store, record, prior)
-    if isinstance(prior.record, CheckpointRecord):
-        replaced = store.sub(prior.record.attempt)
+    if record is None:
+        attempt.see_published()
+    else:
+        attempt.publish(record)
+
+
+class _Attempt:
+    """One process's part in one attempt at a checkpoint."""
+
+    def __init__(self, store: Store, coordinator: Coordinator, options: SaveOptions) -> None:
+        self.store = store
+        self.coordinator = coordinator
+        self.world = coordinator.world
+        self.options = options
+        self.alone = self.world.processes == 1
+        self.commits = self.world.process == COMMITTER
+        self.name = new_attempt() if self.alone else _next_attempt(coordinator, store)
+        self.place = store.sub(self.name)
+        self._save = f"{store.location.name}/{self.name}"
+        """Tells this save from all others of the job."""
+        self.prior: Prior | None = None
+
+    def write(self, state: Any) -> None:
+        """Write this process's share, and its record."""
+        flat = flatten(state, frameworks.is_tensor, frameworks.identity, frameworks.meaning)
+        tensors = frameworks.reduce_partial(flat.tensors) if self.options.reduce_partial else flat.tensors
+        sources = frameworks.sources(tensors, self.world)
+        plan = plan_save(sources, self.options, self.world)
+        values = encode_values(flat.per_process)
+        self.prior = read_prior(self.store, overwrite=self.options.overwrite)
+        contents = Contents(Structure(flat.tree, plan.tensors), _small(plan, sources), self.options.metadata)
+        staging = self.options.budget // 4
+        writer = HostWriter(
+            self.place,
+            self.name,
+            self.world.process,
+            layout=self.options.layout,
+            compression=self.options.compression,
+            memory_limit=self.options.budget - 2 * staging,
+        )
         try:
-            if not replaced.exists(RECORD):  # else it is a checkpoint by itself, and no attempt of ours
-                replaced.delete_prefix("")
-        except StorageError as e:
-            raise StorageError(f"{store}: the new checkpoint is committed; the one that it replaces cannot be removed ({e})") from e
-
-
-def _tensor_records(sources: Mapping[str, Source], options: SaveOptions) -> dict[str, TensorRecord]:
-    """How each tensor will be stored."""
-    smallest = smallest_chunk(sum(prod(s.shape) * s.dtype.storage.itemsize for s in sources.values()))
-    records = {}
-    for (name, source), layout in zip(sources.items(), _layouts(sources, options.shardings), strict=True):
-        if len(source.shape) > MOST_DIMENSIONS:
-            raise LeafError(f"{shown(name)} has {len(source.shape)} dimensions, and at most {MOST_DIMENSIONS} can be stored; reshape it.")
-        try:
-            pieces = _pieces(name, source.shape, source.dtype.storage.itemsize, layout, smallest)
-        except ShardingError as e:
-            raise ShardingError(f"{shown(name)}: {e}") from e
-        records[name] = TensorRecord(name, source.shape, source.dtype, layout, pieces)
-    return records
-
-
-def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> list[Layout | None]:
-    """How each tensor is laid out: as it is on its devices, or a plain one by the first pattern that matches it."""
-    layouts = []
-    used: set[str] = set()
-    shadowed: dict[str, str] = {}
-    for name, source in sources.items():
-        fitting = [pattern for pattern in shardings if matches(pattern, name)] if source.layout is None else []
-        used.update(fitting[:1])
-        for pattern in fitting[1:]:
-            shadowed[pattern] = fitting[0]
-        layouts.append(shardings[fitting[0]] if fitting else source.layout)
-    for pattern in shardings:
-        if pattern not in used:
-            raise OptionError(
-                f"SaveOptions(shardings=…): {pattern!r} is shadowed by {shadowed[pattern]!r}, which comes first; put it before that."
-                if pattern in shadowed
-                else f"SaveOptions(shardings=…): {pattern!r} matches no plain tensor; patterns are matched with whole names."
+            if not self.alone and self.commits:
+                writer.describe(contents)  # early: the others then find that it says what they would
+            _write_chunks(writer, plan, sources, staging)
+            writer.finish(
+                contents,
+                hosts=self.world.processes,
+                prior=self.prior.digest,
+                values=seal({"values": values}) if values else None,
             )
-    return layouts
+        except BaseException:
+            writer.abort()
+            raise
+
+    def assembled(self) -> CheckpointRecord:
+        """Wait for all hosts; what remains is to publish the record."""
+        wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
+        return assemble(self.place)
+
+    def publish(self, record: CheckpointRecord) -> None:
+        """Make the attempt the checkpoint, and tell the others."""
+        assert self.prior is not None
+        try:
+            publish(self.store, record, self.prior)
+        except BaseException as e:
+            self._say(_WORD, str(e) or type(e).__name__)
+            raise
+        self._say(_WORD, None)
+        if isinstance(self.prior.record, CheckpointRecord):
+            remove_replaced(self.store, self.prior.record.attempt)
+
+    def see_published(self) -> None:
+        """Wait for the committer's word.
+
+        Raises:
+            CommitError: it could not commit, or says nothing for too long.
+        """
+        timeout = self.options.commit_timeout + _COMMITTING
+        deadline, pause = time.monotonic() + timeout, _FIRST_LOOK
+        while time.monotonic() < deadline:
+            try:
+                word = self._heard(_WORD)
+            except CoordinationError:  # the committer's process has ended, perhaps with all done; the storage knows
+                break
+            if word is not None and word["error"] is None:
+                return
+            if word is not None:
+                raise CommitError(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_LOOK)
+        if published_attempt(self.store) != self.name:
+            raise CommitError(
+                f"{self.store}: this process has written its share, and process {COMMITTER} has not committed, after up to "
+                f"{timeout:g} s; if it is gone, `shardckpt commit` publishes what all have written."
+            )
+
+    def give_up(self, error: BaseException) -> None:
+        """This process's part has failed; nothing refers to the attempt, and nothing ever will."""
+        if self.alone:
+            discard(self.place)
+        else:  # others may still be writing; `gc` collects what they leave
+            with suppress(ShardckptError):  # the error that made this process give up is the one to tell
+                self._say(_WORD if self.commits else _FAILURE, str(error) or type(error).__name__)
+
+    def _failure(self) -> str | None:
+        heard = self._heard(_FAILURE)
+        return None if heard is None else f"process {heard['process']} could not write its share: {heard['error']}"
+
+    def _say(self, what: str, error: str | None) -> None:
+        """Tell whoever asks; blocks nobody."""
+        if not self.alone:
+            self.coordinator.announce(self._key(what), {"save": self._save, "process": self.world.process, "error": error})
+
+    def _heard(self, what: str) -> dict[str, Any] | None:
+        """What somebody has said of this attempt."""
+        said: Any = self.coordinator.peek(self._key(what))
+        return said if isinstance(said, dict) and said.get("save") == self._save else None
+
+    def _key(self, what: str) -> str:
+        return f"{what}/{crc32(self._save.encode()) % _WORDS}"
 
 
-def _pieces(name: str, shape: tuple[int, ...], itemsize: int, layout: Layout | None, smallest: int) -> tuple[Piece, ...]:
-    """One array for the whole tensor, or several where no useful common grid exists."""
-    origin = (0,) * len(shape)
-    cut = chunking(shape, itemsize, (1,) * len(shape) if layout is None else layout.parts(len(shape)), smallest=smallest)
-    if cut.piece == shape:
-        return (Piece(array_path(name), origin, shape, cut.chunks),)
-    boxes = chunk_boxes(Piece("", origin, shape, cut.piece), np.arange(prod(grid_shape(shape, cut.piece))))
-    return tuple(
-        # The last piece of a dimension may be shorter than a chunk.
-        Piece(piece_path(name, i), boxes[i].start, boxes[i].shape, tuple(map(min, cut.chunks, boxes[i].shape)))
-        for i in range(len(boxes))
-    )
+_counts: Counter[tuple[str, str]] = Counter()
+_counting = Lock()
 
 
-def _write(place: Store, attempt: str, sources: Mapping[str, Source], structure: Structure, options: SaveOptions) -> None:
-    """Write all chunks of this process, batch after batch within the memory limit."""
-    staging = options.budget // 4
-    writer = HostWriter(
-        place, attempt, HOST, layout=options.layout, compression=options.compression, memory_limit=options.budget - 2 * staging
-    )
-    try:
-        for batch in batches(sources, lambda name: (sources[name].staged_bytes,), (staging,)):
-            fetched = frameworks.fetch([sources[name] for name in batch])
-            for name, arrays in zip(batch, fetched, strict=True):
-                for piece, position, elements in _chunks(structure.tensors[name], sources[name].boxes, arrays):
-                    writer.put(piece, position, elements)
-        writer.finish(structure, dict(options.metadata))
-    except BaseException:
-        writer.abort()
-        raise
+def _next_attempt(coordinator: Coordinator, store: Store) -> str:
+    """The attempt that all processes of a job make when they save to a place of this name for the n-th time.
+
+    Of this name, because processes may reach one directory by different paths.
+    """
+    with _counting:
+        key = coordinator.run_id, store.location.name
+        _counts[key] += 1
+        return f"{coordinator.run_id}-{_counts[key]}"
 
 
-def _chunks(
-    tensor: TensorRecord, boxes: BoxArray, arrays: Sequence[NDArray[np.generic]]
-) -> Iterator[tuple[Piece, int, NDArray[np.generic]]]:
-    """The chunks in some boxes of a tensor, with their elements as they are stored."""
-    pieces = BoxArray.of([piece.box for piece in tensor.pieces], len(tensor.shape))
-    for i, array in enumerate(arrays):
-        box = boxes[i]
-        stored = array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
-        # A tensor may have as many pieces as shards: of each box only those that it touches are looked at in Python.
-        touched = np.flatnonzero((np.maximum(pieces.start, box.start) < np.minimum(pieces.stop, box.stop)).all(axis=1))
-        for piece in (tensor.pieces[k] for k in touched.tolist()):
-            part = box.overlap(piece.box)
-            assert part is not None
-            positions, inside = chunks_inside(piece, part)
-            start, stop = (inside.start - np.array(box.start, np.int64)).tolist(), (inside.stop - np.array(box.start, np.int64)).tolist()
-            for position, a, b in zip(positions.tolist(), start, stop, strict=True):
-                index: tuple[slice | EllipsisType, ...] = (*map(slice, a, b), ...)  # the ellipsis keeps a 0-d array an array
-                yield piece, position, stored[index]
+def _small(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, bytes]:
+    """The elements of small plain tensors, as they are stored."""
+    fetched = frameworks.fetch([sources[name] for name in plan.small])
+    found = {}
+    for name, arrays in zip(plan.small, fetched, strict=True):
+        found[name] = b"".join(_stored(array, plan.tensors[name]).tobytes() for array in arrays)
+    return found
+
+
+def _write_chunks(writer: HostWriter, plan: SavePlan, sources: Mapping[str, Source], staging: int) -> None:
+    """Write all chunks of this process, batch after batch within `staging` bytes of copies."""
+    for batch in batches(plan.writes, lambda name: (sources[name].staged_bytes,), (staging,)):
+        wanted = [sorted({write.box for write in plan.writes[name]}) for name in batch]
+        fetched = frameworks.fetch([sources[name] for name in batch], wanted)
+        for name, boxes, arrays in zip(batch, wanted, fetched, strict=True):
+            tensor, held = plan.tensors[name], sources[name].boxes
+            stored = {i: _stored(array, tensor) for i, array in zip(boxes, arrays, strict=True)}
+            for write in plan.writes[name]:
+                for position, elements in _chunks(write, held[write.box], stored[write.box]):
+                    writer.put(write.piece, position, elements)
+
+
+def _stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.generic]:
+    return array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
+
+
+def _chunks(write: Write, box: Box, array: NDArray[np.generic]) -> Iterator[tuple[int, NDArray[np.generic]]]:
+    """The chunks of a share, with their elements as they are stored."""
+    part = box.overlap(write.piece.box)
+    assert part is not None
+    positions, inside = chunks_inside(write.piece, part)
+    mine = slice(write.chunks.start, write.chunks.stop)
+    corner = np.array(box.start, np.int64)
+    start, stop = (inside.start[mine] - corner).tolist(), (inside.stop[mine] - corner).tolist()
+    for position, a, b in zip(positions[mine].tolist(), start, stop, strict=True):
+        index: tuple[slice | EllipsisType, ...] = (*map(slice, a, b), ...)  # the ellipsis keeps a 0-d array an array
+        yield position, array[index]

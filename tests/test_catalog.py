@@ -8,6 +8,7 @@ import pytest
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.catalog import catalog
+from shardckpt.collecting import collect
 from shardckpt.errors import NotFoundError, UrlError
 from shardckpt.record import Tombstone, seal
 
@@ -52,6 +53,51 @@ def test_unfinished_attempts_are_listed_on_request_also_beside_a_checkpoint(tmp_
     found = catalog(tmp_path, everything=True)
     assert [(entry.name, entry.state) for entry in found] == [("1", "committed"), ("1", "uncommitted"), ("2", "uncommitted")]
     assert found[2].attempt == "20260101T000000-00000000"
+
+
+def test_a_root_that_holds_an_attempt_or_a_tombstone_hides_no_checkpoint_below(tmp_path):
+    """Somebody once saved to the directory of all checkpoints, by mistake."""
+    save(tmp_path / "1")
+    begin(tmp_path)
+    assert [entry.name for entry in catalog(tmp_path)] == ["1"]
+    assert [(entry.name, entry.state) for entry in catalog(tmp_path, everything=True)] == [(".", "uncommitted"), ("1", "committed")]
+    collect(tmp_path, grace=0)
+    assert [entry.name for entry in catalog(tmp_path)] == ["1"]
+    assert [(entry.name, entry.state) for entry in catalog(tmp_path, everything=True)] == [(".", "deleted"), ("1", "committed")]
+
+
+def test_of_an_unfinished_attempt_is_told_how_far_it_has_come(tmp_path):
+    save(tmp_path / "1")
+    (tmp_path / "1" / "checkpoint.json").unlink()
+    begin(tmp_path / "2")
+    whole, begun = catalog(tmp_path, everything=True)
+    assert (whole.finished, whole.hosts, whole.committable) == (1, 1, True)
+    assert (begun.finished, begun.hosts, begun.committable) == (0, None, False)
+    assert 0 <= whole.idle < 600
+
+
+def test_an_attempt_of_which_a_host_is_missing_cannot_be_committed(tmp_path):
+    save(tmp_path / "1")
+    (tmp_path / "1" / "checkpoint.json").unlink()
+    (path,) = tmp_path.rglob("records/00000.json")
+    path.write_bytes(seal({**json.loads(path.read_bytes())["record"], "hosts": 4}))
+    (entry,) = catalog(tmp_path, everything=True)
+    assert (entry.finished, entry.hosts, entry.committable) == (1, 4, False)
+
+
+def test_an_attempt_whose_save_found_another_record_cannot_be_committed(tmp_path):
+    save(tmp_path / "1")
+    (tmp_path / "1" / "checkpoint.json").write_bytes(seal(Tombstone("collected").to_json()))
+    entry = catalog(tmp_path, everything=True)[1]
+    assert (entry.finished, entry.hosts, entry.committable) == (1, 1, False)
+
+
+def test_an_attempt_whose_records_make_no_sense_is_listed_all_the_same(tmp_path):
+    begin(tmp_path / "1")
+    (tmp_path / "1" / "20260101T000000-00000000" / "records").mkdir()
+    (tmp_path / "1" / "20260101T000000-00000000" / "records" / "00000.json").write_bytes(b"?")
+    (entry,) = catalog(tmp_path, everything=True)
+    assert (entry.state, entry.finished, entry.hosts) == ("uncommitted", 1, None)
 
 
 def test_a_deleted_checkpoint_is_listed_on_request_with_the_reason(tmp_path):

@@ -1,6 +1,9 @@
 """What docs/format.md says is so: its reader reads real checkpoints, and its snippets run as they stand."""
 
+import base64
+import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,10 @@ import shardckpt
 from shardckpt.dtypes import DTYPES
 from shardckpt.names import array_path
 from shardckpt.reshard import chunks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from processes import Processes
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (DOCS / "format.md").read_text(), re.DOTALL | re.MULTILINE)
@@ -39,14 +46,78 @@ def equal(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-def test_the_reader_in_the_description_reads_every_tensor(checkpoint):
+@pytest.fixture(scope="module")
+def several_hosts(tmp_path_factory):
+    """Layout → a checkpoint that three hosts have saved."""
+    root = tmp_path_factory.mktemp("three")
+    with Processes("golden_hosts") as processes:
+        for layout, compression in (("packed", None), ("zarr", "zstd")):
+            assert processes.run("save", 3, root / layout, layout, compression) == ["saved"] * 3
+    return {layout: shardckpt.open(root / layout) for layout in ("packed", "zarr")}
+
+
+@pytest.fixture
+def described():
+    """What the reader in the description defines."""
     names = {}
     exec(compile(READER, "format.md", "exec"), names)
+    return names
 
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+def test_the_reader_in_the_description_reads_every_tensor(checkpoint, described):
     for name in checkpoint.names():
-        assert equal(names["read"](str(checkpoint.location), name), checkpoint.read(name)), name
+        assert equal(described["read"](str(checkpoint.location), name), checkpoint.read(name)), name
     assert len(checkpoint.record.structure.tensors["pieces"].pieces) == 4
+
+
+@pytest.mark.parametrize("table", ["the one table", "the hosts' own tables"])
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_the_reader_in_the_description_reads_what_several_hosts_have_saved(several_hosts, described, layout, table, monkeypatch):
+    checkpoint = several_hosts[layout]
+    if table != "the one table":
+        referred = described["referred"]
+        described["referred"] = lambda attempt, reference: referred(
+            attempt, {**reference, **({"size": 0} if reference["key"] == "table" else {})}
+        )
+    for name in checkpoint.record.structure.tensors:
+        assert equal(described["read"](str(checkpoint.location), name), checkpoint.read(name)), name
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_values_and_contents_are_as_described(several_hosts, described, layout):
+    """Every file lies where it is said to lie, and says what it is said to say."""
+    checkpoint = several_hosts[layout]
+    path = Path(str(checkpoint.location))
+    commit = described["record"]((path / "checkpoint.json").read_bytes())
+    attempt = path / commit["attempt"]
+    restored = shardckpt.restore(checkpoint, only="rng")
+    assert re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]{8}-1", attempt.name)
+    assert [host["key"] for host in commit["hosts"]] == [f"records/{n:05d}.json" for n in range(3)]
+    for n, reference in enumerate(commit["hosts"]):
+        host = described["record"](described["referred"](attempt, reference))
+        assert (host["host"], host["hosts"], host["prior"]) == (n, 3, None)
+        assert host["contents"]["key"] == f"contents/{host['contents']['sha256']}.json"
+        contents = described["record"](described["referred"](attempt, host["contents"]))
+        for name, elements in contents["small"].items():
+            assert base64.b64decode(elements) == checkpoint.read(name).tobytes(), name
+        assert set(contents["small"]) == {name for name in commit["tensors"] if name.startswith("plain/")} - {"plain/large", "plain/pieces"}
+        value = described["record"](described["referred"](attempt, host["values"]))["values"]["rng"]
+        assert value["tree"]["seen"] == [n, {"$int": f"{2**70 + n:x}"}]
+        words = value["arrays"]["rng/words"]
+        assert base64.b64decode(words["data"]) == restored["rng"][n]["words"].tobytes()
+        assert (words["kind"], words["dtype"], words["shape"]) == ("numpy", "uint32", [5])
+
+
+def test_small_tensors_lie_one_after_another_in_order_of_their_names(several_hosts, described):
+    checkpoint = several_hosts["packed"]
+    path = Path(str(checkpoint.location)) / checkpoint.record.attempt
+    commit = json.loads((path.parent / "checkpoint.json").read_bytes())["record"]
+    found = described["places"](described["referred"](path, commit["small_table"]))
+    assert commit["small_table"]["key"] == "hosts/small/table"
+    assert {file for file, *_ in found.values()} == {"small"}
+    data = b"".join(checkpoint.read(name).tobytes() + crc.to_bytes(4, "little") for (name, _, _), (*_, crc) in sorted(found.items()))
+    assert (path / "small").read_bytes() == data
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")

@@ -1,9 +1,10 @@
-"""The JSON Schema in docs/ holds for what is really saved, and for little else."""
+"""The JSON Schema in docs/ holds for what is really saved, by one host and by several, and for little else."""
 
 import copy
 import json
 import math
 import struct
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from shardckpt.errors import FormatError
 from shardckpt.record import Tombstone, seal
 from shardckpt.reshard import chunks
 from shardckpt.tree import flatten, tensor_names, unflatten
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from processes import Processes
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "format.schema.json").read_text())
 
@@ -50,12 +55,41 @@ def everything():
         "text": ["", "$tensor", "\udfff", "\n", b"", b"\0\xff\x10"],
         "numpy": [np.float32(1), np.str_("x"), np.bytes_(b"x"), np.datetime64("2024", "Y"), ml_dtypes.float8_e5m2(1)],
         "torch": [torch.int8, torch.device("cpu"), torch.Size([1])],
+        "own": shardckpt.PerProcess({"generator": torch.get_rng_state(), "worker": [np.arange(3), 2**70]}),
     }
 
 
-@pytest.fixture(params=["packed", "zarr"])
+def definition(path):
+    """What the schema calls a file of a checkpoint; None for what is no record."""
+    if path.name == "checkpoint.json":
+        return "checkpointFile"
+    if path.suffix != ".json" or path.name == "zarr.json":
+        return None
+    return {"records": "hostFile", "contents": "contentsFile"}.get(path.parent.name, "valuesFile")
+
+
+def records(checkpoint):
+    """All records of a checkpoint: what the schema calls them, and the documents."""
+    found = [(definition(path), path) for path in sorted(checkpoint.rglob("*")) if path.is_file() and definition(path)]
+    return [(name, json.loads(path.read_bytes())) for name, path in found]
+
+
+@pytest.fixture(scope="module")
+def three_hosts(tmp_path_factory):
+    """Layout → a real checkpoint that three hosts have saved."""
+    root = tmp_path_factory.mktemp("three")
+    with Processes("golden_hosts") as processes:
+        for layout in ("packed", "zarr"):
+            assert processes.run("save", 3, root / layout, layout, None) == ["saved"] * 3
+    return {layout: root / layout for layout in ("packed", "zarr")}
+
+
+@pytest.fixture(params=[(1, "packed"), (1, "zarr"), (3, "packed"), (3, "zarr")], ids=str)
 def saved(request, tmp_path, monkeypatch):
-    """The records of a real checkpoint: the commit record, and the host's."""
+    """The records of a real checkpoint, each with what the schema calls it."""
+    hosts, layout = request.param
+    if hosts == 3:
+        return records(request.getfixturevalue("three_hosts")[layout])
     monkeypatch.setattr(chunks, "LARGEST_COMMON_CHUNK", 64)
     mesh = shardckpt.Mesh((2, 2), ("x", "y"), [3, 1, 0, 2])
     shardings = {
@@ -64,10 +98,9 @@ def saved(request, tmp_path, monkeypatch):
         "more/1": shardckpt.OpSharding.parse("{replicated}"),
         "more/2": shardckpt.Sharding(mesh, shardckpt.PartitionSpec()),
     }
-    options = shardckpt.SaveOptions(layout=request.param, shardings=shardings, metadata={"any": [1, {"json": None}]}, compression="zstd")
+    options = shardckpt.SaveOptions(layout=layout, shardings=shardings, metadata={"any": [1, {"json": None}]}, compression="zstd")
     shardckpt.save(tmp_path / "ckpt", everything(), options=options)
-    (host,) = (tmp_path / "ckpt").glob("*/records/*.json")
-    return json.loads((tmp_path / "ckpt" / "checkpoint.json").read_bytes()), json.loads(host.read_bytes())
+    return records(tmp_path / "ckpt")
 
 
 def test_the_schema_is_one():
@@ -75,41 +108,65 @@ def test_the_schema_is_one():
 
 
 def test_saved_checkpoints_conform(saved):
-    commit, host = saved
-
-    assert errors(commit, "checkpointFile") == []
-    assert errors(host, "hostFile") == []
-    assert errors(commit, "file") == errors(host, "file") == []
-    assert "pieces" in commit["record"]["tensors"]["w"]
-    assert {"chunks", "sharding"} <= commit["record"]["tensors"]["more/0"].keys()
-
-
-def test_records_are_not_mistaken_for_each_other(saved):
-    commit, host = saved
-
-    assert not conforms(commit, "hostFile")
-    assert not conforms(host, "checkpointFile")
+    kinds = {kind for kind, _ in saved}
+    for kind, document in saved:
+        assert errors(document, kind) == []
+        assert errors(document, "file") == []
+        assert [other for other in kinds if conforms(document, other)] == [kind], "it is mistaken for another record"
+    assert kinds == {"checkpointFile", "hostFile", "contentsFile", "valuesFile"}
 
 
-def test_a_tombstone_conforms():
-    assert errors(json.loads(seal(Tombstone("expired").to_json())), "checkpointFile") == []
+def test_saved_checkpoints_have_all_that_the_schema_knows(saved):
+    """Else that they conform would mean little."""
+    text = json.dumps([document["record"] for _, document in saved])
+    several = ["small_table", "partial", "placements"] if len(saved) > 4 else ["devices", "spec"]
+    for member in ("sharding", "mesh", "op_sharding", "pieces", "chunks", "table", "contents", "values", "lanes", "prior", *several):
+        assert f'"{member}": ' in text, member
+
+
+def test_tombstones_conform():
+    for tombstone in (Tombstone("expired"), Tombstone("collected", "1f2e3d4c")):
+        assert errors(json.loads(seal(tombstone.to_json())), "checkpointFile") == []
+    assert not conforms(json.loads(seal({"tombstone": 1})), "checkpointFile")
+
+
+def test_a_fence_conforms(saved):
+    commit = next(document for kind, document in saved if kind == "checkpointFile")
+    assert errors({**commit, "record": {**commit["record"], "fence": "1f2e3d4c"}}, "checkpointFile") == []
 
 
 def test_every_golden_checkpoint_conforms():
-    files = [
-        f for f in (Path(__file__).parent / "golden").glob("v1/**/*.json") if f.name == "checkpoint.json" or f.parent.name == "records"
-    ]
+    found = [record for path in (Path(__file__).parent / "golden").glob("v1/*/*") if path.is_dir() for record in records(path)]
 
-    assert len(files) >= 4
-    for file in files:
-        assert errors(json.loads(file.read_bytes()), "checkpointFile" if file.name == "checkpoint.json" else "hostFile") == [], file
+    assert len(found) >= 4 * 4
+    for kind, document in found:
+        assert errors(document, kind) == []
+
+
+FREE = {"metadata", "tree"}
+"""Members in which the schema, or these tests, say nothing of members."""
+OPTIONAL = {
+    "checkpointFile": {"sharding", "table", "small_table"},
+    "hostFile": set(),
+    "contentsFile": {"sharding", "partial"},
+    "valuesFile": set(),
+}
+"""Members whose absence the schema cannot hold against a record."""
+
+
+def one_of_each(saved):
+    """A record of each kind, as hosts' differ little; with an empty tree, which takes long to look at."""
+    found = copy.deepcopy(dict(saved))
+    for document in (found["checkpointFile"]["record"], found["contentsFile"]["record"]["structure"]):
+        document["tree"] = {}
+    return found.items()
 
 
 def members(document, path=()):
-    """The paths of all members of objects that the schema names (the state's own names and the user's metadata are free)."""
+    """The paths of all members of objects."""
     if isinstance(document, dict):
         for key, value in document.items():
-            if key not in {"metadata", "tree"}:
+            if key not in FREE:
                 yield (*path, key)
                 yield from members(value, (*path, key))
     elif isinstance(document, list):
@@ -117,32 +174,62 @@ def members(document, path=()):
             yield from members(value, (*path, i))
 
 
-OPTIONAL = {"sharding", "devices", "w", "tied", "more/0", "more/1", "more/2", "more/3", "more/4"}
-"""Members whose absence the schema cannot hold against a record."""
+def changed(document, path, change):
+    """A copy in which `change` has been done to the object that has the last of the path."""
+    document = copy.deepcopy(document)
+    parent = document
+    for step in path[:-1]:
+        parent = parent[step]
+    change(parent, path[-1])
+    return document, parent
 
 
 def test_a_record_that_lacks_a_member_does_not_conform(saved):
-    for document, definition in zip(saved, ("checkpointFile", "hostFile"), strict=True):
-        for *path, last in members(document):
-            lacking = copy.deepcopy(document)
-            parent = lacking
-            for step in path:
-                parent = parent[step]
-            is_mesh = {"shape", "axes", "devices"} == parent.keys()
-            del parent[last]
-            if last not in OPTIONAL or is_mesh:
-                assert not conforms(lacking, definition), (*path, last)
+    for kind, document in one_of_each(saved):
+        for path in members(document):
+            lacking, parent = changed(document, path, lambda parent, last: parent.pop(last))
+            a_name = path[-2:-1] in [("tensors",), ("small",), ("arrays",)] or (kind == "valuesFile" and path[:-1] == ("record", "values"))
+            optional = path[-1] in OPTIONAL[kind] or (path[-1] == "devices" and "shape" not in parent)
+            assert conforms(lacking, kind) == (a_name or optional), (kind, path)
 
 
 def test_a_member_of_another_type_does_not_conform(saved):
-    for document, definition in zip(saved, ("checkpointFile", "hostFile"), strict=True):
-        for *path, last in members(document):
-            wrong = copy.deepcopy(document)
-            parent = wrong
-            for step in path:
-                parent = parent[step]
-            parent[last] = {"not": "this"} if not isinstance(parent[last], dict) else [1]
-            assert not conforms(wrong, definition), (*path, last)
+    def replace(parent, last):
+        parent[last] = {"not": "this"} if not isinstance(parent[last], dict) else [1]
+
+    for kind, document in one_of_each(saved):
+        for path in members(document):
+            assert not conforms(changed(document, path, replace)[0], kind), (kind, path)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        *(
+            {},
+            {"mesh": 0},
+            {"mesh": 0, "spec": []},
+            {"spec": [], "op_sharding": "{replicated}"},
+            {"mesh": 0, "op_sharding": "{replicated}"},
+        ),
+        *({"mesh": 0, "placements": ["P"]}, {"mesh": 0, "placements": ["S(-1)"]}, {"placements": ["R"]}, {"mesh": 0, "placements": [0]}),
+        {"mesh": 0, "placements": ["R"], "op_sharding": "{replicated}"},
+        {"mesh": 0, "spec": [], "op_sharding": "{replicated}", "devices": 4},
+        {"op_sharding": "replicated"},
+    ],
+    ids=str,
+)
+def test_what_is_no_sharding_does_not_conform(sharding):
+    assert not conforms(sharding, "sharding")
+
+
+def test_a_commit_record_that_lacks_pieces_does_not_conform(saved):
+    """A host's contents may: the others have them."""
+    commit = next(document for kind, document in saved if kind == "checkpointFile")
+    name, tensor = next((n, t) for n, t in commit["record"]["tensors"].items() if "pieces" in t)
+    for change in ({"partial": True}, {"pieces": []}):
+        tensors = {**commit["record"]["tensors"], name: {**tensor, **change}}
+        assert not conforms({**commit, "record": {**commit["record"], "tensors": tensors}}, "checkpointFile")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardckpt.box import BoxArray
-    from shardckpt.record import TensorRecord
+    from shardckpt.structure import TensorRecord
 
 Array = np.ndarray[Any, Any]
 Shapes = dict[str, tuple[int, ...]]

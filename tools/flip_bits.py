@@ -1,8 +1,9 @@
 """Flip bits of a checkpoint, one at a time, and see whether anybody notices.
 
-    python tools/flip_bits.py --flips 1000 --seed 0 [--layout packed|zarr] [--compression zstd] [--json]
+    python tools/flip_bits.py --flips 1000 --seed 0 [--hosts 3] [--layout packed|zarr] [--compression zstd] [--json]
 
-1. Save a state with every dtype, sharded, uneven, tied and empty tensors and small leaves, over several data files.
+1. Save a state with every dtype, sharded, uneven, tied and empty tensors, small leaves and values of each process's own,
+   over several data files; with one host, or with three in processes of their own.
 2. For each flip choose a kind of file (all kinds equally often), a file of that kind and a bit of it; flip it in place.
 3. Restore everything and compare it with the truth, bit by bit; then `verify`.
 4. Where a chunk is damaged, restore the other tensors with `only=` and compare those.
@@ -22,6 +23,7 @@ import struct
 import sys
 import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,25 +31,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import shardckpt
-from shardckpt import Mesh, PartitionSpec, SaveOptions, ShardckptError, Sharding
+from shardckpt import Mesh, PartitionSpec, PerProcess, SaveOptions, ShardckptError, Sharding, save_plan
 from shardckpt.dtypes import DTYPES
-from shardckpt.io import host
+from shardckpt.io import host as host_writer
 from shardckpt.io.packed import PackedWriter
 from shardckpt.reshard import chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["KINDS", "Outcome", "Tally", "file_kinds", "flip", "make_state", "options", "same", "save_in_small_files"]
+    from shardckpt import Coordinator
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path.append(str(TESTS))
+
+from processes import Processes  # noqa: E402  (the tests' way to have several hosts)
+
+__all__ = ["KINDS", "Outcome", "Tally", "file_kinds", "flip", "make_state", "options", "same", "save", "save_in_small_files"]
 
 DATA_FILE_BYTES = 20_000
 LANE_KEYS = 25
+SMALL_BYTES = 3000
+HOST_FILES = {
+    "chunk table": r"table",
+    "a host's chunk table": r"hosts/\d{5}/table",
+    "small tensors' table": r"hosts/small/table",
+    "host record": r"records/\d{5}\.json",
+    "contents": r"contents/[0-9a-f]{64}\.json",
+    "values": r"hosts/\d{5}/values\.json",
+    "commit record": r"checkpoint\.json",
+}
 KINDS = {
     "packed": {
         "data file": r"hosts/\d{5}/\d+/d/\d{5}",
-        "chunk table": r"hosts/\d{5}/table",
-        "host record": r"records/\d{5}\.json",
-        "commit record": r"checkpoint\.json",
+        "small tensors": r"small",
+        **HOST_FILES,
         "merged index: manifest": r"manifest\.ocdbt",
         "merged index: nodes": r"d/\w+",
         "lane: manifest": r"hosts/\d{5}/\d+/manifest\.ocdbt",
@@ -55,13 +73,13 @@ KINDS = {
     },
     "zarr": {
         "chunk": r"zarr/(.+/)?c(/\d+)*",
-        "chunk table": r"hosts/\d{5}/table",
-        "host record": r"records/\d{5}\.json",
-        "commit record": r"checkpoint\.json",
+        **HOST_FILES,
         "zarr.json": r"zarr/(.+/)?zarr\.json",
     },
 }
 """Layout → kind of file → its path, relative to the attempt (or, of the commit record, to the checkpoint)."""
+SEVERAL_HOSTS = {"small tensors", "small tensors' table"}
+"""Kinds of files that a checkpoint of one host does not have."""
 
 
 @dataclass
@@ -76,7 +94,8 @@ class Outcome:
     damaged: list[str] = field(default_factory=list)
     """Tensors that `verify` says have lost something to this file; without a table all are lost, and none is named here."""
     located: bool = True
-    """Whether every damaged chunk is reported with tensor, index range and file, and the error says the same."""
+    """Whether the report names the file (of an index's node, the index), and every damaged chunk's tensor, index range and
+    file; the error says the same."""
     undamaged: int = 0
     """Tensors that were restored with `only=`, all but the damaged ones."""
     undamaged_right: bool = True
@@ -102,8 +121,8 @@ VERDICTS = ("refused", "reported", "unreported", "WRONG", "UNTYPED")
 # --- the state ------------------------------------------------------------------------------------------------------
 
 
-def make_state(seed: int) -> dict[str, Any]:
-    """About 200 KB of everything that can be stored."""
+def make_state(seed: int, hosts: int = 1) -> dict[str, Any]:
+    """About 200 KB of everything that can be stored, as it is restored."""
     rng = np.random.default_rng(seed)
 
     def array(name: str, *shape: int) -> np.ndarray[Any, Any]:
@@ -128,7 +147,23 @@ def make_state(seed: int) -> dict[str, Any]:
         "empty": array("float32", 0, 3),
         "tied": {"first": shared, "second": shared},
         "leaves": [None, True, 2**70, -0.0, float("nan"), 1j, "é", b"\0", np.float32(0.1), {1: "one", "1": ("one",)}],
+        "ranks": {"strided": array("int32", 24, 30), "replicated": array("float32", 60, 30), "own rows": array("uint8", 30, 50)},
+        "own": [{"words": array("uint32", 9), "host": host} for host in range(hosts)],
     }
+
+
+def state_of_host(seed: int, host: int, hosts: int) -> dict[str, Any]:
+    """What one host, of one or three, has of that state, as it is saved."""
+    state = make_state(seed, hosts)
+    state["own"] = PerProcess(state["own"][host])
+    if hosts > 1:
+        import golden_held as held
+
+        ranks = state["ranks"]
+        ranks["strided"] = held.over((hosts,), ["_S(0,2)"], ranks["strided"], host)
+        ranks["replicated"] = held.over((hosts,), ["R"], ranks["replicated"], host)
+        ranks["own rows"] = held.own_rows(ranks["own rows"], [(5 * host, 5 * host + 5), (15 + 5 * host, 20 + 5 * host)], host)
+    return state
 
 
 def options(layout: str, compression: str | None = None) -> SaveOptions:
@@ -150,14 +185,32 @@ class _SmallFiles(PackedWriter):
         super().__init__(*args, data_file_bytes=DATA_FILE_BYTES, lane_keys=LANE_KEYS, **kwargs)
 
 
-def save_in_small_files(path: Path, state: Any, save_options: SaveOptions) -> None:
-    """Save with limits so small that the state has several data files and lanes, and tensors in pieces."""
-    before = host.PackedWriter, chunks.LARGEST_COMMON_CHUNK  # type: ignore[attr-defined]
-    host.PackedWriter, chunks.LARGEST_COMMON_CHUNK = _SmallFiles, 2500  # type: ignore[attr-defined]
+def save_in_small_files(path: Path, state: Any, save_options: SaveOptions, coordinator: Coordinator | None = None) -> None:
+    """Save with limits so low that the state has several data files and lanes, tensors in pieces, and plain ones of either kind."""
+    before = host_writer.PackedWriter, chunks.LARGEST_COMMON_CHUNK, save_plan.SMALL_BYTES  # type: ignore[attr-defined]
+    host_writer.PackedWriter, chunks.LARGEST_COMMON_CHUNK, save_plan.SMALL_BYTES = _SmallFiles, 2500, SMALL_BYTES  # type: ignore[attr-defined]
     try:
-        shardckpt.save(path, state, options=save_options)
+        shardckpt.save(path, state, options=save_options, coordinator=coordinator)
     finally:
-        host.PackedWriter, chunks.LARGEST_COMMON_CHUNK = before  # type: ignore[attr-defined]
+        host_writer.PackedWriter, chunks.LARGEST_COMMON_CHUNK, save_plan.SMALL_BYTES = before  # type: ignore[attr-defined]
+
+
+def save(path: Path, seed: int, layout: str, compression: str | None = None, processes: Processes | None = None) -> dict[str, Any]:
+    """Save the state of that seed, with one host or with three; returns it.
+
+    Args:
+        path: where.
+        seed: of the state.
+        layout: "packed" or "zarr".
+        compression: None or "zstd".
+        processes: `Processes("damage_hosts")`, for three hosts.
+    """
+    if processes is None:
+        save_in_small_files(path, state_of_host(seed, 0, 1), options(layout, compression))
+        return make_state(seed)
+    answers = processes.run("damage_hosts:save", 3, path, layout, compression, seed)
+    assert answers == ["saved"] * 3, answers
+    return make_state(seed, 3)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -187,8 +240,7 @@ def file_kinds(checkpoint: Path, layout: str) -> dict[str, list[Path]]:
         kind = next((k for k, pattern in KINDS[layout].items() if re.fullmatch(pattern, name)), None)
         assert kind is not None, f"{name} is of no known kind"
         found[kind].append(path)
-    assert all(found.values()), "the state has no file of some kind"
-    return found
+    return {kind: paths for kind, paths in found.items() if paths}
 
 
 def flip(checkpoint: Path, path: Path, bit: int, truth: dict[str, Any]) -> Outcome:
@@ -224,6 +276,8 @@ def observe(checkpoint: Path, truth: dict[str, Any], path: Path) -> Outcome:
     outcome.reported = not report.ok
     chunks = [d for d in report.damage if d.tensor is not None and d.box is not None]
     here = str(path.relative_to(checkpoint))
+    named = here, re.sub(r"d/\w+$", "manifest.ocdbt", here)
+    outcome.located = report.ok or any(d.file in named for d in report.damage)
     if any(d.file == here for d in chunks):
         outcome.damaged = sorted({d.tensor for d in chunks if d.tensor is not None})
         outcome.located = (
@@ -261,8 +315,8 @@ def _arrays(state: Any, name: str = "") -> Iterator[tuple[str, np.ndarray[Any, A
 class Tally:
     """Outcomes by kind of file."""
 
-    def __init__(self, layout: str) -> None:
-        self.verdicts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS[layout]}
+    def __init__(self, kinds: Iterable[str]) -> None:
+        self.verdicts: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self.chunk_damage = 0
         self.undamaged = 0
         self.failures: list[dict[str, Any]] = []
@@ -296,15 +350,15 @@ class Tally:
             yield f"FAILED: {entry!s:.1000}"
 
 
-def run(layout: str, compression: str | None, flips: int, seed: int, directory: Path) -> Tally:
+def run(layout: str, compression: str | None, flips: int, seed: int, directory: Path, processes: Processes | None = None) -> Tally:
     """Save, flip and count."""
     checkpoint = directory / f"{layout}-{compression}"
-    truth = make_state(seed)
-    save_in_small_files(checkpoint, truth, options(layout, compression))
+    truth = save(checkpoint, seed, layout, compression, processes)
     assert shardckpt.open(checkpoint).verify().ok, "the checkpoint was damaged before anybody damaged it"
     kinds = file_kinds(checkpoint, layout)
+    assert set(kinds) == KINDS[layout].keys() - (set() if processes else SEVERAL_HOSTS), "the state has no file of some kind"
     rng = np.random.default_rng(seed)
-    tally = Tally(layout)
+    tally = Tally(kinds)
     for _ in range(flips):
         kind = str(rng.choice(list(kinds)))
         path = kinds[kind][rng.integers(len(kinds[kind]))]
@@ -319,12 +373,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", type=int, choices=[1, 3], default=1)
     parser.add_argument("--layout", choices=list(KINDS), default="packed")
     parser.add_argument("--compression", choices=["zstd"])
     parser.add_argument("--json", action="store_true", help="one JSON document")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        tally = run(asked.layout, asked.compression, asked.flips, asked.seed, Path(directory))
+    with tempfile.TemporaryDirectory() as directory, Processes("damage_hosts") if asked.hosts > 1 else nullcontext() as processes:
+        tally = run(asked.layout, asked.compression, asked.flips, asked.seed, Path(directory), processes)
     if asked.json:
         print(json.dumps(vars(tally)))
     else:

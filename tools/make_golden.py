@@ -1,10 +1,10 @@
-"""Write the golden checkpoints of the present format: tests/golden/v<major>/{packed,zarr}, and what is in them.
+"""Write the golden checkpoints of the present format: tests/golden/v<major>/{one-host,three-hosts}/{packed,zarr}.
 
     python tools/make_golden.py [directory]
 
 They are made once, when a version of the format is released, and read by the tests for ever after: run this again for
-a new version, never to make a failing test pass. The elements are SHAKE-128 of the tensor's name, so that nothing
-here depends on a random generator that may change.
+a new version, never to make a failing test pass. What is in them is told beside them, in expected.json. The elements
+are SHAKE-128 of the tensor's name, so that nothing here depends on a random generator that may change.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import ml_dtypes
 import numpy as np
 
 import shardckpt
+from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding, save_plan
 from shardckpt.dtypes import DTYPES
 from shardckpt.record import FORMAT_VERSION
 from shardckpt.reshard import chunks
 
-GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
-sys.path.insert(0, str(GOLDEN))
+TESTS = Path(__file__).parents[1] / "tests"
+GOLDEN = TESTS / "golden"
+sys.path[:0] = [str(GOLDEN), str(TESTS), str(TESTS / "children")]
 
 from golden_facts import Interval, facts, layout_facts  # noqa: E402  (it lies beside the checkpoints)
 
@@ -58,6 +60,8 @@ ODD_KEYS = [
     None,
 ]
 METADATA = {"step": 7, "note": "é", "nested": {"list": [1, 2.5, None, True]}}
+LAYOUTS = {"packed": None, "zarr": "zstd"}
+"""Layout → compression of the checkpoint in it."""
 LARGEST_BYTES = 200 << 10
 """Of one checkpoint: it stays in the repository for ever."""
 
@@ -87,13 +91,73 @@ def state() -> dict[str, Any]:
             "uneven": elements("uneven", "float32", (13, 10)),
             "replicated": elements("replicated", "bfloat16", (8,)),
             "permuted": elements("permuted", "int16", (8, 12)),
-            "pieces": elements("pieces", "uint8", (3, 97)),
+            "pieces": elements("pieces", "uint8", (9, 97)),
         },
         "tied": {"first": shared, "second": shared},
         "keys": {key: elements(repr(key), "uint8", (2,)) for key in ODD_KEYS},
         "containers": {"tuple": ([1], (), {}), "list": [elements("in a list", "int8", (2,)), [[]]], "empty": {}},
         "leaves": leaves(),
+        "rng": PerProcess(generator(0)),
     }
+
+
+def generator(process: int) -> dict[str, Any]:
+    """What a process owns by itself: arrays of numpy's and of torch's, and leaves."""
+    import torch
+
+    words = elements(f"words {process}", "uint32", (5,))
+    return {"words": words, "torch": torch.from_numpy(elements(f"torch {process}", "int8", (2, 3))), "seen": [process, 2**70 + process]}
+
+
+def job_state(process: int | None) -> dict[str, Any]:
+    """What a process of a job of three has; None: what all have together, as it is restored.
+
+    Sharded, replicated, strided and own parts of tensors; tensors and values that only some processes have; plain
+    tensors that are told of (up to `make_small`'s limit) and that are written by all.
+    """
+    shared = elements("tied", "bfloat16", (4, 6))
+    stages = {f"stage {p}": over((1,), ["R"], elements(f"stage {p}", "int16", (9, 4)), process, ids=[p]) for p in range(3)}
+    return {
+        "sharded": {
+            "rows": over((3,), ["S(0)"], elements("rows", "float32", (7, 5)), process),
+            "replicated": over((3,), ["R"], elements("replicated", "bfloat16", (24, 24)), process),
+            "strided": over((3,), ["_S(0,2)"], elements("strided", "uint8", (12, 3)), process),
+            "on two": over((2,), ["S(1)"], elements("on two", "float16", (6, 6)), process, ids=[2, 0]),
+            "own": own_rows(elements("own", "int32", (10, 3)), [[(0, 2), (9, 10)], [(4, 9)], [(2, 4)]], process),
+        },
+        "stages": {name: stage for name, stage in stages.items() if process is None or name == f"stage {process}"},
+        "plain": {
+            "large": elements("large", "float32", (40, 30)),
+            "pieces": elements("pieces", "uint8", (13, 97)),
+            "small": {name: elements(name, name, (3, 5)) for name in ("bool", "bfloat16", "float64", "int4", "complex64")},
+            "scalar": elements("scalar", "float32", ()),
+            "empty": elements("empty", "float32", (0, 3)),
+            "tied": [shared, shared],
+        },
+        "leaves": leaves(),
+        "rng": [generator(p) for p in range(3)] if process is None else PerProcess(generator(process)),
+        **({} if process == 1 else {"loader": ["0", "2"] if process is None else PerProcess(str(process))}),
+    }
+
+
+def over(
+    mesh: tuple[int, ...], placements: list[str], array: np.ndarray[Any, Any], process: int | None, ids: list[int] | None = None
+) -> Any:
+    """An array over a mesh of processes, by DTensor's placements."""
+    if process is None:
+        return array
+    import golden_held
+
+    return golden_held.over(Mesh(mesh, tuple("xyz"[: len(mesh)]), ids), placements, array, process)
+
+
+def own_rows(array: np.ndarray[Any, Any], spans: list[list[tuple[int, int]]], process: int | None) -> Any:
+    """An array of which each process knows its own rows."""
+    if process is None:
+        return array
+    import golden_held
+
+    return golden_held.own_rows(array, spans[process], process)
 
 
 def leaves() -> dict[str, Any]:
@@ -119,42 +183,71 @@ def leaves() -> dict[str, Any]:
 
 def shardings() -> dict[str, Any]:
     """A `Sharding` with names, uneven, with a replicated axis, with permuted devices; and OpShardings without names."""
-    mesh = shardckpt.Mesh((2, 4), ("data", "model"))
+    mesh = Mesh((2, 4), ("data", "model"))
     return {
-        "sharded/even": shardckpt.Sharding(mesh, shardckpt.PartitionSpec("data", "model")),
-        "sharded/uneven": shardckpt.Sharding(mesh, shardckpt.PartitionSpec("model", None)),
-        "sharded/replicated": shardckpt.OpSharding.parse("{replicated}"),
-        "sharded/permuted": shardckpt.OpSharding.parse("{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}"),
-        "sharded/pieces": shardckpt.Sharding(shardckpt.Mesh((3,), ("x",), [2, 0, 1]), shardckpt.PartitionSpec(None, ("x",))),
+        "sharded/even": Sharding(mesh, PartitionSpec("data", "model")),
+        "sharded/uneven": Sharding(mesh, PartitionSpec("model", None)),
+        "sharded/replicated": OpSharding.parse("{replicated}"),
+        "sharded/permuted": OpSharding.parse("{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}"),
+        "sharded/pieces": Sharding(Mesh((3,), ("x",), [2, 0, 1]), PartitionSpec(None, ("x",))),
     }
+
+
+def job_options(layout: str, compression: str | None) -> shardckpt.SaveOptions:
+    """How the three hosts save."""
+    pieces = Sharding(Mesh((4,), ("x",)), PartitionSpec(None, "x"))
+    return shardckpt.SaveOptions(layout=layout, compression=compression, shardings={"plain/pieces": pieces}, metadata=METADATA)  # type: ignore[arg-type]
+
+
+def make_small() -> None:
+    """Limits so low that golden tensors come in pieces, and plain ones of either kind."""
+    chunks.LARGEST_COMMON_CHUNK = 256
+    save_plan.SMALL_BYTES = 1000
+
+
+def job_layouts() -> dict[str, Any]:
+    """How the tensors of `job_state` are laid out: name → layout and shape."""
+    found = {"plain/pieces": (job_options("packed", None).shardings["plain/pieces"], (13, 97))}
+    for process in range(3):
+        state = job_state(process)
+        held = {f"{group}/{name}": leaf for group in ("sharded", "stages") for name, leaf in state[group].items()}
+        found |= {name: (leaf.layout, leaf.array.shape) for name, leaf in held.items() if leaf.layout is not None}
+    return found
+
+
+def tell(place: Path, stored: dict[str, Any], layouts: dict[str, Any]) -> None:
+    """Say beside the checkpoints what is in each of them; they hold the same."""
+    said = {"metadata": METADATA, "state": facts(stored), "layouts": {name: layout_facts(*layout) for name, layout in layouts.items()}}
+    (place / "expected.json").write_text(json.dumps(said) + "\n")
+    for layout in LAYOUTS:
+        size = sum(path.stat().st_size for path in (place / layout).rglob("*") if path.is_file())
+        print(f"{place / layout}: {size} bytes, {len(shardckpt.open(place / layout).names())} tensors")
+        if size > LARGEST_BYTES:
+            sys.exit(f"{place / layout} has {size} bytes, at most {LARGEST_BYTES} are to stay in the repository; make its tensors smaller.")
 
 
 def main() -> None:
-    """Write both checkpoints and the facts."""
+    """Write all checkpoints and the facts."""
+    from processes import Processes
+
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDEN / f"v{FORMAT_VERSION[0]}"
-    # A tensor is cut into pieces where chunks would be larger than this; no golden tensor could be large enough.
-    chunks.LARGEST_COMMON_CHUNK = 256
+    make_small()
+    one, three = directory / "one-host", directory / "three-hosts"
+    shutil.rmtree(directory, ignore_errors=True)
     made = state()
-    for layout, compression in (("packed", None), ("zarr", "zstd")):
-        place = directory / layout
-        shutil.rmtree(place, ignore_errors=True)
-        options = shardckpt.SaveOptions(
-            layout=layout,  # type: ignore[arg-type]
-            compression=compression,  # type: ignore[arg-type]
-            shardings=shardings(),
-            metadata=METADATA,
-        )
-        shardckpt.save(place, made, options=options)
-        size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-        print(f"{place}: {size} bytes, {len(shardckpt.open(place).names())} tensors")
-        if size > LARGEST_BYTES:
-            sys.exit(f"{place} has {size} bytes, at most {LARGEST_BYTES} are to stay in the repository; make its tensors smaller.")
-    expected = {
-        "metadata": METADATA,
-        "state": facts(made),
-        "layouts": {name: layout_facts(layout, made["sharded"][name.partition("/")[2]].shape) for name, layout in shardings().items()},
-    }
-    (directory / "expected.json").write_text(json.dumps(expected) + "\n")
+    with Processes("golden_hosts") as processes:
+        for layout, compression in LAYOUTS.items():
+            options = shardckpt.SaveOptions(layout=layout, compression=compression, shardings=shardings(), metadata=METADATA)  # type: ignore[arg-type]
+            shardckpt.save(one / layout, made, options=options)
+            answers = processes.run("save", 3, three / layout, layout, compression)
+            if answers != ["saved"] * 3:
+                sys.exit(str(answers))
+    tell(
+        one,
+        {**made, "rng": [made["rng"].value]},
+        {name: (layout, made["sharded"][name.partition("/")[2]].shape) for name, layout in shardings().items()},
+    )
+    tell(three, job_state(None), job_layouts())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shardckpt.cli import diff, exits, info, ls, verify
+from shardckpt.cli import commit, diff, exits, gc, info, ls, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Look into sharded checkpoints, check them and compare them."""
+    """Look into sharded checkpoints, check and compare them, commit what was left, remove what is not needed."""
     del version
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -75,3 +75,6 @@ app.command("ls")(ls.ls)
 app.command("info")(info.info)
 app.command("verify")(verify.verify)
 app.command("diff")(diff.diff)
+app.command("commit")(commit.commit)
+app.command("gc")(gc.gc)
+app.command("rm")(gc.rm)

@@ -18,15 +18,16 @@ from shardckpt.errors import NamesMismatchError
 from shardckpt.excerpt import shortened
 from shardckpt.leaves import describe
 from shardckpt.names import did_you_mean
+from shardckpt.placements import Placements
 from shardckpt.sharding import Sharding
-from shardckpt.tree.document import Branch, Custom, Node, Small, Tensor, Tied, leaves_of, parse
+from shardckpt.tree.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from shardckpt.checkpoint import Checkpoint
     from shardckpt.mesh import Mesh
-    from shardckpt.sharding import Layout
+    from shardckpt.structure import StoredLayout
 
 __all__ = ["choose", "document", "find", "lines"]
 
@@ -117,8 +118,10 @@ def document(checkpoint: Checkpoint, node: Node | None) -> dict[str, Any]:
     }
 
 
-def _leaf(leaf: Small | Custom) -> tuple[str, str]:
+def _leaf(leaf: Small | Custom | Owned) -> tuple[str, str]:
     """A small leaf's type and its value on a few characters."""
+    if isinstance(leaf, Owned):
+        return "per process", ""
     return describe(leaf.content, leaf.name) if isinstance(leaf, Small) else (leaf.type_name, "")
 
 
@@ -166,7 +169,7 @@ def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
 def _meshes(checkpoint: Checkpoint) -> list[Mesh]:
     """All meshes, in order of their first tensor."""
     layouts = {id(t.layout): t.layout for t in checkpoint.record.structure.tensors.values()}
-    return list(dict.fromkeys(layout.mesh for layout in layouts.values() if isinstance(layout, Sharding)))
+    return list(dict.fromkeys(layout.mesh for layout in layouts.values() if isinstance(layout, Sharding | Placements)))
 
 
 @dataclass(slots=True)
@@ -252,13 +255,13 @@ class _Tree:
             facts += [count(total.tensors, "tensor"), file_size(total.nbytes)]
         return ", ".join(facts)
 
-    def _spec(self, layout: Layout | None) -> str:
+    def _spec(self, layout: StoredLayout | None) -> str:
         """A layout in words, or its number in the legend."""
         if layout is None:
             return ""
         if id(layout) not in self.specs:
             text = spec_text(layout)
-            if len(self.meshes) > 1 and isinstance(layout, Sharding):
+            if len(self.meshes) > 1 and isinstance(layout, Sharding | Placements):
                 text += f" on mesh {self.meshes.index(layout.mesh) + 1}"
             self.specs[id(layout)] = text
         text = self.specs[id(layout)]

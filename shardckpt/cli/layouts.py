@@ -11,6 +11,7 @@ from shardckpt.excerpt import shortened
 if TYPE_CHECKING:
     from shardckpt.mesh import Mesh
     from shardckpt.sharding import Layout
+    from shardckpt.structure import StoredLayout
 
 __all__ = ["layout_text", "mesh_text", "op_sharding_text", "spec_text"]
 
@@ -18,21 +19,24 @@ LONGEST_OP_SHARDING = 200
 """Characters: the listed OpSharding of a large mesh goes on for pages."""
 
 
-def layout_text(layout: Layout | None) -> str:
+def layout_text(layout: StoredLayout | None) -> str:
     """A layout: the spec and the mesh, or the OpSharding where there is no spec; None is plain."""
-    from shardckpt.sharding import Sharding
+    from shardckpt.op_sharding import OpSharding
 
     if layout is None:
         return "plain"
-    return f"{spec_text(layout)} over {mesh_text(layout.mesh)}" if isinstance(layout, Sharding) else spec_text(layout)
+    return spec_text(layout) if isinstance(layout, OpSharding) else f"{spec_text(layout)} over {mesh_text(layout.mesh)}"
 
 
-def spec_text(layout: Layout | None) -> str:
+def spec_text(layout: StoredLayout | None) -> str:
     """The spec, or what there is in its place."""
+    from shardckpt.placements import Placements
     from shardckpt.sharding import Sharding
 
     if layout is None:
         return "plain"
+    if isinstance(layout, Placements):
+        return visible(", ".join(map(str, layout.placements)))
     if not isinstance(layout, Sharding):
         return op_sharding_text(layout, len(layout.tiles.dims) if layout.tiles else 0)
     parts = ["+".join(map(str, axes)) or "–" for axes in layout.spec.axes]

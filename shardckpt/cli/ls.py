@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardckpt.cli.duration import duration_text
 from shardckpt.cli.screen import Cell, Screen, write_json
-from shardckpt.cli.text import file_size, visible
+from shardckpt.cli.text import count, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +32,7 @@ def ls(
         write_json({"checkpoints": [_document(entry) for entry in entries]})
     elif entries:
         screen = Screen()
-        screen.show(_lines(screen, entries))
+        screen.show(_lines(screen, entries, root))
     else:
         typer.echo(f"no checkpoints directly below {root!r}" + ("" if everything else "; --all shows unfinished attempts"), err=True)
 
@@ -48,10 +50,14 @@ def _document(entry: CatalogEntry) -> dict[str, Any]:
         "bytes": entry.nbytes,
         "stored_bytes": entry.stored_bytes,
         "reason": entry.reason,
+        "finished": entry.finished,
+        "hosts": entry.hosts,
+        "committable": entry.committable,
+        "idle": entry.idle,
     }
 
 
-def _lines(screen: Screen, entries: list[CatalogEntry]) -> Iterator[str]:
+def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[str]:
     headings = ("name", "created", "tensors", "size", "layout", "state")
     rows = [[Cell(heading, "dim", right=heading in {"tensors", "size"}) for heading in headings], *map(_row, entries)]
     if all(entry.state == "committed" for entry in entries):
@@ -61,6 +67,27 @@ def _lines(screen: Screen, entries: list[CatalogEntry]) -> Iterator[str]:
         if entry.reason is not None:
             yield ""
             yield f"{screen.paint(visible(entry.name), 'bold')} is {entry.state}: {visible(entry.reason)}"
+    unfinished = [entry for entry in entries if entry.state == "uncommitted"]
+    if unfinished:
+        yield ""
+        for entry in unfinished:
+            yield f"{screen.paint(visible(f'{entry.name}/{entry.attempt}'), 'bold')}: {_progress(entry)}"
+            if entry.committable:
+                yield f"  shardckpt commit {visible(quote(str(entry.location)))} makes it a checkpoint"
+        yield f"shardckpt gc {visible(quote(root))} removes what nobody finishes"
+
+
+def _progress(entry: CatalogEntry) -> str:
+    """How far an attempt has come."""
+    if not entry.finished or entry.hosts is None:
+        facts = ["no host has finished"]
+    elif entry.finished < entry.hosts:
+        facts = [f"{entry.finished:,} of {count(entry.hosts, 'host')} finished"]
+    else:
+        facts = [f"{count(entry.hosts, 'host')} finished, none is missing"]
+    if entry.idle is not None:
+        facts.append(f"nothing written for {duration_text(entry.idle)}")
+    return ", ".join(facts)
 
 
 def _row(entry: CatalogEntry) -> list[Cell]:

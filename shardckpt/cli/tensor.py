@@ -9,13 +9,14 @@ from shardckpt.cli.layouts import mesh_text, op_sharding_text, spec_text
 from shardckpt.cli.picture import picture
 from shardckpt.cli.screen import Cell, Screen
 from shardckpt.cli.text import count, file_size, shape_text, visible
+from shardckpt.placements import Placements
 from shardckpt.sharding import Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.checkpoint import Checkpoint
-    from shardckpt.record import TensorRecord
+    from shardckpt.structure import TensorRecord
 
 __all__ = ["document", "lines"]
 
@@ -36,13 +37,16 @@ def document(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "pieces": [{"start": list(piece.start), "shape": list(piece.shape)} for piece in tensor.pieces],
         "mesh": None,
         "spec": None,
+        "placements": None,
         "op_sharding": None,
         "tied": list(info.tied_names),
         "tensorstore": checkpoint.stock_spec(name),
     }
     if isinstance(info.layout, Sharding):
         doc["mesh"], doc["spec"] = info.layout.mesh.to_json(), info.layout.spec.to_json()
-    if info.layout is not None:
+    if isinstance(info.layout, Placements):
+        doc["mesh"], doc["placements"] = info.layout.mesh.to_json(), list(map(str, info.layout.placements))
+    elif info.layout is not None:
         op_sharding = info.layout.op_sharding(len(info.shape)) if isinstance(info.layout, Sharding) else info.layout
         doc["op_sharding"] = op_sharding.to_hlo()
     return doc
@@ -59,7 +63,9 @@ def lines(screen: Screen, checkpoint: Checkpoint, name: str) -> Iterator[str]:
         ("size", file_size(info.nbytes)),
         ("chunks", _chunks(tensor)),
     ]
-    if info.layout is not None:
+    if isinstance(info.layout, Placements):
+        facts += [("mesh", mesh_text(info.layout.mesh)), ("placements", spec_text(info.layout))]
+    elif info.layout is not None:
         if isinstance(info.layout, Sharding):
             facts += [("mesh", mesh_text(info.layout.mesh)), ("spec", spec_text(info.layout))]
         facts.append(("OpSharding", op_sharding_text(info.layout, len(info.shape))))
@@ -69,6 +75,8 @@ def lines(screen: Screen, checkpoint: Checkpoint, name: str) -> Iterator[str]:
     yield ""
     if info.layout is None:
         yield "Saved as a plain tensor, from the host: no device held it."
+    elif isinstance(info.layout, Placements):
+        yield "Cut unevenly, as DTensor does, into boxes of no common grid; each is stored as an array of its own."
     else:
         yield from picture(screen, info.layout, info.shape)
 

@@ -19,16 +19,25 @@ from shardckpt.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from types import EllipsisType
 
     from shardckpt.dtypes import DType
     from shardckpt.frameworks.base import Array, Sink, Source
 
-__all__ = ["fetch", "identity", "is_tensor", "settle", "source", "sources", "target"]
+__all__ = ["fetch", "identity", "is_tensor", "meaning", "reduce_partial", "settle", "source", "sources", "target"]
 
 ALONE = World()
 """A job of one process."""
-_ADAPTERS = ("torch_xla", "torch", "jax", "numpy")
-"""In the order in which they are asked: torch_xla's tensors are torch's too."""
+_ADAPTERS = {
+    "torch_xla": "torch_xla",
+    "dtensor": "torch.distributed.tensor",
+    "dcp_protocol": "torch",
+    "torch": "torch",
+    "jax": "jax",
+    "numpy": "numpy",
+}
+"""The module that a program must have imported to have leaves of each. They are asked in this order: torch_xla's sharded
+tensors are DTensors too, and all of these are torch's."""
 
 
 class _Adapter(Protocol):
@@ -56,6 +65,17 @@ def identity(leaf: object) -> Hashable | None:
     return None if adapter is None else adapter.identity(leaf)
 
 
+def meaning(leaf: object) -> str | EllipsisType | None:
+    """What a tensor leaf's elements stand for beyond their dtype, such as the keys of one of JAX's generators.
+
+    Mostly nothing; `...` for a Target, which does not say.
+    """
+    if isinstance(leaf, Target):
+        return ...
+    adapter = _adapter(leaf)
+    return None if adapter is None else getattr(adapter, "meaning", lambda _leaf: None)(leaf)
+
+
 def settle(leaves: Iterable[object]) -> None:
     """Compute what is still pending among the leaves, in one program per framework.
 
@@ -68,6 +88,17 @@ def settle(leaves: Iterable[object]) -> None:
             pending.setdefault(framework, []).append(leaf)
     for framework, group in pending.items():
         _module(framework).settle(group)
+
+
+def reduce_partial(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves, with partial values of DTensors reduced, which cannot be saved as they are.
+
+    A collective for each of them, in the order of their names: every rank of their meshes must call it, with the same
+    leaves. Everything else here is between a process and its own tensors.
+    """
+    dtensors = {name: leaf for name, leaf in leaves.items() if _framework(leaf) == "dtensor"}
+    module: Any = _module("dtensor") if dtensors else None
+    return {**leaves, **(module.reduce_partial(dtensors) if dtensors else {})}
 
 
 def sources(leaves: Mapping[str, object], world: World = ALONE) -> dict[str, Source]:
@@ -132,7 +163,7 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
 
 
 def _framework(leaf: object) -> str | None:
-    return next((f for f in _ADAPTERS if f in sys.modules and _module(f).matches(leaf)), None)
+    return next((f for f, needed in _ADAPTERS.items() if needed in sys.modules and _module(f).matches(leaf)), None)
 
 
 def _adapter(leaf: object) -> _Adapter | None:
@@ -146,11 +177,12 @@ def _required(name: str, leaf: object, done: str) -> str:
             raise LeafError(
                 f"{shown(name)}: a Target says where to restore a tensor to and has no data to save; leave it out of the state."
             )
-        framework = next((f for f in _ADAPTERS if f in sys.modules and _module(f).accepts(leaf)), None)
+        framework = next((f for f, needed in _ADAPTERS.items() if needed in sys.modules and _module(f).accepts(leaf)), None)
         if framework is None:
             raise LeafError(
                 f"{shown(name)}: no imported framework can restore to Target(sharding={leaf.sharding!r:.200}); for torch_xla, import it "
-                f"and call torch_xla.runtime.use_spmd() first, for JAX give a jax.sharding.Sharding, for a numpy array sharding=None."
+                f"and call torch_xla.runtime.use_spmd() first, for JAX give a jax.sharding.Sharding, for DTensor a pair of DeviceMesh and "
+                f"placements, for a numpy array sharding=None."
             )
         return framework
     framework = _framework(leaf)

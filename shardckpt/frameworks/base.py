@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardckpt.placements import Placements
     from shardckpt.sharding import Layout
 
 __all__ = ["Array", "Sink", "Source", "Target", "dtype_of", "whole"]
@@ -47,7 +48,7 @@ class Source(Protocol):
         """Of its elements."""
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> Layout | Placements | None:
         """How it is laid out over devices; None for a plain host tensor."""
 
     @property
@@ -57,6 +58,10 @@ class Source(Protocol):
     @property
     def holders(self) -> list[tuple[int, ...]] | None:
         """Per box the processes that hold it, ascending; None for a plain host tensor, of which nobody knows."""
+
+    @property
+    def own_pieces(self) -> bool:
+        """Whether this process knows its own boxes only, so that each is stored as an array of its own."""
 
     @property
     def staged_bytes(self) -> int:

@@ -14,8 +14,10 @@ Restoring
 3. An array that was free to move stays so: restored for an uncommitted leaf it is uncommitted too, on that leaf's
    device. Otherwise it could not be an argument beside arrays of a larger mesh.
 
-Arrays come back with a strong type, whatever the leaf's `weak_type`, and in the default layout in memory. Key arrays
-(`jax.random.key`) are refused with advice: stored as a tensor, their words would not say which generator they are of.
+Arrays come back with a strong type, whatever the leaf's `weak_type`, and in the default layout in memory. Keys
+(`jax.random.key`) are stored as their words, see `jax_keys`.
+
+In a job of several JAX processes each does all this with its own devices alone: no call here waits for another process.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ import numpy as np
 from shardckpt.dtypes import DType, of_numpy
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target
+from shardckpt.frameworks.jax_holders import holders_of
+from shardckpt.frameworks.jax_keys import check_named, is_keys, key_shape, keys_of, meaning, words_of
 from shardckpt.frameworks.jax_layout import Shards, layout_of, local_shards, to_jax
 from shardckpt.names import shown
 from shardckpt.op_sharding import OpSharding
-from shardckpt.reshard.writers import box_holders
 from shardckpt.sharding import Layout, Sharding
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from shardckpt.box import BoxArray
     from shardckpt.world import World
 
-__all__ = ["accepts", "identity", "matches", "settle", "sources", "target"]
+__all__ = ["accepts", "identity", "matches", "meaning", "settle", "sources", "target"]
 
 _COPYING = frozenset(("tpu", "gpu", "cuda", "rocm"))
 """Platforms whose devices never use the host's buffer itself."""
@@ -78,12 +81,14 @@ class _JaxSource:
 
     name: str
     array: Any
+    """The leaf, or the words of its keys."""
     dtype: DType
     layout: Layout | None
     """None for an array that is uncommitted: it happens to be on some device."""
     shards: Shards
     holders: list[tuple[int, ...]] | None
-    """None where each process has devices of its own."""
+    """None where each process has devices of its own, and for an array that is uncommitted."""
+    own_pieces: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,9 +133,11 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     """Sources of arrays, by name.
 
     Raises:
-        LeafError: a leaf without elements to store: deleted, traced, a ShapeDtypeStruct, a key array; by name.
+        LeafError: a leaf without elements to store: deleted, traced, a ShapeDtypeStruct; or keys of a generator that
+            has no name; by name.
         DtypeError: elements that cannot be stored, by name.
-        ShardingError: a sharding that does not say where data is, by name.
+        ShardingError: a sharding that does not say where data is, or devices of which the world says something else
+            than JAX does, by name.
     """
     found: dict[str, Source] = {}
     for name, leaf in leaves.items():
@@ -138,20 +145,11 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
             raise LeafError(f"{shown(name)}: a ShapeDtypeStruct has no data to save; leave it out of the state.")
         dtype = _dtype(name, leaf)
         _check_alive(name, leaf)
-        shards = _shards(name, leaf.sharding, tuple(leaf.shape))
-        layout = layout_of(leaf.sharding, leaf.ndim) if leaf.committed else None
-        found[name] = _JaxSource(name, leaf, dtype, layout, shards, _holders(name, layout, leaf.ndim, shards, world))
+        array = words_of(leaf) if is_keys(leaf) else leaf
+        shards = _shards(name, array.sharding, tuple(array.shape))
+        layout = layout_of(array.sharding, array.ndim) if array.committed else None
+        found[name] = _JaxSource(name, array, dtype, layout, shards, holders_of(name, array, layout, shards, world))
     return found
-
-
-def _holders(name: str, layout: Layout | None, ndim: int, shards: Shards, world: World) -> list[tuple[int, ...]] | None:
-    owners = world.devices.get("jax")
-    if owners is None or layout is None:
-        return None
-    try:
-        return box_holders(layout, ndim, shards.holders, owners)
-    except ShardingError as e:
-        raise ShardingError(f"{shown(name)}: {e}") from e
 
 
 def _check_alive(name: str, leaf: Any) -> None:
@@ -170,10 +168,14 @@ class _JaxSink:
 
     name: str
     shape: tuple[int, ...]
+    """Of what is stored: with the words of each key, where the array is to be one of keys."""
     dtype: DType
     sharding: Any
+    """Of the array."""
     shards: Shards
     committed: bool
+    keys: Any
+    """The array's dtype, where that is one of keys; else None."""
     tie_key: Hashable
     destinations: None = None
 
@@ -200,9 +202,20 @@ class _JaxSink:
             raise DtypeError(
                 f"{shown(self.name)}: JAX made {wrong.pop()} of {self.dtype}; restore it as another dtype, or as a numpy array."
             )
+        if self.keys is not None:
+            return self._of_keys(arrays)
         if not self.committed:
             return arrays[0]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays, dtype=self.dtype.numpy)
+
+    def _of_keys(self, words: list[Any]) -> Any:
+        if not self.committed:
+            return keys_of(words[0], self.keys)
+        shape = self.shape[: len(self.shape) - len(key_shape(self.keys))]
+        on_device = dict(zip(self.shards.devices, words, strict=True))
+        # Unlike those of numbers, arrays of keys are put together in the order of the sharding's devices only.
+        keys = [keys_of(on_device[device], self.keys) for device in self.sharding.addressable_devices_indices_map(shape)]
+        return jax.make_array_from_single_device_arrays(shape, self.sharding, keys, dtype=self.keys)
 
     def _committed(self, shards: list[Array]) -> list[Any]:
         kind = self.sharding.memory_kind
@@ -223,14 +236,15 @@ class _JaxSink:
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     """A sink that makes a new array in the leaf's sharding, or in the one that a `Target` says.
 
-    A ShapeDtypeStruct without sharding gives an uncommitted array on the default device, as `jnp.asarray` does.
+    A ShapeDtypeStruct without sharding gives an uncommitted array on the default device, as `jnp.asarray` does: in a
+    job of several processes, each of them gets one of its own, the whole of it.
 
     Raises:
         LeafError: a kind of leaf that cannot be restored into.
         DtypeError: JAX has no such dtype, or would silently make a smaller one of it.
         ShardingError: the sharding does not fit the tensor, or this job's devices.
     """
-    committed, same = True, None
+    committed, same, keys = True, None, None
     if isinstance(leaf, Target):
         shape, dtype = leaf.resolve(shape, dtype)
         sharding = leaf.sharding
@@ -241,14 +255,18 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
                 raise ShardingError(f"{shown(name)}: {e}") from e
     else:
         shape, dtype, sharding = tuple(leaf.shape), _dtype(name, leaf), leaf.sharding
+        keys = leaf.dtype if is_keys(leaf) else None
         if isinstance(leaf, jax.Array):
             committed = leaf.committed
             same = id(leaf)  # arrays that are two in `like` stay two: one buffer cannot be donated twice
         elif sharding is None:
             sharding, committed = _default(), False
     shards = _shards(name, sharding, shape)
+    if keys is not None:
+        shape, shards = (*shape, *key_shape(keys)), shards.extended(key_shape(keys))
     _check_placeable(name, dtype, shards)
-    return _JaxSink(name, shape, dtype, sharding, shards, committed, ("jax", sharding, committed, shape, dtype.name, same))
+    tie_key = ("jax", sharding, committed, shape, keys or dtype.name, same)
+    return _JaxSink(name, shape, dtype, sharding, shards, committed, keys, tie_key)
 
 
 def _default() -> Any:
@@ -290,19 +308,17 @@ def _shards(name: str, sharding: Any, shape: tuple[int, ...]) -> Shards:
 
 
 def _dtype(name: str, leaf: Any) -> DType:
-    """The dtype of a leaf that has elements.
+    """The dtype of what is stored of a leaf that has elements.
 
     Raises:
-        LeafError: it is being traced, or is a key array.
+        LeafError: it is being traced, or has keys of a generator without a name.
         DtypeError: elements that cannot be stored.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise LeafError(f"{shown(name)}: this array is being traced and has no elements yet; call shardckpt outside of jit, grad and vmap.")
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise LeafError(
-            f"{shown(name)}: key arrays ({leaf.dtype}) are not supported; store their words, jax.random.key_data(key), and the name "
-            f"jax.random.key_impl(key) beside them, and make the key again with jax.random.wrap_key_data(words, impl=name)."
-        )
+    if is_keys(leaf):
+        check_named(name, leaf)
+        return of_numpy(np.dtype(np.uint32))
     try:
         return of_numpy(leaf.dtype)
     except (DtypeError, TypeError) as e:

@@ -36,7 +36,8 @@ def layout_of(sharding: Any, ndim: int) -> Layout:
     """The layout of arrays of that rank with a JAX sharding.
 
     Raises:
-        ShardingError: it does not say where data is: unconstrained, unreduced, manual, or over an abstract mesh.
+        ShardingError: it does not say where data is: unconstrained, unreduced, manual, or over an abstract mesh; or
+            it is of a kind that XLA does not know, as those of `pmap` were once.
     """
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         (device,) = sharding.device_set
@@ -47,7 +48,13 @@ def layout_of(sharding: Any, ndim: int) -> Layout:
         if all(isinstance(name, str) and name for name in names):
             mesh = Mesh(sharding.mesh.devices.shape, names, _ids(sharding.mesh.devices.flat))
             return Sharding(mesh, PartitionSpec(*_parts(sharding.spec)))
-    text = str(sharding._to_xla_hlo_sharding(ndim))
+    try:
+        text = str(sharding._to_xla_hlo_sharding(ndim))
+    except NotImplementedError:
+        raise ShardingError(
+            f"a {type(sharding).__qualname__} cannot be told to XLA, and so not stored; "
+            f"put the array into a NamedSharding first, with jax.device_put(leaf, sharding)."
+        ) from None
     return OpSharding.parse(text).relabel(_ids(sharding._device_assignment))
 
 
@@ -161,6 +168,12 @@ class Shards:
         """Per box, the id of the first device that holds it."""
         boxes, first = np.unique(self.box_of, return_index=True)
         return [self.devices[i].id for i in first[boxes >= 0].tolist()]
+
+    def extended(self, shape: tuple[int, ...]) -> Shards:
+        """The same of an array with more dimensions behind, of that shape, which no device has cut."""
+        start = np.hstack([self.boxes.start, np.zeros((len(self.boxes), len(shape)), np.int64)])
+        stop = np.hstack([self.boxes.stop, np.tile(np.array(shape, np.int64), (len(self.boxes), 1))])
+        return Shards(BoxArray(start, stop), self.devices, self.box_of, (*self.tile, *shape))
 
 
 @lru_cache(maxsize=1024)

@@ -34,6 +34,7 @@ class ArraySource:
     dtype: DType
     layout: None = None
     holders: None = None
+    own_pieces: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 Everything goes through numpy views of a tensor's memory. For dtypes that numpy has under no name, such as bfloat16,
 torch views the memory as integers of the same width and ml_dtypes names them again. Tensors of other devices are
-copied to the host as a whole when they are fetched.
+copied to the host when they are fetched, and filled from the host when they are restored.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from shardckpt.dtypes import DType, by_name
 from shardckpt.errors import DtypeError, LeafError
 from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
-from shardckpt.frameworks.numpy import ArraySink, overlaps_itself
+from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.names import shown
 
 if TYPE_CHECKING:
@@ -26,7 +27,23 @@ if TYPE_CHECKING:
     from shardckpt.box import BoxArray
     from shardckpt.world import World
 
-__all__ = ["TensorSource", "accepts", "array_of", "dtype_of_tensor", "identity", "matches", "settle", "sources", "target", "tensor_of"]
+__all__ = [
+    "TensorSink",
+    "TensorSource",
+    "accepts",
+    "array_of",
+    "check_fillable",
+    "check_kind",
+    "dtype_of_tensor",
+    "host_array",
+    "identity",
+    "is_host_memory",
+    "matches",
+    "settle",
+    "sources",
+    "target",
+    "tensor_of",
+]
 
 _SAME_IN_NUMPY = frozenset(
     (
@@ -51,6 +68,7 @@ class TensorSource:
     dtype: DType
     layout: None = None
     holders: None = None
+    own_pieces: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,16 +83,53 @@ class TensorSource:
     @property
     def staged_bytes(self) -> int:
         """A copy for what is not on the host, or has a conjugation or negation still to be done."""
-        resolved = self.tensor.device.type == "cpu" and not self.tensor.is_conj() and not self.tensor.is_neg()
-        return 0 if resolved else prod(self.shape) * self.dtype.itemsize
+        return 0 if is_host_memory(self.tensor) else prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def fetch(cls, sources: Sequence[TensorSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
         """Views of tensors on the CPU, copies of all others."""
-        return [
-            [array_of(s.tensor.detach().cpu().resolve_conj().resolve_neg(), s.dtype)] if boxes else []
-            for s, boxes in zip(sources, wanted, strict=True)
-        ]
+        return [[host_array(s.tensor, s.dtype)] if boxes else [] for s, boxes in zip(sources, wanted, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSink:
+    """Torch memory that is filled on behalf of a leaf, box by box."""
+
+    leaf: Any
+    """What `place` returns."""
+    shape: tuple[int, ...]
+    dtype: DType
+    boxes: BoxArray
+    views: tuple[Any, ...]
+    """Per box, the memory that it goes to, without gradient."""
+    tie_key: Hashable
+    written: tuple[Any, ...]
+    """The tensors that autograd is told of as written to."""
+    placing_bytes: int = 0
+
+    @property
+    def buffer_shapes(self) -> list[tuple[int, ...]]:
+        """The boxes' own shapes."""
+        return [tuple(view.shape) for view in self.views]
+
+    @property
+    def destinations(self) -> list[Array] | None:
+        """The memory itself; None where it is not the host's."""
+        if any(view.device.type != "cpu" for view in self.views):
+            return None
+        return [array_of(view, self.dtype) for view in self.views]
+
+    def place(self, buffers: Sequence[Array]) -> object:
+        """Copy in what was not read into the memory itself, and count the write as autograd counts writes under no_grad."""
+        for view, buffer in zip(self.views, buffers, strict=True):
+            if view.device.type != "cpu":
+                view.copy_(tensor_of(buffer, self.dtype))
+            elif buffer.__array_interface__["data"][0] != view.data_ptr():
+                array_of(view, self.dtype)[...] = buffer
+        for tensor in self.written:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        return self.leaf
 
 
 def matches(leaf: object) -> bool:
@@ -111,53 +166,42 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
     """
     found: dict[str, Source] = {}
     for name, leaf in leaves.items():
-        _check_kind(name, leaf)
+        check_kind(name, leaf)
         if leaf.is_meta:
             raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
         found[name] = TensorSource(name, leaf, dtype_of_tensor(name, leaf))
     return found
 
 
-def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:  # noqa: ARG001 - as above
-    """A sink that fills a CPU tensor in place, or for a meta tensor a new CPU tensor.
+def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
+    """A sink that fills a tensor in place, or for a meta tensor a new CPU tensor.
 
     Raises:
         LeafError: a kind of tensor that cannot be restored into, or one whose elements share memory.
     """
-    _check_kind(name, leaf)
+    check_kind(name, leaf)
     dtype = dtype_of_tensor(name, leaf)
+    shape = tuple(leaf.shape)
+    tie_key: Hashable = ("in place", id(leaf))
     if leaf.is_meta:
-        new = torch.empty(tuple(leaf.shape), dtype=leaf.dtype)
-        return ArraySink(new, array_of(new, dtype), dtype, ("torch", tuple(leaf.shape), dtype.name))
-    if leaf.device.type != "cpu":
-        raise LeafError(
-            f"{shown(name)}: restoring into a plain tensor on {leaf.device} is not supported by this version; "
-            f"restore into a CPU tensor and move it there."
-        )
-    if leaf.is_conj() or leaf.is_neg():
+        leaf, tie_key = torch.empty(shape, dtype=leaf.dtype), ("torch", shape, dtype.name)
+    check_fillable(name, leaf)
+    boxes = whole(shape)
+    return TensorSink(leaf, shape, dtype, boxes, (leaf.detach(),) * len(boxes), tie_key, (leaf,))
+
+
+def check_fillable(name: str, tensor: Any) -> None:
+    """Raise LeafError unless every element of the tensor has memory of its own that says what it is."""
+    if tensor.is_conj() or tensor.is_neg():
         raise LeafError(
             f"{shown(name)}: this tensor is a lazily conjugated or negated view, which cannot be restored into; "
             f"give leaf.resolve_conj().resolve_neg()."
         )
-    array = array_of(leaf.detach(), dtype)
-    if overlaps_itself(array):
+    # Never looked into: it has the tensor's strides, wherever that is.
+    if overlaps_itself(as_strided(np.empty(1, np.uint8), tuple(tensor.shape), tensor.stride())):
         raise LeafError(
             f"{shown(name)}: elements of this tensor share memory (it was expanded), so it cannot be restored into; give leaf.clone()."
         )
-    return _TensorSink(leaf, array, dtype, ("in place", id(leaf)))
-
-
-class _TensorSink(ArraySink):
-    """An `ArraySink` that tells autograd."""
-
-    __slots__ = ()
-
-    def place(self, buffers: Sequence[Array]) -> object:
-        """Fill what is left to fill, and count the write as autograd counts writes under no_grad."""
-        leaf: Any = super(_TensorSink, self).place(buffers)  # noqa: UP008 - slotted dataclasses are made twice: the short form breaks
-        if not leaf.is_inference():
-            torch.autograd.graph.increment_version(leaf)
-        return leaf
 
 
 def dtype_of_tensor(name: str, tensor: Any) -> DType:
@@ -169,6 +213,16 @@ def dtype_of_tensor(name: str, tensor: Any) -> DType:
     if tensor.dtype not in _SAME_IN_NUMPY and tensor.dtype not in _AS_BITS:
         raise DtypeError(f"{shown(name)}: {tensor.dtype} cannot be stored; convert the tensor to a dtype that numpy or ml_dtypes has.")
     return by_name(str(tensor.dtype).removeprefix("torch."))
+
+
+def is_host_memory(tensor: Any) -> bool:
+    """Whether `host_array` is the tensor's own memory."""
+    return tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+
+
+def host_array(tensor: Any, dtype: DType) -> Array:
+    """A tensor's elements: its memory where that says it all, else a copy."""
+    return array_of(tensor.detach().cpu().resolve_conj().resolve_neg(), dtype)
 
 
 def array_of(tensor: Any, dtype: DType) -> Array:
@@ -211,15 +265,14 @@ def _unstorable(leaf: Any) -> str | None:
     return None
 
 
-def _check_kind(name: str, leaf: Any) -> None:
+def check_kind(name: str, leaf: Any) -> None:
+    """Raise LeafError unless the leaf is a kind of tensor that is no more than its elements."""
     reason = _unstorable(leaf)
     if reason is None and type(leaf) not in _KINDS:
-        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-        if kind.endswith(".DTensor"):
-            reason = "DTensor is not supported by this version; pass leaf.full_tensor()"
-        elif isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
             reason = "this parameter has no shape and no data yet; run its module once"
         else:
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
             reason = f"the tensor subclass {kind} is not supported; pass the plain tensors it is made of"
     if reason is not None:
         raise LeafError(f"{shown(name)}: {reason}.")

@@ -121,6 +121,7 @@ class _XlaSource:
     """None for a tensor that every device holds whole, and without SPMD."""
     holders: list[tuple[int, ...]] | None
     """None where each process has devices of its own."""
+    own_pieces: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
-"""A data file that is written front to back, once, and durable when it is closed.
+"""A data file that is written front to back, once, and made durable at its end.
 
 On a local disk bytes go from the caller's buffer straight into the file: no copy, no memory of ours. Elsewhere an
-object is written whole, so its bytes are collected first.
+object is written whole, so its bytes are collected first, in a buffer that the caller lends and has back as soon as
+the file is sealed: fresh memory is slow, and the upload has a copy of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Protocol
 
-from shardckpt.io.store import Data, Store, byte_view, storage_errors, sync_directory
+from shardckpt.io.store import Data, Store, Upload, byte_view, storage_errors, sync_directory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,22 +24,33 @@ class DataFile(Protocol):
     def append(self, data: Data) -> None:
         """Add bytes at the end; the buffer is the caller's again when this returns."""
 
-    def close(self) -> None:
-        """Make everything durable. May run on another thread than `append`, after its last call."""
+    def seal(self) -> None:
+        """End it: nothing is appended any more. What makes it durable may have begun."""
+
+    def wait(self) -> None:
+        """After `seal`: return when everything is durable. May run on another thread than `append`."""
+
+    def interrupt(self) -> None:
+        """After `seal`: give up what would keep a `wait` on another thread for long."""
 
     def abandon(self) -> None:
-        """Give up: free what is held. What was written may or may not be there."""
+        """Give up and free what is held; no other thread is in `wait` any more. What was written may or may not be there."""
 
 
-def create_data_file(store: Store, key: str) -> DataFile:
+def create_data_file(store: Store, key: str, buffer: bytearray | None = None) -> DataFile:
     """A new, empty data file.
 
+    Args:
+        store: where.
+        key: its name; attempts are never used twice, so it is a new one.
+        buffer: memory to collect an object's bytes in; it grows as it must, and is the lender's again after `seal`.
+
     Raises:
-        StorageError: there is one of that name already, or none can be made.
+        StorageError: there is one of that name already, or none can be made (on a local disk).
     """
     path = store.local_path(key)
     if path is None:
-        return _ObjectDataFile(store, key)
+        return _ObjectDataFile(store, key, bytearray() if buffer is None else buffer)
     store.make_parents(key)
     return _LocalDataFile(path)
 
@@ -58,13 +70,19 @@ class _LocalDataFile:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
 
-    def close(self) -> None:
+    def seal(self) -> None:
+        pass
+
+    def wait(self) -> None:
         with storage_errors("write", self._path):
             try:
                 os.fsync(self._fd)
             finally:
                 self.abandon()
             sync_directory(self._path.parent)
+
+    def interrupt(self) -> None:
+        pass
 
     def abandon(self) -> None:
         fd, self._fd = self._fd, -1
@@ -73,19 +91,38 @@ class _LocalDataFile:
 
 
 class _ObjectDataFile:
-    """An object that is written whole when it is closed."""
+    """An object that is written whole when it is sealed."""
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, buffer: bytearray) -> None:
         self._store = store
         self._key = key
-        self._buffer = bytearray()
+        self._buffer = buffer
+        self._size = 0
+        self._upload: Upload | None = None
 
     def append(self, data: Data) -> None:
-        self._buffer += byte_view(data)
+        view = byte_view(data)
+        end = self._size + view.nbytes
+        if len(self._buffer) < end:
+            self._buffer.extend(bytes(end - len(self._buffer)))
+        with memoryview(self._buffer) as place:
+            place[self._size : end] = view
+        self._size = end
 
-    def close(self) -> None:
-        self._store.write(self._key, self._buffer)
+    def seal(self) -> None:
+        # Python keeps the memory of a bytearray that loses less than half of itself.
+        del self._buffer[self._size :]
+        self._upload = self._store.upload(self._key, self._buffer)
         self._buffer = bytearray()
 
+    def wait(self) -> None:
+        assert self._upload is not None, "seal it first"
+        self._upload.wait()
+
+    def interrupt(self) -> None:
+        if self._upload is not None:
+            self._upload.abandon()
+
     def abandon(self) -> None:
+        self.interrupt()
         self._buffer = bytearray()

@@ -14,11 +14,12 @@ from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.packed import PackedWriter
 from shardckpt.io.plain import PlainWriter
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks, encode_table
-from shardckpt.record import FileReference, HostRecord, Structure, seal
+from shardckpt.record import FileReference, HostFiles, HostRecord, seal
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from shardckpt.contents import Contents
     from shardckpt.io.store import Store
     from shardckpt.reshard.plan import Piece
 
@@ -64,8 +65,22 @@ class HostWriter:
         self._writer.put(chunk_object_key(piece, position), data)
         self._rows.append((self._paths.setdefault(piece.path, len(self._paths)), position, crc))
 
-    def finish(self, structure: Structure, metadata: dict[str, object]) -> HostRecord:
-        """Wait until all is durable; write the chunk table and the host's record."""
+    def describe(self, contents: Contents) -> FileReference:
+        """Write what the host says that the checkpoint holds, unless another host says the same."""
+        reference, data = contents.seal()
+        if not self._place.exists(reference.key):
+            self._place.write(reference.key, data)
+        return reference
+
+    def finish(self, contents: Contents, *, hosts: int, prior: str | None, values: bytes | None = None) -> HostRecord:
+        """Wait until all is durable; write the chunk table, what describes it, and at last the host's record.
+
+        Args:
+            contents: what the host says that the checkpoint holds.
+            hosts: how many hosts write into the attempt.
+            prior: SHA-256 of the commit record that the save found; None: there was none.
+            values: file of what this process owns by itself; None: nothing.
+        """
         placements = self._writer.finish()
         path, chunk, crc = (np.array(c, np.int64) for c in zip(*self._rows, strict=True)) if self._rows else (np.empty(0, np.int64),) * 3
         # Plain layout: the key tells the place, so the table names no files.
@@ -82,23 +97,32 @@ class HostWriter:
                 placements.length[rows].astype(np.uint32),
                 crc[rows].astype(np.uint32),
             )
-        table_key = f"hosts/{self._host:05d}/table"
         table = encode_table(placements.files, arrays)
-        self._place.write(table_key, table)
+        described = self.describe(contents)
         record = HostRecord(
             attempt=self._attempt,
             host=self._host,
+            hosts=hosts,
+            prior=prior,
             layout=self._layout,
             compression=self._compression,
-            table=FileReference.of(table_key, table),
-            lanes=tuple(self._writer.lanes) if isinstance(self._writer, PackedWriter) else (),
+            files=HostFiles(
+                contents=described,
+                table=self._write_own("table", table),
+                lanes=tuple(self._writer.lanes) if isinstance(self._writer, PackedWriter) else (),
+                values=None if values is None else self._write_own("values.json", values),
+            ),
             chunks=len(chunk),
             stored_bytes=int(placements.length.sum()),
-            structure=structure,
-            metadata=metadata,
         )
         self._place.write(record.key, seal(record.to_json()))
         return record
+
+    def _write_own(self, name: str, data: bytes) -> FileReference:
+        """Write a file of this host's own."""
+        key = f"hosts/{self._host:05d}/{name}"
+        self._place.write(key, data)
+        return FileReference.of(key, data)
 
     def abort(self) -> None:
         """Give up; what was written stays as garbage of the attempt."""

@@ -54,14 +54,21 @@ _MOST_HEIGHT = 16
 
 
 def merge_lanes(
-    attempt: Store, lanes: Sequence[str], documents: Mapping[str, Mapping[str, Any]], *, expected_chunks: int, expected_bytes: int
+    attempt: Store,
+    lanes: Sequence[str],
+    documents: Mapping[str, Mapping[str, Any]],
+    *,
+    values: Mapping[str, bytes] | None = None,
+    expected_chunks: int,
+    expected_bytes: int,
 ) -> None:
-    """Build the merged index of an attempt.
+    """Build the merged index of an attempt; where one is there already, it becomes the same.
 
     Args:
         attempt: the attempt's place.
         lanes: OCDBT databases relative to it.
         documents: array path → its `zarr.json`; the groups' are made here.
+        values: key → chunk, of those that no lane has; None: there are none.
         expected_chunks: chunks that the lanes hold together.
         expected_bytes: their stored bytes.
 
@@ -69,26 +76,22 @@ def merge_lanes(
         CommitError: lanes have a chunk in common, or lack some.
         StorageError: the storage failed.
     """
-    everything = packed_documents(documents)
+    written = {**packed_documents(documents), **(values or {})}
     attempt.make_parents("d/x")
     with storage_errors("merge the index of", attempt):
         database = _database(attempt, _CONFIG)
         # Two transactions: in one with writes of its own, TensorStore 0.1.86 stores copied values as empty ones.
         with ts.Transaction() as copies:
             _await(_database(attempt.sub(lane)).experimental_copy_range_to(database.with_transaction(copies)) for lane in lanes)
-        merged = _root(attempt)["statistics"] if lanes else {"num_keys": 0, "num_indirect_value_bytes": 0}
         with ts.Transaction() as writes:
-            _await(database.with_transaction(writes).write(key, data) for key, data in everything.items())
-        complete = _root(attempt)["statistics"]
-    found = merged["num_keys"], merged["num_indirect_value_bytes"]
-    if (
-        found != (expected_chunks, expected_bytes)
-        or complete["num_keys"] != expected_chunks + len(everything)
-        or complete["num_indirect_value_bytes"] < expected_bytes
-    ):
+            _await(database.with_transaction(writes).write(key, data) for key, data in written.items())
+        found = _root(attempt)["statistics"]
+    # A document of more than 1 MiB is stored as chunks are.
+    if found["num_keys"] != expected_chunks + len(written) or found["num_indirect_value_bytes"] < expected_bytes:
         raise CommitError(
             f"{attempt}: the hosts wrote {expected_chunks} chunks of {expected_bytes} bytes, the merged index has "
-            f"{found[0]} of {found[1]}; two hosts wrote the same chunk, or an array's path is another's chunk. Nothing was published."
+            f"{found['num_keys'] - len(written)} of {found['num_indirect_value_bytes']}; two hosts wrote the same chunk, or an array's "
+            f"path is another's chunk. Nothing was published."
         )
 
 

@@ -8,9 +8,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import crc32c
+import numpy as np
+
 from shardckpt.errors import ShardckptError
 from shardckpt.io import index
-from shardckpt.io.keys import split_chunk_key
+from shardckpt.io.assemble import SMALL
+from shardckpt.io.codec import CHECKSUM_BYTES
+from shardckpt.io.keys import chunk_object_key, split_chunk_key
 from shardckpt.io.table import OWN_OBJECT
 
 if TYPE_CHECKING:
@@ -55,13 +60,15 @@ class IndexCheck:
 
     def packed(self, lanes: Sequence[str]) -> Iterator[Fault]:
         """What is wrong with the merged index and with the lanes' own ones, from which it can be built again."""
-        chunks = sum(map(len, self._arrays.values()))
+        inline = self._inline_keys()
+        chunks = sum(map(len, self._arrays.values())) - len(inline)
         documents = index.packed_documents(self._documents)
         found = yield from self._database("", documents)
         if found is not None:
             if found != chunks:
                 yield MANIFEST, f"the index has {found} chunks, the chunk tables have {chunks}"
             yield from self._values(documents)
+            yield from self._inline(inline)
         in_lanes: int | None = 0
         for lane in lanes:
             found = yield from self._database(lane, {})
@@ -78,6 +85,31 @@ class IndexCheck:
             return
         for key, document in documents.items():
             if not _same_json(stored[key], document):
+                yield MANIFEST, f"{key} in the index is missing or not what was written"
+
+    def _inline_keys(self) -> dict[str, tuple[int, int]]:
+        """The chunks of small tensors, which are values in the index itself: key → bytes and crc32c by the chunk table."""
+        found = {}
+        if SMALL in self._files:
+            small = self._files.index(SMALL)
+            for path, rows in self._arrays.items():
+                piece = self._pieces.get(path)
+                if piece is not None:  # a table may say what it likes
+                    for row in np.flatnonzero((rows.file == small) & (rows.chunk < piece.num_chunks)).tolist():
+                        found[chunk_object_key(piece, int(rows.chunk[row]))] = int(rows.length[row]), int(rows.crc[row])
+        return found
+
+    def _inline(self, keys: Mapping[str, tuple[int, int]]) -> Iterator[Fault]:
+        """What is wrong with those chunks in the index."""
+        try:
+            stored = index.read_values(self._attempt, keys)
+        except ShardckptError as e:
+            yield MANIFEST, str(e)
+            return
+        for key, (length, crc) in keys.items():
+            value = stored[key] or b""
+            checksum = crc.to_bytes(CHECKSUM_BYTES, "little")
+            if len(value) != length or value[-CHECKSUM_BYTES:] != checksum or crc32c.crc32c(value[:-CHECKSUM_BYTES]) != crc:
                 yield MANIFEST, f"{key} in the index is missing or not what was written"
 
     def plain(self) -> Iterator[Fault]:

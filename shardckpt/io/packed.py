@@ -3,19 +3,23 @@
 1. `put` appends a chunk to the current data file, in the order of the calls, and starts the next file when the
    chunk does not fit. On a local disk that is one `write` from the caller's buffer; elsewhere bytes are collected,
    because an object is written whole.
-2. A full file is made durable on a background thread while the next one fills; never more than one waits.
+2. Full files are made durable in the background while the next one fills: on a local disk one at a time, on an
+   object store as many as memory has room for. There a file is an upload, and what is sent again if that breaks off.
 3. All data files, and a B+tree leaf with the key and place of each chunk, make a *lane*, an OCDBT database
    `hosts/<host>/<n>`. A lane is complete when its manifest is written, after everything that it points to. A
    host needs more than one lane only for more chunks than a leaf should have.
 4. TensorStore then reads the leaf back, and must see every key where it was put.
 
-Memory: none of the data on a local disk; elsewhere at most three data files (one that fills, one that waits, and
-TensorStore's copy of it), together within `memory_limit`. The index takes some 300 bytes per chunk until `finish`.
+Memory: none of the data on a local disk. Elsewhere one buffer, in which the files fill one after another; a copy of each
+file that is on its way; and while one is handed over two more, TensorStore's passing copy and what it has not yet
+freed. All that is within `memory_limit`: files are at most a fifth of it, so that two can be on their way. The
+index takes some 300 bytes per chunk until `finish`.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -29,14 +33,18 @@ from shardckpt.io.placements import PlacementLog, Placements
 from shardckpt.io.store import Data, Store, byte_view, shared_context, storage_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
-__all__ = ["DATA_FILE_BYTES", "LANE_KEYS", "PackedWriter"]
+__all__ = ["DATA_FILE_BYTES", "LANE_KEYS", "OBJECT_BYTES", "PackedWriter"]
 
 DATA_FILE_BYTES = 256 << 20
-"""Several files of this size are written and read faster than one large one, and one is a unit of retry."""
+"""On a local disk: several files of this size are written and read faster than one large one."""
+OBJECT_BYTES = 64 << 20
+"""On an object store: several uploads are faster than one, and one that breaks off is sent again from its start."""
+MOST_UPLOADS = 15
+"""Files on their way at a time; one stream to an object store is a small part of what a host can send."""
+_HANDED_OVER = 3
+"""Files' worth of memory besides those on their way, see above."""
 LANE_KEYS = 1 << 16
 """Chunks per lane: keeps the leaf within a few MiB."""
 _TREE = "d/tree"
@@ -51,8 +59,8 @@ class PackedWriter:
         store: Store,
         host: int,
         *,
-        memory_limit: int = 3 * DATA_FILE_BYTES,
-        data_file_bytes: int = DATA_FILE_BYTES,
+        memory_limit: int = 8 * OBJECT_BYTES,
+        data_file_bytes: int | None = None,
         lane_keys: int = LANE_KEYS,
     ) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
@@ -60,8 +68,9 @@ class PackedWriter:
         Args:
             store: the attempt's place.
             host: this writer's number.
-            memory_limit: bytes, see the module's docstring; a chunk larger than a third of it is let through.
-            data_file_bytes: a data file ends before the chunk that would take it beyond this many bytes.
+            memory_limit: bytes, see the module's docstring; a chunk larger than a fifth of it is let through.
+            data_file_bytes: a data file ends before the chunk that would take it beyond this many bytes; by default
+                `DATA_FILE_BYTES` or `OBJECT_BYTES`.
             lane_keys: chunks per lane, at most 2**20.
         """
         assert 0 < lane_keys <= ocdbt.MOST_KEYS, "TensorStore reads no larger leaf"
@@ -69,15 +78,20 @@ class PackedWriter:
         """OCDBT databases, relative to the attempt."""
         self._store = store
         self._prefix = f"hosts/{host:05d}"
-        self._data_file_bytes = data_file_bytes if store.location.local is not None else min(data_file_bytes, memory_limit // 3)
+        if store.location.local is not None:
+            self._data_file_bytes, self._most_waiting = data_file_bytes or DATA_FILE_BYTES, 1
+        else:
+            self._data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // (2 + _HANDED_OVER)))
+            self._most_waiting = max(1, min(MOST_UPLOADS, memory_limit // self._data_file_bytes - _HANDED_OVER))
         self._lane_keys = lane_keys
         self._log = PlacementLog()
         self._lane: _Lane | None = None
         self._file: DataFile | None = None
         self._size = 0
         self._failed = False
-        self._background = ThreadPoolExecutor(1, "shardckpt-packed")
-        self._waiting: Future[None] | None = None
+        self._buffer = bytearray()
+        self._background = ThreadPoolExecutor(self._most_waiting, "shardckpt-packed")
+        self._waiting: deque[tuple[Future[None], DataFile]] = deque()
 
     def put(self, key: str, data: Data) -> None:
         """Append one encoded chunk; the buffer is the caller's again when this returns.
@@ -115,16 +129,19 @@ class PackedWriter:
         """
         self._begin()
         self._end_lane()
-        self._settle()
         self._background.shutdown()
+        self._buffer = bytearray()
         return self._log.placements()
 
     def abort(self) -> None:
         """Give up: stop writing and delete what this host has written so far; what cannot be deleted goes with the attempt."""
-        self._background.shutdown()  # the one task that may wait closes its file
-        if self._file is not None:
-            self._file.abandon()
-            self._file = None
+        for _, file in self._waiting:
+            file.interrupt()
+        self._background.shutdown(cancel_futures=True)
+        for file in [*(file for _, file in self._waiting), *([self._file] if self._file is not None else [])]:
+            file.abandon()
+        self._waiting.clear()
+        self._file = None
         self._lane = None
         with contextlib.suppress(ShardckptError):  # the error that made the caller give up is the one to tell
             for lane in self.lanes:
@@ -144,30 +161,31 @@ class PackedWriter:
             self._lane = _Lane(self._store.sub(name))
         if self._file is None:
             name = self._lane.next_file()
-            self._file, self._size = create_data_file(self._lane.store, name), 0
+            self._file, self._size = create_data_file(self._lane.store, name, self._buffer), 0
             self._log.files.append(f"{self.lanes[-1]}/{name}")
         return self._lane, self._file
 
     def _end_file(self) -> None:
+        """Have the file made durable in the background, as soon as there is room for one more."""
         if self._file is not None:
+            while len(self._waiting) >= self._most_waiting:
+                self._settle_one()
             file, self._file = self._file, None
-            self._later(file.close)
+            file.seal()
+            self._waiting.append((self._background.submit(file.wait), file))
 
     def _end_lane(self) -> None:
         self._end_file()
+        while self._waiting:
+            self._settle_one()
         if self._lane is not None:
             lane, self._lane = self._lane, None
-            self._later(lane.seal)
+            lane.seal()
 
-    def _later(self, task: Callable[[], None]) -> None:
-        """Run a task in the background, after the one before it, whose error is raised here."""
-        self._settle()
-        self._waiting = self._background.submit(task)
-
-    def _settle(self) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.result()
+    def _settle_one(self) -> None:
+        """Wait for the file that has waited longest, whose error is raised here."""
+        waiting, _ = self._waiting.popleft()
+        waiting.result()
 
 
 class _Lane:

@@ -2,7 +2,7 @@
 
 `put` writes a chunk and leaves making it durable to a few threads, because that is what takes long on a disk and
 what takes a round trip elsewhere. Memory: none of the data on a local disk (the bytes are in the file when `put`
-returns); elsewhere `in_flight_bytes`, half of it TensorStore's copies.
+returns); elsewhere `in_flight_bytes`, the copies of chunks that are on their way.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class PlainWriter:
 
         Args:
             store: the attempt's place.
-            in_flight_bytes: see the module's docstring; a chunk larger than half of it goes alone.
+            in_flight_bytes: see the module's docstring; a chunk larger than that goes alone.
         """
         self._store = store
-        self._limit = in_flight_bytes // 2
+        self._limit = in_flight_bytes
         self._log = PlacementLog()
         self._pool = ThreadPoolExecutor(_THREADS, "shardckpt-plain")
         self._waiting: deque[tuple[Future[None], DataFile, int]] = deque()
@@ -61,10 +61,11 @@ class PlainWriter:
         file = create_data_file(self._store, f"{PLAIN_ROOT}/{key}")
         try:
             file.append(data)
+            file.seal()
         except BaseException:
             file.abandon()
             raise
-        self._waiting.append((self._pool.submit(file.close), file, length))
+        self._waiting.append((self._pool.submit(file.wait), file, length))
         self._in_flight += length
         self._failed = False
 
@@ -85,9 +86,11 @@ class PlainWriter:
 
     def abort(self) -> None:
         """Give up: stop writing. What this host has written lies among other hosts' chunks and goes with the attempt."""
+        for _, file, _ in self._waiting:
+            file.interrupt()
         self._pool.shutdown(cancel_futures=True)
         for _, file, _ in self._waiting:
-            file.abandon()  # those whose `close` never ran are still open
+            file.abandon()
         self._waiting.clear()
 
     def _begin(self) -> None:

@@ -1,25 +1,33 @@
 """Keys and bytes at one location, with typed errors: all that shardckpt asks of a storage.
 
-A `Store` is a thin layer over TensorStore's key-value stores. It adds three things.
+A `Store` is a thin layer over TensorStore's key-value stores. It adds these.
 
 1. *Conditional writes that hold.* Create-if-absent passes the generation that reading the missing key returned
-   (an empty `if_equal` overwrites silently); a lost race shows as an empty generation in the result.
+   (an empty `if_equal` overwrites silently); a lost race shows as an empty generation in the result. A network may
+   lose the answer to a write that happened, and the second try then finds "somebody else's" object: who loses a
+   race therefore reads what is there, and has won it after all if those are its own bytes.
 2. *Durability on a local disk.* TensorStore syncs each file and the directory it lies in, but not the directories
    that it makes on the way. The store makes those itself, and syncs each one's parent, so that after a power cut
-   a file is not only whole but also to be found.
-3. *Errors of ours.* What TensorStore or the system says is kept in the message, with the url before it and what to
+   a file is not only whole but also to be found. (An object store answers when an object is durable.)
+3. *Patience.* Requests to an object store are tried again (`cloud` says when and for how long). The few kinds of
+   broken answers that TensorStore takes for final are asked for once more here, where that does no harm.
+4. *Listings that are complete*, see `listing`: TensorStore's own are empty where GCS refuses them.
+5. *Errors of ours.* What TensorStore or the system says is kept in the message, with the url before it and what to
    do after it.
 
-All stores of a process share one `ts.Context`: `memory://` then is one memory, and OCDBT databases can be merged
-by reference.
+All stores of a process share one `ts.Context`: `memory://` then is one memory, OCDBT databases can be merged by
+reference, and limits on requests hold for all of them together.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import stat
-from contextlib import contextmanager, suppress
+import time
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -28,53 +36,34 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
+from shardckpt.errors import CorruptionError, MissingDataError, StorageError
+from shardckpt.io import cloud, listing
+from shardckpt.io.failures import storage_errors
 from shardckpt.io.url import Location, check_key, parse
 
 if TYPE_CHECKING:
     import builtins
-    from collections.abc import Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["Data", "Store", "byte_view", "shared_context", "storage_errors", "sync_directory"]
+__all__ = ["Data", "Store", "Upload", "byte_view", "shared_context", "storage_errors", "sync_directory"]
 
 Data = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous bytes of any kind."""
-LOCK_SUFFIX = ".__lock"
-"""What TensorStore's file driver calls a file while it writes it."""
-
-_ADVICE = {
-    "permission denied": "give this user the right to write there",
-    "read-only file system": "it is mounted read-only; choose another place",
-    "no space left": "the disk is full; make room or choose another place",
-    "quota": "the quota is used up; make room or choose another place",
-    "not a directory": "a file stands where a directory is needed; choose another place",
-    "file exists": "a file stands where a directory is needed; choose another place",
-    "file name too long": "a name on the way is too long for the file system; choose a shorter path",
-    "too many open files": "raise the limit of open files (ulimit -n)",
-    "file too large": "the file system or ulimit -f allows no file of that size",
-    "input/output error": "the device failed; check it before you trust what it holds",
-}
-"""A part of the system's message → what to do."""
+MOST_DELETIONS = 64
+"""Deletions under way at a time."""
+_PAUSES = (0.1, 1.0)
+"""Seconds before an answer that was broken is asked for again."""
+_BROKEN = ("CURL error", "Failed to parse")
+"""In messages about answers that make no sense, from a proxy on the way, say."""
+_GAVE_UP = "retry attempts failed"
+"""In the message of an error after TensorStore's own retries."""
 
 
 @cache
 def shared_context() -> ts.Context:
     """The one TensorStore context of this process."""
-    return ts.Context()
-
-
-@contextmanager
-def storage_errors(action: str, place: object) -> Iterator[None]:
-    """Turn what TensorStore and the system raise into `StorageError("cannot <action> <place>: …")`."""
-    try:
-        yield
-    except ShardckptError:
-        raise
-    except (OSError, ValueError, RuntimeError, LookupError) as e:
-        said = str(e).replace("\0", "/") or type(e).__name__
-        advice = next((what for part, what in _ADVICE.items() if part in said.lower()), "see the storage's own message")
-        raise StorageError(f"cannot {action} {place}: {said}; {advice}.") from e
+    return ts.Context(cloud.context())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,8 +85,12 @@ class Store:
 
         Raises:
             UrlError: it is no place that we can store to.
+            MissingExtraError: what an object store needs is not installed.
+            OptionError: an environment variable that an object store goes by makes no sense.
         """
         place = location if isinstance(location, Location) else parse(location)
+        if place.bucket is not None:
+            cloud.prepare(place.scheme)
         return cls(place, _open(place.kvstore(), place), place.local, set())
 
     def sub(self, prefix: str) -> Store:
@@ -138,7 +131,7 @@ class Store:
         self._refuse_special(key)
         with storage_errors("read", self.path_of(key)):
             try:
-                found = self._kv.read(key, byte_range=span).result()
+                found = self._fetch(key, span)
             except ValueError as e:
                 if "OUT_OF_RANGE" not in str(e):
                     raise
@@ -157,7 +150,7 @@ class Store:
         check_key(key, self)
         self._refuse_special(key)
         with storage_errors("read", self.path_of(key)):
-            found = self._kv.read(key).result()
+            found = self._fetch(key)
         return (found.value if found.state == "value" else None), found.stamp.generation
 
     def is_longer(self, key: str, nbytes: int) -> bool:
@@ -178,35 +171,58 @@ class Store:
         """Whether there is such an object; reads none of it."""
         check_key(key, self)
         with storage_errors("look for", self.path_of(key)):
+            if self.location.bucket is not None:
+                return bool(self._fetch(key, slice(0, 0)).state == "value")
             return bool(self._kv.list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result())
 
     def create(self, key: str, data: Data) -> bool:
         """Write an object unless there is one; durable when it returns.
 
         Returns:
-            Whether this call wrote it; of several callers at once exactly one gets True.
+            Whether these bytes are there now. Of several callers with different bytes exactly one gets True; those with
+            the same get the same answer, so bytes that decide who may do something must name the caller.
         """
         there, generation = self.read_versioned(key)
-        return there is None and self.replace(key, data, generation)
+        if there is None:
+            if self.replace(key, data, generation):
+                return True
+            if not self.exists(key):  # TensorStore tells a refusal with status 404 like a race that was lost
+                raise StorageError(f"cannot create {self.path_of(key)}: the storage refuses, and nothing is there; does the bucket exist?")
+            return False
+        return _same(there, data)
 
     def replace(self, key: str, data: Data, generation: bytes) -> bool:
         """Write an object if it still has the generation that `read_versioned` gave; durable when it returns.
 
         Returns:
-            Whether this call wrote it. A generation of "missing" is no fence: after a deletion it is true again.
+            Whether these bytes are there now, as for `create`. A generation is no fence against the past: "missing" is
+            true again after a deletion, and on S3 a generation is a digest, true again when the bytes come back.
         """
         assert generation, "an empty generation would overwrite whatever is there"
-        return bool(self._write(key, data, generation))
+        with storage_errors("write", self.path_of(key)):
+            stamp = self._begin(key, data, generation).result()
+            if stamp.generation:
+                return True
+        return _same(self.read_versioned(key)[0], data)
 
     def write(self, key: str, data: Data) -> None:
         """Write an object, whatever was there; durable when it returns."""
-        self._write(key, data, None)
+        with storage_errors("write", self.path_of(key)):
+            _result(lambda: self._begin(key, data, None))
+
+    def upload(self, key: str, data: Data) -> Upload:
+        """Begin to write an object, whatever was there; the buffer is the caller's again when this returns.
+
+        The bytes are copied: until the upload has ended there is memory for them besides.
+        """
+        with storage_errors("write", self.path_of(key)):
+            return Upload(self.path_of(key), self._begin(key, data, None))
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
         check_key(key, self)
         with storage_errors("delete", self.path_of(key)):
-            self._kv.write(key, None).result()
+            _result(lambda: self._begin_deletion(key))
 
     def delete_prefix(self, prefix: str = "") -> None:
         """Delete everything below `prefix`: "" (the whole location) or a name that ends in a slash.
@@ -218,11 +234,15 @@ class Store:
             path = self.local_path(prefix)
             if path is not None:
                 _remove_tree(path)
-            else:
+            elif self.location.bucket is None:
                 self._kv.delete_range(_starting_with(prefix)).result()
+            else:
+                self._delete_objects(prefix)
 
     def list(self, prefix: str = "") -> builtins.list[str]:
-        """All keys that start with `prefix`, sorted; empty where there is no such place."""
+        """All keys that start with `prefix`, sorted; empty where there is no such place. For prefixes of a few objects."""
+        if self.location.bucket is not None:
+            return sorted(listing.keys(self.location, prefix))
         with storage_errors("list", self.path_of(prefix)):
             return sorted(key.decode() for key in self._kv.list(_starting_with(prefix)).result())
 
@@ -231,12 +251,7 @@ class Store:
 
         On disk one directory is read, and an empty directory counts as one with more below.
         """
-        with storage_errors("list", self.path_of(prefix)):
-            path = self.local_path(prefix)
-            if path is not None:
-                return _children(path)
-            heads = (key.removeprefix(prefix).partition("/") for key in self.list(prefix))
-            return sorted({head + slash for head, slash, _ in heads})
+        return listing.children(self, prefix)
 
     def make_parents(self, key: str) -> None:
         """On disk: make the directories that a key needs, durably. Elsewhere there is nothing to make."""
@@ -268,14 +283,68 @@ class Store:
         sync_directory(path.parent)
         self._synced.add(path)
 
-    def _write(self, key: str, data: Data, generation: bytes | None) -> bytes:
-        """Write and return the new generation, empty if `generation` was no longer the present one."""
+    def _fetch(self, key: str, span: slice | None = None) -> Any:
+        """What TensorStore reads of an object."""
+
+        def begin() -> Any:
+            if self.location.bucket is not None:
+                cloud.pace("read")
+            return self._kv.read(key, byte_range=span)
+
+        return _result(begin)
+
+    def _begin(self, key: str, data: Data, generation: bytes | None) -> Any:
+        """Begin to write; the future of the new generation, which is empty if `generation` is no longer the present one."""
         check_key(key, self)
         self.make_parents(key)
-        with storage_errors("write", self.path_of(key)):
-            value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
-            stamp: bytes = self._kv.write(key, value, if_equal=generation).result().generation
-            return stamp
+        value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
+        if self.location.bucket is not None:
+            cloud.pace("write")
+        return self._kv.write(key, value, if_equal=generation)
+
+    def _begin_deletion(self, key: str) -> Any:
+        """Begin to delete an object, if there is one."""
+        if self.location.bucket is not None:
+            cloud.pace("write")
+        return self._kv.write(key, None)
+
+    def _delete_objects(self, prefix: str) -> None:
+        """Delete all objects below a prefix, a few at a time; what is added meanwhile may stay."""
+        under_way: deque[Any] = deque()
+        for key in listing.keys(self.location, prefix):
+            if len(under_way) >= MOST_DELETIONS:
+                under_way.popleft().result()
+            under_way.append(self._begin_deletion(key))
+        for deletion in under_way:
+            deletion.result()
+
+
+class Upload:
+    """An object on its way."""
+
+    def __init__(self, place: str, future: Any) -> None:
+        self._place = place
+        self._future = future
+
+    def wait(self) -> None:
+        """Wait until it is durable.
+
+        Raises:
+            StorageError: it could not be written, or was given up.
+        """
+        with storage_errors("write", self._place):
+            try:
+                self._future.result()
+            except asyncio.CancelledError as e:
+                raise OSError("the upload was given up") from e
+
+    def abandon(self) -> None:
+        """Give it up, if it has not ended; it may or may not come to be there."""
+        self._future.cancel()
+
+
+def _same(there: bytes | None, data: Data) -> bool:
+    return there is not None and memoryview(there) == byte_view(data)
 
 
 def byte_view(data: Data) -> memoryview:
@@ -299,19 +368,22 @@ def _open(spec: dict[str, Any], place: object) -> Any:
         return ts.KvStore.open(spec, context=shared_context()).result()
 
 
+def _result(begin: Callable[[], Any]) -> Any:
+    """The result of a request that may be repeated, where its answer was broken in a way that TensorStore does not repeat."""
+    for pause in _PAUSES:
+        try:
+            return begin().result()
+        except ValueError as e:
+            if _GAVE_UP in str(e) or not any(part in str(e) for part in _BROKEN):
+                raise
+        time.sleep(pause)
+    return begin().result()
+
+
 def _starting_with(prefix: str) -> Any:
     """The range of keys that start with `prefix`; "" is all keys."""
     first = prefix.encode()
     return ts.KvStore.KeyRange(first, first[:-1] + bytes([first[-1] + 1]) if first else b"")
-
-
-def _children(path: Path) -> list[str]:
-    """A directory's entries, directories with a slash; none where there is no directory."""
-    try:
-        with os.scandir(path) as entries:
-            return sorted(e.name + "/" if e.is_dir() else e.name for e in entries if not e.name.endswith(LOCK_SUFFIX))
-    except FileNotFoundError:
-        return []
 
 
 def _remove_tree(path: Path) -> None:

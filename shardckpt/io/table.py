@@ -67,6 +67,11 @@ class ArrayChunks:
         """No chunks."""
         return cls(**{name: np.empty(0, dtype) for name, dtype in _COLUMNS})
 
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[int, int, int, int, int]]) -> ArrayChunks:
+        """Few chunks, given as (chunk, file, offset, length, crc), ascending."""
+        return cls(**{name: np.array(column, dtype) for (name, dtype), column in zip(_COLUMNS, zip(*rows, strict=True), strict=True)})
+
     def __len__(self) -> int:
         """Number of chunks."""
         return len(self.chunk)

@@ -1,13 +1,15 @@
 """Where a checkpoint lies: what a user calls it, and what TensorStore calls it.
 
-A location is a scheme and a path. Users write a path (`ckpt/100`, a `pathlib.Path`), `file:///data/ckpt` or
-`memory://name/ckpt`. TensorStore is always told by a JSON spec, `{"driver": …, "path": …}`, never by a url
-string, so a space, `%`, `?`, `#` or a letter outside ASCII in a file name is only ever itself.
+A location is a scheme and a path. Users write a path (`ckpt/100`, a `pathlib.Path`), `file:///data/ckpt`,
+`gs://bucket/ckpt`, `s3://bucket/ckpt` or `memory://name/ckpt`. TensorStore is always told by a JSON spec,
+`{"driver": …, "path": …}`, never by a url string, so a space, `%`, `?`, `#` or a letter outside ASCII in a
+name is only ever itself.
 
 1. `parse` decides between a path and a url, decodes a url's percent signs, and makes a path absolute (`~` is home).
 2. `Location` refuses what TensorStore would silently turn into another name (a backslash becomes a slash) or
-   refuse with a message about keys (`.__lock` is the suffix of its lock files).
-3. `Location.kvstore` is the one place where a scheme becomes a TensorStore key-value store.
+   refuse with a message about keys (`.__lock` is the suffix of its lock files), and what is no bucket's name.
+3. `Location.kvstore` is the one place where a scheme becomes a TensorStore key-value store; what a cloud's needs
+   besides is in `cloud`.
 """
 
 from __future__ import annotations
@@ -20,13 +22,21 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from shardckpt.errors import FormatError, UrlError
+from shardckpt.io import cloud
 
 __all__ = ["Location", "check_key", "parse"]
 
-_DRIVERS = {"file": "file", "memory": "memory"}
-"""Scheme → TensorStore key-value store driver."""
-_CLOUD = ("gs", "s3")
-"""Schemes that are known and not served yet."""
+_SCHEMES = ("file", "gs", "s3", "memory")
+_LABEL = r"[a-z0-9](?:[a-z0-9{}]{{0,61}}[a-z0-9])?"
+_BUCKETS = {
+    "gs": (re.compile(r"(?=.{3,222}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("_-"))), "dots, dashes and underscores"),
+    "s3": (re.compile(r"(?=.{3,63}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("-"))), "dots and dashes"),
+}
+"""Scheme → what a bucket's name is, and what it has besides letters and digits.
+
+https://cloud.google.com/storage/docs/buckets#naming, https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html
+"""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _UNQUOTED = "/:@!$&'()*+,;=-._~"
@@ -42,14 +52,26 @@ class Location:
     """
 
     scheme: str
-    """`file` or `memory`."""
+    """`file`, `gs`, `s3` or `memory`."""
     path: str
-    """`file`: an absolute, normalised path. `memory`: slash-separated names. Without a slash at the end."""
+    """`file`: an absolute, normalised path. `gs` and `s3`: the bucket, and names below it after slashes. `memory`:
+    slash-separated names. Without a slash at the end."""
 
     def __post_init__(self) -> None:
-        """Refuse unknown schemes and names that TensorStore could not keep as they are."""
-        if self.scheme not in _DRIVERS:
+        """Refuse unknown schemes, and names that the storage could not keep as they are."""
+        if self.scheme not in _SCHEMES:
             raise UrlError(_unknown(self.scheme, f"{self.scheme}://{self.path}"))
+        if self.bucket is not None:
+            names, besides = _BUCKETS[self.scheme]
+            if not names.match(self.bucket):
+                raise UrlError(
+                    f"{self.scheme}://{self.path}: {self.bucket!r} is no bucket's name; those are at least 3 small letters and digits, "
+                    f"with {besides} between them. Write {self.scheme}://bucket/path."
+                )
+            if _CONTROL.search(self.path):
+                raise UrlError(
+                    f"{self.path!r} cannot be stored to: object stores have no control characters in names. Choose another name."
+                )
         if self.scheme == "file" and not self.path.startswith("/"):
             raise UrlError(f"{self.path!r}: a location on disk is an absolute path; go through parse().")
         why = _unfit(self.path.removeprefix("/") if self.scheme == "file" else self.path)
@@ -74,6 +96,17 @@ class Location:
         return self.path.rpartition("/")[2]
 
     @property
+    def bucket(self) -> str | None:
+        """The bucket on an object store, None elsewhere."""
+        return self.path.partition("/")[0] if self.scheme in _BUCKETS else None
+
+    @property
+    def object_prefix(self) -> str:
+        """On an object store: what the names of all objects at this location begin with, "" or ending in a slash."""
+        below = self.path.partition("/")[2]
+        return f"{below}/" if below else ""
+
+    @property
     def local(self) -> Path | None:
         """The path on this machine's file system, None where there is none."""
         return Path(self.path) if self.scheme == "file" else None
@@ -84,8 +117,14 @@ class Location:
         return f"{self.scheme}://{quote(self.path, safe=_UNQUOTED)}"
 
     def kvstore(self) -> dict[str, Any]:
-        """TensorStore's spec of the key-value store whose keys are relative to this location."""
-        return {"driver": _DRIVERS[self.scheme], "path": self.path.rstrip("/") + "/"}
+        """TensorStore's spec of the key-value store whose keys are relative to this location.
+
+        Raises:
+            OptionError: an environment variable that it depends on makes no sense.
+        """
+        if self.bucket is not None:
+            return cloud.kvstore(self.scheme, self.bucket, self.object_prefix)
+        return {"driver": self.scheme, "path": self.path.rstrip("/") + "/"}
 
     def __str__(self) -> str:
         """What a user recognises and can paste: the path on disk, or else the url."""
@@ -97,7 +136,7 @@ def parse(url: str | os.PathLike[str]) -> Location:
 
     Args:
         url: a path, absolute, relative to the working directory or below a home (`~/…`; a directory of that name is
-            `./~`), or a `file://` or `memory://` url. A url is percent-decoded, a path is not.
+            `./~`), or a `file://`, `gs://`, `s3://` or `memory://` url. A url is percent-decoded, a path is not.
 
     Raises:
         UrlError: empty, not text, an unknown scheme, or a name that cannot be stored to.
@@ -109,7 +148,7 @@ def parse(url: str | os.PathLike[str]) -> Location:
     if not isinstance(text, str):
         raise UrlError(f"{url!r} is no url; give a str or a pathlib.Path.")
     if not text:
-        raise UrlError("The url is empty; give a path, or file:///… or memory://….")
+        raise UrlError("The url is empty; give a path, or gs://bucket/…, s3://bucket/… or file:///….")
     if "\0" in text:
         raise UrlError(f"{text!r} has a NUL in it; no file system and no object store has such names.")
     if isinstance(url, str):
@@ -117,7 +156,7 @@ def parse(url: str | os.PathLike[str]) -> Location:
         if match:
             return _of_url(match[1].lower(), match[2], text)
         scheme = text.partition(":")[0].lower()
-        if ":" in text and scheme in (*_DRIVERS, *_CLOUD):
+        if ":" in text and scheme in _SCHEMES:
             raise UrlError(f"{text!r}: a {scheme} url starts with {scheme}://; for a file of that name write ./{text}.")
     return Location("file", _absolute(os.path.expanduser(text)))  # noqa: PTH111  (Path.expanduser raises where it knows no such home)
 
@@ -135,7 +174,7 @@ def check_key(key: str, where: object) -> None:
 
 def _of_url(scheme: str, rest: str, text: str) -> Location:
     """The location of `scheme://rest`."""
-    if scheme not in _DRIVERS:
+    if scheme not in _SCHEMES:
         raise UrlError(_unknown(scheme, text))
     if "?" in rest or "#" in rest:
         raise UrlError(f"{text!r}: ? and # end the path of a url; write %3F and %23, or give a plain path.")
@@ -147,8 +186,8 @@ def _of_url(scheme: str, rest: str, text: str) -> Location:
         raise UrlError(f"{text!r} does not decode to UTF-8 ({e}).") from e
     if "\0" in path:
         raise UrlError(f"{text!r} has a NUL in it; no file system and no object store has such names.")
-    if scheme == "memory":
-        return Location("memory", path.rstrip("/"))
+    if scheme != "file":
+        return Location(scheme, path.rstrip("/"))
     path = path.removeprefix("localhost") if path.startswith("localhost/") else path
     if not path.startswith("/"):
         raise UrlError(f"{text!r}: a file url has three slashes, file:///absolute/path; for a relative path leave file:// out.")
@@ -181,7 +220,5 @@ def _unfit(path: str) -> str | None:
 
 
 def _unknown(scheme: str, text: str) -> str:
-    known = ", ".join(f"{s}://" for s in _DRIVERS)
-    if scheme in _CLOUD:
-        return f"{text!r}: this version stores on local disk and in memory ({known}), not on {scheme}:// yet; give a path."
+    known = ", ".join(f"{s}://" for s in _SCHEMES)
     return f"{text!r}: unknown scheme {scheme}://; known are {known} and plain paths."

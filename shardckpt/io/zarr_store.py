@@ -21,11 +21,11 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 
 from shardckpt.errors import OptionError
 from shardckpt.io.codec import CHECKSUM_BYTES
-from shardckpt.io.commit import read_host_files, read_table, zarr_documents
+from shardckpt.io.documents import zarr_documents
+from shardckpt.io.host_files import read_all_tables
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.reader import ChunkReader
 from shardckpt.io.store import Store as Place
-from shardckpt.io.table import merge_tables
 from shardckpt.io.zarr_meta import group_json, parent_groups
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from zarr.core.buffer import Buffer, BufferPrototype
 
     from shardckpt.io.url import Location
-    from shardckpt.record import CheckpointRecord, TensorRecord
+    from shardckpt.record import CheckpointRecord
     from shardckpt.reshard.plan import Piece
+    from shardckpt.structure import TensorRecord
 
 __all__ = ["CheckpointStore"]
 
@@ -223,7 +224,7 @@ class CheckpointStore(Store):
 def _reopened(place: Location, record: CheckpointRecord) -> CheckpointStore:
     """A store of the attempt at that place."""
     store = Place.open(place)
-    files, arrays = merge_tables([read_table(store, read_host_files(store, reference)) for reference in record.hosts])
+    files, arrays = read_all_tables(store, record)
     return CheckpointStore(record, ChunkReader(store, files, arrays, compression=record.compression))
 
 

@@ -119,6 +119,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *
     return _best(shape, itemsize, parts, (False,) * len(shape), smallest)[1]
 
 
+@lru_cache(maxsize=4096)
 def chunking(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: int = SMALLEST_CHUNK) -> Chunking:
     """Pieces and chunks of a tensor split into `parts` tiles per dimension; for the arguments see `chunk_shape`.
 

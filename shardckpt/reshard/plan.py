@@ -29,7 +29,7 @@ from shardckpt.reshard.chunks import grid_shape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Overlaps", "Piece", "chunk_boxes", "chunks_inside", "coverage_gap", "overlaps"]
+__all__ = ["Overlaps", "Piece", "chunk_boxes", "chunks_inside", "count_chunks", "coverage_gap", "overlaps"]
 
 Ints = NDArray[np.int64]
 
@@ -125,6 +125,15 @@ def chunks_inside(piece: Piece, box: Box) -> tuple[Ints, BoxArray]:
     if len(boxes) and not (pairs.in_chunk.stop - pairs.in_chunk.start == boxes.stop - boxes.start).all():
         raise FormatError(f"{piece.path}: chunks of {piece.chunks} cross the border of the shard {box}; a chunk must have one writer.")
     return pairs.chunk, boxes
+
+
+def count_chunks(piece: Piece, box: Box) -> int:
+    """How many chunks of `piece` share elements with a box."""
+    spans = []
+    for start, n, chunk, a, b in zip(piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
+        first, last = max(a - start, 0), min(b - start, n)
+        spans.append(-(-last // chunk) - first // chunk if first < last else 0)
+    return prod(spans)
 
 
 def chunk_boxes(piece: Piece, chunk: Ints) -> BoxArray:

@@ -2,20 +2,23 @@
 
 `parse` checks the whole document and turns it into nodes, with names; everything else walks the nodes. It bounds
 depth, knows the type of every part, refuses two equal keys in a dict and a tied tensor whose first name is none.
+`write` is its inverse.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import EllipsisType
+from typing import TYPE_CHECKING
 
 from shardckpt import leaves, names
-from shardckpt.errors import FormatError, ShardckptError
+from shardckpt.errors import FormatError
 from shardckpt.names import shown
 from shardckpt.tree.containers import MAX_DEPTH, Form
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardckpt.leaves import JSON
     from shardckpt.names import PathKey
@@ -23,20 +26,31 @@ if TYPE_CHECKING:
 __all__ = [
     "Branch",
     "Custom",
+    "Meaning",
     "Node",
+    "Owned",
     "Small",
     "Tensor",
     "Tied",
     "alias_map",
-    "decode_leaf",
+    "is_meaning",
     "iter_leaves",
     "leaf_names",
     "leaves_of",
+    "meanings",
     "parse",
+    "per_process_names",
     "stored_names",
     "tensor_names",
-    "unflatten",
+    "write",
+    "write_dict",
 ]
+
+LONGEST_MEANING = 256
+"""Characters."""
+
+Meaning = Callable[[object], str | EllipsisType | None]
+"""Says what the elements of a tensor leaf are to its framework: None for just numbers, `...` for a leaf that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,8 @@ class Tensor:
 
     name: str
     """Its name."""
+    meaning: str | None = None
+    """What its elements are to its framework, e.g. `jax.key:threefry2x32`; None: the numbers that they are."""
 
     @property
     def stored(self) -> str:
@@ -85,6 +101,14 @@ class Custom:
 
 
 @dataclass(frozen=True, slots=True)
+class Owned:
+    """A place where every process has a value of its own, which is stored elsewhere."""
+
+    name: str
+    """Its name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """A container."""
 
@@ -98,21 +122,37 @@ class Branch:
     """In order."""
 
 
-Node = Tensor | Tied | Small | Custom | Branch
+Node = Tensor | Tied | Small | Custom | Owned | Branch
 
 
 # --- parsing --------------------------------------------------------------------------------------------------------
 
 
-def parse(tree: JSON) -> Node:
+def parse(tree: JSON, root: str = "") -> Node:
     """Read a tree document.
 
     Small leaves are recognised and not decoded yet: `decode_leaf` may still refuse one.
 
+    Args:
+        tree: the document.
+        root: what the whole is called, where it is a part of something larger (see `flatten`).
+
     Raises:
         FormatError: no tree document is written so.
     """
-    return _Parser().parse(tree, "", 0)
+    parser = _Parser()
+    node = parser.parse(tree, root, 0)
+    for tied in parser.tied:
+        if tied.stored not in parser.tensors:
+            raise FormatError(
+                f"{shown(tied.name)} is tied to {tied.stored[:200]!r}, which is no tensor; the checkpoint's record is damaged."
+            )
+    return node
+
+
+def is_meaning(text: object) -> bool:
+    """Whether a tensor's meaning can be written so."""
+    return isinstance(text, str) and 0 < len(text) <= LONGEST_MEANING and text.isprintable()
 
 
 class _Parser:
@@ -120,6 +160,7 @@ class _Parser:
 
     def __init__(self) -> None:
         self.tensors: set[str] = set()
+        self.tied: list[Tied] = []
         self.in_leaf = False
 
     def parse(self, node: JSON, name: str, depth: int) -> Node:
@@ -130,9 +171,7 @@ class _Parser:
             if isinstance(tag, str) and tag.startswith("$") and not tag.startswith("$$"):
                 return self.tagged(tag, node[tag], node, name, depth)
             return self.branch("dict", [leaves.decode_text(key, name) for key in node], list(node.values()), name, depth)
-        if node == "$tensor":
-            if self.in_leaf:
-                raise _refused(node, name)
+        if node == "$tensor" and not self.in_leaf:
             self.tensors.add(name)
             return Tensor(name)
         if isinstance(node, str):
@@ -145,12 +184,9 @@ class _Parser:
     def tagged(self, tag: str, content: JSON, node: JSON, name: str, depth: int) -> Node:
         if tag in leaves.TAGS:
             return Small(name, node)
-        if tag == "$tied" and isinstance(content, str) and not self.in_leaf:
-            if content not in self.tensors:
-                raise FormatError(
-                    f"{shown(name)} is tied to {content[:200]!r}, which is no tensor before it; the checkpoint's record is damaged."
-                )
-            return Tied(name, content)
+        stored = None if self.in_leaf else self.stored_elsewhere(tag, content, name)
+        if stored is not None:
+            return stored
         if isinstance(content, list):
             if tag == "$tuple":
                 return self.branch("tuple", range(len(content)), content, name, depth)
@@ -160,6 +196,15 @@ class _Parser:
             if tag == "$leaf" and len(content) == 2 and isinstance(content[0], str):
                 return self.custom(content[0], content[1], name, depth)
         raise _refused(node, name)
+
+    def stored_elsewhere(self, tag: str, content: JSON, name: str) -> Tensor | Tied | Owned | None:
+        if tag == "$tensor" and is_meaning(content):
+            self.tensors.add(name)
+            return Tensor(name, str(content))
+        if tag == "$tied" and isinstance(content, str):
+            self.tied.append(Tied(name, content))
+            return self.tied[-1]
+        return Owned(name) if tag == "$per_process" and content is None else None
 
     def branch(self, form: Form, keys: Sequence[PathKey], nodes: Sequence[JSON], name: str, depth: int) -> Branch:
         if depth >= MAX_DEPTH:
@@ -196,10 +241,46 @@ def _refused(node: JSON, name: str) -> FormatError:
     )
 
 
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(node: Node) -> JSON:
+    """The document of a node: the inverse of `parse`."""
+    document: JSON
+    if isinstance(node, Branch):
+        document = _write_branch(node)
+    elif isinstance(node, Tensor):
+        document = "$tensor" if node.meaning is None else {"$tensor": node.meaning}
+    elif isinstance(node, Tied):
+        document = {"$tied": node.stored}
+    elif isinstance(node, Small):
+        document = node.content
+    elif isinstance(node, Custom):
+        document = {"$leaf": [node.type_name, write(node.content)]}
+    else:
+        document = {"$per_process": None}
+    return document
+
+
+def _write_branch(node: Branch) -> JSON:
+    nodes = [write(child) for child in node.children]
+    if node.form == "dict":
+        return write_dict(node.keys, nodes, node.name)
+    return nodes if node.form == "list" else {"$tuple": nodes}
+
+
+def write_dict(keys: Sequence[PathKey], nodes: Sequence[JSON], name: str) -> JSON:
+    """The document of a dict called `name`."""
+    written = [leaves.encode(key, name) for key in keys]
+    if all(type(key) is str and type(text) is str for key, text in zip(keys, written, strict=True)):
+        return dict(zip(written, nodes, strict=True))  # type: ignore[arg-type]
+    return {"$dict": [[key, node] for key, node in zip(written, nodes, strict=True)]}
+
+
 # --- walking --------------------------------------------------------------------------------------------------------
 
 
-def leaves_of(node: Node) -> Iterator[Tensor | Tied | Small | Custom]:
+def leaves_of(node: Node) -> Iterator[Tensor | Tied | Small | Custom | Owned]:
     """All leaves at and below a node, in order."""
     stack = [node]
     while stack:
@@ -221,7 +302,19 @@ def tensor_names(tree: JSON) -> list[str]:
 
 def leaf_names(tree: JSON) -> list[str]:
     """The names of the leaves that are no tensors, in order."""
-    return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Small | Custom)]
+    return [leaf.name for leaf in leaves_of(parse(tree)) if not isinstance(leaf, Tensor | Tied)]
+
+
+def per_process_names(tree: JSON, only: Callable[[str], bool] | None = None) -> list[str]:
+    """The names of the places where every process has a value of its own, in order, as far as `only` asks for them."""
+    return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Owned) and (only is None or only(leaf.name))]
+
+
+def meanings(tree: JSON) -> dict[str, str]:
+    """What tensors' elements mean, by name, where they are more than numbers; a tied name means what its tensor does."""
+    found = list(leaves_of(parse(tree)))
+    stored = {leaf.name: leaf.meaning for leaf in found if isinstance(leaf, Tensor) and leaf.meaning is not None}
+    return {leaf.name: stored[leaf.stored] for leaf in found if isinstance(leaf, Tensor | Tied) and leaf.stored in stored}
 
 
 def alias_map(tree: JSON) -> dict[str, str]:
@@ -238,100 +331,17 @@ def stored_names(tree: JSON, only: Callable[[str], bool] | None = None) -> list[
 def iter_leaves(tree: JSON) -> Iterator[tuple[str, str, str]]:
     """Every leaf as (name, kind, value on a few characters), for people.
 
-    The kind is `tensor`, `tied`, the leaf's type, or what its type is registered as; nothing needs to be registered
-    or installed for that.
+    The kind is `tensor` (the value is what its elements mean, if that is said), `tied`, `per process`, the leaf's type,
+    or what its type is registered as; nothing needs to be registered or installed for that.
     """
     for leaf in leaves_of(parse(tree)):
         if isinstance(leaf, Tensor):
-            yield leaf.name, "tensor", ""
+            yield leaf.name, "tensor", leaf.meaning or ""
         elif isinstance(leaf, Tied):
             yield leaf.name, "tied", leaf.stored
+        elif isinstance(leaf, Owned):
+            yield leaf.name, "per process", ""
         elif isinstance(leaf, Custom):
             yield leaf.name, leaf.type_name, ""
         else:
             yield leaf.name, *leaves.describe(leaf.content, leaf.name)
-
-
-# --- building -------------------------------------------------------------------------------------------------------
-
-
-def decode_leaf(leaf: Small | Custom) -> object:
-    """The value of a leaf that is no tensor.
-
-    Raises:
-        FormatError: it is not written as leaves are, its type is not registered, or its registered decode function
-            does not take what is stored.
-        MissingExtraError: the leaf is torch's, and torch is not installed.
-    """
-    if isinstance(leaf, Small):
-        return leaves.decode(leaf.content, leaf.name)
-    registered = leaves.leaf_type_named(leaf.type_name, leaf.name)
-    content = _Builder({}, None).build(leaf.content)
-    try:
-        return registered.decode(content)
-    except ShardckptError:
-        raise
-    except Exception as error:
-        raise FormatError(
-            f"{shown(leaf.name)}: the decode function registered as {leaf.type_name!r} failed on what is stored "
-            f"({type(error).__name__}: {error}); register the one that belongs to the encode function it was saved with."
-        ) from error
-
-
-def unflatten(tree: JSON, tensors: Mapping[str, Any], only: Callable[[str], bool] | None = None) -> Any:
-    """Put a state together again, of plain dicts, lists and tuples.
-
-    With `only`, what it does not ask for is left out, and so are containers with nothing left in them. A list or
-    tuple from which an item is missing comes back as a dict from index to item, so that every item keeps its key. A
-    container that was stored empty is there if `only` asks for its own name.
-
-    Args:
-        tree: the document.
-        tensors: values by stored name, at least those of `stored_names(tree, only)`. Tied names share one value.
-        only: which names are wanted; None for all.
-
-    Returns:
-        The state; an empty dict where `only` asks for nothing in it.
-
-    Raises:
-        FormatError: the document is none, or names a tensor that `tensors` lacks.
-        MissingExtraError: a leaf is torch's, and torch is not installed.
-    """
-    state = _Builder(tensors, only).build(parse(tree))
-    return {} if state is _LEFT_OUT else state
-
-
-_LEFT_OUT = object()
-
-
-class _Builder:
-    """Puts plain containers together from nodes."""
-
-    def __init__(self, tensors: Mapping[str, Any], only: Callable[[str], bool] | None) -> None:
-        self.tensors = tensors
-        self.only = only
-
-    def build(self, node: Node) -> object:
-        if isinstance(node, Branch) and node.children:
-            return self.container(node)
-        if self.only is not None and not self.only(node.name):
-            return _LEFT_OUT
-        if isinstance(node, Tensor | Tied):
-            if node.stored not in self.tensors:
-                raise FormatError(f"The tree names a tensor {node.stored!r} that the checkpoint does not have; its record is damaged.")
-            return self.tensors[node.stored]
-        if isinstance(node, Branch):
-            return {"dict": dict, "list": list, "tuple": tuple}[node.form]()
-        return decode_leaf(node)
-
-    def container(self, node: Branch) -> object:
-        items: dict[PathKey, object] = {}
-        for key, child in zip(node.keys, node.children, strict=True):
-            item = self.build(child)
-            if item is not _LEFT_OUT:
-                items[key] = item
-        if not items:
-            return _LEFT_OUT
-        if node.form == "dict" or len(items) < len(node.keys):
-            return items
-        return tuple(items.values()) if node.form == "tuple" else list(items.values())

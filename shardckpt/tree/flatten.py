@@ -1,23 +1,27 @@
 """Which tensors does a state hold, under which names, and what is the rest of it?
 
 One walk, depth first, in the order of the containers. Every value is, in this order: a tensor (the caller says so), a
-leaf of a registered type, a small leaf, a container, or an error that names its place.
+`PerProcess`, a leaf of a registered type, a small leaf, a container, or an error that names its place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import leaves, names
 from shardckpt.errors import LeafError
+from shardckpt.excerpt import excerpt
 from shardckpt.names import shown
 from shardckpt.tree.containers import MAX_DEPTH, Container, container_of
+from shardckpt.tree.document import is_meaning, write_dict
+from shardckpt.tree.per_process import PerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from shardckpt.leaves import JSON
+    from shardckpt.tree.document import Meaning
 
 __all__ = ["Flat", "flatten", "unsupported"]
 
@@ -32,9 +36,18 @@ class Flat:
     """The tree document: containers and small leaves (grammar in `shardckpt.tree`)."""
     aliases: dict[str, str]
     """Further names of tied tensors, and for each the name that the tensor is stored under."""
+    per_process: dict[str, Any] = field(default_factory=dict)
+    """This process's values of the `PerProcess` leaves by name, in tree order. The tree holds none of them."""
 
 
-def flatten(state: object, is_tensor: Callable[[object], bool], identity: Callable[[object], Hashable | None] | None = None) -> Flat:
+def flatten(
+    state: object,
+    is_tensor: Callable[[object], bool],
+    identity: Callable[[object], Hashable | None] | None = None,
+    meaning: Meaning | None = None,
+    *,
+    root: str = "",
+) -> Flat:
     """Take a state apart into named tensors and the tree document.
 
     Args:
@@ -42,23 +55,32 @@ def flatten(state: object, is_tensor: Callable[[object], bool], identity: Callab
         is_tensor: whether a value is a tensor leaf. Asked first, about every value.
         identity: equal for tensors that are the same memory seen the same way, None for one that is never shared.
             Tensors of equal identity are stored once.
+        meaning: what a tensor's elements are to its framework, e.g. `jax.key:threefry2x32`.
+        root: what the whole is called, where it is a part of something larger. All names begin with it.
 
     Raises:
         LeafError: a value that cannot be stored, a key that is none, a cycle, or more than 200 containers around one
             value; it names the place.
     """
-    walk = _Walk(is_tensor, identity)
-    tree = walk.visit(state, "", 0)
-    return Flat(walk.tensors, tree, walk.aliases)
+    walk = _Walk(is_tensor, identity, meaning)
+    tree = walk.visit(state, root, 0)
+    return Flat(walk.tensors, tree, walk.aliases, walk.per_process)
 
 
 class _Walk:
     """What one walk has seen so far."""
 
-    def __init__(self, is_tensor: Callable[[object], bool], identity: Callable[[object], Hashable | None] | None) -> None:
+    def __init__(
+        self,
+        is_tensor: Callable[[object], bool],
+        identity: Callable[[object], Hashable | None] | None,
+        meaning: Meaning | None,
+    ) -> None:
         self.is_tensor = is_tensor
         self.identity = identity
+        self.meaning = meaning
         self.tensors: dict[str, Any] = {}
+        self.per_process: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
         self.first_names: dict[Hashable, str] = {}
         self.inside: set[int] = set()
@@ -69,6 +91,10 @@ class _Walk:
     def visit(self, value: object, name: str, depth: int) -> JSON:
         if self.is_tensor(value):
             return self.tensor(value, name)
+        if isinstance(value, PerProcess):
+            self.refuse_in_leaf(value)
+            self.per_process[name] = value.value
+            return {"$per_process": None}
         registered = leaves.leaf_type(value)
         if registered is not None:
             with _Inside(self, value, name, depth):
@@ -82,11 +108,7 @@ class _Walk:
             return self.container(container, name, depth + 1)
 
     def tensor(self, value: object, name: str) -> JSON:
-        if self.leaf is not None:
-            raise LeafError(
-                f"{shown(self.leaf)}: the encode function of this registered leaf returned a {type(value).__qualname__}; "
-                f"it may return small leaves, dicts, lists and tuples of them only. Keep tensors in the state itself."
-            )
+        self.refuse_in_leaf(value)
         identity = None if self.identity is None else self.identity(value)
         if identity is not None:
             first = self.first_names.setdefault(identity, name)
@@ -94,7 +116,20 @@ class _Walk:
                 self.aliases[name] = first
                 return {"$tied": first}
         self.tensors[name] = value
-        return "$tensor"
+        meaning = None if self.meaning is None else self.meaning(value)
+        if meaning is None or meaning is ...:
+            return "$tensor"
+        if not is_meaning(meaning):
+            raise LeafError(f"{shown(name)} means {excerpt(meaning)}, which is no short printable text; store it as plain numbers.")
+        return {"$tensor": meaning}
+
+    def refuse_in_leaf(self, value: object) -> None:
+        """Raise LeafError inside of a registered leaf's encoded form."""
+        if self.leaf is not None:
+            raise LeafError(
+                f"{shown(self.leaf)}: the encode function of this registered leaf returned a {type(value).__qualname__}; "
+                f"it may return small leaves, dicts, lists and tuples of them only. Keep tensors and PerProcess in the state itself."
+            )
 
     def encoded(self, value: object, name: str, depth: int) -> JSON:
         outer, self.leaf = self.leaf, name
@@ -107,14 +142,9 @@ class _Walk:
         nodes: list[JSON] = []
         for component, child in zip(names.component_names(container.keys), container.children, strict=True):
             nodes.append(self.visit(child, names.child_name(name, component), depth))
-        if container.form == "list":
-            return nodes
-        if container.form == "tuple":
-            return {"$tuple": nodes}
-        keys = [leaves.encode(key, name) for key in container.keys]
-        if all(type(key) is str and type(encoded) is str for key, encoded in zip(container.keys, keys, strict=True)):
-            return dict(zip(keys, nodes, strict=True))  # type: ignore[arg-type]
-        return {"$dict": [[key, node] for key, node in zip(keys, nodes, strict=True)]}
+        if container.form == "dict":
+            return write_dict(container.keys, nodes, name)
+        return nodes if container.form == "list" else {"$tuple": nodes}
 
 
 class _Inside:

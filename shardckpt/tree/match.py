@@ -5,10 +5,11 @@ anything is read:
 
 1. A tensor in `like` takes the stored tensor at its place, whichever name that one is stored under.
 2. A small leaf in `like` is replaced by the stored one, of whatever type that is.
-3. A container takes any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
+3. A `PerProcess` in `like` takes the value that one process stored at its place; which one, the caller says.
+4. A container takes any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
    tuples by index. `like`'s class wins.
-4. Anything else at one place is a structure mismatch. What only one side has, be it an empty container, is a
-   missing or unexpected name.
+5. Anything else at one place is a structure mismatch, and so are tensors whose elements mean different things. What
+   only one side has, be it an empty container, is a missing or unexpected name.
 
 The walk leaves a tree of steps behind, and `Matched.build` follows it with the values that were read.
 """
@@ -16,18 +17,21 @@ The walk leaves a tree of steps behind, and `Matched.build` follows it with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import leaves, names
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.names import shown
 from shardckpt.tree.containers import MAX_DEPTH, Container, container_of
-from shardckpt.tree.document import Branch, Custom, Node, Small, Tensor, Tied, decode_leaf, leaves_of, parse
+from shardckpt.tree.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
 from shardckpt.tree.flatten import unsupported
+from shardckpt.tree.per_process import PerProcess
+from shardckpt.tree.unflatten import decode_leaf
 
 if TYPE_CHECKING:
     from shardckpt.leaves import JSON
+    from shardckpt.tree.document import Meaning
 
 __all__ = ["Matched", "match"]
 
@@ -36,6 +40,7 @@ _Step = Callable[[Mapping[str, object]], object]
 
 _LISTED = 10
 """Names of each sort that a message lists."""
+_WRAP = "wrap it there: shardckpt.PerProcess(…)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +53,16 @@ class Matched:
     """Names in `like` that are not stored and keep `like`'s values; empty unless `strict=False`."""
     unexpected: list[str] = field(default_factory=list)
     """Stored names that `like` has no place for; empty unless `strict=False`."""
+    per_process: dict[str, PerProcess] = field(default_factory=dict)
+    """The `PerProcess` leaves of `like` that want a value, by name, in tree order of `like`."""
     _step: _Step = field(kw_only=True, repr=False)
 
     def build(self, values: Mapping[str, object]) -> Any:
         """A new state of `like`'s own containers around stored values; `like` stays as it is.
 
         Args:
-            values: for every name of `like` in `tensors`, the tensor that goes there.
+            values: for every name of `like` in `tensors`, the tensor that goes there; for every name in
+                `per_process`, the value, which comes back in a `PerProcess` like the one in `like`.
         """
         return self._step(values)
 
@@ -66,6 +74,7 @@ def match(
     *,
     only: Callable[[str], bool] | None = None,
     strict: bool = True,
+    meaning: Meaning | None = None,
 ) -> Matched:
     """Lay `like` beside a tree document, and check that one fits the other.
 
@@ -76,28 +85,36 @@ def match(
         only: which names to restore. Whatever it does not ask for keeps `like`'s value, or is not looked at.
         strict: whether names that only one side has are an error. Otherwise `like`'s value stays, or the stored one
             is not looked at.
+        meaning: what the elements of a tensor leaf of `like` are to its framework; None not to compare that with what
+            is stored.
 
     Raises:
         NamesMismatchError: names missing from the checkpoint, or that `like` has no place for.
-        StructureMismatchError: a tensor, a small leaf and a container that ought to be the same thing.
+        StructureMismatchError: a tensor, a small leaf, a PerProcess and a container that ought to be the same thing,
+            or tensors of different meaning.
         LeafError: `like` has a value that no state can have.
         FormatError: the document is none.
         MissingExtraError: a leaf is torch's, and torch is not installed.
     """
-    walk = _Walk(is_tensor, only or (lambda _name: True))
-    step = walk.visit(like, parse(tree), 0)
+    root = parse(tree)
+    walk = _Walk(root, is_tensor, only or (lambda _name: True), meaning)
+    step = walk.visit(like, root, 0)
     if strict and (walk.missing or walk.unexpected):
         raise walk.names_mismatch()
-    return Matched(walk.tensors, walk.missing, walk.unexpected, _step=step)
+    return Matched(walk.tensors, walk.missing, walk.unexpected, walk.per_process, _step=step)
 
 
 class _Walk:
     """What one walk of both trees has seen so far."""
 
-    def __init__(self, is_tensor: Callable[[object], bool], selected: Callable[[str], bool]) -> None:
+    def __init__(self, root: Node, is_tensor: Callable[[object], bool], selected: Callable[[str], bool], meaning: Meaning | None) -> None:
         self.is_tensor = is_tensor
         self.selected = selected
+        self.meaning = meaning
+        self.meanings = {} if meaning is None else {leaf.name: leaf.meaning for leaf in leaves_of(root) if isinstance(leaf, Tensor)}
+        """By stored name."""
         self.tensors: dict[str, list[tuple[str, Any]]] = {}
+        self.per_process: dict[str, PerProcess] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
@@ -106,6 +123,8 @@ class _Walk:
     def visit(self, value: object, node: Node, depth: int) -> _Step:
         if self.is_tensor(value):
             return self.tensor(value, node)
+        if isinstance(value, PerProcess):
+            return self.own(value, node)
         container = _taken_apart(value, node.name)
         if container is not None:
             return self.container(value, container, node, depth)
@@ -118,23 +137,42 @@ class _Walk:
             return _keep(decode_leaf(node))
         if isinstance(node, Branch):
             raise _structure(node, f"{_said(value)}; put a container of the same keys there, or leave it out with only=")
+        if isinstance(node, Owned):
+            raise _structure(node, f"{_said(value)}; {_WRAP}")
         raise _structure(node, f"{_said(value)}; pass a tensor, an ndarray or a shardckpt.Target there")
 
     def tensor(self, value: object, node: Node) -> _Step:
         if not self.any_selected(node):
             return _keep(value)
         if not isinstance(node, Tensor | Tied):
-            raise _structure(node, f"a tensor ({type(value).__qualname__}); pass what is stored, or any value of its kind, there")
+            advice = _WRAP if isinstance(node, Owned) else "pass what is stored, or any value of its kind, there"
+            raise _structure(node, f"a tensor ({type(value).__qualname__}); {advice}")
         name = node.name
+        found, stored = ... if self.meaning is None else self.meaning(value), self.meanings.get(node.stored)
+        if found is not ... and found != stored:
+            raise StructureMismatchError(
+                f"{shown(name)} holds {_meant(stored)} in the checkpoint, and in `like` {_meant(found)} ({type(value).__qualname__}); "
+                f"pass a tensor of the same meaning there, or a shardckpt.Target."
+            )
         self.tensors.setdefault(node.stored, []).append((name, value))
         return lambda values: values[name]
+
+    def own(self, value: PerProcess, node: Node) -> _Step:
+        if not self.any_selected(node):
+            return _keep(value)
+        if not isinstance(node, Owned):
+            raise _structure(node, "a shardckpt.PerProcess; pass what is stored, or any value of its kind, without it")
+        name = node.name
+        self.per_process[name] = value
+        return lambda values: replace(value, value=values[name])
 
     def container(self, value: object, container: Container, node: Node, depth: int) -> _Step:
         if depth >= MAX_DEPTH:
             raise LeafError(f"{shown(node.name)} in `like` lies in more than {MAX_DEPTH} containers, or in itself.")
         if not isinstance(node, Branch):
             if self.selected(node.name):
-                raise _structure(node, f"a {type(value).__qualname__} of {len(container.keys)} items; pass a leaf there")
+                advice = _WRAP if isinstance(node, Owned) else "pass a leaf there"
+                raise _structure(node, f"a {type(value).__qualname__} of {len(container.keys)} items; {advice}")
             return self.absent(value, node.name, depth)
         if (container.form == "dict") != (node.form == "dict") and (container.keys or node.keys):
             if self.any_selected(node):
@@ -193,7 +231,7 @@ def _keep(value: object) -> _Step:
 
 
 def _is_leaf(value: object) -> bool:
-    return leaves.leaf_type(value) is not None or leaves.is_small(value)
+    return isinstance(value, PerProcess) or leaves.leaf_type(value) is not None or leaves.is_small(value)
 
 
 def _taken_apart(value: object, name: str) -> Container | None:
@@ -213,8 +251,14 @@ def _stored_as(node: Node) -> str:
         return "a tensor"
     if isinstance(node, Branch):
         return f"a {node.form} of {len(node.keys)} items"
+    if isinstance(node, Owned):
+        return "a value of each process's own"
     kind = node.type_name if isinstance(node, Custom) else leaves.describe(node.content, node.name)[0]
     return f"a leaf of type {kind}"
+
+
+def _meant(meaning: str | None) -> str:
+    return "plain numbers" if meaning is None else repr(meaning)
 
 
 def _structure(node: Node, found: str) -> StructureMismatchError:

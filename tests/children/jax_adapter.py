@@ -2,7 +2,7 @@
 
 import json
 import sys
-from math import prod
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +10,18 @@ import numpy as np
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax_arrays import assembled, compiles, error, on_devices, placed
 from jax_cases import NAMES, elements, same_bits
 
 import shardckpt
 from shardckpt import frameworks
 from shardckpt.dtypes import by_name
-from shardckpt.errors import ShardckptError
 from shardckpt.frameworks.base import Target
 from shardckpt.op_sharding import OpSharding
 from shardckpt.sharding import Sharding
+from shardckpt.world import DeviceOwners, World
 
 F32 = by_name("float32")
-compiled = []
-jax.monitoring.register_event_duration_secs_listener(lambda event, _seconds, **_: compiled.append(event))
-
-
-def compiles():
-    return sum("compile" in event for event in compiled)
 
 
 def devices(ids):
@@ -50,53 +45,6 @@ def sharded(case, seed=0):
     """Elements, and an array of them that JAX itself has sharded."""
     array = elements(seed, case["shape"], case["dtype"])
     return array, jax.device_put(array, sharding_of(case))
-
-
-def assembled(source, arrays):
-    """The whole array out of a source's boxes, and how often each element was covered."""
-    whole = np.zeros(source.shape, source.dtype.numpy)
-    covered = np.zeros(source.shape, int)
-    for i, array in enumerate(arrays):
-        whole[source.boxes[i].slices] = array
-        covered[source.boxes[i].slices] += 1
-    return whole, covered
-
-
-def filled(sink, array):
-    """Buffers as a caller lends them, aligned so that JAX could use them as they are."""
-    buffers = []
-    for i, shape in enumerate(sink.buffer_shapes):
-        size = prod(shape) * sink.dtype.itemsize
-        memory = np.empty(size + 64, np.uint8)
-        memory = memory[-memory.ctypes.data % 64 :][:size]
-        buffer = memory.view(sink.dtype.numpy).reshape(shape)
-        buffer[...] = array[sink.boxes[i].slices]
-        buffers.append(buffer)
-    return buffers
-
-
-def placed(sink, array):
-    buffers = filled(sink, array)
-    restored = sink.place(buffers)
-    for buffer in buffers:
-        buffer.reshape(-1).view(np.uint8)[...] = 1  # the buffers are ours again
-    return restored
-
-
-def on_devices(array):
-    """What every device holds: id, index, bits."""
-    return [
-        (s.device.id, [list(i.indices(n)[:2]) for i, n in zip(s.index, array.shape, strict=True)], np.asarray(s.data).tobytes())
-        for s in sorted(array.addressable_shards, key=lambda s: s.device.id)
-    ]
-
-
-def error(function, *args):
-    try:
-        function(*args)
-    except ShardckptError as e:
-        return [type(e).__name__, str(e)]
-    return None
 
 
 def round_trip(case):
@@ -275,6 +223,53 @@ def guarded(_):
     return same_bits(assembled(source, arrays)[0], array) and same_bits(restored, array)
 
 
+def wanted(case):
+    """Copies of packed elements are host memory of Python's: how much of it do wanted boxes take?"""
+    array, leaf = sharded(case | {"shape": [8, 1 << 18], "dtype": "int4"})
+    source = frameworks.source("w", leaf)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    ((*arrays,),) = frameworks.fetch([source], [case["wanted"]])
+    taken = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    return {
+        "boxes": len(source.boxes),
+        "bits": [same_bits(fetched, array[source.boxes[k].slices]) for k, fetched in zip(case["wanted"], arrays, strict=True)],
+        "taken": taken / sum(a.nbytes for a in arrays) if arrays else taken,
+    }
+
+
+def told(case):
+    """Whose each device is, where JAX takes all of them for its only process's."""
+    owners = {int(device): owner for device, owner in case["owners"].items()}
+    world = World(0, 2, {"jax": DeviceOwners.of(owners)})
+    found = frameworks.sources({"w": sharded(case)[1], "free": jnp.ones(3)}, world)
+    stranger = error(frameworks.source, "w", sharded(case)[1], World(0, 2, {"jax": DeviceOwners.of({0: 1})}))
+    return {"holders": found["w"].holders, "uncommitted": found["free"].holders, "stranger": stranger}
+
+
+def pmapped(_):
+    array = np.arange(24, dtype=np.float32).reshape(8, 3)
+    leaf = jax.pmap(lambda a: a, devices=devices([3, 1, 2, 0, 7, 6, 5, 4]).tolist())(array)
+    before = compiles()
+    (arrays,) = frameworks.fetch([source := frameworks.source("w", leaf)])
+    restored = placed(frameworks.target("w", leaf, (), F32), array)
+    return {
+        "boxes": len(source.boxes),
+        "bits": same_bits(assembled(source, arrays)[0], array),
+        "devices": on_devices(restored) == on_devices(leaf) and restored.sharding == leaf.sharding,
+        "compiles": compiles() - before,
+    }
+
+
+class Sorted(jax.sharding.Sharding):
+    """Somebody's own kind, of which XLA has never heard."""
+
+    @property
+    def device_set(self):
+        return set(jax.devices())
+
+
 def refusals(_):
     mesh = Mesh(devices(range(8)).reshape(4, 2), NAMES[:2])
     explicit = jax.make_mesh((4, 2), NAMES[:2])
@@ -299,8 +294,7 @@ def refusals(_):
         "traced": traced[0][0],
         "traced like": traced[0][1],
         "struct saved": error(frameworks.source, "w", struct(PartitionSpec("x"))),
-        "key": error(frameworks.source, "w", jax.random.key(0)),
-        "key like": to(jax.eval_shape(lambda: jax.random.key(0))),
+        "kind": to(Target(Sorted())),
         "unconstrained": to(struct(PartitionSpec("x", PartitionSpec.UNCONSTRAINED))),
         "unreduced": to(Target(NamedSharding(explicit, PartitionSpec("x", unreduced={"y"})))),
         "abstract": to(struct(PartitionSpec("x"), mesh.abstract_mesh)),
@@ -332,6 +326,9 @@ def main():
             x64,
             identities,
             guarded,
+            wanted,
+            told,
+            pmapped,
             refusals,
         ),
     )

@@ -1,11 +1,16 @@
 """`shardckpt ls`."""
 
+import os
+import shutil
+
 import numpy as np
+
+ATTEMPT = "20260101T000000-00000000"
 
 
 def begin(place):
-    (place / "20260101T000000-00000000" / "records").mkdir(parents=True)
-    (place / "20260101T000000-00000000" / "records" / "00001.json").write_bytes(b"{}")
+    (place / ATTEMPT / "records").mkdir(parents=True)
+    (place / ATTEMPT / "records" / "00001.json").write_bytes(b"{}")
 
 
 def test_checkpoints_are_listed_by_step(run, saver, tmp_path):
@@ -22,10 +27,35 @@ def test_checkpoints_are_listed_by_step(run, saver, tmp_path):
 def test_unfinished_saves_show_on_request(run, saver, tmp_path):
     saver(tmp_path / "1")
     begin(tmp_path / "2")
+    os.utime(tmp_path / "2" / ATTEMPT / "records" / "00001.json", (0, 0))
     assert "uncommitted" not in run("ls", tmp_path).out
     answer = run("ls", "--all", tmp_path)
-    assert answer.out.splitlines()[-1].split() == ["2", "(20260101T000000-00000000)", "uncommitted"]
-    assert max(map(len, answer.out.splitlines())) <= 80
+    *table, empty, progress, hint = answer.out.splitlines()
+    assert table[-1].split() == ["2", f"({ATTEMPT})", "uncommitted"]
+    assert empty == ""
+    assert progress.startswith(f"2/{ATTEMPT}: no host has finished, nothing written for ")
+    assert progress.endswith(" d")
+    assert hint == f"shardckpt gc {tmp_path} removes what nobody finishes"
+    assert max(map(len, table)) <= 80
+
+
+def test_a_save_that_lacks_nothing_but_its_commit_is_pointed_out(run, saver, tmp_path):
+    """Its directory's name can be pasted into a shell."""
+    save = saver(tmp_path / "the run" / "1")
+    (save / "checkpoint.json").unlink()
+    line, hint, _ = run("ls", "-a", tmp_path / "the run").out.splitlines()[-3:]
+    assert "1 host finished, none is missing" in line
+    assert hint == f"  shardckpt commit '{save}' makes it a checkpoint"
+
+
+def test_one_whose_place_has_been_taken_is_not(run, saver, tmp_path):
+    save = saver(tmp_path / "1")
+    (save / "checkpoint.json").unlink()
+    other = saver(tmp_path / "2")
+    shutil.copytree(other, save, dirs_exist_ok=True)
+    answer = run("ls", "-a", save)
+    assert "none is missing" in answer.out
+    assert "shardckpt commit" not in answer.out
 
 
 def test_json_has_a_document_per_checkpoint(run, saver, tmp_path):
@@ -44,8 +74,14 @@ def test_json_has_a_document_per_checkpoint(run, saver, tmp_path):
         "bytes": 3872,
         "stored_bytes": 0,
         "reason": None,
+        "finished": None,
+        "hosts": None,
+        "committable": False,
+        "idle": None,
     }
-    assert (unfinished["state"], unfinished["attempt"], unfinished["bytes"]) == ("uncommitted", "20260101T000000-00000000", None)
+    assert (unfinished["state"], unfinished["attempt"], unfinished["bytes"]) == ("uncommitted", ATTEMPT, None)
+    assert (unfinished["finished"], unfinished["hosts"], unfinished["committable"]) == (1, None, False)
+    assert 0 <= unfinished["idle"] < 600
 
 
 def test_a_damaged_record_is_listed_with_its_reason(run, saver, tmp_path):

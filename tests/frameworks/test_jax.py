@@ -5,7 +5,6 @@ Everything is asked of processes of their own: `tests/children/jax_*.py`.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from math import prod
@@ -91,8 +90,21 @@ CASES = {
         },
         {"devices": [1, 3, 4, 5, 6, 7], "shape": [6, 6], "texts": ["{devices=[2,3]<=[6]}", "{devices=[2,3]<=[3,2]T(1,0)}", "{replicated}"]},
     ],
+    "wanted": [
+        {"mesh": [8], "devices": PERMUTED, "spec": ["x"], "wanted": [6, 1]},
+        {"mesh": [8], "devices": PERMUTED, "spec": ["x"], "wanted": [*range(8)]},
+        {"mesh": [8], "devices": PERMUTED, "spec": ["x"], "wanted": []},
+        {"mesh": [2, 4], "devices": PERMUTED, "spec": ["x"], "wanted": [1]},
+    ],
+    "told": [
+        {"mesh": [4, 2], "devices": ORDERED, "shape": [8, 8], "spec": spec, "dtype": "float32", "owners": owners}
+        for owners in ({d: d // 4 for d in ORDERED}, {d: d % 2 for d in ORDERED})
+        for spec in (["x"], ["y"], [])
+    ],
     "dtypes": [{"dtype": dtype, "x64": x64} for dtype in DTYPES for x64 in (False, True)],
-    **{key: [None] for key in ["control", "uncommitted", "donation", "memory_kinds", "x64", "identities", "guarded", "refusals"]},
+    **{
+        key: [None] for key in ["control", "uncommitted", "donation", "memory_kinds", "x64", "identities", "guarded", "pmapped", "refusals"]
+    },
 }
 
 
@@ -140,6 +152,30 @@ def test_fetching_on_cpu_copies_packed_elements_only_and_says_so(round_trips):
     for case, found in round_trips:
         expected = prod(case["shape"]) if case["dtype"] in PACKED else 0
         assert (found["copied"], found["staged"]) == (expected, expected), case
+
+
+def test_only_wanted_boxes_are_copied_to_the_host(answers):
+    for case, found in zip(CASES["wanted"], answers["wanted"], strict=True):
+        assert found["boxes"] == case["mesh"][0], case
+        assert found["bits"] == [True] * len(case["wanted"]), case
+        assert (0 <= found["taken"] < 1.1) if case["wanted"] else found["taken"] < 1 << 16, case
+
+
+def test_a_box_is_held_by_those_whose_devices_have_it_and_an_array_that_may_move_by_nobody_in_particular(answers):
+    halves, alternating = answers["told"][:3], answers["told"][3:]
+    assert [found["holders"] for found in halves] == [[[0], [0], [1], [1]], [[0, 1]] * 2, [[0, 1]]]
+    assert [found["holders"] for found in alternating] == [[[0, 1]] * 4, [[0], [1]], [[0, 1]]]
+    assert {found["uncommitted"] for found in answers["told"]} == {None}
+
+
+def test_a_device_that_belongs_to_nobody_is_refused_by_name(answers):
+    kind, message = answers["told"][0]["stranger"]
+    assert kind == "ShardingError"
+    assert message.startswith("'w': device 1 belongs to no process of this job")
+
+
+def test_what_pmap_returns_is_an_array_like_any_other(answers):
+    assert answers["pmapped"] == [{"boxes": 8, "bits": True, "devices": True, "compiles": 0}]
 
 
 def test_no_copy_stays_with_the_array_when_it_was_fetched(round_trips):
@@ -255,8 +291,7 @@ def test_a_transfer_guard_finds_nothing_to_object_to(answers):
         ("traced", "LeafError", "is being traced"),
         ("traced like", "LeafError", "is being traced"),
         ("struct saved", "LeafError", "no data to save"),
-        ("key", "LeafError", "jax.random.key_data(key)"),
-        ("key like", "LeafError", "key arrays (key<fry>) are not supported"),
+        ("kind", "ShardingError", "a Sorted cannot be told to XLA"),
         ("unconstrained", "ShardingError", "leaves a dimension to the compiler"),
         ("unreduced", "ShardingError", "partial sums"),
         ("abstract", "ShardingError", "names no devices"),
@@ -343,41 +378,3 @@ def test_what_torch_xla_saved_restores_in_jax_bit_by_bit_and_the_other_way_round
     jax, partner = together
     assert jax["for torch_xla"] == CROSS
     assert jax["wrong from torch_xla"] == partner["wrong from jax"] == []
-
-
-# --- Several processes ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    with started("jax_processes.py", address, 0, **environment(4)) as one, started("jax_processes.py", address, 1, **environment(4)) as two:
-        seen = [json.loads(process.communicate(timeout=110)[0].splitlines()[-1]) for process in (one, two)]
-    assert one.returncode == two.returncode == 0
-    return seen
-
-
-def test_ids_of_several_processes_are_not_0_to_n(processes):
-    assert processes[0]["ids"] == processes[1]["ids"] != ORDERED
-
-
-@pytest.mark.parametrize("question", ["rows", "columns", "interleaved", "replicated", "first process only"])
-def test_a_process_fetches_and_places_its_own_shards_of_a_global_array(processes, question):
-    for found in processes:
-        assert found[question]["layout"]
-        assert found[question]["fetched"]
-        assert found[question]["restored"]
-
-
-def test_all_processes_together_hold_every_element(processes):
-    columns = [box for found in processes for box in found["columns"]["boxes"]]
-    assert sorted(columns) == [[[0, i], [8, i + 1]] for i in range(8)]
-    interleaved = [box for found in processes for box in found["interleaved"]["boxes"]]
-    assert len({str(box) for box in interleaved}) == len(interleaved) == 8
-
-
-def test_replicas_are_held_by_every_process_and_a_process_without_devices_holds_nothing(processes):
-    assert [found["replicated"]["boxes"] for found in processes] == [[[[0, 0], [8, 8]]]] * 2
-    assert [len(found["first process only"]["boxes"]) for found in processes] == [4, 0]

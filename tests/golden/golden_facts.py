@@ -26,7 +26,13 @@ def facts(state):
 
 
 def layout_facts(layout, shape):
-    """What a recorded layout says of a tensor: XLA's text, and which box every device holds (unless it says not how many)."""
+    """What a recorded layout says of a tensor: XLA's text or DTensor's placements, and which boxes every device holds.
+
+    (Unless it does not say of how many devices.)
+    """
+    if hasattr(layout, "placements"):
+        devices, boxes = layout.boxes(shape)
+        return {"placements": [str(p) for p in layout.placements], "boxes": [devices.tolist(), boxes.start.tolist(), boxes.stop.tolist()]}
     op_sharding = layout.op_sharding(len(shape)) if hasattr(layout, "op_sharding") else layout
     if str(op_sharding) == "{replicated}":
         return {"op_sharding": "{replicated}"}
@@ -47,6 +53,8 @@ def _facts(value, path, tensors):
         # The value is kept with its path, so that its id stays its own.
         tensors[id(value)] = path, value
         return {"tensor": [value.dtype.name, list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]}
+    if type(value).__qualname__ == "Tensor":
+        return {"torch": _facts(value.numpy(), path, tensors)}
     return _leaf(value)
 
 

@@ -1,9 +1,11 @@
-"""Arrays cut into encoded chunks, without the code under test; and stores of both kinds."""
+"""Arrays cut into encoded chunks, without the code under test; and stores of every kind."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 import uuid
+from pathlib import Path
 
 import crc32c
 import ml_dtypes
@@ -12,14 +14,42 @@ import pytest
 
 from shardckpt.io.store import Store
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-@pytest.fixture(params=["file", "memory"])
+from emulators import environment
+from fault_proxy import FaultProxy
+
+
+@pytest.fixture(scope="session")
+def strict_gcs(gcs_server):
+    """A url prefix on a Cloud Storage that enforces preconditions, and the environment that leads there."""
+    with FaultProxy(gcs_server.endpoint) as proxy:
+        # TensorStore keeps a bucket's endpoint: this one is known by the proxy's alone.
+        yield f"gs://{gcs_server.new_bucket('strict')}", gcs_server.env(proxy.url)
+
+
+@pytest.fixture(params=["file", "memory", "gs", "s3"])
 def store(request, tmp_path):
     """A store of each kind, at a place that does not exist yet."""
-    if request.param == "memory":
-        yield Store.open(f"memory://{uuid.uuid4().hex}/a b")
-    else:
+    name = f"{uuid.uuid4().hex}/a b"
+    if request.param == "file":
         yield Store.open(tmp_path / "a b")
+    elif request.param == "memory":
+        yield Store.open(f"memory://{name}")
+    elif request.param == "gs":
+        bucket, variables = request.getfixturevalue("strict_gcs")
+        with environment(variables):
+            yield Store.open(f"{bucket}/{name}")
+    else:
+        server = request.getfixturevalue("s3_server")
+        with environment(server.env()):
+            yield Store.open(server.url(name))
+
+
+@pytest.fixture
+def cloud_store(cloud):
+    """A store on each object store, at a place where nothing is yet."""
+    return Store.open(cloud.url(uuid.uuid4().hex))
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import pytest
 
 import shardckpt
 from shardckpt import SaveOptions, errors, saving
-from shardckpt.io import commit, index
+from shardckpt.io import assemble, commit, index
+from shardckpt.io.attempts import is_attempt
 from shardckpt.io.store import Store
 
 LAYOUTS = ["packed", "zarr"]
@@ -64,7 +65,7 @@ def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_t
     for k in range(len(died_before)):
         url = tmp_path / str(k) / "checkpoint"
         # Its parts are there, under a name that nothing refers to; before there are any, there is just nothing.
-        begun = any(commit.is_attempt(Store.open(url), name) for name in attempts(url))
+        begun = any(is_attempt(Store.open(url), name) for name in attempts(url))
         with pytest.raises(errors.UncommittedError if begun else errors.NotFoundError):
             shardckpt.open(url)
         assert contents(tmp_path / str(k) / "earlier") == contents(tmp_path / "base" / "earlier")
@@ -134,7 +135,7 @@ def lose_the_race(url, monkeypatch, *, overwrite):
 def test_who_is_overtaken_says_so_and_leaves_the_winner_alone(tmp_path, monkeypatch, overwrite):
     if overwrite:
         shardckpt.save(tmp_path / "c", state(0))
-    with pytest.raises(errors.AlreadyExistsError, match="somebody else committed there"):
+    with pytest.raises(errors.AlreadyExistsError, match="another save committed there"):
         lose_the_race(tmp_path / "c", monkeypatch, overwrite=overwrite)
     assert value_of(tmp_path / "c") == 2
     assert attempts(tmp_path / "c") == [shardckpt.open(tmp_path / "c").record.attempt]
@@ -223,7 +224,7 @@ def test_an_interrupt_while_publishing_deletes_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("failing", ["_host_records", "_check_coverage", "merge_lanes", "write_plain_documents"])
 def test_a_save_that_fails_before_it_publishes_leaves_nothing(tmp_path, monkeypatch, layout, failing):
     if failing not in {"packed": {"write_plain_documents"}, "zarr": {"merge_lanes"}}[layout]:
-        place = commit if failing.startswith("_") else index
+        place = assemble if failing.startswith("_") else index
         monkeypatch.setattr(place, failing, lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             shardckpt.save(tmp_path / "c", state(1), options=SaveOptions(layout=layout))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 
 import numpy as np
 import pytest
 import tensorstore as ts
+from emulators import environment
+from fault_proxy import FaultProxy
+from fault_rules import Rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,29 +170,91 @@ def test_an_attempt_that_is_deleted_while_it_is_written_is_a_storage_error(tmp_p
     writer.abort()
 
 
-@pytest.mark.parametrize(("place", "limit", "allowed"), [("file", 0, 24), ("memory", 96, 96 + 128 + 32)])
-def test_memory_stays_within_the_limit(tmp_path, place, limit, allowed):
-    """In a process of its own: 128 MiB in chunks of 1 MiB; what a memory store keeps is counted as allowed."""
+@pytest.mark.parametrize(
+    ("place", "limit", "allowed"), [("file", 0, 24), ("memory", 96, 96 + 256 + 32), ("gs", 64, 64 + 16), ("s3", 64, 64 + 16)]
+)
+def test_memory_stays_within_the_limit(tmp_path, request, place, limit, allowed):
+    """In a process of its own: 256 MiB in chunks of 1 MiB; what a memory store keeps is counted as allowed."""
     program = """
-import sys, uuid
+import sys
 from shardckpt.io.packed import PackedWriter
 from shardckpt.io.store import Store
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
 store = Store.open(sys.argv[1])
-store.write("first", b"")
+store.write("first", b"x")
 chunk = bytearray(1 << 20)
 before = peak()
 writer = PackedWriter(store, 0, memory_limit=int(sys.argv[2]) << 20)
-for i in range(128):
+for i in range(256):
     chunk[0] = i
     writer.put(f"w/c/{i}", chunk)
 writer.finish()
 print(peak() - before)
 """
-    url = str(tmp_path) if place == "file" else "memory://x"
-    run = subprocess.run([sys.executable, "-c", program, url, str(limit)], capture_output=True, text=True, check=True)
+    server = {"gs": "gcs_server", "s3": "s3_server"}.get(place)
+    emulator = request.getfixturevalue(server) if server is not None else None
+    url = emulator.url(uuid.uuid4().hex) if emulator is not None else {"file": str(tmp_path), "memory": "memory://x"}[place]
+    variables = {**os.environ, **(emulator.env() if emulator is not None else {})}
+    command = [sys.executable, "-c", program, url, str(limit)]
+    run = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=100)
     assert int(run.stdout) <= allowed
+
+
+@pytest.fixture
+def proxied(cloud):
+    """A proxy, and a store behind it in a bucket that TensorStore knows by this proxy alone."""
+    with FaultProxy(cloud.endpoint) as proxy, environment(cloud.env(proxy.url)):
+        yield proxy, Store.open(f"{cloud.scheme}://{cloud.new_bucket(f'b-{uuid.uuid4().hex}')}/run")
+
+
+def test_on_an_object_store_a_file_is_one_request_and_what_is_sent_again(proxied):
+    proxy, store = proxied
+    data = np.random.default_rng(0).integers(0, 256, (40, 1 << 14), np.uint8)
+    with proxy.rules.during(Rule("status", kinds=("upload",), objects="*/d/00002"), Rule("reset", kinds=("upload",), objects="*/d/00003")):
+        writer = PackedWriter(store, 0, data_file_bytes=8 << 14)
+        for i, row in enumerate(data):
+            writer.put(f"w/c/{i}", row)
+        placements = writer.finish()
+    assert as_placed(store, placements) == [row.tobytes() for row in data]
+    sent = {name.rpartition("/")[2]: nbytes >> 14 for name, nbytes in proxy.traffic.uploaded().items() if nbytes >= 1 << 14}
+    assert sent == {"00000": 8, "00001": 8, "00002": 16, "00003": 16, "00004": 8}
+    assert sum(e.operation.kind == "upload" for e in proxy.traffic.exchanges()) == 5 + 2 + 2
+
+
+def test_files_are_on_their_way_while_the_next_one_fills(proxied):
+    """As many as there is memory for: a fifth of the limit each, two at a time."""
+    proxy, store = proxied
+    with proxy.rules.during(Rule("latency", seconds=3600, times=None, kinds=("upload",), objects="*/d/0*")):
+        writer = PackedWriter(store, 0, memory_limit=5 << 14, data_file_bytes=1 << 20)
+        for i in range(3):
+            writer.put(f"w/c/{i}", bytes(1 << 14))
+        deadline = time.monotonic() + 60
+        while len(proxy.traffic.exchanges()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        writer.abort()
+    assert sorted(proxy.traffic.uploaded()) == [f"{store.location.bucket}/run/hosts/00000/0/d/0000{i}" for i in range(2)]
+
+
+def test_giving_up_does_not_wait_for_a_storage_that_is_down(proxied):
+    proxy, store = proxied
+    writer = PackedWriter(store, 0, data_file_bytes=1)
+    with proxy.rules.during(Rule("status", times=None, kinds=("upload",))):
+        for i in range(3):
+            writer.put(f"w/c/{i}", b"1")
+        writer.abort()  # a request is tried again for minutes
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_no_database(cloud):
+    with environment(cloud.env()):
+        writer = PackedWriter(Store.open(f"{cloud.scheme}://no-such-bucket/run"), 0)
+        writer.put("w/c/0", b"1")
+        with pytest.raises(StorageError, match=r"no-such-bucket/run/hosts/00000/0/d/00000"):
+            writer.finish()
+        with pytest.raises(CommitError, match="call abort"):
+            writer.finish()
+        writer.abort()
 
 
 def test_giving_up_raises_nothing_where_nothing_can_be_deleted(tmp_path):

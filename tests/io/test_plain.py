@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
 import numpy as np
 import pytest
+from emulators import environment
+from fault_proxy import FaultProxy
+from fault_rules import Rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,13 +91,44 @@ def test_giving_up_leaves_no_file_open(tmp_path):
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(Path(os.path.realpath(fd)))]
 
 
-def test_an_error_in_the_background_is_raised(monkeypatch):
-    def refuse(self, key, data):
-        raise StorageError("the network is gone")
+def test_an_error_in_the_background_is_raised(cloud):
+    with environment(cloud.env()):
+        writer = PlainWriter(Store.open(f"{cloud.scheme}://no-such-bucket/run"))
+        writer.put("w/c/0", b"1")
+        with pytest.raises(StorageError, match=r"no-such-bucket/run/zarr/w/c/0"):
+            writer.finish()
+        with pytest.raises(CommitError, match="call abort"):
+            writer.finish()
+        writer.abort()
 
-    monkeypatch.setattr(Store, "write", refuse)
-    writer = PlainWriter(Store.open(f"memory://{uuid.uuid4().hex}"))
-    writer.put("w/c/0", b"1")
-    with pytest.raises(StorageError, match="network"):
-        writer.finish()
-    writer.abort()
+
+def test_giving_up_does_not_wait_for_a_storage_that_is_down(cloud):
+    with FaultProxy(cloud.endpoint) as proxy, environment(cloud.env(proxy.url)):
+        writer = PlainWriter(Store.open(f"{cloud.scheme}://{cloud.new_bucket(f'b-{uuid.uuid4().hex}')}/run"))
+        with proxy.rules.during(Rule("status", times=None)):
+            for i in range(3):
+                writer.put(f"w/c/{i}", b"1")
+            writer.abort()  # a request is tried again for minutes
+
+
+def test_memory_stays_within_the_limit(cloud):
+    """In a process of its own: 96 MiB in chunks of 1 MiB, 16 MiB of them under way."""
+    program = """
+import sys
+from shardckpt.io.plain import PlainWriter
+from shardckpt.io.store import Store
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
+store = Store.open(sys.argv[1])
+store.write("first", b"x")
+chunk = bytearray(1 << 20)
+before = peak()
+writer = PlainWriter(store, in_flight_bytes=16 << 20)
+for i in range(96):
+    writer.put(f"w/c/{i}", chunk)
+writer.finish()
+print(peak() - before)
+"""
+    command = [sys.executable, "-c", program, cloud.url(uuid.uuid4().hex)]
+    run = subprocess.run(command, env={**os.environ, **cloud.env()}, capture_output=True, text=True, check=True, timeout=100)
+    assert int(run.stdout) <= 16 + 24

@@ -1,4 +1,4 @@
-"""Keys and bytes at one location, on a disk and in memory alike."""
+"""Keys and bytes at one location: on a disk, in memory, on Cloud Storage and on S3 alike."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace as replace_rule
 from pathlib import Path
 
 import numpy as np
 import pytest
+from emulators import environment
+from fault_proxy import FaultProxy
+from fault_rules import Rule
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError, UrlError
-from shardckpt.io.store import Store, storage_errors
+from shardckpt.io.store import Store, shared_context, storage_errors
 
 
 def test_what_was_written_is_read(store):
@@ -55,18 +60,35 @@ def test_an_object_is_created_once(store):
     assert store.exists("record")
 
 
-def test_of_many_threads_exactly_one_creates(store):
-    barrier = threading.Barrier(8)
+@pytest.mark.parametrize("begin", ["nothing", "something"])
+def test_of_many_threads_exactly_one_writes_first(store, begin):
+    """All have seen the same: nothing, which one of them creates, or an object, which one of them replaces."""
+    barrier = threading.Barrier(16)
 
-    def create(i, key):
+    def write(i, key):
+        _, generation = store.read_versioned(key)
         barrier.wait()
-        return store.create(key, b"%d" % i)
+        return store.replace(key, b"%d" % i, generation)
 
-    with ThreadPoolExecutor(8) as pool:
-        for attempt in range(5):
-            won = list(pool.map(create, range(8), [f"record {attempt}"] * 8))
+    with ThreadPoolExecutor(16) as pool:
+        for attempt in range(3):
+            key = f"record {attempt}"
+            if begin == "something":
+                store.write(key, b"something")
+            won = list(pool.map(write, range(16), [key] * 16))
             assert won.count(True) == 1
-            assert store.read(f"record {attempt}") == b"%d" % won.index(True)
+            assert store.read(key) == b"%d" % won.index(True)
+
+
+def test_who_finds_its_own_bytes_has_written_them(store):
+    """The answer to a write may be lost, and the second try finds the object changed: by the first."""
+    assert store.create("record", b"mine")
+    assert store.create("record", b"mine")
+    assert not store.create("record", b"yours")
+    _, generation = store.read_versioned("record")
+    assert store.replace("record", bytearray(b"new"), generation)
+    assert store.replace("record", np.frombuffer(b"new", np.uint8), generation)
+    assert not store.replace("record", b"late", generation)
 
 
 def test_of_many_processes_exactly_one_creates(tmp_path):
@@ -100,6 +122,21 @@ def test_a_replacement_of_what_was_deleted_is_refused(store):
     store.delete("record")
     assert not store.replace("record", b"late", generation)
     assert not store.exists("record")
+
+
+def test_whether_an_object_is_longer_is_told_without_reading_it(store):
+    store.write("key", b"0123")
+    assert [store.is_longer("key", n) for n in (0, 3, 4, 5)] == [True, True, False, False]
+    assert not store.is_longer("no such key", 0)
+
+
+def test_an_upload_has_its_own_copy_of_the_bytes(store):
+    buffer = bytearray(b"0123")
+    store.make_parents("a/b")
+    upload = store.upload("a/b", buffer)
+    buffer[:] = b"xxxx"
+    upload.wait()
+    assert store.read("a/b") == b"0123"
 
 
 def test_deleting_what_is_not_there_is_no_error(store):
@@ -197,9 +234,75 @@ def test_a_file_in_the_way_is_a_storage_error(tmp_path):
         assert str(tmp_path / "file") in str(error.value)
 
 
-def test_a_name_that_is_too_long_is_a_storage_error(tmp_path):
-    with pytest.raises(StorageError, match="choose a shorter path"):
-        Store.open(tmp_path).write("x" * 300, b"")
+def test_a_name_that_is_too_long_is_a_storage_error(store):
+    if store.location.scheme != "memory":
+        with pytest.raises(StorageError, match="choose a shorter path"):
+            store.write("x" * (300 if store.location.local is not None else 1200), b"")
+
+
+def test_in_a_bucket_that_is_not_there_nothing_is_written(cloud):
+    with environment(cloud.env()):
+        store = Store.open(f"{cloud.scheme}://not-there/run")
+        for use in (store.write, store.create):
+            with pytest.raises(StorageError, match=r"not-there/run/key: .*bucket"):
+                use("key", b"")
+        assert not store.exists("key")
+
+
+@pytest.fixture
+def proxied(cloud):
+    """A proxy, and a store behind it that gives up soon, in a bucket that TensorStore knows by this proxy alone."""
+    with FaultProxy(cloud.endpoint) as proxy, environment({**cloud.env(proxy.url), "SHARDCKPT_RETRY_SECONDS": "0.1"}):
+        shared_context.cache_clear()
+        yield proxy, Store.open(f"{cloud.scheme}://{cloud.new_bucket(f'b-{uuid.uuid4().hex}')}/run")
+        shared_context.cache_clear()
+
+
+FAULTS = [Rule("status", status=status) for status in (408, 429, 500, 502, 503, 504)] + [
+    Rule("reset"),
+    Rule("lost-answer"),
+    Rule("truncate"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda rule: f"{rule.fault} {rule.status}")
+def test_a_request_that_fails_for_a_moment_is_repeated(proxied, fault):
+    proxy, store = proxied
+    store.write("key", b"0123456789")
+
+    def replace():
+        store.write("old", b"old")
+        return store.replace("old", b"new", store.read_versioned("old")[1])
+
+    uses = {
+        "read": lambda: store.read("key") == store.read("key", 0, 10) == b"0123456789",
+        "stat": lambda: store.exists("key") and not store.exists("no such key"),
+        "upload": lambda: store.write("written", b"x") is None and store.create("created", b"x") and replace(),
+        "delete": lambda: store.delete("key") is None and not store.exists("key"),
+    }
+    for kind, use in uses.items():
+        with proxy.rules.during(replace_rule(fault, kinds=(kind,))):
+            assert use()
+            assert kind == "stat" or proxy.rules.fired()[0][1] == 1
+
+
+@pytest.mark.parametrize("fault", [Rule("status", times=None), Rule("reset", times=None)], ids=lambda rule: rule.fault)
+def test_a_request_that_fails_for_good_is_an_error_with_the_url(proxied, fault):
+    proxy, store = proxied
+    store.write("key", b"0123456789")
+    uses = (
+        lambda: store.read("key"),
+        lambda: store.read_versioned("key"),
+        lambda: store.exists("key"),
+        lambda: store.write("key", b""),
+        lambda: store.create("key", b""),
+        lambda: store.upload("key", b"").wait(),
+        lambda: store.delete("key"),
+    )
+    with proxy.rules.during(fault):
+        for use in uses:
+            with pytest.raises(StorageError, match=rf"{store}/key: .*SHARDCKPT_RETRY_SECONDS"):
+                use()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,17 @@ from shardckpt.io.url import Location, check_key, parse
 names = st.text(st.characters(exclude_characters="/\\\0", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
     lambda n: n not in (".", "..") and not n.endswith(".__lock")
 )
-locations = st.builds(
-    lambda scheme, parts: Location(scheme, ("/" if scheme == "file" else "") + "/".join(parts)),
-    st.sampled_from(["file", "memory"]),
-    st.lists(names, min_size=1, max_size=4),
+buckets = st.sampled_from(["bucket", "a.b-c", "0xy"])
+printable = names.filter(lambda n: not any(ord(c) < 32 or ord(c) == 127 for c in n))
+locations = st.one_of(
+    st.builds(lambda parts: Location("file", "/" + "/".join(parts)), st.lists(names, min_size=1, max_size=4)),
+    st.builds(lambda parts: Location("memory", "/".join(parts)), st.lists(names, min_size=1, max_size=4)),
+    st.builds(
+        lambda scheme, bucket, parts: Location(scheme, "/".join([bucket, *parts])),
+        st.sampled_from(["gs", "s3"]),
+        buckets,
+        st.lists(printable, max_size=4),
+    ),
 )
 
 
@@ -29,7 +37,7 @@ def test_what_is_shown_of_a_location_leads_back_to_it(location):
     assert parse(location.url) == location
 
 
-@given(locations, names, names)
+@given(locations, printable, printable)
 def test_joining_names_goes_down_by_those_names(location, first, second):
     below = location.join(first, second)
     assert below == location.join(f"{first}/{second}")
@@ -76,10 +84,62 @@ def test_a_url_is_decoded_and_a_path_is_not(url, path):
     assert parse(url).path == (path or f"{Path.cwd()}/gs:x")
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run", "S3://bucket"])
-def test_clouds_are_known_and_not_served_yet(url):
-    with pytest.raises(UrlError, match="local disk and in memory"):
-        parse(url)
+@pytest.mark.parametrize(
+    ("url", "bucket", "prefix"),
+    [
+        ("gs://bucket/run/7", "bucket", "run/7/"),
+        ("S3://my-bucket/a%20b/", "my-bucket", "a b/"),
+        ("gs://under_score.example.com", "under_score.example.com", ""),
+        ("s3://bucket/", "bucket", ""),
+    ],
+)
+def test_an_object_store_s_url_is_a_bucket_and_what_its_names_begin_with(url, bucket, prefix):
+    location = parse(url)
+    assert (location.bucket, location.object_prefix, location.local) == (bucket, prefix, None)
+    spec = location.kvstore()
+    assert (spec["driver"], spec["bucket"], spec["path"]) == ("gcs" if location.scheme == "gs" else "s3", bucket, prefix)
+    assert parse("/data/x").bucket is None
+
+
+BUCKETS = [
+    "abc",
+    "a" * 63,
+    "a" * 64,
+    "a.b.c",
+    "a..b",
+    "a-.b",
+    "-ab",
+    "ab-",
+    "a_b",
+    "_ab",
+    "Abc",
+    "ab",
+    "a b",
+    "ünï",
+    "a.b" * 70,
+    "a" * 300,
+    "a\nb",
+    "abc\n",
+]
+
+
+@pytest.mark.parametrize("name", BUCKETS, ids=[repr(name)[:16] for name in BUCKETS])
+def test_of_gcs_bucket_names_we_take_those_that_tensorstore_takes(name):
+    try:
+        ts.KvStore.Spec({"driver": "gcs", "bucket": name})
+    except ValueError:
+        with pytest.raises(UrlError, match="no bucket's name"):
+            Location("gs", f"{name}/run")
+    else:
+        Location("gs", f"{name}/run")
+
+
+@pytest.mark.parametrize("name", BUCKETS, ids=[repr(name)[:16] for name in BUCKETS])
+def test_of_s3_bucket_names_we_take_those_that_aws_documents(name):
+    """TensorStore also takes those that could be made before 2018."""
+    allowed = name in ("abc", "a" * 63, "a.b.c")
+    with nullcontext() if allowed else pytest.raises(UrlError, match="no bucket's name"):
+        Location("s3", f"{name}/run")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +151,13 @@ def test_clouds_are_known_and_not_served_yet(url):
         ("memory://", "''"),
         ("memory://a//b", "''"),
         ("memory://a/../b", "'..'"),
-        ("http://host/x", "unknown scheme http://; known are file://, memory://"),
+        ("http://host/x", "unknown scheme http://; known are file://, gs://, s3://, memory:// and plain paths"),
+        ("gs://", "no bucket's name"),
+        ("s3://B/x", "no bucket's name"),
+        ("gs://bucket//x", "''"),
+        ("gs://bucket/../x", "'..'"),
+        ("gs://bucket/a?b", "%3F"),
+        ("s3://bucket/a%0Ab", "control characters"),
         ("file:/data", "starts with file://"),
         ("gs:bucket", "starts with gs://"),
         ("file://host/data", "three slashes"),

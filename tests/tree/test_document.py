@@ -34,6 +34,13 @@ def test_names_come_in_tree_order():
     assert [(name, kind) for name, kind, _ in iter_leaves(TREE)][-2:] == [("head", "tied"), ("epoch", "int")]
 
 
+def test_a_tied_name_may_come_before_the_tensor():
+    tree = {"head": {"$tied": "embed"}, "embed": "$tensor"}
+    assert alias_map(tree) == {"head": "embed"}
+    assert tensor_names(tree) == ["embed"]
+    assert unflatten(tree, {"embed": 5}) == {"head": 5, "embed": 5}
+
+
 # --- a choice of names ---
 
 
@@ -81,7 +88,13 @@ def test_a_tied_name_needs_the_tensor_that_is_stored():
     [
         ({"a": {"$what": []}}, "'a'"),
         ({"a": "$what"}, "'a'"),
-        ({"a": {"$tensor": "b"}}, "'a'"),
+        ({"a": {"$tensor": ""}}, "'a'"),
+        ({"a": {"$tensor": "\n"}}, "'a'"),
+        ({"a": {"$tensor": "x" * 257}}, "'a'"),
+        ({"a": {"$tensor": None}}, "'a'"),
+        ({"a": {"$per_process": 1}}, "'a'"),
+        ({"a": {"$leaf": ["x", {"$per_process": None}]}}, "'a'"),
+        ({"a": {"$leaf": ["x", {"$tensor": "y"}]}}, "'a'"),
         ({"$a": 1, "b": 2}, "The state itself"),
         ({"a": {"$tuple": {}}}, "'a'"),
         ({"a": {"$tuple": "xy"}}, "'a'"),
@@ -99,7 +112,8 @@ def test_a_tied_name_needs_the_tensor_that_is_stored():
         ({"a": {"$dict": [[1, 1], [True, 2]]}}, "'a'.*twice"),
         ({"a": {"$dict": [[{"$str": "6b"}, 1], ["k", 2]]}}, "'a'.*twice"),
         ({"a": {"$dict": [[{"$int": "5"}, 1], [5, 2]]}}, "'a'.*twice"),
-        ({"a": {"$tied": "b"}, "b": "$tensor"}, "'a'"),
+        ({"a": {"$tied": "b"}}, "'a'"),
+        ({"a": {"$tied": "b"}, "b": {"$per_process": None}}, "'a'"),
         ({"a": {"$tied": "a"}}, "'a'"),
         ({"b": 1, "a": {"$tied": "b"}}, "'a'"),
         ({"b": "$tensor", "c": {"$tied": "b"}, "a": {"$tied": "c"}}, "'a'"),
@@ -170,7 +184,9 @@ def test_a_message_about_a_hostile_document_is_short():
     assert len(str(caught.value)) < 1000
 
 
-SNIPPETS = st.sampled_from(["$tensor", "$tied", "$tuple", "$dict", "$leaf", "$int", "$torch.Size", "$$x", "$", "a", "", "0"])
+SNIPPETS = st.sampled_from(
+    ["$tensor", "$tied", "$per_process", "$tuple", "$dict", "$leaf", "$int", "$torch.Size", "$$x", "$", "a", "", "0"]
+)
 NODES = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), SNIPPETS, st.text(max_size=3)),
     lambda nodes: st.one_of(

@@ -1,0 +1,59 @@
+"""`shardckpt commit`: publishing saves that lack nothing but that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardckpt.cli.screen import Cell, Screen, write_json
+from shardckpt.cli.text import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardckpt.committing import Outcome
+
+__all__ = ["commit"]
+
+_STYLES = {"committed": "green", "incomplete": "yellow", "overtaken": "yellow", "refused": "red"}
+
+
+def commit(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A checkpoint, or a directory of them: a path or url.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Commit saves that are complete, and whose committer has died.
+
+    The status is 1 if there are unfinished saves and none of them could be committed.
+    """
+    from shardckpt.committing import commit as commit_all
+
+    found = commit_all(root)
+    if as_json:
+        write_json({"attempts": [_document(one) for one in found]})
+    elif found:
+        screen = Screen()
+        screen.show(_lines(screen, found))
+    else:
+        typer.echo(f"no unfinished saves at or directly below {root!r}", err=True)
+    if found and not any(one.state == "committed" for one in found):
+        raise typer.Exit(1)
+
+
+def _document(one: Outcome) -> dict[str, str | None]:
+    return {"name": one.name, "url": str(one.location), "attempt": one.attempt, "state": one.state, "reason": one.reason or None}
+
+
+def _lines(screen: Screen, found: Sequence[Outcome]) -> Iterator[str]:
+    yield from screen.table(
+        [
+            [
+                Cell(visible(one.name), "bold" if one.state == "committed" else ""),
+                Cell(f"({visible(one.attempt)})", "dim"),
+                Cell(one.state, _STYLES[one.state]),
+                Cell(visible(one.reason)),
+            ]
+            for one in found
+        ],
+    )

@@ -1,0 +1,119 @@
+"""`shardckpt gc` and `shardckpt rm`: getting rid of unfinished saves, and of checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardckpt.cli.duration import duration_text, parse_duration
+from shardckpt.cli.screen import Cell, Screen, write_json
+from shardckpt.cli.text import count, visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardckpt.collecting import Collected
+
+__all__ = ["gc", "rm"]
+
+_FAILED = 6
+"""Exit status where the storage refused something."""
+Grace = Annotated[str, typer.Option("--grace", metavar="TIME", help="How long nothing may have been written into what goes.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+
+
+def gc(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, or one checkpoint: a path or url.")],
+    grace: Grace = "24h",
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only tell what would be removed.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what is left of saves that were never finished.
+
+    Checkpoints stay, and so does whatever may be a save under way.
+    """
+    seconds = parse_duration(grace, "--grace")
+    from shardckpt.collecting import collect
+
+    found = collect(root, grace=seconds, dry_run=dry_run)
+    if as_json:
+        write_json({"dry_run": dry_run, **_document(found)})
+    elif found:
+        screen = Screen()
+        screen.show(_lines(screen, found, "would go" if dry_run else "removed"))
+    else:
+        typer.echo(f"no unfinished saves at or directly below {root!r}", err=True)
+    _end(found)
+
+
+def rm(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    grace: Grace = "24h",
+    as_json: Json = False,
+) -> None:
+    """Delete a checkpoint, for good.
+
+    What is left of unfinished saves to the same place goes, too, as with gc.
+    """
+    seconds = parse_duration(grace, "--grace")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise typer.BadParameter("there is nobody to ask whether to delete it; give --yes.")
+        if not typer.confirm(f"Delete {visible(url)}?", err=True):
+            raise typer.Exit(1)
+    from shardckpt.collecting import delete
+    from shardckpt.io.url import parse
+
+    found = delete(url, grace=seconds)
+    if as_json:
+        write_json({"url": str(parse(url)), **_document(found)})
+    else:
+        screen = Screen()
+        screen.show([f"deleted  {visible(str(parse(url)))}"])
+        if found:
+            screen.show(_lines(screen, found, "removed"))
+    _end(found)
+
+
+def _end(found: Sequence[Collected]) -> None:
+    """Exit as the storage's failures, if there were any, have it."""
+    if any(one.outcome == "failed" for one in found):
+        raise typer.Exit(_FAILED)
+
+
+def _document(found: Sequence[Collected]) -> dict[str, Any]:
+    return {
+        outcome: [
+            {"url": str(one.location), "attempt": one.attempt, "idle": one.idle, "reason": one.reason}
+            for one in found
+            if one.outcome == outcome
+        ]
+        for outcome in ("removed", "kept", "failed")
+    }
+
+
+def _lines(screen: Screen, found: Sequence[Collected], removed: str) -> Iterator[str]:
+    styles = {"removed": "green", "kept": "yellow", "failed": "red"}
+    rows = [
+        [
+            Cell(visible(_place(one)), "bold" if one.outcome == "removed" else ""),
+            Cell(removed if one.outcome == "removed" else one.outcome, styles[one.outcome]),
+            Cell("" if one.idle is None else f"idle {duration_text(one.idle)}", "dim"),
+            Cell(visible(one.reason or "")),
+        ]
+        for one in found
+    ]
+    yield from screen.table(rows)
+    going = sum(one.outcome == "removed" for one in found)
+    yield ""
+    yield f"{count(going, 'attempt')} {removed}, {len(found) - going:,} kept"
+
+
+def _place(one: Collected) -> str:
+    """The checkpoint's name and the attempt's."""
+    name = PurePosixPath(one.location.path).name
+    return name if one.attempt is None else f"{name}/{one.attempt}"

@@ -1,0 +1,118 @@
+"""Committing what a save has left complete and unpublished.
+
+The process that commits may die after all hosts have finished. What they wrote lacks nothing, and their records say
+all that there is to say; so any process can commit it, later, from the records alone. Of several attempts at one place
+the newest complete one counts. An attempt is overtaken once the place no longer has the commit record that the
+save found: something else was committed there since, or the attempt's place was collected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardckpt.contents import process_ranges
+from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
+from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
+from shardckpt.io.attempts import attempts, places
+from shardckpt.io.commit import publish, read_prior, remove_replaced
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.names import natural_key
+from shardckpt.record import CheckpointRecord
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from shardckpt.io.commit import Prior
+    from shardckpt.io.url import Location
+
+__all__ = ["Outcome", "commit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one unpublished attempt."""
+
+    name: str
+    """Of the checkpoint, relative to the root; "." for the root itself."""
+    location: Location
+    """Of the checkpoint."""
+    attempt: str
+    state: Literal["committed", "incomplete", "overtaken", "refused"]
+    reason: str = ""
+    """Why it was not committed."""
+
+
+def commit(root: str | os.PathLike[str]) -> list[Outcome]:
+    """Commit the complete attempts whose committer has died. Call it when a job starts, before looking for its latest step.
+
+    Committing what another process is committing at this moment does no harm: one of the two publishes it.
+
+    Args:
+        root: a checkpoint, or a directory of checkpoints.
+
+    Returns:
+        Every attempt that was not published before, and what became of it.
+
+    Raises:
+        NotFoundError: there is nothing at that place.
+        StorageError: the storage failed.
+    """
+    store = Store.open(parse(root))
+    children = store.list_children()
+    if not children:
+        raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
+    return [outcome for name, place in places(store, children) for outcome in _commit_one(name, place)]
+
+
+def _commit_one(name: str, store: Store) -> Iterator[Outcome]:
+    """Commit the newest complete attempt at one checkpoint."""
+    found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    if not found:
+        return
+    try:
+        prior = read_prior(store, overwrite=True)
+    except ShardckptError as e:
+        yield from (Outcome(name, store.location, attempt, "refused", str(e)) for attempt in found)
+        return
+    if isinstance(prior.record, CheckpointRecord):
+        found = [attempt for attempt in found if attempt != prior.record.attempt]
+    committed = False
+    for attempt in found:
+        if committed:
+            yield Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed")
+            continue
+        outcome = _attempted(name, store, attempt, prior)
+        committed = outcome.state == "committed"
+        yield outcome
+
+
+def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
+    """Commit one attempt, if that can be."""
+
+    def outcome(state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = "") -> Outcome:
+        return Outcome(name, store.location, attempt, state, reason)
+
+    place = store.sub(attempt)
+    present = finished_hosts(place)
+    if not present:
+        return outcome("incomplete", "no host has finished")
+    try:
+        first, _ = read_host_record(place, present[0])
+        missing = sorted(set(range(first.hosts)) - set(present))
+        if missing:
+            return outcome("incomplete", f"of {first.hosts} hosts {process_ranges(missing)} did not finish")
+        if first.prior != prior.digest:
+            return outcome("overtaken", "another save was committed there since, or the place was deleted or collected")
+        publish(store, assemble(place), prior)
+    except AlreadyExistsError as e:
+        return outcome("overtaken", str(e))
+    except StorageError:
+        raise
+    except ShardckptError as e:
+        return outcome("refused", str(e))
+    if isinstance(prior.record, CheckpointRecord):
+        remove_replaced(store, prior.record.attempt)
+    return outcome("committed")

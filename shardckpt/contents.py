@@ -1,0 +1,106 @@
+"""What does a host say that the checkpoint holds, and what do all of them say together?
+
+Every process describes its own state: the tree, how each tensor is stored, the elements of small plain tensors, and
+the user's metadata. The description goes into a file that is named by its digest, so processes with the same
+state share one file, however many they are. Whoever commits takes the union, and refuses what contradicts itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CommitError
+from shardckpt.fields import Fields
+from shardckpt.names import shown
+from shardckpt.record import FileReference, seal
+from shardckpt.structure import Structure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Contents", "process_ranges"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """One host's description, or all hosts'."""
+
+    structure: Structure
+    small: Mapping[str, bytes]
+    """Elements of the small plain tensors of a job of several processes, as they are stored, in C order. Nobody knows
+    which processes have them, so each says what it has, and the one who commits writes them."""
+    metadata: Mapping[str, Any]
+    """What the user gave to `SaveOptions(metadata=…)`."""
+
+    @classmethod
+    def union(cls, parts: Sequence[tuple[Sequence[int], Contents]]) -> Contents:
+        """All hosts' contents as one.
+
+        Args:
+            parts: distinct contents, each with the processes that say so, ascending; by lowest process.
+
+        Raises:
+            CommitError: processes contradict each other; names what about, and which ones.
+        """
+        first_processes, first = parts[0]
+        small: dict[str, bytes] = {}
+        said_by: dict[str, Sequence[int]] = {}
+        for processes, part in parts:
+            if part.metadata != first.metadata:
+                raise CommitError(
+                    f"SaveOptions(metadata=…) differs between processes {process_ranges(first_processes)} and {process_ranges(processes)}; "
+                    f"give all the same, and put what differs into the state as shardckpt.PerProcess. Nothing was published."
+                )
+            for name, elements in part.small.items():
+                if small.setdefault(name, elements) != elements:
+                    raise CommitError(
+                        f"{shown(name)}: this small plain tensor has other elements on processes {process_ranges(said_by[name])} than on "
+                        f"{process_ranges(processes)}; make them equal, or wrap it in shardckpt.PerProcess. Nothing was published."
+                    )
+                said_by.setdefault(name, processes)
+        structure = Structure.union([(processes, part.structure) for processes, part in parts])
+        return cls(structure, small, first.metadata)
+
+    def seal(self) -> tuple[FileReference, bytes]:
+        """The file that says so, and the reference to it."""
+        small = {name: base64.b64encode(elements).decode() for name, elements in self.small.items()}
+        data = seal({"metadata": self.metadata, "small": small, "structure": self.structure.to_json()})
+        return FileReference.of(f"contents/{hashlib.sha256(data).hexdigest()}.json", data), data
+
+    @classmethod
+    def from_json(cls, doc: Any, where: str) -> Contents:
+        """Read what `seal` wrote."""
+        read = Fields(doc, where)
+        structure = Structure.from_json(read.value("structure"), where, allow_partial=True)
+        small = {}
+        for name, text in read.mapping("small").items():
+            try:
+                small[name] = base64.b64decode(text, validate=True)
+            except (TypeError, ValueError, binascii.Error):
+                read.fail(f"the elements of {name!r} are no base64")
+            tensor = structure.tensors.get(name)
+            if tensor is None or len(small[name]) != tensor.nbytes:
+                read.fail(f"there are {len(small[name])} bytes of elements of {name!r}, which no tensor of that name has")
+            if any(c > max(n, 1) for piece in tensor.pieces for c, n in zip(piece.chunks, piece.shape, strict=True)):
+                read.fail(f"chunks of {name!r} are larger than the tensor")  # the committer would have to fill them up
+        return cls(structure, small, read.mapping("metadata"))
+
+
+def process_ranges(processes: Sequence[int]) -> str:
+    """Ascending numbers, for people.
+
+    >>> process_ranges([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for p in processes:
+        if runs and p == runs[-1][1] + 1:
+            runs[-1][1] = p
+        else:
+            runs.append([p, p])
+    listed = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:10]]
+    return ", ".join(listed) + (", …" if len(runs) > len(listed) else "")

@@ -1,0 +1,157 @@
+"""Tensors that describe their shards themselves, by the protocol of torch.distributed.checkpoint.
+
+A tensor subclass with `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__` says which boxes of
+the whole tensor this process holds, and hands out a plain tensor for each; sharded embedding tables do so, and so does a
+DTensor around them. It says nothing of other processes. So each box is stored as an array of its own (`own_pieces`),
+by the process that has it; when all have said theirs, they must make the tensor exactly once.
+
+Shards are fetched as views where they are on the CPU, and restored in place on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.box import Box, BoxArray
+from shardckpt.errors import LeafError
+from shardckpt.frameworks.torch import TensorSink, check_fillable, check_kind, dtype_of_tensor, host_array, is_host_memory
+from shardckpt.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    from shardckpt.dtypes import DType
+    from shardckpt.frameworks.base import Array, Sink, Source, Target
+    from shardckpt.world import World
+
+__all__ = ["accepts", "identity", "matches", "settle", "sources", "target"]
+
+_PROTOCOL = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+
+
+def matches(leaf: object) -> bool:
+    """Whether the leaf is a tensor that speaks the protocol."""
+    return isinstance(leaf, torch.Tensor) and all(hasattr(leaf, method) for method in _PROTOCOL)
+
+
+def accepts(wanted: Target) -> bool:  # noqa: ARG001 - every adapter has the same signatures
+    """A `Target` never asks for such a tensor: only the program knows how to make one."""
+    return False
+
+
+def settle(leaves: Iterable[object]) -> None:
+    """Nothing is pending that shards would not wait for."""
+
+
+def identity(leaf: object) -> Hashable | None:
+    """Equal for one and the same tensor; what its aliases share, only it knows."""
+    return "dcp_protocol", id(leaf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """What a leaf says of itself."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: DType
+    boxes: BoxArray
+    tensors: tuple[Any, ...]
+    """One per box."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ProtocolSource:
+    """A tensor of which this process knows its own shards."""
+
+    name: str
+    shards: _Shards
+    process: int
+    layout: None = None
+    own_pieces: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.shards.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.shards.dtype
+
+    @property
+    def boxes(self) -> BoxArray:
+        return self.shards.boxes
+
+    @property
+    def holders(self) -> list[tuple[int, ...]]:
+        return [(self.process,)] * len(self.boxes)
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.itemsize for tensor in self.shards.tensors if not is_host_memory(tensor))
+
+    @classmethod
+    def fetch(cls, sources: Sequence[_ProtocolSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+        return [[host_array(s.shards.tensors[k], s.dtype) for k in boxes] for s, boxes in zip(sources, wanted, strict=True)]
+
+
+def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
+    """Sources of tensors that speak the protocol, by name.
+
+    Raises:
+        LeafError: what a tensor says of its shards contradicts itself, or is nothing that can be stored; by name.
+        DtypeError: elements that cannot be stored, by name.
+    """
+    return {name: _ProtocolSource(name, _shards(name, leaf), world.process) for name, leaf in leaves.items()}
+
+
+def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:  # noqa: ARG001 - every adapter has the same signatures
+    """A sink that fills the shards in place.
+
+    Raises:
+        LeafError: as for `sources`; shards whose elements share memory.
+        DtypeError: as for `sources`.
+    """
+    shards = _shards(name, leaf)
+    for tensor in shards.tensors:
+        check_fillable(name, tensor)
+    views = tuple(tensor.detach() for tensor in shards.tensors)
+    return TensorSink(leaf, shards.shape, shards.dtype, shards.boxes, views, ("in place", id(leaf)), shards.tensors)
+
+
+def _shards(name: str, leaf: Any) -> _Shards:
+    """Ask a leaf for its shards."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # imported by whoever makes such tensors to save them
+
+    sizes = {tuple(item.tensor_data.size) for item in leaf.__create_write_items__(name, leaf)} or {tuple(leaf.shape)}
+    if len(sizes) > 1:
+        raise LeafError(f"{shown(name)}: it says that the whole tensor has the shapes {sorted(sizes)}; all its write items must agree.")
+    (shape,) = sizes
+    held: dict[Box, Any] = {}
+    for i, chunk in enumerate(leaf.__create_chunk_list__()):
+        if prod(chunk.sizes) == 0:
+            continue
+        tensor = leaf.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets), i))
+        check_kind(name, tensor)
+        inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
+            0 <= start <= start + size <= length for start, size, length in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        )
+        if not inside or tuple(tensor.shape) != tuple(chunk.sizes):
+            raise LeafError(
+                f"{shown(name)}: it says that its shard {i} begins at {tuple(chunk.offsets)} of shape {shape} and has the shape "
+                f"{tuple(chunk.sizes)}, and its data has {tuple(tensor.shape)}; chunk list, write items and shards must agree."
+            )
+        box = Box(tuple(chunk.offsets), tuple(a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)))
+        if tensor.is_meta:
+            raise LeafError(f"{shown(name)}: its shard {box} is a meta tensor without data; materialize it first.")
+        if any(box.overlap(other) for other in held):
+            raise LeafError(f"{shown(name)}: its shard {box} overlaps another one; each element must be in one shard.")
+        held[box] = tensor
+    dtypes = {dtype_of_tensor(name, tensor) for tensor in held.values()} or {dtype_of_tensor(name, leaf)}
+    if len(dtypes) > 1:
+        raise LeafError(f"{shown(name)}: its shards have the dtypes {sorted(d.name for d in dtypes)}; make them one.")
+    return _Shards(shape, dtypes.pop(), BoxArray.of(list(held), len(shape)), tuple(held.values()))

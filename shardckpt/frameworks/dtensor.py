@@ -1,0 +1,307 @@
+"""PyTorch's DTensor: each process in and out with what its own rank holds, without a collective.
+
+Which boxes that is follows from mesh and placements (`shardckpt.placements`), if the local tensor is what they say. Its
+shape is checked, and where it differs nothing is guessed. (One difference the shape does not always show: from a
+`_StridedShard` of a length that its parts do not divide, torch's own `distribute_tensor` makes other shards than FSDP2
+and `full_tensor` mean by it. Here it means what they mean.)
+
+Saving
+1. Where the boxes are those of a `Sharding`, that is the layout, so that other frameworks understand it, too; elsewhere it
+   is the `Placements` themselves.
+2. A rank is a process, so who holds a box follows from the mesh. A rank outside the mesh holds nothing.
+3. Boxes are views of the local tensor on the CPU, copies of any other device's.
+
+Restoring fills the local tensor in place, on whatever device; for meta tensors a new one, on the mesh's device.
+
+Partial sums say nothing by themselves. They are refused, or reduced beforehand (`reduce_partial`): the only thing here that
+talks to other ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardckpt.errors import DtypeError, LeafError, ShardingError
+from shardckpt.frameworks.base import Array, Sink, Source, Target
+from shardckpt.frameworks.torch import TensorSink, check_fillable, check_kind, dtype_of_tensor, host_array, is_host_memory
+from shardckpt.mesh import Mesh
+from shardckpt.names import shown
+from shardckpt.placements import Placement, Placements
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    from shardckpt.box import Box, BoxArray
+    from shardckpt.dtypes import DType
+    from shardckpt.sharding import Sharding
+    from shardckpt.world import World
+
+__all__ = ["accepts", "from_device_mesh", "from_placements", "identity", "matches", "reduce_partial", "settle", "sources", "target"]
+
+
+def matches(leaf: object) -> bool:
+    """Whether the leaf is a DTensor, but for those whose local tensor has shards of its own (`dcp_protocol`)."""
+    return isinstance(leaf, DTensor) and not hasattr(leaf._local_tensor, "__create_chunk_list__")
+
+
+def accepts(wanted: Target) -> bool:
+    """Whether the target is a pair of a DeviceMesh and placements."""
+    return isinstance(wanted.sharding, tuple) and len(wanted.sharding) == 2 and isinstance(wanted.sharding[0], DeviceMesh)
+
+
+def settle(leaves: Iterable[object]) -> None:
+    """Nothing to start: a collective that still runs is waited for when its tensor is looked at."""
+
+
+def identity(leaf: Any) -> Hashable | None:
+    """Equal for DTensors that see the same local memory in the same way, so for detached aliases of one parameter too.
+
+    Told by the memory's owner, not its address: a rank whose shard is empty must find the same tensors tied as others do.
+    """
+    local = leaf._local_tensor
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_meta or local.layout is not torch.strided or leaf.numel() == 0:
+        return None
+    seen = (tuple(local.shape), local.stride(), local.storage_offset(), local.dtype, local.is_conj(), local.is_neg())
+    return "dtensor", local.untyped_storage()._cdata, *seen, tuple(leaf.shape), leaf.device_mesh, tuple(map(str, leaf.placements))
+
+
+# --- Layouts ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def from_device_mesh(mesh: DeviceMesh) -> Mesh:
+    """A mesh of ranks, with torch's names of its dimensions, or dim0, dim1, … where it has none."""
+    names = mesh.mesh_dim_names or [f"dim{d}" for d in range(mesh.ndim)]
+    return Mesh(tuple(mesh.shape), tuple(names), mesh.mesh.reshape(-1).tolist())
+
+
+def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> Placements:
+    """The same in our words.
+
+    Args:
+        mesh: of the tensor.
+        placements: one of torch's per mesh dimension.
+        ndim: dimensions of the tensor, for those that are counted from the end.
+
+    Raises:
+        ShardingError: one that does not say where data is.
+    """
+    names = from_device_mesh(mesh).axis_names
+    ours = []
+    for placement, name in zip(placements, names, strict=False):
+        if isinstance(placement, Partial):
+            raise ShardingError(
+                f"over mesh dimension {name!r} it holds partial values ({placement!r}), which have yet to be reduced; "
+                f"pass leaf.redistribute(placements=…) without Partial, or save with SaveOptions(reduce_partial=True)."
+            )
+        if type(placement) is Replicate:
+            ours.append(Placement())
+        elif type(placement) in (Shard, _StridedShard):
+            dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+            ours.append(Placement(dim, getattr(placement, "split_factor", 1)))
+        else:
+            raise ShardingError(f"over mesh dimension {name!r} its placement is {placement!r}, which is not known; use Shard or Replicate.")
+    return _cached_placements(from_device_mesh(mesh), tuple(ours))
+
+
+_cached_placements = lru_cache(maxsize=1024)(Placements)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What this rank holds of the tensors of one shape and layout."""
+
+    layout: Sharding | Placements
+    boxes: BoxArray
+    places: BoxArray
+    """Where each of them lies in the local tensor."""
+    local_shape: tuple[int, ...] | None
+    """None for a rank outside the mesh."""
+    holders: list[tuple[int, ...]]
+
+
+@lru_cache(maxsize=4096)
+def _held(placements: Placements, shape: tuple[int, ...], rank: int) -> _Held:
+    boxes = placements.rank_boxes(shape, rank)
+    return _Held(
+        placements.as_sharding(shape) or placements,
+        boxes,
+        placements.local_boxes(shape, rank),
+        placements.local_shape(shape, rank),
+        [placements.holders(rank)] * len(boxes),
+    )
+
+
+def _held_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]) -> _Held:
+    coordinate = mesh.get_coordinate()
+    try:
+        rank = -1 if coordinate is None else int(from_device_mesh(mesh).devices[tuple(coordinate)])
+        return _held(from_placements(mesh, placements, len(shape)), shape, rank)
+    except ShardingError as e:
+        raise ShardingError(f"{shown(name)}: {e}") from e
+
+
+def _local(name: str, leaf: Any) -> tuple[Any, _Held]:
+    """A leaf's local tensor, ready to be read, and what of the tensor it is.
+
+    Raises:
+        LeafError: a kind of tensor that cannot be stored.
+        ShardingError: it does not say what of the tensor this rank holds.
+    """
+    if type(leaf) is not DTensor:
+        raise LeafError(
+            f"{shown(name)}: the DTensor subclass {type(leaf).__module__}.{type(leaf).__qualname__} is not supported; pass a DTensor."
+        )
+    local = leaf._local_tensor
+    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    check_kind(name, local)
+    held = _held_of(name, leaf.device_mesh, leaf.placements, tuple(leaf.shape))
+    if held.local_shape is not None and tuple(local.shape) != held.local_shape and (local.numel() or len(held.boxes)):
+        raise ShardingError(
+            f"{shown(name)}: {leaf.placements} of shape {tuple(leaf.shape)} give this rank a local tensor of shape {held.local_shape}, and "
+            f"it has one of {tuple(local.shape)}; make the DTensor with distribute_tensor, or from_local with its shape and stride."
+        )
+    return local, held
+
+
+def _inside(box: Box) -> tuple[Any, ...]:
+    return (*box.slices, ...)
+
+
+# --- Saving -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _DTensorSource:
+    """A DTensor to be saved."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    local: Any
+    held: _Held
+    own_pieces: bool = False
+
+    @property
+    def layout(self) -> Sharding | Placements:
+        return self.held.layout
+
+    @property
+    def boxes(self) -> BoxArray:
+        return self.held.boxes
+
+    @property
+    def holders(self) -> list[tuple[int, ...]]:
+        return self.held.holders
+
+    @property
+    def staged_bytes(self) -> int:
+        """A copy for what is not on the host, or has a conjugation or negation still to be done."""
+        return 0 if is_host_memory(self.local) else int(self.boxes.sizes().sum()) * self.dtype.itemsize
+
+    @classmethod
+    def fetch(cls, sources: Sequence[_DTensorSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
+        return [
+            [host_array(s.local.detach()[_inside(s.held.places[k])], s.dtype) for k in boxes]
+            for s, boxes in zip(sources, wanted, strict=True)
+        ]
+
+
+def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
+    """Sources of DTensors, by name.
+
+    Raises:
+        LeafError: a kind of tensor that cannot be stored, by name.
+        DtypeError: elements that cannot be stored, by name.
+        ShardingError: placements that do not say where data is, or ranks that are not this job's processes, by name.
+    """
+    found: dict[str, Source] = {}
+    for name, leaf in leaves.items():
+        _check_world(name, world)
+        local, held = _local(name, leaf)
+        if local.is_meta:
+            raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
+        found[name] = _DTensorSource(name, tuple(leaf.shape), dtype_of_tensor(name, local), local, held)
+    return found
+
+
+def _check_world(name: str, world: World) -> None:
+    if not distributed.is_initialized():
+        raise ShardingError(f"{shown(name)}: the process group of this DTensor is gone; save before destroy_process_group().")
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    if (rank, ranks) != (world.process, world.processes):
+        raise ShardingError(
+            f"{shown(name)}: to torch.distributed this is rank {rank} of {ranks}, and process {world.process} of {world.processes} to the "
+            f"coordinator; give a coordinator that numbers the processes as torch.distributed does."
+        )
+
+
+def reduce_partial(leaves: dict[str, Any]) -> dict[str, Any]:
+    """The leaves with partial values reduced, and replicated where they were partial; the others are left as they are.
+
+    A collective per partial leaf, in the order of their names.
+    """
+    whole = dict(leaves)
+    with torch.no_grad():
+        for name in sorted(leaves):
+            leaf = leaves[name]
+            if any(isinstance(placement, Partial) for placement in leaf.placements):
+                whole[name] = leaf.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in leaf.placements])
+    return whole
+
+
+# --- Restoring ----------------------------------------------------------------------------------------------------
+
+
+def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
+    """A sink that fills the local tensor in place; for a meta tensor, or a `Target`, that of a new DTensor.
+
+    Raises:
+        LeafError: a kind of tensor that cannot be restored into, or one whose elements share memory.
+        DtypeError: torch has no such dtype.
+        ShardingError: placements that do not say where data is.
+    """
+    tie_key: Hashable = ("in place", id(leaf))
+    if isinstance(leaf, Target):
+        leaf = _meta(name, leaf, shape, dtype)
+    local, held = _local(name, leaf)
+    if local.is_meta:
+        leaf = _materialized(leaf)
+        local = leaf._local_tensor
+        tie_key = ("dtensor", leaf.device_mesh, tuple(map(str, leaf.placements)), tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
+    check_fillable(name, local)
+    views = tuple(local.detach()[_inside(held.places[k])] for k in range(len(held.boxes)))
+    return TensorSink(leaf, tuple(leaf.shape), dtype_of_tensor(name, local), held.boxes, views, tie_key, (leaf, local))
+
+
+def _meta(name: str, wanted: Target, shape: tuple[int, ...], dtype: DType) -> Any:
+    """A meta DTensor as a target describes it."""
+    shape, dtype = wanted.resolve(shape, dtype)
+    kind = getattr(torch, dtype.name, None)
+    if not isinstance(kind, torch.dtype):
+        raise DtypeError(f"{shown(name)}: torch has no dtype {dtype}; restore it as another dtype, or as a numpy array.")
+    pair: Any = wanted.sharding
+    mesh, placements = pair
+    held = _held_of(name, mesh, placements, shape)
+    whole = torch.empty(shape, dtype=kind, device="meta")
+    # Outside of the mesh from_local empties it; the shape of a scalar it takes from it on every rank.
+    local = torch.empty(shape if held.local_shape is None else held.local_shape, dtype=kind, device="meta")
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.size(), stride=whole.stride())
+
+
+def _materialized(leaf: Any) -> Any:
+    """A new DTensor like a meta one, with memory on the device of its mesh."""
+    with torch.no_grad():
+        like = leaf._local_tensor if leaf.dim() else leaf._local_tensor.new_empty(())  # see _meta
+        local = torch.empty_like(like, device=leaf.device_mesh.device_type, requires_grad=False)
+        new = DTensor.from_local(local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.size(), stride=leaf.stride())
+    return new.requires_grad_(leaf.requires_grad)

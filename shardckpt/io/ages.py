@@ -1,0 +1,65 @@
+"""For how long has nothing been written below a place, by the storage's own clock?
+
+Machines' clocks differ, and what is removed for its age must be old for certain: both times come from the storage.
+
+1. *Now* is asked first, so that what takes time makes nothing older than it is.
+2. *Last written* is the newest modification time of all objects below. Directories count only where there are no
+   files: they show that a save has just begun, but removing a file changes them, too.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.listing import modification_times, storage_now
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardckpt.io.store import Store
+
+__all__ = ["idle_seconds", "last_written"]
+
+
+def idle_seconds(store: Store, prefixes: Iterable[str]) -> dict[str, float | None]:
+    """Prefix → seconds since anything was written below it; None where that is not known (`last_written`).
+
+    Args:
+        store: a place that this process may write to, which shows what time it is there.
+        prefixes: each ends in a slash.
+
+    Raises:
+        StorageError: the storage failed or refused.
+    """
+    now = storage_now(store)
+    last = {prefix: last_written(store, prefix) for prefix in prefixes}
+    return {prefix: None if time is None else max(0.0, now - time) for prefix, time in last.items()}
+
+
+def last_written(store: Store, prefix: str) -> float | None:
+    """When something was written below `prefix` for the last time: POSIX seconds by the storage's clock.
+
+    Returns:
+        None where the storage keeps no times (`memory://`), or nothing is there.
+
+    Raises:
+        StorageError: the storage failed or refused.
+    """
+    if store.location.scheme == "memory":
+        return None
+    newest = max((time for _, time in modification_times(store, prefix)), default=None)
+    path = store.local_path(prefix)
+    if newest is not None or path is None:
+        return newest
+    with storage_errors("look for changes in", path):
+        return max((_modified(directory) for directory, _, _ in os.walk(path)), default=None)
+
+
+def _modified(directory: str) -> float:
+    try:
+        return Path(directory).stat().st_mtime
+    except FileNotFoundError:
+        return 0.0  # somebody removes it at this moment

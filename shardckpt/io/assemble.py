@@ -1,0 +1,301 @@
+"""From the records of all hosts to the commit record: what a committer does before it publishes.
+
+An attempt's hosts have each left a record; nothing else is asked of them, so any process can do this at any time.
+
+1. Read the host records and each host's chunk table, against their digests; take the union of what they say that
+   the checkpoint holds.
+2. Check that together they hold every chunk exactly once.
+3. Write the chunks of small plain tensors, which the hosts have told of rather than written.
+4. Build what stock zarr readers need: the merged OCDBT index, or the `zarr.json` documents.
+5. Write all chunk tables as one, so that a reader needs one.
+
+All files have the same names and the same bytes whoever writes them, so that two committers at work at once, or one
+after the other's death, do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt._version import __version__
+from shardckpt.contents import Contents, process_ranges
+from shardckpt.errors import CommitError, FormatError
+from shardckpt.io import index
+from shardckpt.io.codec import encode
+from shardckpt.io.documents import zarr_documents
+from shardckpt.io.host_files import read_table
+from shardckpt.io.keys import chunk_object_key
+from shardckpt.io.plain import PLAIN_ROOT
+from shardckpt.io.table import OWN_OBJECT, ArrayChunks, encode_table, merge_tables
+from shardckpt.names import shown
+from shardckpt.record import FORMAT_VERSION, CheckpointRecord, FileReference, HostRecord, format_version, open_envelope
+from shardckpt.reshard.plan import chunk_boxes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from shardckpt.io.store import Store
+    from shardckpt.reshard.plan import Piece
+    from shardckpt.structure import TensorRecord
+
+__all__ = ["SMALL", "SMALL_TABLE", "TABLE", "assemble", "finished_hosts", "read_host_record", "wait_for_hosts"]
+
+TABLE = "table"
+"""All hosts' chunk tables as one, relative to the attempt."""
+SMALL_TABLE = "hosts/small/table"
+"""The chunk table of the small plain tensors, for who cannot read the one of all."""
+SMALL = "small"
+"""Data file of the small plain tensors' chunks (packed layout), relative to the attempt."""
+_REQUESTS = 16
+"""Small files that are read at once: on an object store each takes a round trip."""
+_NO_CHUNKS = np.empty(0, np.uint64)
+_NAMED_HOSTS = 1000
+"""Missing hosts that a message may name."""
+_FIRST_POLL, _LAST_POLL = 0.02, 2.0
+"""Seconds between two looks for the hosts' records."""
+
+
+def finished_hosts(place: Store) -> list[int]:
+    """The hosts that have written their record into an attempt; one listing of few small objects."""
+    found = (key.removeprefix("records/").removesuffix(".json") for key in place.list("records/"))
+    return sorted(int(name) for name in found if name.isdecimal())
+
+
+def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[], str | None] = lambda: None) -> None:
+    """Wait until all hosts have written their record.
+
+    Args:
+        place: the attempt.
+        hosts: how many there are.
+        timeout: seconds.
+        failed: asked from time to time; says why a host will never finish, if that is known.
+
+    Raises:
+        CommitError: some have not, in time; names them.
+    """
+    deadline, pause = time.monotonic() + timeout, _FIRST_POLL
+    while True:
+        missing = sorted(set(range(hosts)) - set(finished_hosts(place)))
+        if not missing:
+            return
+        reason = failed()
+        if reason is not None:
+            raise CommitError(f"{place}: {reason} Nothing was published.")
+        if time.monotonic() >= deadline:
+            raise CommitError(
+                f"{place}: of {hosts} hosts {process_ranges(missing)} did not finish within {timeout:g} s; nothing was published. "
+                f"If they finish later, `shardckpt commit` publishes the attempt; else `shardckpt gc` removes it."
+            )
+        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+        pause = min(2 * pause, _LAST_POLL)
+
+
+def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference]:
+    """A host's record, and the reference that vouches for it."""
+    key = f"records/{host:05d}.json"
+    data, where = place.read(key), f"{place}/{key}"
+    record = HostRecord.from_json(open_envelope(data, where), where)
+    if format_version(data, where) != FORMAT_VERSION:
+        raise CommitError(f"{where} has another format version than this process writes; run one shardckpt on all hosts of a save.")
+    if record.host != host or record.attempt != place.location.name:
+        raise CommitError(
+            f"{where} is host {record.host}'s record of attempt {record.attempt}, and lies in another place; nothing was published."
+        )
+    return record, FileReference.of(key, data)
+
+
+def assemble(place: Store) -> CheckpointRecord:
+    """The commit record of an attempt whose host records are all there; the attempt then lacks nothing but this.
+
+    Args:
+        place: the attempt.
+
+    Raises:
+        CommitError: records that contradict each other, or chunks that nobody or more than one host wrote.
+    """
+    hosts, references = _host_records(place)
+    first = hosts[0]
+    parts = _contents(place, hosts)
+    contents = Contents.union(parts)
+    structure = contents.structure
+    tables = _together(lambda host: read_table(place, host.files.table), hosts)
+    small, data = _small_chunks(contents, first.compression)
+    small_table = _small_table(small, packed=first.layout == "packed")
+    files, arrays = _merged(place, [*tables, small_table], structure.tensors.values())
+    _check_coverage(place, parts, structure.tensors.values(), arrays)
+    _check_counts(place, hosts, tables)
+
+    documents = zarr_documents(structure, first.compression)
+    if first.layout == "packed":
+        lanes = [lane for host in hosts for lane in host.files.lanes]
+        if small:
+            place.write(SMALL, data)
+        values = {chunk_object_key(piece, position): stored.tobytes() for piece, position, stored, _ in small}
+        # Chunks that hosts wrote are merged by reference; those of small tensors are values in the index itself.
+        chunks, nbytes = sum(host.chunks for host in hosts), sum(host.stored_bytes for host in hosts)
+        index.merge_lanes(place, lanes, documents, values=values, expected_chunks=chunks, expected_bytes=nbytes)
+    else:
+        for piece, position, stored, _ in small:
+            place.write(f"{PLAIN_ROOT}/{chunk_object_key(piece, position)}", stored)
+        index.write_plain_documents(place, documents)
+    return CheckpointRecord(
+        attempt=first.attempt,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        writer=f"shardckpt {__version__}",
+        layout=first.layout,
+        compression=first.compression,
+        hosts=tuple(references),
+        structure=structure,
+        metadata=dict(contents.metadata),
+        totals={
+            "tensors": len(structure.tensors),
+            "bytes": sum(t.nbytes for t in structure.tensors.values()),
+            "stored_bytes": sum(host.stored_bytes for host in hosts) + len(data),
+            "chunks": sum(map(len, arrays.values())),
+        },
+        table=_write_table(place, TABLE, files, arrays),
+        small_table=_write_table(place, SMALL_TABLE, *small_table) if small else None,
+    )
+
+
+def _write_table(place: Store, key: str, files: Sequence[str], arrays: Mapping[str, ArrayChunks]) -> FileReference:
+    data = encode_table(files, arrays)
+    place.write(key, data)
+    return FileReference.of(key, data)
+
+
+def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
+    """All host records of an attempt, in order of host, and the references that vouch for them."""
+    present = finished_hosts(place)
+    if not present:
+        raise CommitError(f"{place}: no host has written a record; there is nothing to commit.")
+    read = _together(lambda host: read_host_record(place, host), present)
+    hosts = [record for record, _ in read]
+    first = hosts[0]
+    if len(present) != first.hosts or present != list(range(len(present))):
+        # A record may claim any number of hosts: only the first that are missing are named.
+        missing = sorted(set(range(min(first.hosts, len(present) + _NAMED_HOSTS))) - set(present))
+        raise CommitError(
+            f"{place}: the save has {first.hosts} hosts, and there are records of {process_ranges(present)}"
+            + (f"; {process_ranges(missing)} did not finish." if missing else ".")
+            + " Nothing was published."
+        )
+    for host in hosts[1:]:
+        for what in ("hosts", "prior", "layout", "compression"):
+            ours, theirs = getattr(first, what), getattr(host, what)
+            if ours != theirs:
+                raise CommitError(
+                    f"{place}: hosts 0 and {host.host} disagree on {what}: {ours!r} and {theirs!r}; save with the same options on all. "
+                    f"Nothing was published."
+                )
+    return hosts, [reference for _, reference in read]
+
+
+def _contents(place: Store, hosts: Sequence[HostRecord]) -> list[tuple[list[int], Contents]]:
+    """What the hosts say, each version once, with the hosts that say it; by lowest host."""
+    said_by: dict[FileReference, list[int]] = {}
+    for host in hosts:
+        said_by.setdefault(host.files.contents, []).append(host.host)
+
+    def read(reference: FileReference) -> Contents:
+        data, where = place.read(reference.key), f"{place}/{reference.key}"
+        reference.check(data, where)
+        return Contents.from_json(open_envelope(data, where), where)
+
+    return list(zip(said_by.values(), _together(read, said_by), strict=True))
+
+
+def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[tuple[list[str], dict[str, ArrayChunks]]]) -> None:
+    """Every host's chunk table is as long as its record says."""
+    for host, (_, arrays) in zip(hosts, tables, strict=True):
+        chunks = sum(map(len, arrays.values()))
+        if chunks != host.chunks:
+            raise CommitError(
+                f"{place}: the chunk table of host {host.host} has {chunks} chunks, its record says {host.chunks}; nothing was published."
+            )
+
+
+def _merged(
+    place: Store, tables: Sequence[tuple[list[str], dict[str, ArrayChunks]]], tensors: Iterable[TensorRecord]
+) -> tuple[list[str], dict[str, ArrayChunks]]:
+    """All tables as one; CommitError names the tensor of which two hosts wrote the same chunk."""
+    try:
+        return merge_tables(tables)
+    except FormatError as e:
+        for tensor in tensors:
+            for piece in tensor.pieces:
+                chunks = [arrays[piece.path].chunk for _, arrays in tables if piece.path in arrays]
+                if chunks and len(np.unique(np.concatenate(chunks))) < sum(map(len, chunks)):
+                    raise CommitError(
+                        f"{place}: more than one host wrote the same chunks of {shown(tensor.name)}; nothing was published. "
+                        f"If processes have tensors of their own under one name, give them names of their own."
+                    ) from e
+        raise CommitError(f"{place}: {e} Nothing was published.") from e
+
+
+def _check_coverage(
+    place: Store, parts: Sequence[tuple[Sequence[int], Contents]], tensors: Iterable[TensorRecord], arrays: Mapping[str, ArrayChunks]
+) -> None:
+    """Every chunk of every tensor, each once (the tables have refused doubles), and no others."""
+    known = set()
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            known.add(piece.path)
+            # Chunks ascend in a table: those inside of the grid are counted without counting the grid's.
+            chunks = arrays[piece.path].chunk if piece.path in arrays else _NO_CHUNKS
+            inside = int(np.searchsorted(chunks, np.uint64(piece.num_chunks)))
+            what = f"of {piece.num_chunks} chunks of {shown(tensor.name)}"
+            if inside < len(chunks):
+                raise CommitError(f"{place}: chunk {chunks[-1]} {what} was written, counted from 0; nothing was published.")
+            if inside == piece.num_chunks:
+                continue
+            lacking = sorted(p for processes, part in parts if tensor.name not in part.structure.tensors for p in processes)
+            why = "; nothing was published."
+            if lacking:
+                why = (
+                    f": processes {process_ranges(lacking)} do not have this tensor. Nothing was published. All processes together write a "
+                    f"plain tensor: give it to all, or save with SaveOptions(host_tensors='local') what one process has alone."
+                )
+            raise CommitError(f"{place}: {piece.num_chunks - inside} {what} were not written{why}")
+    for path in arrays.keys() - known:
+        raise CommitError(f"{place}: chunks were written for {path}, which is no tensor of this checkpoint; nothing was published.")
+
+
+def _small_chunks(contents: Contents, compression: str | None) -> tuple[list[tuple[Piece, int, Any, int]], bytes]:
+    """The chunks of the small tensors: piece, position, stored bytes and crc32c; and all bytes one after another."""
+    chunks = []
+    for name, elements in sorted(contents.small.items()):
+        tensor = contents.structure.tensors[name]
+        whole = np.frombuffer(elements, tensor.dtype.storage).reshape(tensor.shape)
+        for piece in tensor.pieces:
+            boxes = chunk_boxes(piece, np.arange(piece.num_chunks))
+            for position in range(piece.num_chunks):
+                inside: Any = (*boxes[position].slices, ...)
+                stored, crc = encode(whole[inside], piece.chunks, compression)
+                chunks.append((piece, position, stored, crc))
+    return chunks, b"".join(stored.tobytes() for _, _, stored, _ in chunks)
+
+
+def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool) -> tuple[list[str], dict[str, ArrayChunks]]:
+    """Where those chunks are."""
+    rows: dict[str, list[tuple[int, int, int, int, int]]] = {}
+    offset = 0
+    for piece, position, stored, crc in chunks:
+        file, start = (0, offset) if packed else (OWN_OBJECT, 0)
+        rows.setdefault(piece.path, []).append((position, file, start, len(stored), crc))
+        offset += len(stored)
+    return [SMALL] if packed and chunks else [], {path: ArrayChunks.of_rows(some) for path, some in rows.items()}
+
+
+def _together(read: Callable[[Any], Any], what: Iterable[Any]) -> list[Any]:
+    """Read several small files at once."""
+    listed = list(what)
+    if len(listed) < 2:
+        return [read(one) for one in listed]
+    with ThreadPoolExecutor(min(_REQUESTS, len(listed)), "shardckpt-commit") as pool:
+        return list(pool.map(read, listed))

@@ -1,0 +1,187 @@
+"""What the object stores need besides a bucket and names: endpoint, credentials, patience, rates, and a lister.
+
+All of it comes from the environment, by the variables that each cloud's own tools go by.
+
+Google Cloud Storage (`gs://`, needs the extra `shardckpt[gcs]`):
+
+- Credentials are Google's application default ones: the file that `GOOGLE_APPLICATION_CREDENTIALS` names (a service
+  account's key or a user's refresh token; TensorStore reads no `external_account` files), else what
+  `gcloud auth application-default login` left, else the machine's own service account, else none.
+- `TENSORSTORE_GCS_HTTP_URL` (TensorStore's name) or `STORAGE_EMULATOR_HOST` (everybody else's) is another endpoint; one
+  of them is enough. Over plain `http://`, to an emulator, no credentials are sent.
+
+S3 and what speaks its protocol (`s3://`, needs the extra `shardckpt[s3]`):
+
+- Credentials: `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` (and `AWS_SESSION_TOKEN`), else the profile
+  `AWS_PROFILE` of `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE`, else the container's or the machine's role.
+  `AWS_NO_SIGN_REQUEST=1`: none, for public buckets.
+- `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL` is another endpoint, addressed as endpoint/bucket/name. It must
+  enforce `If-Match` and `If-None-Match` on PUT, else two savers can both believe to have committed.
+- `AWS_REGION` or `AWS_DEFAULT_REGION` is the bucket's region. Without it AWS is asked, and another endpoint gets us-east-1.
+
+Both:
+
+- `SHARDCKPT_RETRY_SECONDS` (300): how long a request is tried again, with growing pauses, when the service answers
+  408, 429 or 5xx, or breaks off. A connection on which nothing moves is given up after
+  `TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` (30, unless it is set) and counts as broken off.
+  Listings are not TensorStore's: gcsfs and s3fs try them again for about half a minute.
+- `SHARDCKPT_READS_PER_SECOND`, `SHARDCKPT_WRITES_PER_SECOND` (no limits): at most how many reads and listings, and how
+  many writes and deletions, this process begins per second. Tries after the first are not counted, their pauses
+  spread them; nor are the few requests for an OCDBT index.
+- `TENSORSTORE_GCS_REQUEST_CONCURRENCY`, `TENSORSTORE_S3_REQUEST_CONCURRENCY` (32): requests at a time.
+
+Set them before a process first uses shardckpt: those of patience, rates and AWS credentials are read once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from shardckpt.errors import MissingExtraError, OptionError
+from shardckpt.io.pace import Pace
+
+__all__ = ["context", "filesystem", "kvstore", "pace", "prepare"]
+
+_EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+"""Scheme → the package that lists its buckets, and the extra that installs it."""
+_RETRY_SECONDS = 300.0
+_STALLED_SECONDS = 30
+_RATES = {"read": "SHARDCKPT_READS_PER_SECOND", "write": "SHARDCKPT_WRITES_PER_SECOND"}
+
+
+def prepare(scheme: str) -> None:
+    """Make a process ready for an object store: its lister is there, and TensorStore knows the endpoint.
+
+    Raises:
+        MissingExtraError: the scheme's extra is not installed.
+        OptionError: a rate is no number.
+    """
+    package, extra = _EXTRAS[scheme]
+    if find_spec(package) is None:
+        raise MissingExtraError(f"{scheme}:// needs {package} to list buckets; install shardckpt[{extra}].")
+    _paces()
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
+    endpoint = _endpoint(scheme)
+    if scheme == "gs" and endpoint is not None:
+        # TensorStore's driver for GCS takes them in no other way.
+        os.environ["TENSORSTORE_GCS_HTTP_URL"] = endpoint
+        if endpoint.startswith("http:"):
+            os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+
+
+def kvstore(scheme: str, bucket: str, path: str) -> dict[str, Any]:
+    """TensorStore's spec of the objects in a bucket whose names begin with `path`."""
+    spec: dict[str, Any] = {"driver": "gcs" if scheme == "gs" else "s3", "bucket": bucket, "path": path}
+    if scheme == "s3":
+        endpoint, region = _endpoint(scheme), _region()
+        spec |= {key: value for key, value in (("endpoint", endpoint), ("aws_region", region)) if value is not None}
+    return spec
+
+
+def context() -> dict[str, Any]:
+    """Spec of the TensorStore context that all of a process's stores share.
+
+    Raises:
+        OptionError: a number of seconds is none.
+    """
+    retries = _retries(_number("SHARDCKPT_RETRY_SECONDS") or _RETRY_SECONDS)
+    return {"gcs_request_retries": retries, "s3_request_retries": retries, "aws_credentials": {"type": _aws_credentials()}}
+
+
+def pace(kind: Literal["read", "write"]) -> None:
+    """Return when this process may begin a request of that kind."""
+    limit = _paces().get(kind)
+    if limit is not None:
+        limit.wait()
+
+
+def filesystem(scheme: str) -> Any:
+    """The fsspec file system that lists buckets: TensorStore knows no delimiter and no times.
+
+    And what it says of GCS is not to be relied on: a listing that is refused comes back empty (0.1.86).
+    """
+    prepare(scheme)
+    return _gcs(_endpoint("gs")) if scheme == "gs" else _s3(_endpoint("s3"), _region(), _aws_credentials() == "anonymous")
+
+
+@cache
+def _gcs(endpoint: str | None) -> Any:
+    # Not gcsfs's default, which asks another service over gRPC what kind of bucket each one is, before anything else.
+    from gcsfs.core import GCSFileSystem
+
+    # It logs a traceback of every error that it also raises: not to stderr, unless the program says so.
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())
+    token = "anon" if endpoint is not None and endpoint.startswith("http:") else None
+    return GCSFileSystem(token=token, endpoint_url=endpoint, skip_instance_cache=True, use_listings_cache=False)
+
+
+@cache
+def _s3(endpoint: str | None, region: str | None, anonymous: bool) -> Any:
+    from s3fs import S3FileSystem
+
+    return S3FileSystem(
+        anon=anonymous,
+        endpoint_url=endpoint,
+        client_kwargs={"region_name": region} if region else {},
+        config_kwargs={"retries": {"mode": "standard", "max_attempts": 8}},
+        skip_instance_cache=True,
+        use_listings_cache=False,
+    )
+
+
+def _endpoint(scheme: str) -> str | None:
+    """Where requests go, without a slash at the end; None: to the cloud itself."""
+    names = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST") if scheme == "gs" else ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    endpoint = next(filter(None, map(os.environ.get, names)), None)
+    if endpoint is None:
+        return None
+    return (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
+
+
+def _region() -> str | None:
+    """The region that requests to S3 are signed for; None: TensorStore asks AWS where the bucket is."""
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return region or ("us-east-1" if _endpoint("s3") else None)
+
+
+def _aws_credentials() -> str:
+    """TensorStore's name of where credentials for S3 come from."""
+    if os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true", "on"):
+        return "anonymous"
+    # Asked for by name, the environment is all that is looked at: the default writes errors about files that nobody has.
+    return "environment" if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY") else "default"
+
+
+def _retries(seconds: float) -> dict[str, Any]:
+    """As many tries, with pauses that double up to a longest one, as take about that long where each fails at once."""
+    first, longest = min(0.5, seconds / 8), min(16.0, seconds / 4)
+    pauses, total = 1, first
+    while total < seconds:
+        total += min(longest, first * 2**pauses)
+        pauses += 1
+    return {"max_retries": pauses, "initial_delay": f"{first}s", "max_delay": f"{longest}s"}
+
+
+@cache
+def _paces() -> dict[str, Pace]:
+    """The limits that are set."""
+    rates = {kind: _number(variable) for kind, variable in _RATES.items()}
+    return {kind: Pace(rate) for kind, rate in rates.items() if rate is not None}
+
+
+def _number(variable: str) -> float | None:
+    """An environment variable that is a positive number, None where it is not set."""
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise OptionError(f"{variable}={text}: must be a positive number.")
+    return value

@@ -1,0 +1,49 @@
+"""What a storage says when it fails, as an error of ours that says what to do."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import ShardckptError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["storage_errors"]
+
+_ADVICE = {
+    "permission denied": "give this user the right to write there",
+    "retry attempts failed": "the service did not recover in time; try again later, or raise SHARDCKPT_RETRY_SECONDS",
+    "permission_denied": "give these credentials the right to do that there, or use others",
+    "forbidden": "give these credentials the right to do that there, or use others",
+    "accessdenied": "give these credentials the right to do that there, or use others",
+    "no such bucket": "create it, or check its name and the endpoint",
+    "bucket does not exist": "create it, or check its name and the endpoint",
+    "not_found": "what it needs is not there, perhaps the bucket; check its name and the endpoint",
+    "invalid gcs object name": "an object's whole name has at most 1024 bytes, none of them a control character; choose a shorter path",
+    "invalid s3 object name": "an object's whole name has at most 1024 bytes; choose a shorter path",
+    "read-only file system": "it is mounted read-only; choose another place",
+    "no space left": "the disk is full; make room or choose another place",
+    "quota": "the quota is used up; make room or choose another place",
+    "not a directory": "a file stands where a directory is needed; choose another place",
+    "file exists": "a file stands where a directory is needed; choose another place",
+    "file name too long": "a name on the way is too long for the file system; choose a shorter path",
+    "too many open files": "raise the limit of open files (ulimit -n)",
+    "file too large": "the file system or ulimit -f allows no file of that size",
+    "input/output error": "the device failed; check it before you trust what it holds",
+}
+"""A part of the storage's message, in lower case → what to do. The first that is found counts."""
+
+
+@contextmanager
+def storage_errors(action: str, place: object) -> Iterator[None]:
+    """Turn what TensorStore and the system raise into `StorageError("cannot <action> <place>: …")`."""
+    try:
+        yield
+    except ShardckptError:
+        raise
+    except (OSError, ValueError, RuntimeError, LookupError) as e:
+        said = str(e).replace("\0", "/") or type(e).__name__
+        advice = next((what for part, what in _ADVICE.items() if part in said.lower()), "see the storage's own message")
+        raise StorageError(f"cannot {action} {place}: {said}; {advice}.") from e

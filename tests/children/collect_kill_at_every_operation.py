@@ -1,0 +1,83 @@
+"""Collects or deletes over and over, each time in a fork that kills itself one storage operation later than the last.
+
+An operation is whatever changes the storage: making, removing or renaming a file or directory, syncing one, and every
+write and deletion of TensorStore's.
+
+    python collect_kill_at_every_operation.py <root> collect|delete
+
+Fork k finds a copy of <root>/base in <root>/<k>, with the same times, and kills itself on the way through collecting
+or deleting it, with a grace period of an hour. JSON on stdout: for each k, the operation that it died before.
+"""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import tensorstore as ts
+
+from shardckpt import collecting
+
+FILES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime")
+LATER_THAN_ANY = 10_000
+
+
+class Killer:
+    """Counts operations, and dies before the k-th."""
+
+    def __init__(self, k, report):
+        self.left = k
+        self.report = report
+
+    def arm(self):
+        for name in FILES:
+            setattr(os, name, self.operation(name, getattr(os, name)))
+        for name in ("write", "delete_range"):
+            setattr(ts.KvStore, name, self.operation(f"tensorstore {name}", getattr(ts.KvStore, name)))
+
+    def operation(self, name, function):
+        def wrapped(*arguments, **options):
+            if self.left == 0:
+                os.pwrite(self.report, name.encode(), 0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left -= 1
+            return function(*arguments, **options)
+
+        return wrapped
+
+
+def in_a_fork(action):
+    """The status of a child that does this."""
+    pid = os.fork()
+    if pid == 0:
+        action()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def main():
+    root = Path(sys.argv[1])
+    action = getattr(collecting, sys.argv[2])
+
+    def act_and_die(k):
+        Killer(k, report.fileno()).arm()
+        action(root / str(k), grace=3600)
+
+    died_before = []
+    with (root / "report").open("wb+", buffering=0) as report:
+        for k in range(LATER_THAN_ANY):
+            report.truncate(0)
+            shutil.copytree(root / "base", root / str(k))
+            status = in_a_fork(functools.partial(act_and_die, k))
+            if status == 0:
+                break
+            assert os.WIFSIGNALED(status)
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            died_before.append((root / "report").read_text())
+    print(json.dumps(died_before))
+
+
+main()

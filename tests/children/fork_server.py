@@ -1,0 +1,98 @@
+"""Runs functions in several processes at once, over and over, without paying for imports each time.
+
+    python fork_server.py <module file> …
+
+Everything is imported first and nothing used, so that forks are clean. Each line on stdin asks for one run, as JSON:
+{"function": "module:name", "processes": n, "arguments": […], "timeout": seconds}. Each of n forks calls
+function(coordinator, *arguments), with a coordinator over a directory. The answer is one line: per process what it
+returned, or the error that it raised as {"error": type, "message": …}, or {"signal": n} of what ended it.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np  # noqa: F401
+import tensorstore as ts  # noqa: F401
+
+from shardckpt.coordination import Coordinator
+
+
+class DirectoryCoordinator(Coordinator):
+    """Keys are files of a directory."""
+
+    def __init__(self, directory, process, processes, **options):
+        self.directory = Path(directory)
+        super().__init__(process, processes, **options)
+
+    def _set(self, key, value):
+        path = self.directory / key.replace("/", "!")
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_bytes(value)
+        new.replace(path)
+
+    def _get(self, key):
+        try:
+            return (self.directory / key.replace("/", "!")).read_bytes()
+        except FileNotFoundError:
+            return None
+
+
+def load(file):
+    name = Path(file).stem
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def act(function, directory, process, request, answer):
+    """In a fork: do it, and write the answer."""
+    try:
+        coordinator = DirectoryCoordinator(directory, process, request["processes"], timeout=request["timeout"])
+        found = function(coordinator, *request["arguments"])
+    except BaseException as error:
+        found = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+    os.write(answer, json.dumps(found).encode())
+    os._exit(0)
+
+
+def run(function, request):
+    with tempfile.TemporaryDirectory() as directory:
+        children = []
+        for process in range(request["processes"]):
+            file = os.open(f"{directory}/answer{process}", os.O_RDWR | os.O_CREAT)
+            pid = os.fork()
+            if pid == 0:
+                Path(directory, "keys").mkdir(exist_ok=True)
+                act(function, f"{directory}/keys", process, request, file)
+            children.append((pid, file))
+        deadline = time.monotonic() + request["timeout"]
+        answers = []
+        for pid, file in children:
+            while (status := os.waitpid(pid, os.WNOHANG))[0] == 0:
+                if time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+                    deadline = float("inf")
+                time.sleep(0.002)
+            answers.append({"signal": os.WTERMSIG(status[1])} if os.WIFSIGNALED(status[1]) else json.loads(os.pread(file, 1 << 24, 0)))
+            os.close(file)
+        return answers
+
+
+def main():
+    modules = {Path(file).stem: load(file) for file in sys.argv[1:]}
+    for line in sys.stdin:
+        request = json.loads(line)
+        module, name = request["function"].split(":")
+        print(json.dumps(run(getattr(modules[module], name), request)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What the processes of a job do in the tests of saves by many hosts. States are numpy's; a `Held` array says who holds which box."""
+
+import numpy as np
+
+import shardckpt
+from shardckpt import SaveOptions
+
+
+def state(shift=0):
+    """A state that every process has: large and small arrays, leaves."""
+    return {
+        "large": np.arange(300_000, dtype=np.float32).reshape(600, 500) + shift,
+        "medium": np.arange(40_000, dtype=np.int32) + shift,
+        "small": np.arange(5) + shift,
+        "empty": np.zeros((0, 3)),
+        "scalar": np.array(2.5 + shift),
+        "step": 7 + shift,
+        "nested": [{"lr": 0.1}, ("a", None)],
+    }
+
+
+def save(coordinator, url, options=None, shift=0):
+    shardckpt.save(url, state(shift), options=SaveOptions(**(options or {})), coordinator=coordinator)
+    return "saved"
+
+
+def save_different(coordinator, url, states, options=None):
+    """Each process its own state, given as name → [shape, value] for arrays or a leaf."""
+    mine = {
+        name: np.full(value["shape"], value["value"], value.get("dtype", "float32"))
+        if isinstance(value, dict) and "shape" in value
+        else value
+        for name, value in states[coordinator.world.process].items()
+    }
+    shardckpt.save(url, mine, options=SaveOptions(**(options or {})), coordinator=coordinator)
+    return "saved"
+
+
+def save_per_process(coordinator, url):
+    process = coordinator.world.process
+    mine = {"rng": shardckpt.PerProcess({"seed": process, "words": np.arange(3) + process}), "w": np.arange(10)}
+    shardckpt.save(url, mine, coordinator=coordinator)
+    back = shardckpt.restore(url, like={"rng": shardckpt.PerProcess(None), "w": np.zeros(10, int)}, coordinator=coordinator)
+    return [back["rng"].value["seed"], back["rng"].value["words"].tolist(), back["w"].tolist()]
+
+
+def save_many(coordinator, url, saves):
+    """Several saves to one place, the last of which stays; how many of the processes' keys they took."""
+    for i in range(saves):
+        shardckpt.save(f"{url}/{i}", state(i), coordinator=coordinator)
+    return len(list(coordinator.directory.iterdir()))
+
+
+def save_without_committing(coordinator, url, options=None, shift=0, leave_out=()):
+    """All hosts write, and the committer dies before it publishes; those of `leave_out` never write."""
+    from shardckpt import saving
+
+    def die(*_arguments):
+        raise KeyboardInterrupt
+
+    saving.publish = die
+    saving.assemble = lambda _place: die()
+    saving._COMMITTING = 0.2
+    if coordinator.world.process in leave_out:
+        return "absent"
+    try:
+        shardckpt.save(url, state(shift), options=SaveOptions(**{"commit_timeout": 5.0, **(options or {})}), coordinator=coordinator)
+    except (KeyboardInterrupt, shardckpt.ShardckptError) as e:
+        return f"{type(e).__name__}: {e}"
+    return "saved"
+
+
+def commit_at_once(coordinator, url):
+    """All processes commit what is there, at the same moment."""
+    coordinator.share("ready", None)
+    return [outcome.state for outcome in shardckpt.commit(url)]
+
+
+def choose(coordinator, url):
+    """Restore another process count's values, by a function over them."""
+    like = {"rng": shardckpt.PerProcess(None, choose=lambda values: sum(v["seed"] for v in values))}
+    return shardckpt.restore(url, like=like, only="rng", strict=False, coordinator=coordinator)["rng"].value
+
+
+def restore_without_choice(coordinator, url):
+    shardckpt.restore(url, like={"rng": shardckpt.PerProcess(None), "w": np.zeros(10, int)}, coordinator=coordinator)
+
+
+def save_two(coordinator, first, second):
+    save(coordinator, first)
+    save(coordinator, second, {"commit_timeout": 5})
+
+
+def save_then_differ(coordinator, root):
+    """A save that succeeds, and one to another place that cannot: leaves differ."""
+    save(coordinator, f"{root}/same")
+    mine = {"leaf": coordinator.world.process}
+    shardckpt.save(f"{root}/different", mine, options=SaveOptions(commit_timeout=10), coordinator=coordinator)

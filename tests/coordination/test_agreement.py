@@ -1,0 +1,202 @@
+"""The agreement itself: processes as generators over one dict, stepped, killed and started again in every order."""
+
+import json
+from itertools import count
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shardckpt.coordination.agreement import Get, Set, Wait, encode, gather, join, lead
+from shardckpt.errors import CoordinationError
+
+PATIENCE = 200
+"""Operations of each process after which an agreement without further deaths must have ended; it takes about 30."""
+
+
+class Process:
+    """One process of one round, an operation at a time."""
+
+    serial = count()
+
+    def __init__(self, number, processes, store):
+        self.number, self.store = number, store
+        self.serial = next(Process.serial)
+        self.value = [number, self.serial]
+        self.said = self.run_id = None
+        if number:
+            self.steps = join(number, encode(self.value), f"nonce{self.serial}")
+        else:
+            self.steps = lead(processes, encode(self.value), f"run{self.serial}")
+        self.result = None
+
+    @property
+    def done(self):
+        return self.said is not None
+
+    def step(self):
+        """Do one operation; True if it was to wait."""
+        if self.done:
+            return True
+        try:
+            operation = self.steps.send(self.result)
+        except StopIteration as end:
+            self.run_id, self.said = end.value if self.number else (f"run{self.serial}", end.value)
+            return True
+        self.result = None
+        match operation:
+            case Get(key):
+                self.result = self.store.get(key)
+            case Set(key, value):
+                self.store[key] = value
+        return isinstance(operation, Wait)
+
+    def run(self):
+        """Go on until it waits."""
+        while not self.step():
+            pass
+
+
+def time_is_up(process, seconds):
+    """Tell it at its next wait."""
+    process.run()
+    process.result = seconds
+
+
+def round_of(processes, store):
+    return [Process(p, processes, store) for p in range(processes)]
+
+
+def finish(round_, order):
+    """Step all of them, in the drawn order and then in turn, as often as it takes."""
+    for p in order:
+        round_[p % len(round_)].step()
+    for _ in range(PATIENCE):
+        for process in round_:
+            process.step()
+
+
+def check_agreed(finished, members):
+    """What holds of those that have ended: one run id, of this round, and values of this round's processes alone."""
+    assert len({process.run_id for process in finished}) <= 1
+    of_round = {f"run{m.serial}" for m in members if m.number == 0}
+    values = [m.value for m in members]
+    for process in finished:
+        assert process.run_id in of_round
+        assert [v[0] for v in process.said] == sorted({m.number for m in members})
+        assert all(v in values for v in process.said)
+
+
+orders = st.lists(st.integers(0, 3), max_size=60)
+
+
+@given(processes=st.integers(1, 4), before=st.lists(st.tuples(orders, st.booleans()), max_size=3), last=orders)
+def test_a_round_agrees_on_its_own_run_id_however_the_rounds_before_it_ended(processes, before, last):
+    store = {}
+    for order, completes in before:
+        earlier = round_of(processes, store)
+        if completes:
+            finish(earlier, order)
+        for p in order:
+            earlier[p % processes].step()
+        check_agreed([p for p in earlier if p.done], earlier)
+    latest = round_of(processes, store)
+    finish(latest, last)
+    assert all(process.done for process in latest)
+    check_agreed(latest, latest)
+    assert latest[0].said == [process.value for process in latest]
+
+
+@given(
+    processes=st.integers(2, 4),
+    events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=80),
+    last=orders,
+)
+@example(processes=3, events=[(False, p) for p in (1, 0, 0, 1, 1, 0)] + [(True, 1)], last=[])  # said its word, then died
+@example(processes=2, events=[(False, p) for p in (1, 0, 0, 1, 1)] + [(True, 0)], last=[])  # process 0 has welcomed, then died
+def test_processes_started_anew_before_the_round_is_agreed_on_are_taken_in(processes, events, last):
+    store = {}
+    alive = round_of(processes, store)
+    members = list(alive)
+    for dies, p in events:
+        number = p % processes
+        if dies and not any(process.done for process in alive) and not any(key.endswith("/start/all") for key in store):
+            alive[number] = Process(number, processes, store)
+            members.append(alive[number])
+        else:
+            alive[number].step()
+    finish(alive, last)
+    assert all(process.done for process in alive)
+    check_agreed(alive, members)
+    assert alive[0].said == [process.value for process in alive]
+
+
+@given(processes=st.integers(2, 4), events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=120))
+def test_whoever_dies_at_any_time_no_two_processes_of_a_round_end_with_different_run_ids(processes, events):
+    store = {}
+    earlier = round_of(processes, store)
+    finish(earlier, [])
+    alive = round_of(processes, store)
+    members, finished = list(alive), []
+    for dies, p in events:
+        number = p % processes
+        if dies:
+            alive[number] = Process(number, processes, store)
+            members.append(alive[number])
+        elif not alive[number].done:
+            alive[number].step()
+            finished += [alive[number]] if alive[number].done else []
+    check_agreed(finished, members)
+
+
+@given(processes=st.integers(1, 5), order=st.lists(st.integers(0, 4), max_size=60))
+def test_a_gathered_value_is_everybodys_on_all_processes_and_costs_each_but_one_a_single_value(processes, order):
+    store, sets, results = {}, [0] * processes, {}
+    values = [None if p == 1 else {"process": p} for p in range(processes)]
+    steps = {p: gather("question", p, processes, encode(values[p])) for p in range(processes)}
+    replies = dict.fromkeys(steps)
+    for p in [*order, *list(range(processes)) * PATIENCE]:
+        if p >= processes or p in results:
+            continue
+        try:
+            operation = steps[p].send(replies[p])
+        except StopIteration as end:
+            results[p] = end.value
+            continue
+        replies[p] = store.get(operation.key) if isinstance(operation, Get) else None
+        if isinstance(operation, Set):
+            store[operation.key] = operation.value
+            sets[p] += 1
+    assert results == dict.fromkeys(range(processes), values)
+    assert all(n == 1 for n in sets[1:])
+
+
+@pytest.mark.parametrize("came", [[1], [1, 2], [1, 3, 4]])
+def test_when_time_is_up_those_that_came_name_those_that_did_not(came):
+    store = {}
+    processes = [Process(p, 5, store) for p in (0, *came)]
+    absent = sorted(set(range(1, 5)) - set(came))
+    for _ in range(PATIENCE):
+        for process in processes:
+            process.step()
+    for process in processes:
+        time_is_up(process, 20.0)
+        with pytest.raises(CoordinationError) as late:
+            process.run()
+        named = ", ".join(map(str, absent))
+        assert f"process {process.number} waited 20 s for process{'es' * (len(absent) > 1)} {named}, " in str(late.value)
+
+
+def test_without_process_0_the_others_name_process_0():
+    store = {"hello/0": b"", "run0/start/all": json.dumps([0, 0]).encode()}
+    process = Process(1, 2, store)
+    time_is_up(process, 1.0)
+    with pytest.raises(CoordinationError, match="process 1 waited 1 s for process 0,"):
+        process.run()
+
+
+def test_of_many_missing_processes_a_message_names_a_few():
+    process = Process(0, 3000, {})
+    time_is_up(process, 600.0)
+    with pytest.raises(CoordinationError, match=r"process 0 waited 600 s for processes 1, 2, 3, .* 12 and 2987 more,"):
+        process.run()

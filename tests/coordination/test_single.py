@@ -1,0 +1,24 @@
+"""A process without torch.distributed and without jax.distributed is alone."""
+
+SCRIPT = "coordination_single.py"
+
+
+def test_a_process_alone_agrees_with_itself(run_job):
+    (answer,) = run_job(SCRIPT, [()])
+    assert answer["world"] == [0, 1, {}]
+    assert answer["shared"] == [["a", None]]
+    assert answer["agreed"] == 7
+    assert answer["peeked"] == 2
+    assert answer["never announced"] is None
+    assert answer["imported"] == []
+    # All its threads get the same one, told once.
+    assert answer["same object"]
+    assert answer["told too late"].startswith("this process owns the devices that its frameworks show, as agreed when the job")
+    # A forked process is another one.
+    assert answer["fork"] == {"run_id": answer["fork"]["run_id"], "peeked": None, "same object": False, "cached": True}
+    assert answer["fork"]["run_id"] != answer["run_id"]
+    assert answer["after the fork"]
+
+
+def test_every_start_of_a_process_has_a_run_id_of_its_own(run_job):
+    assert len({answer["run_id"] for answer in run_job(SCRIPT, [(), (), ()])}) == 3

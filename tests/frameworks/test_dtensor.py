@@ -1,0 +1,377 @@
+"""The DTensor adapter against torch, on the ranks of real gloo jobs.
+
+One process does everything that is asked, and forks the ranks: `tests/children/dtensor_ranks.py`. What every rank says it
+holds is put together here.
+"""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardckpt.mesh import Mesh
+from shardckpt.placements import Placements
+from shardckpt.sharding import Sharding
+
+CHILD = Path(__file__).parents[1] / "children" / "dtensor_ranks.py"
+ROWS = (1, 2, 3, 5, 6, 7, 10, 12, 13)
+DTYPES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *("complex64", "complex128", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+)
+
+
+def plain(mesh, rows, ids=None, gather=False):
+    """Every way to lay out matrices of some numbers of rows by Shard and Replicate."""
+    for texts in product(("S(0)", "S(1)", "R"), repeat=len(mesh)):
+        for n in rows:
+            yield {"mesh": mesh, "ids": ids, "shape": [n, 4], "placements": texts, "gather": gather}
+
+
+def strided(mesh):
+    """Strided shards of lengths that all their parts divide."""
+    after = prod(mesh[1:])
+    some = [(f"_S(0,{mesh[-1]})", "S(0)"), ("S(0)", "_S(0,2)"), ("S(0)", "_S(0,3)"), ("_S(0,2)", "R"), ("R", "_S(0,3)")]
+    some += [("_S(0,2)", "_S(0,2)"), (f"_S(0,{2 * mesh[-1]})", "S(0)"), ("_S(0,2)", "S(1)"), ("_S(0,2)", "_S(1,3)"), ("_S(1,2)", "_S(0,3)")]
+    deep = [(f"_S(0,{after})", f"_S(0,{mesh[-1]})", "S(0)"), ("S(0)", f"_S(0,{mesh[-1]})", "S(0)"), (f"_S(0,{mesh[1]})", "S(0)", "S(0)")]
+    deep += [
+        (f"_S(0,{after})", "S(0)", "S(0)"),
+        ("R", f"_S(0,{mesh[-1]})", "S(0)"),
+        ("_S(0,3)", "S(1)", "_S(0,3)"),
+        ("S(0)", "R", "_S(0,2)"),
+    ]
+    for texts in some if len(mesh) == 2 else deep:
+        yield {"mesh": mesh, "ids": None, "shape": [72, 36], "placements": texts}
+
+
+def uneven(mesh):
+    """Strided shards of which torch does not say in one way where they are."""
+    for texts in (("S(0)", "_S(0,2)"), ("_S(0,2)", "R"), ("_S(0,2)", "S(1)"), ("_S(0,2)", "_S(0,3)")):
+        yield {"mesh": mesh, "ids": None, "shape": [10, 4], "placements": texts}
+
+
+CASES = {
+    2: [*plain([2], ROWS, gather=True), *plain([1, 2], (3,)), {"mesh": [2], "ids": None, "shape": [], "placements": ["R"]}],
+    4: [
+        *plain([4], ROWS),
+        *plain([2, 2], ROWS),
+        *plain([2, 2], (5, 7), ids=[3, 1, 0, 2]),
+        *plain([2], (3, 4), ids=[2, 0]),  # ranks 1 and 3 are not in the mesh
+        *plain([2, 2], (7, 8), gather=True),
+        *strided([2, 2]),
+        *uneven([2, 2]),
+        *({"mesh": [4], "ids": None, "shape": shape, "placements": ["S(0)"]} for shape in ([0], [0, 3], [3], [9], [3, 0], [5, 2, 3])),
+    ],
+    6: [*plain([6], ROWS), *plain([2, 3], ROWS), *plain([3, 2], ROWS), *plain([1, 2, 3], (7, 13), ids=[5, 3, 1, 0, 2, 4])]
+    + [case for mesh in ([2, 3], [3, 2], [1, 2, 3], [3, 1, 2], [3, 2, 1]) for case in strided(mesh)],
+}
+ALONE = ("partial", "from_local", "outside", "tied", "autograd", "modules", "refusals", "targets", "pending")
+JOBS = [
+    {"ranks": 2, "topics": {"distributed": CASES[2], "bits": DTYPES} | dict.fromkeys(ALONE)},
+    {"ranks": 4, "topics": {"distributed": CASES[4], "fsdp_over_tp": [[2, 2]], "hsdp": [[2, 2]], "trained": None}},
+    {"ranks": 6, "topics": {"distributed": CASES[6], "fsdp_over_tp": [[2, 3], [3, 2]], "hsdp": [[2, 3]]}},
+    {"ranks": 9, "topics": {"fsdp_over_tp": [[3, 3]]}},
+]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """By the number of ranks and topic: what each rank answered."""
+    command = [sys.executable, CHILD]
+    child = subprocess.run(command, input=json.dumps(JOBS), capture_output=True, text=True, check=False, timeout=110)
+    assert child.returncode == 0, child.stderr[-4000:]
+    found = json.loads(child.stdout.splitlines()[-1])
+    return {
+        (job["ranks"], topic): [rank[topic] for rank in ranks] for job, ranks in zip(JOBS, found, strict=True) for topic in job["topics"]
+    }
+
+
+@pytest.fixture(scope="module")
+def distributed(answers):
+    """Cases, and what each rank says of them."""
+    return [
+        (case, said) for n, cases in CASES.items() for case, said in zip(cases, zip(*answers[n, "distributed"], strict=True), strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(answers):
+    """Parameters of models under FSDP2, by where they come from, and what each rank says of them."""
+    found = {}
+    for (n, topic), ranks in answers.items():
+        if topic in {"fsdp_over_tp", "hsdp"}:
+            for case, models in enumerate(zip(*ranks, strict=True)):
+                found |= {(topic, n, case, name): [model[name] for model in models] for name in models[0]}
+        if topic == "trained":
+            found |= {(topic, n, 0, name): [rank["facts"][name] for rank in ranks] for name in ranks[0]["facts"]}
+    return found
+
+
+def check_whole(said, where):
+    """What all ranks say of one tensor is true, and fits together."""
+    assert all(rank["right"] and rank["views"] and rank["last"] for rank in said), where
+    assert all(rank["layout"] == said[0]["layout"] for rank in said), where
+    shape = said[0]["shape"]
+    owners = {}
+    for number, rank in enumerate(said):
+        for start, stop in rank["boxes"]:
+            owners.setdefault((tuple(start), tuple(stop)), []).append(number)
+    covered = np.zeros(shape, int)
+    for start, stop in owners:
+        covered[tuple(map(slice, start, stop))] += 1
+    assert (covered == 1).all(), where
+    for rank in said:
+        assert rank["holders"] == [owners[tuple(start), tuple(stop)] for start, stop in rank["boxes"]], where
+
+
+def layout_of(said):
+    doc = said[0]["layout"]
+    return Sharding.from_json(doc) if "spec" in doc else Placements.from_json(doc)
+
+
+def is_refused(case):
+    """Cases of strided shards without one meaning."""
+    return case["shape"] == [10, 4] and any("_S" in text for text in case["placements"])
+
+
+# Boxes
+
+
+def test_boxes_of_all_ranks_are_the_tensor_once_and_their_holders_are_those_who_have_them(distributed):
+    assert len(distributed) == 491
+    for case, said in distributed:
+        if not is_refused(case):
+            check_whole(said, case)
+
+
+def test_our_own_arithmetic_says_of_every_rank_what_torch_has_put_there(distributed):
+    for case, said in distributed:
+        if is_refused(case):
+            continue
+        layout = Placements.of(Mesh(case["mesh"], tuple("abc")[: len(case["mesh"])], case["ids"]), case["placements"])
+        full = np.arange(prod(case["shape"]), dtype=np.float32).reshape(case["shape"])
+        for rank, facts in enumerate(said):
+            boxes, places = layout.rank_boxes(case["shape"], rank), layout.local_boxes(case["shape"], rank)
+            assert [[list(boxes[i].start), list(boxes[i].stop)] for i in range(len(boxes))] == facts["boxes"], case
+            shape = layout.local_shape(case["shape"], rank)
+            if shape is None:
+                assert facts["boxes"] == facts["local"] == []
+                continue
+            assert (list(shape), len(layout.holders(rank))) == (
+                facts["local shape"],
+                len(facts["holders"][0]) if len(boxes) else len(layout.holders(rank)),
+            ), case
+            local = np.full(shape, -1, np.float32)
+            for i in range(len(boxes)):
+                local[places[i].slices] = full[boxes[i].slices]
+            assert local.reshape(-1).tolist() == facts["local"], case
+
+
+def test_what_torch_gathers_is_what_was_saved(distributed):
+    gathered = [rank["gathered"] for _, said in distributed for rank in said if "gathered" in rank]
+    assert len(gathered) > 100
+    assert all(gathered)
+
+
+def test_boxes_of_a_sharding_are_recorded_as_one_and_no_others(distributed, models):
+    kinds = {Sharding: 0, Placements: 0}
+    for where, said in [*((str(case), said) for case, said in distributed if not is_refused(case)), *models.items()]:
+        layout = layout_of(said)
+        kinds[type(layout)] += 1
+        if isinstance(layout, Placements):
+            assert layout.as_sharding(said[0]["shape"]) is None, where
+            continue
+        held = layout.device_boxes(said[0]["shape"])
+        for i, rank in enumerate(held.device_ids.tolist()):
+            box = held.boxes[i]
+            assert said[rank]["boxes"] == ([[list(box.start), list(box.stop)]] if box.size else []), where
+    assert min(kinds.values()) > 100
+
+
+def test_strided_shards_without_one_meaning_are_refused_by_name(distributed):
+    refused = [rank for case, said in distributed if is_refused(case) for rank in said]
+    assert len(refused) == 16
+    for rank in refused:
+        assert rank["error"][0] == "ShardingError"
+        assert rank["error"][1].startswith("'w': ")
+        assert "redistribute it to plain Shard placements" in rank["error"][1]
+
+
+def test_every_number_of_rows_under_fsdp_over_tensor_parallelism_is_saved_as_it_lies(models):
+    found = {where: said for where, said in models.items() if where[0] == "fsdp_over_tp"}
+    assert len(found) == 4 * 13 * 4  # meshes, rows, and two layers of two parameters each
+    for where, said in found.items():
+        check_whole(said, where)
+
+
+def test_hsdp_and_the_optimizer_state_of_a_trained_model_are_saved_as_they_lie(models, answers):
+    found = {where: said for where, said in models.items() if where[0] != "fsdp_over_tp"}
+    assert len({where[:2] for where in found}) == 3
+    for where, said in found.items():
+        check_whole(said, where)
+    assert answers[4, "trained"][0]["step"] == ["Tensor", None]
+
+
+# Restoring
+
+
+def test_restoring_fills_every_local_tensor_where_it_is_or_makes_a_new_one_for_meta(distributed, models):
+    for where, said in [*((str(case), said) for case, said in distributed if not is_refused(case)), *models.items()]:
+        for rank in said:
+            assert rank["filled"], where
+            assert rank["copied"], where
+            assert rank["made"], where
+
+
+def test_parameters_stay_what_they_are_and_autograd_hears_of_the_write(answers):
+    for rank in answers[2, "autograd"]:
+        assert rank["same object"]
+        assert rank["requires grad"] == [True, True]
+        assert rank["versions"]
+        assert "modified by an inplace operation" in rank["caught"]
+        assert rank["inference"] == [[5, 5], [5, 5]]
+
+
+def test_every_dtype_goes_there_and_back_bit_by_bit(answers):
+    for rank in answers[2, "bits"]:
+        assert rank == dict.fromkeys(DTYPES, True)
+
+
+def test_a_target_of_mesh_and_placements_gives_a_new_dtensor(answers):
+    for number, rank in enumerate(answers[2, "targets"]):
+        assert (rank["dtype"], rank["placements"], rank["mesh"], rank["shape"]) == ("torch.bfloat16", "(Shard(dim=0),)", True, [5, 2])
+        assert rank["local"] == [list(range(6)), list(range(6, 10))][number]
+        assert rank["scalar"] == 3
+        assert rank["requires grad"] is False
+        assert rank["tied"] == [True, False, False]
+        assert rank["from the end"] == [["[0:5, 0:2]"], ["[0:5, 2:4]"]][number]
+
+
+def test_a_target_that_cannot_be_is_refused_by_name(answers):
+    rank = answers[2, "targets"][0]
+    for question, kind, words in (
+        ("partial", "ShardingError", "partial values"),
+        ("too few", "ShardingError", "0 placements for a mesh of 1"),
+        ("not placements", "ShardingError", "use Shard or Replicate"),
+        ("beyond", "ShardingError", "shards dimension 2 of a tensor that has 2"),
+        ("dtype that torch lacks", "DtypeError", "float8_e3m4"),
+    ):
+        assert rank[question][0] == kind
+        assert rank[question][1].startswith("'w': ")
+        assert words in rank[question][1]
+
+
+# Ranks
+
+
+def test_a_rank_outside_the_mesh_holds_nothing_and_keeps_its_leaf(answers):
+    first, second = (rank["submesh"] for rank in answers[2, "outside"])
+    assert (first["boxes"], first["holders"], first["filled"]) == ([], [], True)
+    assert (second["boxes"], second["holders"]) == ([[[0, 0], [4, 2]]], [[1]])
+    assert first["layout"] == second["layout"]
+
+
+def test_ranks_with_layers_of_their_own_each_hold_theirs(answers):
+    stages = [rank["stage"] for rank in answers[2, "outside"]]
+    assert [stage["holders"] for stage in stages] == [[[0]], [[1]]]
+    assert all(stage["right"] and stage["filled"] for stage in stages)
+
+
+def test_ranks_that_are_not_the_processes_are_refused_by_name(answers):
+    for number, rank in enumerate(answers[2, "refusals"]):
+        for question, process, processes in (("alone", 0, 1), ("renumbered", 1 - number, 2), ("more processes", number, 3)):
+            kind, message = rank[question]
+            assert kind == "ShardingError"
+            assert message.startswith(
+                f"'layer/w': to torch.distributed this is rank {number} of 2, and process {process} of {processes} to"
+            )
+
+
+def test_tied_parameters_are_found_on_ranks_that_hold_nothing_of_them_too(answers):
+    assert [rank["held"] for rank in answers[2, "tied"]] == [[1, 1], [0, 0]]
+    for rank in answers[2, "tied"]:
+        assert rank["same"] == 1
+        assert rank["apart"][0] == rank["apart"][1]
+        assert rank["none"] == [None, None]
+        assert rank["targets"]
+
+
+# Ways to make a DTensor
+
+
+def test_local_tensors_cut_by_another_rule_are_refused_by_name(answers):
+    ours, theirs = ([3, 2], [2, 3])
+    for number, rank in enumerate(answers[2, "from_local"]):
+        for question in "the other way", "the other way, restored":
+            kind, message = rank[question]
+            assert kind == "ShardingError"
+            assert message.startswith("'layer/w': (Shard(dim=0),) of shape (5, 3) ")
+            assert f"of shape ({ours[number]}, 3), and it has one of ({theirs[number]}, 3)" in message
+
+
+@pytest.mark.parametrize("made", ["uneven", "transposed"])
+def test_uneven_and_transposed_local_tensors_are_saved_as_they_lie(answers, made):
+    check_whole([rank[made] for rank in answers[2, "from_local"]], made)
+
+
+def test_distribute_module_replicates_what_it_does_not_shard(answers):
+    said = {name: [rank[name] for rank in answers[2, "modules"]] for name in ("weight", "running_mean")}
+    for name, ranks in said.items():
+        check_whole(ranks, name)
+    assert said["weight"][1]["boxes"] == [[[3], [5]]]
+    assert said["running_mean"][1]["holders"] == [[0, 1]]
+
+
+def test_a_collective_that_has_only_been_started_is_waited_for(answers):
+    for rank in answers[2, "pending"]:
+        assert rank == {"local": "AsyncCollectiveTensor", "right": True}
+
+
+# Partial values
+
+
+def test_partial_values_are_refused_by_name_with_what_to_do(answers):
+    for rank in answers[2, "partial"]:
+        for question in "saved", "restored":
+            kind, message = rank[question]
+            assert kind == "ShardingError"
+            assert message.startswith("'grad': over mesh dimension 'dp' it holds partial values (Partial(sum))")
+            assert "reduce_partial=True" in message
+
+
+def test_partial_values_are_reduced_by_those_who_ask_for_it_and_all_else_is_left_alone(answers):
+    for rank in answers[2, "partial"]:
+        assert (rank["sum"], rank["max"], rank["holders"]) == ([3, 3, 3], [2, 2, 2], [[0, 1]])
+        assert rank["order"] == ["z", "a", "other", "plain"]
+        assert rank["untouched"]
+        assert rank["nothing to reduce"] == ["plain"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("question", "kind", "words"),
+    [
+        ("meta", "LeafError", "a meta tensor has no data to save"),
+        ("expanded", "LeafError", "elements of this tensor share memory"),
+        ("local subclass", "LeafError", "the tensor subclass __main__.Other is not supported"),
+        ("subclass", "LeafError", "the DTensor subclass __main__.Sub is not supported"),
+        ("conjugate", "LeafError", "lazily conjugated or negated view"),
+        ("dtype", "DtypeError", "torch.complex32 cannot be stored"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_by_name(answers, question, kind, words):
+    for rank in answers[2, "refusals"]:
+        assert rank[question][0] == kind
+        assert rank[question][1].startswith("'layer/w': ")
+        assert words in rank[question][1]
+
+
+def test_a_lazy_conjugate_is_saved_as_what_it_says(answers):
+    assert [rank["conjugate saved"] for rank in answers[2, "refusals"]] == [[8, True]] * 2

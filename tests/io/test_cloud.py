@@ -1,0 +1,237 @@
+"""Object stores by the environment: endpoints, credentials, patience and rates; whole checkpoints on them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import uuid
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from emulators import environment
+from gcsfs.core import GCSFileSystem  # of gcsfs itself, importing it decides for the whole process whether it asks over gRPC
+from hypothesis import given
+from hypothesis import strategies as st
+from s3fs import S3FileSystem
+
+import shardckpt
+from shardckpt.errors import MissingExtraError, OptionError, StorageError
+from shardckpt.io import cloud as settings
+from shardckpt.io.pace import Pace
+from shardckpt.io.store import Store, shared_context
+
+STATE = {
+    "w": np.random.default_rng(0).standard_normal((300, 500), np.float32),
+    "block": {"o'clock ünï": np.arange(7), "scalar": np.array(3.5), "empty": np.zeros((0, 2)), "step": 7},
+}
+
+
+@pytest.fixture(params=["packed", "zarr"])
+def layout(request):
+    return request.param
+
+
+@pytest.fixture
+def saved(cloud, layout):
+    """The url of a checkpoint in that layout, at a place whose name is not plain."""
+    url = cloud.url(uuid.uuid4().hex, "a%20b ü")
+    shardckpt.save(url, STATE, options=shardckpt.SaveOptions(layout=layout))
+    return url
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(same(a[k], b[k]) if isinstance(a[k], dict) else np.array_equal(a[k], b[k]) for k in a)
+
+
+# --- whole checkpoints ----------------------------------------------------------------------------------------------
+
+
+def test_a_state_comes_back_from_an_object_store(saved):
+    assert same(shardckpt.restore(saved), STATE)
+    checkpoint = shardckpt.open(saved)
+    assert checkpoint.verify().ok
+    assert np.array_equal(checkpoint.read("w", shardckpt.Box((10, 20), (30, 40))), STATE["w"][10:30, 20:40])
+
+
+def test_a_checkpoint_is_replaced_and_nothing_of_it_is_left(saved, layout):
+    before = shardckpt.open(saved).record.attempt
+    state = {"w": STATE["w"] + 1}
+    shardckpt.save(saved, state, options=shardckpt.SaveOptions(layout=layout, overwrite=True))
+    assert same(shardckpt.restore(saved), state)
+    assert Store.open(saved).list(f"{before}/") == []
+
+
+def test_stock_tensorstore_reads_it(saved):
+    spec = shardckpt.open(saved).stock_spec("w")
+    assert np.array_equal(ts.open(spec).result().read().result(), STATE["w"])
+
+
+def test_stock_tensorstore_reads_it_by_a_url_where_one_can_say_it_all(gcs_server, layout):
+    """A url has no place for an endpoint, which for S3 is a part of the spec."""
+    with environment(gcs_server.env()):
+        url = gcs_server.url(uuid.uuid4().hex)
+        shardckpt.save(url, STATE, options=shardckpt.SaveOptions(layout=layout))
+        assert np.array_equal(ts.open(shardckpt.open(url).stock_url("w")).result().read().result(), STATE["w"])
+
+
+def test_fsspec_reads_the_same_objects(cloud, saved):
+    options = {"skip_instance_cache": True, "use_listings_cache": False}
+    if cloud.scheme == "gs":
+        files = GCSFileSystem(token="anon", endpoint_url=cloud.endpoint, **options)
+    else:
+        files = S3FileSystem(endpoint_url=cloud.endpoint, **options)
+    store = Store.open(saved)
+    root = store.location.path
+    assert sorted(files.find(root)) == [f"{root}/{key}" for key in store.list()]
+    assert all(files.cat_file(f"{root}/{key}") == store.read(key) for key in store.list()[:20])
+
+
+def test_the_catalogue_and_the_command_line_know_object_stores(cloud, saved):
+    command = [sys.executable, "-m", "shardckpt.cli", "verify", saved]
+    run = subprocess.run(command, env={**os.environ, **cloud.env()}, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+# --- the environment ------------------------------------------------------------------------------------------------
+
+USE = """
+import sys
+from shardckpt.io.store import Store
+store = Store.open(sys.argv[1])
+store.write("key", b"value")
+assert store.read("key") == b"value"
+print(store.list_children())
+"""
+
+
+def use(url, variables, home, program=USE):
+    """Run it in a process that has those variables, and no others that object stores go by."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "GOOGLE_", "TENSORSTORE_", "STORAGE_"))}
+    variables = {**clean, "HOME": str(home), "AWS_EC2_METADATA_DISABLED": "true", **variables}
+    return subprocess.run([sys.executable, "-c", program, url], env=variables, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("variable", ["TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST", "STORAGE_EMULATOR_HOST without a scheme"])
+def test_one_variable_is_enough_to_name_an_emulator_of_gcs(gcs_server, tmp_path, variable):
+    endpoint = gcs_server.endpoint.removeprefix("http://") if " " in variable else f"{gcs_server.endpoint}/"
+    run = use(gcs_server.url(uuid.uuid4().hex), {variable.partition(" ")[0]: endpoint}, tmp_path)
+    assert run.stdout == "['key']\n", run.stderr
+
+
+@pytest.fixture
+def profiles(tmp_path):
+    """Files with a profile `ours` and no default."""
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").write_text("[ours]\naws_access_key_id = test\naws_secret_access_key = test\n")
+    (tmp_path / ".aws" / "config").write_text("[profile ours]\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("region", [{}, {"AWS_REGION": "eu-west-1"}, {"AWS_DEFAULT_REGION": "us-east-1"}])
+@pytest.mark.parametrize("credentials", ["AWS_PROFILE", "AWS_ACCESS_KEY_ID"])
+def test_s3_goes_by_the_variables_that_aws_documents(s3_server, profiles, credentials, region):
+    given = {"AWS_PROFILE": "ours"} if credentials == "AWS_PROFILE" else {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    endpoint = {"AWS_ENDPOINT_URL_S3": s3_server.endpoint, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    run = use(s3_server.url(uuid.uuid4().hex), {**endpoint, **given, **region}, profiles)
+    assert run.stdout == "['key']\n", run.stderr
+
+
+def test_requests_to_s3_go_unsigned_if_that_is_asked_for(s3_server, profiles):
+    """moto lets anybody write, and does not let the nameless read what they have written."""
+    variables = {"AWS_ENDPOINT_URL": s3_server.endpoint, "AWS_PROFILE": "ours", "AWS_NO_SIGN_REQUEST": "1"}
+    run = use(s3_server.url(uuid.uuid4().hex), variables, profiles)
+    assert "PERMISSION_DENIED" in run.stderr.splitlines()[-1]
+    assert "give these credentials the right" in run.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("scheme", "package", "extra"), [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")])
+def test_what_is_not_installed_is_named_before_anything_is_done(monkeypatch, scheme, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"{scheme}:// needs {package} .*shardckpt\[{extra}\]"):
+        Store.open(f"{scheme}://bucket/run")
+
+
+def test_opening_a_local_place_loads_no_client_of_an_object_store(tmp_path):
+    program = "import sys; from shardckpt.io.store import Store; Store.open(sys.argv[1]).list(); print(sorted({'gcsfs', 's3fs'} & {*sys.modules}))"
+    assert use(str(tmp_path), {}, tmp_path, program).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "inf", "nan"])
+@pytest.mark.parametrize("variable", ["SHARDCKPT_RETRY_SECONDS", "SHARDCKPT_READS_PER_SECOND", "SHARDCKPT_WRITES_PER_SECOND"])
+def test_a_number_that_is_none_is_refused_by_name(variable, value):
+    caches = (shared_context, settings._paces)
+    with environment({variable: value, "TENSORSTORE_GCS_HTTP_URL": "http://127.0.0.1:1"}):
+        for cached in caches:
+            cached.cache_clear()
+        with pytest.raises(OptionError, match=f"{variable}={value}"):
+            Store.open("gs://bucket/run")
+    for cached in caches:
+        cached.cache_clear()
+
+
+# --- patience and pace ----------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.1, 3600))
+def test_pauses_between_tries_take_as_long_as_was_asked_for(seconds):
+    with environment({"SHARDCKPT_RETRY_SECONDS": str(seconds)}):
+        retries = settings.context()["gcs_request_retries"]
+    first, longest = (float(retries[name].removesuffix("s")) for name in ("initial_delay", "max_delay"))
+    pauses = [min(longest, first * 2**i) for i in range(retries["max_retries"])]
+    assert seconds <= sum(pauses) <= seconds + longest
+    assert len(pauses) >= 4
+    ts.Context(settings.context())
+
+
+@given(st.floats(0.01, 1000), st.lists(st.floats(0, 100), min_size=1, max_size=30))
+def test_requests_begin_no_faster_than_the_pace_and_no_slower(rate, idle):
+    now = 0.0
+    began = []
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    pace = Pace(rate, clock=lambda: now, sleep=sleep)
+    for seconds in idle:
+        now += seconds
+        came = now
+        pace.wait()
+        waited = now - came
+        assert waited <= 1 / rate + 1e-9
+        began.append(now)
+        assert waited == 0 or now - began[-2] <= 1 / rate + 1e-9
+    assert all(b - a >= 1 / rate - 1e-9 for a, b in itertools.pairwise(began))
+
+
+def test_a_store_keeps_to_the_pace(cloud, monkeypatch):
+    counts = {"read": 0, "write": 0}
+
+    class Counted:
+        def __init__(self, kind):
+            self.kind = kind
+
+        def wait(self):
+            counts[self.kind] += 1
+
+    store = Store.open(cloud.url(uuid.uuid4().hex))
+    monkeypatch.setattr(settings, "_paces", lambda: {kind: Counted(kind) for kind in counts})
+    store.write("a", b"")
+    store.upload("b", b"").wait()
+    store.create("c", b"")
+    assert counts == {"read": 1, "write": 3}
+    store.read("a")
+    store.exists("a")
+    store.list()
+    assert counts == {"read": 4, "write": 3}
+    store.delete("a")
+    store.delete_prefix()
+    assert counts == {"read": 5, "write": 6}
+
+
+def test_a_request_that_is_refused_is_not_repeated(cloud):
+    with environment(cloud.env()), pytest.raises(StorageError, match="no-such-bucket"):
+        Store.open(f"{cloud.scheme}://no-such-bucket/run").write("key", b"")

@@ -1,0 +1,149 @@
+"""What lies at a place and since when: complete, by the level that is asked for, and by the storage's clock."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+
+import pytest
+from emulators import environment
+from fault_proxy import FaultProxy
+from fault_rules import Rule
+
+from shardckpt.errors import StorageError
+from shardckpt.io import listing
+from shardckpt.io.store import Store
+
+NAMES = ["a b", "o'clock", "100%", "q?x", "h#y", "ünï-日本", "a&amp;b", "c:d", "[x]*", "{}", "a+b", '"']
+
+
+def test_names_are_listed_as_they_were_given(store):
+    for name in NAMES:
+        store.write(f"{name}/{name}", b"")
+    assert store.list() == sorted(f"{name}/{name}" for name in NAMES)
+    assert store.list_children() == sorted(f"{name}/" for name in NAMES)
+    assert [key for name in NAMES for key in store.list_children(f"{name}/")] == NAMES
+    for name in NAMES:
+        store.delete_prefix(f"{name}/")
+    assert store.list() == []
+
+
+def test_every_object_has_a_time_between_two_looks_at_the_storage_s_clock(store):
+    before = listing.storage_now(store)
+    for key in ("a", "b/c", "b/d/e"):
+        store.write(key, b"")
+    times = dict(listing.modification_times(store))
+    after = listing.storage_now(store)
+    assert sorted(times) == ["a", "b/c", "b/d/e"] == store.list()
+    assert sorted(dict(listing.modification_times(store, "b/"))) == ["b/c", "b/d/e"]
+    if store.location.scheme != "memory":  # which keeps none
+        assert all(before <= when <= after for when in times.values())
+        assert abs(after - time.time()) < 60
+
+
+def test_the_clock_leaves_nothing_behind(store):
+    store.write("a", b"")
+    listing.storage_now(store)
+    assert store.list() == ["a"]
+
+
+def test_files_that_go_away_while_a_directory_is_walked_are_left_out(tmp_path):
+    store = Store.open(tmp_path)
+    for i in range(3):
+        store.write(f"d{i}/x", b"")
+    walk = listing.modification_times(store)
+    first = next(walk)[0]
+    for i in range(3):
+        store.delete_prefix(f"d{i}/")
+    assert [first, *(key for key, _ in walk)] == [first]
+
+
+def test_links_are_listed_and_not_followed(tmp_path):
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "x").write_bytes(b"")
+    store = Store.open(tmp_path / "here")
+    store.write("key", b"")
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "away")
+    (tmp_path / "here" / "dangling").symlink_to(tmp_path / "nowhere")
+    assert sorted(key for key, _ in listing.modification_times(store)) == ["dangling", "key", "link"]
+
+
+def test_a_time_that_was_set_is_the_time_that_is_seen(tmp_path):
+    store = Store.open(tmp_path)
+    store.write("old", b"")
+    os.utime(tmp_path / "old", (1e9, 1e9))
+    assert dict(listing.modification_times(store)) == {"old": 1e9}
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    """Pages so short that a test can have several."""
+    monkeypatch.setattr(listing, "PAGE", 4)
+
+
+@pytest.fixture
+def proxy(cloud):
+    """A proxy before the emulator, and this process led to it."""
+    with FaultProxy(cloud.endpoint) as proxy, environment(cloud.env(proxy.url)):
+        yield proxy
+
+
+@pytest.fixture
+def place(cloud, proxy):
+    """A store in a bucket of its own: TensorStore keeps to the way by which it first came to one."""
+    return Store.open(f"{cloud.scheme}://{cloud.new_bucket(f'b-{uuid.uuid4().hex}')}/run")
+
+
+def test_one_level_is_listed_however_much_lies_below(place, proxy):
+    for i in range(30):
+        place.write(f"attempt/hosts/{i}", b"")
+    place.write("checkpoint.json", b"")
+    proxy.traffic.reset()
+    assert place.list_children() == ["attempt/", "checkpoint.json"]
+    (exchange,) = proxy.traffic.exchanges()
+    assert exchange.operation.query["delimiter"] == "/"
+    assert exchange.bytes_down < 2000
+
+
+def test_a_listing_of_several_pages_is_complete(place, proxy, pages):
+    keys = sorted(f"{'abc'[i % 3]}/{i}" for i in range(15))
+    for key in keys:
+        place.write(key, b"")
+    proxy.traffic.reset()
+    assert place.list() == keys
+    assert len(proxy.traffic.exchanges()) == 4
+    assert place.list_children() == ["a/", "b/", "c/"]
+    assert len(dict(listing.modification_times(place, "b/"))) == 5
+
+
+def test_all_pages_of_a_prefix_are_deleted(place, pages):
+    for i in range(15):
+        place.write(f"step1/{i}", b"")
+        place.write(f"step10/{i}", b"")
+    place.delete_prefix("step1/")
+    assert place.list_children() == ["step10/"]
+    assert len(place.list("step10/")) == 15
+
+
+def test_a_listing_that_is_refused_is_an_error_and_not_an_empty_one(place, proxy):
+    """TensorStore 0.1.86 takes a refusal by Cloud Storage for an empty listing."""
+    place.write("records/0", b"")
+    for use in (place.list, place.list_children, place.delete_prefix, lambda: list(listing.modification_times(place))):
+        with proxy.rules.during(Rule("status", status=403, kinds=("list",))), pytest.raises(StorageError, match=str(place)):
+            use()
+    assert place.list("records/") == ["records/0"]
+
+
+def test_a_listing_that_fails_for_a_moment_is_asked_for_again(place, proxy):
+    place.write("records/0", b"")
+    with proxy.rules.during(Rule("status", status=503, kinds=("list",))):
+        assert place.list() == ["records/0"]
+
+
+def test_a_bucket_that_is_not_there_is_an_error_that_says_so(cloud):
+    with environment(cloud.env()):
+        store = Store.open(f"{cloud.scheme}://no-such-bucket/run")
+        for use in (store.list, store.list_children, store.delete_prefix):
+            with pytest.raises(StorageError, match=r"no such bucket .*create it"):
+                use()

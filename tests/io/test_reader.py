@@ -1,0 +1,266 @@
+"""Reading chunks by the chunk table: which requests are made, and what they take."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from types import SimpleNamespace
+
+import crc32c
+import numpy as np
+import pytest
+from emulators import environment
+from fault_proxy import FaultProxy
+from fault_rules import Rule
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.box import Box, BoxArray
+from shardckpt.errors import CorruptionError, MissingDataError, StorageError
+from shardckpt.io.reader import LOCAL_LIMITS, ChunkReader, Request
+from shardckpt.io.runs import RunLimits, runs
+from shardckpt.io.store import Store
+from shardckpt.io.table import ArrayChunks
+from shardckpt.reshard.plan import Piece
+
+placed = st.builds(
+    lambda file, offset, length: SimpleNamespace(file=file, offset=offset, length=length, stop=offset + length),
+    st.sampled_from("ab"),
+    st.integers(0, 60),
+    st.integers(1, 12),
+)
+
+
+@given(st.lists(placed), st.integers(1, 40), st.integers(0, 5), st.integers(1, 6))
+def test_runs_hold_every_chunk_once_and_keep_to_their_limits(chunks, nbytes, gap, most):
+    found = list(runs(chunks, RunLimits(nbytes, gap, most)))
+    assert sorted(map(id, (c for run in found for c in run.chunks))) == sorted(map(id, chunks))
+    for run in found:
+        assert {c.file for c in run.chunks} == {run.file}
+        assert len(run.chunks) == 1 or (run.nbytes <= nbytes and len(run.chunks) <= most)
+        assert all(0 <= b.offset - a.stop <= gap for a, b in itertools.pairwise(run.chunks))
+    for before, run in itertools.pairwise(found):  # no two could have been one
+        apart = before.file != run.file or not 0 <= run.start - before.stop <= gap
+        assert apart or len(before.chunks) == most or run.chunks[0].stop - before.start > nbytes
+
+
+def written(store, rows, gaps=(), file="hosts/00000/0/d/00000"):
+    """Rows of an array as one chunk each in one data file, with some bytes of nobody before those of `gaps`.
+
+    Returns the array's piece and its rows in the chunk table.
+    """
+    data, table = bytearray(), []
+    for i, row in enumerate(rows):
+        data += bytes(dict(gaps).get(i, 0))
+        raw = row.tobytes()
+        table.append((i, 0, len(data), len(raw) + 4, crc32c.crc32c(raw)))
+        data += raw + table[-1][-1].to_bytes(4, "little")
+    store.write(file, data)
+    shape = (len(rows), *rows[0].shape)
+    return Piece("w", (0,) * len(shape), shape, (1, *shape[1:])), ArrayChunks.of_rows(table)
+
+
+def read_all(reader, piece, dtype):
+    out = np.zeros(piece.shape, dtype)
+    reader.read([Request("w", np.dtype(dtype), [piece], BoxArray.of([Box.full(piece.shape)], len(piece.shape)), [out])])
+    return out
+
+
+FILES = ["hosts/00000/0/d/00000"]
+
+
+def test_what_was_written_is_read_from_every_kind_of_store(store):
+    rows = np.random.default_rng(0).integers(0, 256, (50, 1000), np.uint8)
+    piece, table = written(store, rows, {7: 3, 20: 100_000})
+    reader = ChunkReader(store, FILES, {"w": table})
+    for _ in range(3):
+        assert np.array_equal(read_all(reader, piece, np.uint8), rows)
+    column = np.zeros((50, 1), np.uint8)
+    reader.read([Request("w", np.dtype(np.uint8), [piece], BoxArray.of([Box((0, 999), (50, 1000))], 2), [column])])
+    assert np.array_equal(column, rows[:, 999:])
+    assert reader.stored_chunk("w", np.dtype(np.uint8), piece, 20)[:-4] == rows[20].tobytes()
+
+
+@pytest.fixture
+def proxied(cloud):
+    """A proxy, and a store behind it in a bucket that TensorStore knows by this proxy alone."""
+    with FaultProxy(cloud.endpoint) as proxy, environment(cloud.env(proxy.url)):
+        yield proxy, Store.open(f"{cloud.scheme}://{cloud.new_bucket(f'b-{uuid.uuid4().hex}')}/run")
+
+
+def test_neighbours_are_one_request_and_small_gaps_are_read_along(proxied):
+    proxy, store = proxied
+    rows = np.random.default_rng(0).integers(0, 256, (64, 1 << 10), np.uint8)
+    piece, table = written(store, rows, {10: 1000, 20: 65536, 30: 65537, 40: 1 << 20})
+    reader = ChunkReader(store, FILES, {"w": table})
+    proxy.traffic.reset()
+    assert np.array_equal(read_all(reader, piece, np.uint8), rows)
+    summary = proxy.traffic.summary()
+    assert (reader.stats.reads, summary["kinds"]) == (3, {"read": 3})
+    assert reader.stats.bytes_read == summary["bytes_down"] == rows.nbytes + 4 * 64 + 1000 + 65536
+
+
+def test_whole_files_are_read_in_requests_of_8_mib_and_more(proxied):
+    proxy, store = proxied
+    rows = np.random.default_rng(0).integers(0, 1 << 62, (32, 1 << 17), np.int64)  # chunks of 1 MiB
+    piece, table = written(store, rows)
+    for memory, most, requests in ((256 << 20, 10 << 20, 4), (1 << 30, 16 << 20, 3), (1 << 20, 10 << 20, 4)):
+        proxy.traffic.reset()
+        assert np.array_equal(read_all(ChunkReader(store, FILES, {"w": table}, memory=memory), piece, np.int64), rows)
+        sizes = [e.bytes_down for e in proxy.traffic.exchanges()]
+        assert len(sizes) == requests
+        assert max(sizes) <= most
+        assert sum(size >= 8 << 20 for size in sizes) >= requests - 1
+
+
+def test_many_requests_are_under_way_at_once(proxied):
+    """All must have come before any is answered."""
+    proxy, store = proxied
+    rows = np.arange(12 * 1000).reshape(12, 1000)
+    gaps = dict.fromkeys(range(1, 12), 70_000)
+    piece, table = written(store, rows, gaps)
+    reader = ChunkReader(store, FILES, {"w": table})
+    proxy.traffic.reset()
+    with proxy.rules.during(Rule("latency", seconds=1, times=None, kinds=("read",))):
+        read = threading.Thread(target=read_all, args=(reader, piece, np.int64))
+        read.start()
+        seen = 0
+        while read.is_alive() and seen < 12:
+            seen = sum(e.status is None for e in proxy.traffic.exchanges())
+        read.join()
+    assert seen == 12
+
+
+def test_a_read_that_breaks_off_is_repeated(proxied):
+    proxy, store = proxied
+    rows = np.random.default_rng(0).integers(0, 256, (16, 1 << 16), np.uint8)
+    piece, table = written(store, rows)
+    reader = ChunkReader(store, FILES, {"w": table})
+    for fault in (Rule("truncate"), Rule("reset"), Rule("status", status=429)):
+        with proxy.rules.during(fault):
+            assert np.array_equal(read_all(reader, piece, np.uint8), rows)
+            assert proxy.rules.fired()[0][1] == 1
+
+
+def test_errors_name_the_tensor_the_elements_and_the_object(cloud_store):
+    rows = np.random.default_rng(0).integers(0, 256, (4, 1000), np.uint8)
+    piece, table = written(cloud_store, rows)
+    where = rf"w\[0:1, 0:1000\].*{cloud_store}/hosts/00000/0/d/00000"
+    data = cloud_store.read(FILES[0])
+    reader = ChunkReader(cloud_store, FILES, {"w": table})
+
+    cloud_store.write(FILES[0], data[:2000])
+    with pytest.raises(CorruptionError, match=where + ".*cut off"):
+        read_all(reader, piece, np.uint8)
+    cloud_store.write(FILES[0], bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(CorruptionError, match=r"w\[0:1, 0:1000\] is damaged"):
+        read_all(reader, piece, np.uint8)
+    cloud_store.delete(FILES[0])
+    with pytest.raises(MissingDataError, match=where + ".*missing"):
+        read_all(reader, piece, np.uint8)
+
+
+def test_every_damaged_chunk_is_found_and_no_other(cloud_store):
+    rows = np.random.default_rng(0).integers(0, 256, (40, 1000), np.uint8)
+    piece, table = written(cloud_store, rows)
+    data = bytearray(cloud_store.read(FILES[0]))
+    for i in (3, 17):
+        data[1004 * i + 5] ^= 1
+    cloud_store.write(FILES[0], data + b"more")
+    reader = ChunkReader(cloud_store, FILES, {"w": table})
+    found = []
+    reader.check(
+        [Request("w", np.dtype(np.uint8), [piece], BoxArray.of([], 2), [])], lambda name, box, file, error: found.append(box.start[0])
+    )
+    assert sorted(found) == [3, 17]
+    assert [file for file, _ in reader.longer_files()] == FILES
+
+
+def test_no_buffer_is_written_to_after_an_error(tmp_path):
+    """The first error stops the rest, and what has begun ends before it is raised."""
+    store = Store.open(tmp_path)
+    rows = np.random.default_rng(0).integers(1, 256, (64, 1 << 20), np.uint8)
+    piece, table = written(store, rows)
+    raw = bytearray((tmp_path / FILES[0]).read_bytes())
+    raw[0] ^= 1
+    (tmp_path / FILES[0]).write_bytes(raw)
+    reader = ChunkReader(store, FILES, {"w": table}, threads=4)
+    out = np.zeros(piece.shape, np.uint8)
+    request = Request("w", np.dtype(np.uint8), [piece], BoxArray.of([Box.full(piece.shape)], 2), [out])
+    for _ in range(5):
+        with pytest.raises(CorruptionError):
+            reader.read([request])
+        out[:] = 0
+        assert not out.any()
+    assert not out.any()
+
+
+def test_the_same_threads_serve_all_reads(tmp_path):
+    store = Store.open(tmp_path)
+    rows = np.random.default_rng(0).integers(0, 256, (16, 1 << 20), np.uint8)
+    piece, table = written(store, rows)
+    reader = ChunkReader(store, FILES, {"w": table}, threads=2)
+
+    def threads():
+        return {t for t in threading.enumerate() if t.name.startswith("shardckpt-read")}
+
+    before = threads()
+    read_all(reader, piece, np.uint8)
+    ours = threads() - before
+    assert 1 <= len(ours) <= 2
+    for _ in range(3):
+        assert np.array_equal(read_all(reader, piece, np.uint8), rows)
+    assert len(threads() - before - ours) <= 2 - len(ours)
+
+
+def test_local_runs_fit_into_one_system_call():
+    assert 2 * LOCAL_LIMITS.chunks <= os.sysconf("SC_IOV_MAX")
+
+
+def test_memory_stays_within_the_limit(cloud):
+    """In a process of its own: 64 MiB in chunks of 1 MiB, four times, into memory that is there already."""
+    store = Store.open(cloud.url(uuid.uuid4().hex))
+    rows = np.ones((64, 1 << 20), np.uint8)
+    written(store, rows)
+    program = """
+import sys
+import numpy as np
+import crc32c
+from shardckpt.box import Box, BoxArray
+from shardckpt.io.reader import ChunkReader, Request
+from shardckpt.io.store import Store
+from shardckpt.io.table import ArrayChunks
+from shardckpt.reshard.plan import Piece
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
+store = Store.open(sys.argv[1])
+n, size, file = 64, 1 << 20, "hosts/00000/0/d/00000"
+crc = crc32c.crc32c(bytes([1]) * size)
+table = ArrayChunks.of_rows([(i, 0, i * (size + 4), size + 4, crc) for i in range(n)])
+out = np.zeros((n, size), np.uint8)
+out[:] = 7
+store.read(file, 0, 10)
+before = peak()
+reader = ChunkReader(store, [file], {"w": table}, memory=60 << 20)
+piece = Piece("w", (0, 0), (n, size), (1, size))
+for _ in range(4):
+    reader.read([Request("w", out.dtype, [piece], BoxArray.of([Box.full(out.shape)], 2), [out])])
+print(peak() - before)
+assert all((row == 1).all() for row in out)
+"""
+    command = [sys.executable, "-c", program, str(store)]
+    run = subprocess.run(command, env={**os.environ, **cloud.env()}, capture_output=True, text=True, check=True, timeout=100)
+    assert int(run.stdout) <= 60 + 16
+
+
+def test_a_storage_that_is_down_is_a_storage_error_that_names_the_tensor(tmp_path):
+    store = Store.open(tmp_path)
+    piece, table = written(store, np.ones((2, 10), np.uint8))
+    (tmp_path / FILES[0]).unlink()
+    (tmp_path / FILES[0]).mkdir()
+    with pytest.raises(StorageError, match=r"w\[0:1, 0:10\].* cannot be read"):
+        read_all(ChunkReader(store, FILES, {"w": table}), piece, np.uint8)

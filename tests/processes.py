@@ -1,0 +1,43 @@
+"""Several processes of one job, for tests: see `children/fork_server.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Self
+
+CHILDREN = Path(__file__).parent / "children"
+
+
+class Processes:
+    """Runs functions of a module in forks of a process that has imported everything."""
+
+    def __init__(self, *modules: str, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, CHILDREN / "fork_server.py", *(CHILDREN / f"{module}.py" for module in modules)]
+        self.module = modules[0]
+        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+
+    def run(self, function: str, processes: int, *arguments: object, timeout: float = 60) -> list:
+        """What each process returned; a dict with `error` or `signal` for those that did not return."""
+        name = function if ":" in function else f"{self.module}:{function}"
+        request = {"function": name, "processes": processes, "arguments": arguments, "timeout": timeout}
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(json.dumps(request, default=str) + "\n")
+        self.server.stdin.flush()
+        answer = self.server.stdout.readline()
+        assert answer, "the fork server ended"
+        return json.loads(answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.close()
+        self.server.wait(30)
+        self.server.stdout.close()

@@ -1,0 +1,304 @@
+"""Stand before an object store's emulator; enforce Cloud Storage's preconditions, count requests, and break some.
+
+    python tools/fault_proxy.py --backend http://127.0.0.1:4443 [--port 0] [--rule '{"fault": "status", …}']
+
+prints its own address and serves until it is interrupted. Clients are led to it instead of the emulator: with
+`TENSORSTORE_GCS_HTTP_URL` or `STORAGE_EMULATOR_HOST` before fake-gcs-server, `AWS_ENDPOINT_URL` before moto.
+
+For each request it
+
+1. asks the rules (`fault_rules.py`) what becomes of it;
+2. takes in the whole body, because an emulator may lock all objects while it reads one;
+3. with a request that changes an object, or has preconditions, waits until it is the only one of that object; looks up
+   the object's generation, and refuses what must not go ahead (`gcs_preconditions.py`): fake-gcs-server would not;
+4. passes it on, and the answer back; and notes what came of it (`fault_requests.py`).
+
+Under its own paths it is told what to do, in JSON:
+
+    GET    /__proxy__/stats[?prefix=bucket/run]   counts; DELETE starts from zero
+    GET    /__proxy__/rules                       the rules in force, and how often each has fired
+    POST   /__proxy__/rules                       add one, or a list; DELETE removes all
+
+In a test, `with FaultProxy(backend) as proxy` runs one on a thread: `proxy.url`, `proxy.rules`, `proxy.traffic`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import threading
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, quote
+from weakref import WeakValueDictionary
+
+import aiohttp
+from aiohttp import web
+from fault_requests import Operation, Traffic, classify, with_name_from_body
+from fault_rules import Rule, RuleBook
+from fault_transfer import HOP_BY_HOP, PIECE, Transfer
+from gcs_preconditions import Preconditions
+from yarl import URL
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from typing import Self
+
+__all__ = ["FaultProxy"]
+
+_OWN_PATHS = "/__proxy__/"
+
+
+class _Reset(Exception):  # noqa: N818  (no error: it is what was asked for)
+    """The client's connection is to be reset."""
+
+
+class _Refused(Exception):  # noqa: N818  (as above)
+    """The client is to be told no: status and reason."""
+
+
+class _Proxy:
+    """Handles requests, within one event loop."""
+
+    def __init__(self, backend: str, rules: RuleBook, traffic: Traffic, session: aiohttp.ClientSession) -> None:
+        self._backend = backend.rstrip("/")
+        self._rules = rules
+        self._traffic = traffic
+        self._session = session
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._resumable: dict[str, Operation] = {}
+        """Upload id → the request that began the upload, with its preconditions."""
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        if request.path.startswith(_OWN_PATHS):
+            return await self._control(request)
+        transfer = Transfer(request, self._operation(request))
+        noted = transfer.exchange
+        self._traffic.add(noted)
+        try:
+            if noted.operation.kind == "upload" and not noted.operation.name:
+                await transfer.receive()
+                noted.operation = with_name_from_body(noted.operation, transfer.body)
+            return await self._serve(transfer)
+        except _Refused as refused:
+            return await transfer.refuse(*refused.args)
+        except (_Reset, ConnectionError, web.RequestPayloadError):
+            transfer.reset()
+            return web.Response()
+
+    async def _serve(self, transfer: Transfer) -> web.StreamResponse:
+        """Do with a request what the rules say."""
+        fate = self._rules.decide(transfer.exchange.operation)
+        rule, transfer.links = fate.rule, fate.links
+        fault = "" if rule is None else rule.fault
+        transfer.exchange.fault = fault if rule is None or fault != "status" else f"status {rule.status}"
+        if fate.delay:
+            await asyncio.sleep(fate.delay)
+        await transfer.receive(rule.after_bytes if rule is not None and fault == "reset" else None)
+        if fault == "reset":
+            raise _Reset
+        if rule is not None and fault in {"status", "rate"}:
+            raise _Refused(rule.status if fault == "status" else 429, "injected by the fault proxy")
+        try:
+            answer = await self._ask_storage(transfer)
+        except _Refused as refused:
+            raise (_Reset if fault == "lost-answer" else refused) from None
+        async with answer:
+            if fault == "lost-answer":
+                await answer.read()
+                raise _Reset
+            return await (transfer.send(answer) if rule is None else transfer.send_part(answer, rule))
+
+    async def _ask_storage(self, transfer: Transfer) -> aiohttp.ClientResponse:
+        """The storage's answer, when it begins; by then the object is as the request leaves it."""
+        operation = transfer.exchange.operation
+        preconditions = _preconditions(transfer)
+        if preconditions is None and not operation.mutates:
+            return await self._forward(transfer)
+        async with self._locks.setdefault(operation.object, asyncio.Lock()):
+            if preconditions is not None:
+                refusal = preconditions.refusal(await self._generation(operation))
+                if refusal is not None:
+                    raise _Refused(refusal, "a precondition does not hold")
+            return await self._forward(transfer)
+
+    async def _forward(self, transfer: Transfer) -> aiohttp.ClientResponse:
+        """Pass a request on."""
+        request = transfer.request
+        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
+        if request.body_exists:
+            headers.append(("Content-Length", str(len(transfer.body))))
+        transfer.exchange.forwarded = True
+        answer = await self._asked(request.method, request.raw_path, headers, _pieces(transfer.body) if request.body_exists else None)
+        if transfer.exchange.operation.query.get("uploadType") == "resumable":
+            place = URL(answer.headers.get("Location", ""), encoded=True).raw_query_string
+            self._resumable |= dict.fromkeys(parse_qs(place).get("upload_id", []), transfer.exchange.operation)
+        return answer
+
+    async def _generation(self, operation: Operation) -> int:
+        """The present generation of an object, 0 if there is none."""
+        async with await self._asked(
+            "GET", f"/storage/v1/b/{quote(operation.bucket, safe='')}/o/{quote(operation.name, safe='')}"
+        ) as answer:
+            if answer.status == 404:
+                return 0
+            if answer.status != 200:
+                raise _Refused(502, f"the emulator answers {answer.status} when it is asked for the generation")
+            return int((await answer.json())["generation"])
+
+    async def _asked(
+        self, method: str, target: str, headers: list[tuple[str, str]] | None = None, body: AsyncIterator[memoryview] | None = None
+    ) -> aiohttp.ClientResponse:
+        """The emulator's answer, when it begins."""
+        try:
+            url = URL(self._backend + target, encoded=True)
+            return await self._session.request(method, url, headers=headers, data=body, allow_redirects=False)
+        except aiohttp.ClientError as e:
+            raise _Refused(502, f"the emulator cannot be asked: {e!r}") from e
+
+    def _operation(self, request: web.BaseRequest) -> Operation:
+        """What a request is about; a part of a resumable upload is about what the upload was begun for."""
+        operation = classify(request.method, request.raw_path)
+        begun = self._resumable.get(operation.query.get("upload_id", ""))
+        return operation if begun is None else replace(begun, method=request.method)
+
+    async def _control(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Be told what to do."""
+        what, method = request.path.removeprefix(_OWN_PATHS), request.method
+        if what == "stats" and method in {"GET", "DELETE"}:
+            if method == "DELETE":
+                self._traffic.reset()
+            return web.json_response(self._traffic.summary(request.query.get("prefix", "")))
+        if what == "rules" and method in {"GET", "POST", "DELETE"}:
+            if method == "DELETE":
+                self._rules.clear()
+            elif method == "POST":
+                try:
+                    doc = await request.json()
+                    self._rules.add(*map(Rule.from_json, doc if isinstance(doc, list) else [doc]))
+                except ValueError as e:
+                    return web.json_response({"error": str(e)}, status=400)
+            return web.json_response([{"rule": asdict(rule), "fired": fired} for rule, fired in self._rules.fired()])
+        return web.json_response({"error": f"{method} {request.path}: see the docstring of fault_proxy.py"}, status=404)
+
+
+def _preconditions(transfer: Transfer) -> Preconditions | None:
+    """What must hold for a request to be passed on; of a resumable upload, for the last part of it."""
+    request = transfer.request
+    if transfer.exchange.operation.service != "gcs" or (request.method == "POST" and request.query.get("uploadType") == "resumable"):
+        return None
+    if request.headers.get("Content-Range", "").endswith("/*"):
+        return None
+    try:
+        return Preconditions.of(transfer.exchange.operation)
+    except NotImplementedError as e:
+        raise _Refused(501, str(e)) from e
+    except ValueError as e:
+        raise _Refused(400, str(e)) from e
+
+
+async def _pieces(body: bytearray) -> AsyncIterator[memoryview]:
+    with memoryview(body) as view:
+        for at in range(0, len(view), PIECE):
+            yield view[at : at + PIECE]
+
+
+@asynccontextmanager
+async def _serving(backend: str, port: int, rules: RuleBook, traffic: Traffic) -> AsyncIterator[int]:
+    """A running proxy; yields its port."""
+    # A fresh connection for every request: one that the backend is about to close would be a fault that nobody asked for.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+    async with aiohttp.ClientSession(
+        connector=connector,
+        auto_decompress=False,
+        skip_auto_headers=skipped,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),
+    ) as session:
+        runner = web.ServerRunner(web.Server(_Proxy(backend, rules, traffic, session).handle, access_log=None), shutdown_timeout=1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            yield int(runner.addresses[0][1])
+        finally:
+            await runner.cleanup()
+
+
+class FaultProxy:
+    """A proxy on a thread of its own, from `with` to its end."""
+
+    def __init__(self, backend: str, *, port: int = 0) -> None:
+        """Stand before `backend`.
+
+        Args:
+            backend: the emulator's address, `http://host:port`.
+            port: where to listen on the loopback interface; 0 is any free one.
+        """
+        self.rules = RuleBook()
+        """What goes wrong; to be changed at any time."""
+        self.traffic = Traffic()
+        """What came through."""
+        self.url = ""
+        """Its address, without a slash at the end; known inside the `with` block."""
+        self._backend = backend
+        self._port = port
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as e:  # noqa: BLE001  (raised where the `with` block begins)
+            self._failure = e
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with _serving(self._backend, self._port, self.rules, self.traffic) as port:
+            self.url = f"http://127.0.0.1:{port}"
+            self._started.set()
+            await self._stop.wait()
+
+
+async def _main(backend: str, port: int, rules: list[Rule]) -> None:
+    book = RuleBook()
+    book.add(*rules)
+    async with _serving(backend, port, book, Traffic()) as bound:
+        print(f"http://127.0.0.1:{bound}", flush=True)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Serve until interrupted."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--backend", required=True, help="the emulator's address, http://host:port")
+    parser.add_argument("--port", type=int, default=0, help="where to listen on 127.0.0.1; 0 is any free port")
+    parser.add_argument("--rule", type=lambda text: Rule.from_json(json.loads(text)), action="append", default=[], help="JSON of a rule")
+    asked = parser.parse_args()
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_main(asked.backend, asked.port, asked.rule))
+
+
+if __name__ == "__main__":
+    main()
