@@ -113,6 +113,10 @@ class BoxArray:
         sizes: Index = np.prod(self.stop - self.start, axis=1, dtype=np.int64)
         return sizes
 
+    def overlapping(self, box: Box) -> Index:
+        """Which of the boxes have elements in common with one, ascending."""
+        return np.flatnonzero((np.maximum(self.start, box.start) < np.minimum(self.stop, box.stop)).all(axis=1))
+
 
 def distinct_boxes(boxes: BoxArray) -> tuple[BoxArray, Index]:
     """Equal boxes once, without the empty ones, and where each input box went.

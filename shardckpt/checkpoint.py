@@ -6,9 +6,10 @@ chunk is wanted.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from shardckpt.io.table import ArrayChunks, merge_tables
 from shardckpt.io.url import parse
 from shardckpt.record import CheckpointRecord, Tombstone, format_version, open_envelope, parse_checkpoint
 from shardckpt.tree import alias_map
+from shardckpt.tree import parse as parse_tree
 
 if TYPE_CHECKING:
     import os
@@ -122,7 +124,11 @@ class Checkpoint:
         self._store = Store.open(self.location)
         self.record = _read_record(self._store)
         self._place = self._store.sub(self.record.attempt)
-        self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.tree)}
+        self.parsed_tree = parse_tree(self.record.structure.tree)
+        """The tree, read: for `shardckpt.tree`, whose functions would each read it anew."""
+        self._opening = Lock()
+        self._opened: ChunkReader | None = None
+        self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
 
     @property
     def tree(self) -> Any:
@@ -213,10 +219,13 @@ class Checkpoint:
             what = "replaced" if isinstance(now, CheckpointRecord) else "deleted"
             raise ReplacedError(f"{self.location}: the checkpoint was {what} while it was being read; open it again.") from e
 
-    @cached_property
+    @property
     def reader(self) -> ChunkReader:
-        """Reads chunks by the chunk table, which is read now."""
-        return self._reader(*read_all_tables(self._place, self.record))
+        """Reads chunks by the chunk table, which is read when this is first asked for; all threads share it."""
+        with self._opening:
+            if self._opened is None:
+                self._opened = self._reader(*read_all_tables(self._place, self.record))
+            return self._opened
 
     @property
     def stats(self) -> ReadStats:
@@ -311,11 +320,17 @@ class _Verification:
             data = self.store.read(RECORD)
             if parse_checkpoint(data, RECORD) != self.record:
                 self._damaged_record("it is not the record that was there when the checkpoint was opened")
-            versions = {format_version(self.place.read(host.key), host.key) for host in self.record.hosts}
-            if versions != {format_version(data, RECORD)}:
-                self._damaged_record("it names another format version than its host records")
+            version = format_version(data, RECORD)
         except ShardckptError as e:
             self._damaged_record(str(e))
+            return
+        for host in self.record.hosts:
+            with suppress(ShardckptError):  # reported when it is read for its tables
+                their_data = self.place.read(host.key)
+                host.check(their_data, host.key)
+                if format_version(their_data, host.key) != version:
+                    self._damaged_record(f"it names another format version than {host.key}")
+                    return
 
     def _tables(self) -> tuple[list[str], dict[str, ArrayChunks]]:
         """The chunk table of all hosts, compared with the hosts' own; where it cannot be read, theirs as one."""
@@ -323,10 +338,11 @@ class _Verification:
         if self.record.table is None:
             return own
         try:
-            files, arrays = read_table(self.place, self.record.table)
+            table = read_table(self.place, self.record.table)
         except ShardckptError as e:
             self._damaged_file(self.record.table.key, e)
             return own
+        files, arrays = table.files, table.arrays()
         names = np.array([*files, ""], object)
         for path, rows in own[1].items():
             row = arrays[path].find(rows.chunk.astype(np.int64)) if path in arrays else np.full(1, -1)
@@ -352,10 +368,11 @@ class _Verification:
             with self._reporting(reference.key):
                 tables.append(read_table(self.place, reference))
         try:
-            return merge_tables(tables) if tables else ([], {})
+            merged = merge_tables(tables)
         except FormatError as e:
             self._damaged_file("hosts", e)
             return [], {}
+        return merged.files, merged.arrays()
 
     def _index(self, files: list[str], arrays: Mapping[str, ArrayChunks]) -> None:
         """Compare what stock zarr readers go by with the record and the table."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.contents import process_ranges
 from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
+from shardckpt.excerpt import numbered
 from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import publish, read_prior, remove_replaced
@@ -103,9 +103,11 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
         first, _ = read_host_record(place, present[0])
         missing = sorted(set(range(first.hosts)) - set(present))
         if missing:
-            return outcome("incomplete", f"of {first.hosts} hosts {process_ranges(missing)} did not finish")
+            return outcome("incomplete", f"{numbered('host', missing)} (of {first.hosts}) did not finish")
         if first.prior != prior.digest:
-            return outcome("overtaken", "another save was committed there since, or the place was deleted or collected")
+            return outcome(
+                "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
+            )
         publish(store, assemble(place), prior)
     except AlreadyExistsError as e:
         return outcome("overtaken", str(e))

@@ -20,7 +20,7 @@ from shardckpt.leaves import describe
 from shardckpt.op_sharding import OpSharding
 from shardckpt.options import parse_bytes
 from shardckpt.placements import Placements
-from shardckpt.tree.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
+from shardckpt.tree.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,7 +191,7 @@ def _equivalent(a: StoredLayout, b: StoredLayout, ndim: int) -> bool:
 def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
     """Every place of the tree by name, in order."""
     nodes: dict[str, Node] = {}
-    stack = [parse(checkpoint.tree)]
+    stack = [checkpoint.parsed_tree]
     while stack:
         node = stack.pop()
         nodes[node.name] = node
@@ -203,7 +203,7 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
 def _owned(checkpoint: Checkpoint) -> dict[str, list[Any]]:
     """What each process owned by itself, not decoded: name → the values of those that had one."""
     found: dict[str, list[Any]] = {}
-    if any(isinstance(node, Owned) for node in leaves_of(parse(checkpoint.tree))):
+    if any(isinstance(node, Owned) for node in leaves_of(checkpoint.parsed_tree)):
         for process in range(len(checkpoint.record.hosts)):
             for name, value in checkpoint.process_values(process).items():
                 found.setdefault(name, []).append(value)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CommitError
+from shardckpt.excerpt import numbered
 from shardckpt.fields import Fields
 from shardckpt.names import shown
 from shardckpt.record import FileReference, seal
@@ -22,7 +23,7 @@ from shardckpt.structure import Structure
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Contents", "process_ranges"]
+__all__ = ["Contents"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Contents:
     which processes have them, so each says what it has, and the one who commits writes them."""
     metadata: Mapping[str, Any]
     """What the user gave to `SaveOptions(metadata=…)`."""
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """A checksum of some elements of each large plain tensor that all processes write together: they rely on having the same."""
 
     @classmethod
     def union(cls, parts: Sequence[tuple[Sequence[int], Contents]]) -> Contents:
@@ -48,27 +51,37 @@ class Contents:
         """
         first_processes, first = parts[0]
         small: dict[str, bytes] = {}
+        samples: dict[str, int] = {}
         said_by: dict[str, Sequence[int]] = {}
         for processes, part in parts:
             if part.metadata != first.metadata:
                 raise CommitError(
-                    f"SaveOptions(metadata=…) differs between processes {process_ranges(first_processes)} and {process_ranges(processes)}; "
+                    f"SaveOptions(metadata=…) differs between {numbered('process', first_processes)} and {numbered('process', processes)}; "
                     f"give all the same, and put what differs into the state as shardckpt.PerProcess. Nothing was published."
                 )
             for name, elements in part.small.items():
                 if small.setdefault(name, elements) != elements:
                     raise CommitError(
-                        f"{shown(name)}: this small plain tensor has other elements on processes {process_ranges(said_by[name])} than on "
-                        f"{process_ranges(processes)}; make them equal, or wrap it in shardckpt.PerProcess. Nothing was published."
+                        f"{shown(name)}: this small plain tensor has other elements on {numbered('process', said_by[name])} than on "
+                        f"{numbered('process', processes)}; make them equal, or wrap it in shardckpt.PerProcess. Nothing was published."
+                    )
+                said_by.setdefault(name, processes)
+            for name, sample in part.samples.items():
+                if samples.setdefault(name, sample) != sample:
+                    raise CommitError(
+                        f"{shown(name)}: this plain tensor has other elements on {numbered('process', said_by[name])} than on "
+                        f"{numbered('process', processes)}, and all write a part of it; make them equal, or give each its own name "
+                        f'and SaveOptions(host_tensors="local"). Nothing was published.'
                     )
                 said_by.setdefault(name, processes)
         structure = Structure.union([(processes, part.structure) for processes, part in parts])
-        return cls(structure, small, first.metadata)
+        return cls(structure, small, first.metadata, samples)
 
     def seal(self) -> tuple[FileReference, bytes]:
         """The file that says so, and the reference to it."""
         small = {name: base64.b64encode(elements).decode() for name, elements in self.small.items()}
-        data = seal({"metadata": self.metadata, "small": small, "structure": self.structure.to_json()})
+        samples = {"samples": self.samples} if self.samples else {}
+        data = seal({"metadata": self.metadata, "small": small, **samples, "structure": self.structure.to_json()})
         return FileReference.of(f"contents/{hashlib.sha256(data).hexdigest()}.json", data), data
 
     @classmethod
@@ -81,26 +94,11 @@ class Contents:
             try:
                 small[name] = base64.b64decode(text, validate=True)
             except (TypeError, ValueError, binascii.Error):
-                read.fail(f"the elements of {name!r} are no base64")
+                read.fail(f"the elements of {shown(name)} are no base64")
             tensor = structure.tensors.get(name)
             if tensor is None or len(small[name]) != tensor.nbytes:
-                read.fail(f"there are {len(small[name])} bytes of elements of {name!r}, which no tensor of that name has")
+                read.fail(f"there are {len(small[name])} bytes of elements of {shown(name)}, which no tensor of that name has")
             if any(c > max(n, 1) for piece in tensor.pieces for c, n in zip(piece.chunks, piece.shape, strict=True)):
-                read.fail(f"chunks of {name!r} are larger than the tensor")  # the committer would have to fill them up
-        return cls(structure, small, read.mapping("metadata"))
-
-
-def process_ranges(processes: Sequence[int]) -> str:
-    """Ascending numbers, for people.
-
-    >>> process_ranges([0, 1, 2, 5])
-    '0-2, 5'
-    """
-    runs: list[list[int]] = []
-    for p in processes:
-        if runs and p == runs[-1][1] + 1:
-            runs[-1][1] = p
-        else:
-            runs.append([p, p])
-    listed = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:10]]
-    return ", ".join(listed) + (", …" if len(runs) > len(listed) else "")
+                read.fail(f"chunks of {shown(name)} are larger than the tensor")  # the committer would have to fill them up
+        samples = Fields(read.mapping("samples") if "samples" in read.doc else {}, where)
+        return cls(structure, small, read.mapping("metadata"), {name: samples.integer(name) for name in samples.doc})

@@ -7,8 +7,12 @@ refuses it must still be short, and making it must not raise.
 from __future__ import annotations
 
 from reprlib import Repr
+from typing import TYPE_CHECKING
 
-__all__ = ["excerpt", "shortened"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["excerpt", "numbered", "shortened"]
 
 _SHORT = Repr()
 _SHORT.maxlevel = 3
@@ -36,3 +40,20 @@ def shortened(text: str, limit: int = 120) -> str:
     'a long…'
     """
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def numbered(what: str, numbers: Sequence[int]) -> str:
+    """Hosts or processes by their ascending numbers, for people.
+
+    >>> numbered("host", [0, 1, 2, 5]), numbered("process", [3])
+    ('hosts 0-2, 5', 'process 3')
+    """
+    runs: list[list[int]] = []
+    for p in numbers:
+        if runs and p == runs[-1][1] + 1:
+            runs[-1][1] = p
+        else:
+            runs.append([p, p])
+    listed = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:10]]
+    plural = ("es" if what.endswith("s") else "s") if len(numbers) != 1 else ""
+    return f"{what}{plural} {', '.join(listed)}" + (", …" if len(runs) > len(listed) else "")

@@ -6,6 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.errors import FormatError
+from shardckpt.excerpt import excerpt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +17,11 @@ MOST_DIMENSIONS = 32
 """Of a tensor."""
 LARGEST_DIMENSION = 1 << 62
 """Elements or bytes: beyond it, sizes do not fit 64-bit arithmetic."""
+
+
+def _unfit(name: str) -> bool:
+    """Whether no directory of ours has a member of that name; `.__lock` is TensorStore's own."""
+    return name in ("", ".", "..") or name.endswith(".__lock")
 
 
 class Fields:
@@ -52,7 +58,7 @@ class Fields:
         """A whole number from 0 to 2**62."""
         value = int(self._typed(key, int, "a whole number"))
         if not 0 <= value <= LARGEST_DIMENSION:
-            self.fail(f"{key!r} is {value}, which is out of range")
+            self.fail(f"{key!r} is {excerpt(value)}, which is out of range")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
@@ -67,7 +73,7 @@ class Fields:
         """One of a few values."""
         value = self.value(key)
         if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
-            self.fail(f"{key!r} is {value!r}, one of {allowed} is expected")
+            self.fail(f"{key!r} is {excerpt(value)}, one of {allowed} is expected")
         return value
 
     def pick(self, key: str, choices: Sequence[Any]) -> Any:
@@ -81,9 +87,9 @@ class Fields:
         """Sizes or indices of a tensor, each at least `least`, together addressable."""
         values = self.sequence(key)
         if len(values) > MOST_DIMENSIONS or not all(type(n) is int and least <= n <= LARGEST_DIMENSION for n in values):
-            self.fail(f"{key!r} is {str(values)[:80]}, at most {MOST_DIMENSIONS} whole numbers >= {least} are expected")
+            self.fail(f"{key!r} is {excerpt(values)}, at most {MOST_DIMENSIONS} whole numbers >= {least} are expected")
         if prod(max(n, 1) for n in values) > LARGEST_DIMENSION:
-            self.fail(f"{key!r} is {values}, more elements than can be addressed")
+            self.fail(f"{key!r} is {excerpt(values)}, more elements than can be addressed")
         return tuple(values)
 
     def keys(self, key: str) -> list[str]:
@@ -95,6 +101,6 @@ class Fields:
 
     def inside(self, key: str, path: Any) -> str:
         """`path`, if it names something below the attempt."""
-        if not isinstance(path, str) or not path.isprintable() or not {"", ".", ".."}.isdisjoint(path.split("/")):
-            self.fail(f"{key!r} names {str(path)[:80]!r}, which lies outside the attempt")
+        if not isinstance(path, str) or not path.isprintable() or "\\" in path or any(map(_unfit, path.split("/"))):
+            self.fail(f"{key!r} names {excerpt(path)}, which lies outside the attempt")
         return str(path)

@@ -230,12 +230,7 @@ class Placements:
 
     def holders(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same boxes as `rank`, ascending, of a tensor of any shape; none for a rank that is not in the mesh."""
-        row = _row(self.mesh, rank)
-        if not len(row):
-            return ()
-        place = np.unravel_index(row[0], self.mesh.shape)
-        same = tuple(slice(None) if p.dim is None else i for p, i in zip(self.placements, place, strict=True))
-        return tuple(np.sort(self.mesh.devices[same], axis=None).tolist())
+        return _holders(self, rank)
 
     def as_sharding(self, shape: Sequence[int]) -> Sharding | None:
         """The sharding by which every rank holds the same box of a tensor of that shape: the splits in their order, made at once.
@@ -424,3 +419,14 @@ def _not_empty(boxes: BoxArray) -> BoxArray:
 def _row(mesh: Mesh, rank: int) -> Index:
     """Where a rank stands in the mesh, row-major; no place, or one."""
     return np.flatnonzero(mesh.device_ids == rank)
+
+
+@lru_cache(maxsize=256)
+def _holders(layout: Placements, rank: int) -> tuple[int, ...]:
+    """`Placements.holders`: of a thousand tensors replicated over thousands of ranks, one tuple."""
+    row = _row(layout.mesh, rank)
+    if not len(row):
+        return ()
+    place = np.unravel_index(row[0], layout.mesh.shape)
+    same = tuple(slice(None) if p.dim is None else i for p, i in zip(layout.placements, place, strict=True))
+    return tuple(np.sort(layout.mesh.devices[same], axis=None).tolist())

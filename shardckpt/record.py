@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.errors import FormatError, VersionError
+from shardckpt.excerpt import excerpt
 from shardckpt.fields import Fields
 from shardckpt.structure import Structure
 
@@ -43,6 +44,8 @@ FORMAT_VERSION = (1, 0)
 """Major and minor. Readers refuse a newer major; a newer minor only adds what they may ignore."""
 LAYOUTS = ("packed", "zarr")
 COMPRESSIONS = (None, "zstd")
+MOST_HOSTS = 1 << 20
+"""Of one save: bounds what it takes to say which are missing."""
 _ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
 _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 
@@ -215,7 +218,7 @@ class HostRecord:
         return cls(
             attempt=_attempt(read),
             host=read.integer("host"),
-            hosts=read.integer("hosts"),
+            hosts=_hosts(read),
             prior=None if read.value("prior") is None else read.string("prior"),
             layout=read.one_of("layout", LAYOUTS),
             compression=read.one_of("compression", COMPRESSIONS),
@@ -311,8 +314,15 @@ def parse_checkpoint(data: bytes, where: str) -> CheckpointRecord | Tombstone:
     return CheckpointRecord.from_json(doc, where)
 
 
+def _hosts(read: Fields) -> int:
+    hosts = read.integer("hosts")
+    if not 0 < hosts <= MOST_HOSTS:
+        read.fail(f"'hosts' is {hosts}, from 1 to {MOST_HOSTS} are expected")
+    return hosts
+
+
 def _attempt(read: Fields) -> str:
     attempt = read.string("attempt")
-    if not _ATTEMPT.fullmatch(attempt):
-        read.fail(f"the attempt {attempt!r} is not a plain directory name")
+    if not _ATTEMPT.fullmatch(attempt) or attempt.endswith(".__lock"):
+        read.fail(f"the attempt {excerpt(attempt)} is not a plain directory name")
     return attempt

@@ -24,7 +24,7 @@ from shardckpt import frameworks
 from shardckpt.batches import batches
 from shardckpt.box import BoxArray
 from shardckpt.checkpoint import Checkpoint, empty
-from shardckpt.coordination import Coordinator
+from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.errors import (
     DtypeMismatchError,
     MismatchError,
@@ -95,27 +95,29 @@ def restore(
     """
     check_flag(strict, "strict")
     check_flag(cast, "cast")
+    check_coordinator(coordinator)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit <= 0:
         raise OptionError(f"restore(memory_limit={limit}): must be positive.")
     pool = BufferPool(limit)
     wanted = selector(only)
-    if only is not None and not any(map(wanted, [*checkpoint.names(), *leaf_names(checkpoint.tree)])):
+    if only is not None and not any(map(wanted, [*checkpoint.names(), *leaf_names(checkpoint.parsed_tree)])):
         raise NamesMismatchError(f"{checkpoint.location}: only={only!r} selects none of its names; `shardckpt info` lists them.")
     if like is None:
-        stored = stored_names(checkpoint.tree, wanted)
+        stored = stored_names(checkpoint.parsed_tree, wanted)
         leaves: dict[str, list[tuple[str, object]]] = {
             name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, checkpoint.tensor(name)) for name in stored)
         }
-        own = _all_values(checkpoint, per_process_names(checkpoint.tree, wanted))
-        return unflatten(checkpoint.tree, {**_run(checkpoint, _jobs(checkpoint, leaves, cast=False), pool), **own}, wanted)
+        own = _all_values(checkpoint, per_process_names(checkpoint.parsed_tree, wanted))
+        read = _run(checkpoint, _jobs(checkpoint, leaves, cast=False), pool, in_place=False)
+        return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
     try:
-        matched = match(like, checkpoint.tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
+        matched = match(like, checkpoint.parsed_tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
         chosen = _chosen_values(checkpoint, matched.per_process, coordinator)
     except MismatchError as e:
         raise type(e)(f"{checkpoint.location}: {e}") from None
-    return matched.build({**_run(checkpoint, _jobs(checkpoint, matched.tensors, cast=cast), pool), **chosen})
+    return matched.build({**_run(checkpoint, _jobs(checkpoint, matched.tensors, cast=cast), pool, in_place=True), **chosen})
 
 
 def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
@@ -287,8 +289,15 @@ class _Job:
         return Request(self.tensor.name, storage, self.tensor.pieces, together, [buffer.view(storage) for buffer in buffers])
 
 
-def _run(checkpoint: Checkpoint, jobs: Sequence[_Job], pool: BufferPool) -> dict[str, object]:
-    """Read and place everything; the restored leaves by name."""
+def _run(checkpoint: Checkpoint, jobs: Sequence[_Job], pool: BufferPool, *, in_place: bool) -> dict[str, object]:
+    """Read and place everything; the restored leaves by name.
+
+    Args:
+        checkpoint: where from.
+        jobs: what.
+        pool: lends the buffers.
+        in_place: whether memory that is filled is the caller's, who is told so if that fails.
+    """
     restored: dict[str, object] = {}
     # Tensors that are read together: at most half of the limit each, one batch being placed and one read.
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes), (pool.limit // 2, LARGEST_BATCH)))
@@ -303,7 +312,7 @@ def _run(checkpoint: Checkpoint, jobs: Sequence[_Job], pool: BufferPool) -> dict
                 checkpoint.reader.read([job.request() for job in batch])
         except ShardckptError as e:
             lease.give_back()
-            if any(landing.destinations for job in jobs for landing in job.landings):
+            if in_place and any(landing.destinations for job in jobs for landing in job.landings):
                 raise type(e)(f"{e} What `like` has been filled with in place is undefined now.") from e
             raise
         except BaseException:

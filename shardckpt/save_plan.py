@@ -11,9 +11,13 @@ Pure, from what the tensors say of themselves; the same on every process, as far
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from operator import add
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -22,13 +26,13 @@ from shardckpt.errors import LeafError, OptionError, ShardingError
 from shardckpt.fields import MOST_DIMENSIONS
 from shardckpt.names import array_path, matches, piece_path, shown
 from shardckpt.placements import Placements
-from shardckpt.reshard.chunks import chunking, grid_shape, smallest_chunk
-from shardckpt.reshard.plan import Piece, chunk_boxes, count_chunks
+from shardckpt.reshard.chunks import chunking, even_runs, smallest_chunk
+from shardckpt.reshard.plan import Piece, count_chunks
 from shardckpt.reshard.writers import Part, deal
 from shardckpt.structure import StoredLayout, TensorRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from shardckpt.frameworks.base import Source
     from shardckpt.options import SaveOptions
@@ -39,6 +43,12 @@ __all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save"]
 
 SMALL_BYTES = 64 << 10
 """Plain tensors of fewer bytes are told of rather than written, in a job of several processes."""
+MOST_SMALL_BYTES = 64 << 20
+"""Of all that are told of: they are held in memory, by the committer several times."""
+
+
+LONGEST_PATH = 60_000
+"""Bytes of a tensor's name as it is stored: OCDBT has keys of fewer than 2^16, and a chunk's place is a part of its key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,8 @@ class SavePlan:
     """What this process writes, by tensor; in the order of the tensors, without those of which it writes nothing."""
     small: list[str]
     """Small plain tensors, of which the elements are told."""
+    shared: list[str]
+    """Large plain tensors that all processes have, each of which writes a part."""
 
 
 def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World) -> SavePlan:
@@ -73,7 +85,7 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
     """
     tensors = tensor_records(sources, options, world)
     everyone = tuple(range(world.processes))
-    small = []
+    small, shared = [], []
     parts: list[Part] = []
     places: list[tuple[str, int, Piece]] = []
     for name, source in sources.items():
@@ -85,47 +97,72 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
                 continue
             local = world.processes == 1 or options.host_tensors == "local"
             holders = [(world.process,) if local else everyone] * len(boxes)
+            if not local:
+                shared.append(name)
+        # A tensor may have as many pieces as shards: of each box only those that it touches are looked at in Python.
         pieces = BoxArray.of([piece.box for piece in tensor.pieces], len(tensor.shape))
         for i in range(len(boxes)):
             box = boxes[i]
-            # A tensor may have as many pieces as shards: of each box only those that it touches are looked at in Python.
-            touched = np.flatnonzero((np.maximum(pieces.start, box.start) < np.minimum(pieces.stop, box.stop)).all(axis=1))
-            for piece in (tensor.pieces[k] for k in touched.tolist()):
+            for piece in (tensor.pieces[k] for k in pieces.overlapping(box).tolist()):
                 common = box.overlap(piece.box)
                 assert common is not None
                 size = prod(piece.chunks) * tensor.dtype.storage.itemsize
                 parts.append(Part(name, piece.path, common.start, holders[i], count_chunks(piece, common), size))
                 places.append((name, i, piece))
+    told = sum(tensors[name].nbytes for name in small)
+    if told > MOST_SMALL_BYTES:
+        raise LeafError(
+            f"{shown(small[0])} and {len(small) - 1:,} other plain tensors of less than {SMALL_BYTES >> 10} KiB take {told:,} bytes, and in a "
+            f"job of several processes at most {MOST_SMALL_BYTES:,} are stored; stack them into larger tensors, or lay them out over devices."
+        )
     writes: dict[str, list[Write]] = {}
     for (name, i, piece), share in zip(places, deal(parts, world.process), strict=True):
         if share:
             writes.setdefault(name, []).append(Write(i, piece, share))
-    return SavePlan(tensors, writes, small)
+    return SavePlan(tensors, writes, small, shared)
 
 
 def tensor_records(sources: Mapping[str, Source], options: SaveOptions, world: World) -> dict[str, TensorRecord]:
     """How each tensor will be stored."""
-    # Processes that know the same tensor must cut it alike. Of plain tensors another process may know others than this
-    # one; what lies on a mesh, all of the mesh's processes know.
-    plain_counts = world.processes == 1
-    counted = (s for s in sources.values() if plain_counts or s.holders is not None)
-    on_devices = smallest_chunk(sum(prod(s.shape) * s.dtype.storage.itemsize for s in counted))
-    elsewhere = on_devices if plain_counts else smallest_chunk(0)
+    smallest = _smallest_chunks(sources, world)
     records = {}
     for (name, source), layout in zip(sources.items(), _layouts(sources, options.shardings), strict=True):
         if len(source.shape) > MOST_DIMENSIONS:
             raise LeafError(f"{shown(name)} has {len(source.shape)} dimensions, and at most {MOST_DIMENSIONS} can be stored; reshape it.")
+        if len(array_path(name)) > LONGEST_PATH:
+            raise LeafError(f"{shown(name)} has a name of {len(name):,} characters, too long to be stored; use shorter keys.")
         try:
-            smallest = elsewhere if source.holders is None else on_devices
-            itemsize = source.dtype.storage.itemsize
-            if source.own_pieces:
-                pieces = _piece_per_box(name, source.shape, itemsize, source.boxes, smallest)
-            else:
-                pieces = _pieces(name, source.shape, itemsize, layout, smallest)
+            pieces = _pieces(source, layout, smallest[name])
         except ShardingError as e:
             raise ShardingError(f"{shown(name)}: {e}") from e
         records[name] = TensorRecord(name, source.shape, source.dtype, layout, pieces, partial=source.own_pieces)
     return records
+
+
+def _smallest_chunks(sources: Mapping[str, Source], world: World) -> dict[str, int]:
+    """By tensor, bytes below which none of its chunks is cut.
+
+    Processes that know a tensor must cut it alike. A tensor that lies on some devices is known to all of their processes,
+    and so are all others on the very same devices; which tensors others know besides, nobody can say.
+    """
+    groups = {name: None if world.processes == 1 else _known_with(source) for name, source in sources.items()}
+    sizes: Counter[bytes | None] = Counter()
+    for name, source in sources.items():
+        sizes[groups[name]] += prod(source.shape) * source.dtype.storage.itemsize
+    return {name: smallest_chunk(0 if group == _PLAIN else sizes[group]) for name, group in groups.items()}
+
+
+_PLAIN = b""
+
+
+def _known_with(source: Source) -> bytes:
+    """Equal for tensors that the same processes know, as far as that can be said; `_PLAIN` where it cannot."""
+    return _PLAIN if source.holders is None or source.layout is None else _devices(source.layout, len(source.shape))
+
+
+@lru_cache(maxsize=64)
+def _devices(layout: StoredLayout, ndim: int) -> bytes:
+    return np.sort(layout.mesh.device_ids if isinstance(layout, Placements) else layout.tiling(ndim).device_ids).tobytes()
 
 
 def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> list[StoredLayout | None]:
@@ -149,27 +186,34 @@ def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> 
     return layouts
 
 
-def _pieces(name: str, shape: tuple[int, ...], itemsize: int, layout: StoredLayout | None, smallest: int) -> tuple[Piece, ...]:
+def _pieces(source: Source, layout: StoredLayout | None, smallest: int) -> tuple[Piece, ...]:
     """One array for the whole tensor, or several where no useful common grid exists."""
-    if isinstance(layout, Placements):
-        return _piece_per_box(name, shape, itemsize, layout.distinct_boxes(shape), smallest)
-    origin = (0,) * len(shape)
-    cut = chunking(shape, itemsize, (1,) * len(shape) if layout is None else layout.parts(len(shape)), smallest=smallest)
-    if cut.piece == shape:
-        return (Piece(array_path(name), origin, shape, cut.chunks),)
-    boxes = chunk_boxes(Piece("", origin, shape, cut.piece), np.arange(prod(grid_shape(shape, cut.piece))))
-    return tuple(
-        # The last piece of a dimension may be shorter than a chunk.
-        Piece(piece_path(name, shape, boxes[i].start), boxes[i].start, boxes[i].shape, tuple(map(min, cut.chunks, boxes[i].shape)))
-        for i in range(len(boxes))
-    )
-
-
-def _piece_per_box(name: str, shape: tuple[int, ...], itemsize: int, boxes: BoxArray, smallest: int) -> tuple[Piece, ...]:
-    """An array for every box."""
+    name, shape, itemsize = source.name, source.shape, source.dtype.storage.itemsize
     pieces = []
-    for i in range(len(boxes)):
-        box = boxes[i]
-        cut = chunking(box.shape, itemsize, (1,) * box.ndim, smallest=smallest)
-        pieces.append(Piece(piece_path(name, shape, box.start), box.start, box.shape, tuple(map(min, cut.chunks, box.shape))))
+    for start, extent, parts in _blocks(source, layout):
+        cut = chunking(extent, itemsize, parts, smallest=smallest)
+        if cut.piece == shape and not source.own_pieces:
+            return (Piece(array_path(name), start, shape, cut.chunks),)
+        for corner in product(*map(range, start, map(add, start, extent), cut.piece)):
+            # The last piece of a dimension may be short, even shorter than a chunk.
+            sides = tuple(min(side, a + n - i) for side, a, n, i in zip(cut.piece, start, extent, corner, strict=True))
+            pieces.append(Piece(piece_path(name, shape, corner), corner, sides, tuple(map(min, cut.chunks, sides))))
     return tuple(pieces)
+
+
+_Block: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
+"""A box of a tensor that is cut into equal tiles: its first index, its shape, and tiles per dimension."""
+
+
+def _blocks(source: Source, layout: StoredLayout | None) -> Iterator[_Block]:
+    """A tensor, or what this process knows of it, as boxes that have a common grid each."""
+    shape, undivided = source.shape, (1,) * len(source.shape)
+    if source.own_pieces:
+        for i in range(len(source.boxes)):
+            yield source.boxes[i].start, source.boxes[i].shape, undivided
+    elif isinstance(layout, Placements):
+        for runs in product(*map(even_runs, layout.cuts(shape))):
+            starts, lengths, parts = zip(*runs, strict=True)
+            yield starts, lengths, parts
+    else:
+        yield (0,) * len(shape), shape, undivided if layout is None else layout.parts(len(shape))

@@ -132,18 +132,18 @@ class Structure:
         tensors: dict[str, TensorRecord] = {}
         suited: set[tuple[int, int]] = set()
         for name, entry in read.mapping("tensors").items():
-            t = tensors[name] = _tensor(Fields(entry, f"{where}: tensor {name!r}"), name, layouts, allow_partial=allow_partial)
+            t = tensors[name] = _tensor(Fields(entry, f"{where}: tensor {shown(name)}"), name, layouts, allow_partial=allow_partial)
             if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
                 try:
                     t.layout.parts(len(t.shape))
                 except ShardingError as e:
-                    raise FormatError(f"{where}: tensor {name!r}: {e}") from e
+                    raise FormatError(f"{where}: tensor {shown(name)}: {e}") from e
                 suited.add((id(t.layout), len(t.shape)))
         tree = read.value("tree")
         named = tensor_names(tree)
         if set(named) != set(tensors):
             odd = min(set(named) ^ set(tensors))
-            read.fail(f"the tree and the list of tensors disagree about {odd!r}")
+            read.fail(f"the tree and the list of tensors disagree about {shown(odd)}")
         return cls(tree, {name: tensors[name] for name in named})
 
 

@@ -37,7 +37,18 @@ if TYPE_CHECKING:
 
     from emulators import Emulator
 
-__all__ = ["TORTURE", "TRANSIENT", "FaultyCloud", "Rule", "faulty_cloud", "make_state", "patience_of", "random_rules"]
+__all__ = [
+    "NOT_LISTINGS",
+    "TORTURE",
+    "TRANSIENT",
+    "FaultProxy",
+    "FaultyCloud",
+    "Rule",
+    "faulty_cloud",
+    "make_state",
+    "patience_of",
+    "random_rules",
+]
 
 TORTURE = os.environ.get("SHARDCKPT_TORTURE") == "1"
 """Whether to take an hour instead of a minute."""
@@ -49,7 +60,7 @@ TRANSIENT: dict[str, dict[str, Any]] = {
     "500": {"fault": "status", "status": 500},
     "503": {"fault": "status", "status": 503},
     "reset": {"fault": "reset"},
-    "reset early": {"fault": "reset", "after_bytes": 0},
+    "cut off": {"fault": "reset", "after_bytes": 100},
     "lost answer": {"fault": "lost-answer"},
     "truncated": {"fault": "truncate"},
 }

@@ -1,13 +1,16 @@
 """Several users of one checkpoint at once, one storage operation at a time, in an order that a test chooses.
 
-Each actor is a thread that runs the product's own functions over `memory://`; before every operation of the storage
-it waits for its turn. The storage knows versions by their contents only, as S3 does, and deletes objects one
-by one. Whatever changes it is checked at once:
+Each actor is a thread that runs the product's own functions over `memory://`, in the plain layout (the packed one's index
+TensorStore writes where nobody can look on); before every operation of the storage, and before every word between the
+hosts of a job, it waits for its turn. The storage knows versions by their contents only, as S3 does, and deletes objects
+one by one. Who sleeps until another host of its job has done something sleeps for too long only if none of them can do
+anything any more. Whatever changes the storage is checked at once:
 
 - What the commit record names has all that was ever written into it, and loses nothing while it is named.
-- An attempt that was not idle for the grace period since its save began is removed by nobody but that save.
-- An attempt becomes the checkpoint once at most, and only if the record has not changed since its save began: so not
-  if another one was published, if the checkpoint was deleted, or if the place was collected in between.
+- An attempt that was not idle for the grace period since its save began is removed by nobody but that save, and those
+  whom the storage has told that it is too late to commit it.
+- An attempt becomes the checkpoint once at most, and only if the record has not changed since any of its hosts began: so
+  not if another one was published, if the checkpoint was deleted, or if the place was collected in between.
 - Nobody deletes a checkpoint that came after the one that was to be deleted.
 """
 
@@ -17,21 +20,28 @@ import hashlib
 import threading
 import uuid
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import tensorstore as ts
 
+from shardckpt import saving
+from shardckpt.coordination import Coordinator
 from shardckpt.errors import ShardckptError
+from shardckpt.io import assemble
 from shardckpt.io import collect as collecting
 from shardckpt.io.attempts import is_attempt
 from shardckpt.io.commit import RECORD
 from shardckpt.io.store import Store
 from shardckpt.record import Tombstone, parse_checkpoint
+from shardckpt.world import World
 
-__all__ = ["Actor", "Stage"]
+__all__ = ["Actor", "Host", "Stage", "finish"]
 
 GRACE = 100
+LONG = 1e9
+"""Seconds, longer than anybody waits for another process."""
 
 
 class Killed(BaseException):
@@ -44,7 +54,12 @@ class Actor:
     def __init__(self, stage, action):
         self.stage = stage
         self.action = action
-        self.done = self.hurried = self.killed = False
+        self.job = [self]
+        """All hosts of its job."""
+        self.done = self.hurried = self.killed = self.asleep = False
+        self.slept = 0.0
+        self.lost = None
+        """The attempt that it would have made the checkpoint, had the record not changed."""
         self.outcome = self.bug = None
         """What the action returned or the ShardckptError that it raised; what it should not have raised."""
         self.saw = []
@@ -78,6 +93,14 @@ class Actor:
         if self.killed:
             raise Killed
 
+    def sleep(self):
+        """Until its next turn. That is too long if the others of its job wait, too, or are no more."""
+        self.asleep = True
+        self.wait_for_turn()
+        self.asleep = False
+        if all(other.done or other.asleep for other in self.job if other is not self):
+            self.slept += LONG
+
     def _run(self):
         self.stage.local.actor = self
         self._turn.acquire()
@@ -93,27 +116,55 @@ class Actor:
         self._back.release()
 
 
+def finish(actors):
+    """Turn by turn, all that is left of them; what became of each."""
+    while not all(actor.done for actor in actors):
+        for actor in actors:
+            actor.step()
+    return [actor.outcome for actor in actors]
+
+
+class Host(Coordinator):
+    """A host of a job, as it knows of the others: they share a dict of words."""
+
+    def __init__(self, stage, words, run_id, process, processes):  # no agreement at the start: nobody would be there yet
+        self.world = World(process, processes)
+        self.run_id = run_id
+        self._stage, self._words, self._attempts = stage, words, 0
+
+    def next_attempt(self):
+        self._attempts += 1
+        return f"{self.run_id}-{self._attempts}"
+
+    def _set(self, key, value):
+        self._stage.gate()
+        self._words[key] = value
+
+    def _get(self, key):
+        self._stage.gate()
+        return self._words.get(key)
+
+
 class Stage:
     """A checkpoint's place, its clock, and everything that has happened there."""
 
     def __init__(self):
         self.url = f"memory://{uuid.uuid4().hex}/c"
+        self.jobs = 0
         self.clock = 0.0
         self.local = threading.local()
         self.written = {}
         """Attempt → the keys that its save has written; of one that began before the record changed, too."""
         self.savers = {}
-        """Attempt → the actor whose save it is."""
+        """Attempt → the actors whose save it is."""
         self.times = {}
         """Key → when it was written; of those that are there."""
         self.last = {}
         """Attempt → when anything was written into it for the last time."""
         self.was_idle = set()
         """Attempts that have been idle for the grace period at some time: these are dead."""
-        self.named = None
-        self.were_named = set()
-        self.changes = 0
-        """How often the commit record has changed."""
+        self.history = [None]
+        """What the commit record has named, each time that it changed; None: nothing."""
 
     @classmethod
     @contextmanager
@@ -126,10 +177,33 @@ class Stage:
             for name in ("read", "write", "list", "delete_range"):
                 patch.setattr(ts.KvStore, name, stage._instead_of(name))
             patch.setattr(collecting, "idle_seconds", stage._idle_seconds)
+            for module in (saving, assemble):
+                patch.setattr(module, "time", SimpleNamespace(monotonic=stage._monotonic, sleep=stage._sleep))
+            # Hosts are threads of one process here, and count their attempts each for itself all the same.
+            patch.setattr(saving, "_next_attempt", lambda coordinator, _store: coordinator.next_attempt())
             yield stage
+
+    @property
+    def changes(self):
+        """How often the commit record has changed."""
+        return len(self.history) - 1
+
+    @property
+    def named(self):
+        """The attempt that is the checkpoint."""
+        return self.history[-1]
 
     def begin(self, action):
         return Actor(self, action)
+
+    def begin_job(self, action, hosts):
+        """The hosts of one job; `action` takes the coordinator."""
+        self.jobs += 1
+        words, run_id = {}, f"20260102T000000-{self.jobs:08x}"
+        job = [Actor(self, partial(action, Host(self, words, run_id, host, hosts))) for host in range(hosts)]
+        for actor in job:
+            actor.job = job
+        return job
 
     def pass_time(self):
         self.clock += GRACE
@@ -150,7 +224,7 @@ class Stage:
         return operation
 
     def _read(self, kv, key, **options):
-        self._gate()
+        self.gate()
         found = self.original.read(kv, key, **options).result()
         if self._path(kv, key) == RECORD and (actor := self._actor()) is not None:
             actor.saw.append(self.changes)
@@ -158,11 +232,13 @@ class Stage:
         return _Answer(SimpleNamespace(state=found.state, value=found.value, stamp=stamp))
 
     def _write(self, kv, key, value, if_equal=None):
-        self._gate()
+        self.gate()
         present = self.original.read(kv, key).result()
-        if if_equal not in (None, _generation(present)):
-            return _Answer(SimpleNamespace(generation=b""))
         path = self._path(kv, key)
+        if if_equal not in (None, _generation(present)):
+            if path == RECORD and (actor := self._actor()) is not None:
+                actor.lost = _named(value)
+            return _Answer(SimpleNamespace(generation=b""))
         if value is None:
             if present.state == "value":
                 self._before_deletion(path)
@@ -170,7 +246,7 @@ class Stage:
             self._before_publication(bytes(value))
         else:
             attempt = path.partition("/")[0]
-            self.savers.setdefault(attempt, self._actor())
+            self.savers.setdefault(attempt, [*getattr(self._actor(), "job", [])])
             self.written.setdefault(attempt, set()).add(path)
             self.last[attempt] = self.clock
         self.original.write(kv, key, value).result()
@@ -180,7 +256,7 @@ class Stage:
         return _Answer(SimpleNamespace(generation=_generation(self.original.read(kv, key).result())))
 
     def _list(self, kv, *arguments):
-        self._gate()
+        self.gate()
         return self.original.list(kv, *arguments)
 
     def _delete_range(self, kv, span):
@@ -190,11 +266,17 @@ class Stage:
 
     def _idle_seconds(self, store, prefixes):
         """What `io.ages` would say."""
-        self._gate()
+        self.gate()
         newest = {p: max((time for key, time in self.times.items() if key.startswith(p)), default=None) for p in prefixes}
         return {prefix: None if time is None else self.clock - time for prefix, time in newest.items()}
 
-    def _gate(self):
+    def _monotonic(self):
+        return self._actor().slept
+
+    def _sleep(self, _seconds):
+        self._actor().sleep()
+
+    def gate(self):
         if (actor := self._actor()) is not None:
             actor.wait_for_turn()
 
@@ -210,21 +292,19 @@ class Stage:
         assert path != RECORD
         attempt = path.partition("/")[0]
         assert attempt != self.named, "what the record names loses nothing"
-        if self._actor() is not self.savers[attempt]:
-            assert attempt in self.was_idle | self.were_named, "a live attempt is left alone"
+        actor = self._actor()
+        if actor not in self.savers[attempt] and attempt != getattr(actor, "lost", None):
+            assert attempt in self.was_idle.union(self.history), "a live attempt is left alone"
 
     def _before_publication(self, data):
-        record = parse_checkpoint(data, RECORD)
-        named = None if isinstance(record, Tombstone) else record.attempt
+        named = _named(data)
         if named not in (None, self.named):
-            assert named not in self.were_named, "an attempt becomes the checkpoint once"
-            assert self.savers[named].saw[0] == self.changes, "who publishes had seen all that came before when it began"
+            assert named not in self.history, "an attempt becomes the checkpoint once"
+            assert {saver.saw[0] for saver in self.savers[named]} == {self.changes}, "who publishes had seen all that came before"
             assert self.written[named] <= self.times.keys(), "what is published is whole"
         elif (actor := self._actor()) is not None:
             assert actor.saw[-1] == self.changes, "who deletes or collects has seen what it deletes"
-        self.changes += 1
-        self.named = named
-        self.were_named |= {named} - {None}
+        self.history.append(named)
 
     def check_end(self):
         """When nobody works any more, a last collection leaves one whole checkpoint, or none."""
@@ -242,6 +322,12 @@ class _Answer:
 
     def result(self):
         return self._value
+
+
+def _named(data):
+    """The attempt that a commit record names."""
+    record = parse_checkpoint(bytes(data), RECORD)
+    return None if isinstance(record, Tombstone) else record.attempt
 
 
 def _generation(found):

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
-from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks, saving
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks, save_plan
 from shardckpt.io.codec import CHECKSUM_BYTES
+from shardckpt.world import World
 
 TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -27,7 +28,7 @@ SMALL_SIZES = {**tool.llama_shapes(8, vocabularies=(128256,)), "uneven": (5027, 
 def stored(shape, itemsize, sharding):
     """The record of a tensor as `save` would store it."""
     state = {"w": np.empty(shape, f"u{itemsize}")}
-    return saving._tensor_records(frameworks.sources(state), SaveOptions(shardings={"w": sharding}))["w"]
+    return save_plan.tensor_records(frameworks.sources(state, World()), SaveOptions(shardings={"w": sharding}), World())["w"]
 
 
 def split(parts):

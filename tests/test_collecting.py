@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -210,78 +209,3 @@ def test_a_deletion_killed_at_any_operation_leaves_the_checkpoint_or_none_and_th
     assert found == [1] * deleted + [None] * (len(found) - deleted)
     assert died_before[deleted - 1] == "tensorstore write"
     assert not {"unlink", "rmdir"} & set(died_before[:deleted])
-
-
-# --- a committer that sleeps ----------------------------------------------------------------------------------------
-
-
-class StoppedCommitter:
-    """A process that has saved all, and was stopped just before it publishes."""
-
-    def __init__(self, url, value, *, overwrite):
-        command = [sys.executable, CHILDREN / "collect_stopped_committer.py", str(url), str(value), str(int(overwrite))]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-
-    def go_on(self):
-        """What becomes of it."""
-        self.process.send_signal(signal.SIGCONT)
-        out, _ = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0
-        return out.strip()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait(60)
-
-
-@pytest.mark.parametrize("committed", [False, True])
-def test_a_committer_that_sleeps_while_its_attempt_is_collected_publishes_nothing(tmp_path, committed):
-    url = tmp_path / "c"
-    if committed:
-        save(url, 1)
-    before = directories(url) if committed else []
-    with StoppedCommitter(url, 2, overwrite=committed) as committer:
-        (attempt,) = set(directories(url)) - set(before)
-        age(url / attempt)
-        assert outcomes(collect(url)) == [("c", attempt, "removed")]
-        collected = (url / "checkpoint.json").read_bytes()
-        assert committer.go_on() == "AlreadyExistsError"
-    assert (url / "checkpoint.json").read_bytes() == collected
-    assert directories(url) == before
-    if committed:
-        assert value_of(url) == 1
-    else:
-        with pytest.raises(NotFoundError):
-            shardckpt.open(url)
-        save(url, 3)
-        assert value_of(url) == 3
-
-
-@pytest.mark.parametrize("committed", [False, True])
-def test_a_committer_that_sleeps_while_the_checkpoint_is_deleted_publishes_nothing(tmp_path, committed):
-    """Also where there was none when it began, but another save has committed one since."""
-    url = tmp_path / "c"
-    if committed:
-        save(url, 1)
-    with StoppedCommitter(url, 2, overwrite=committed) as committer:
-        if not committed:
-            save(url, 1)
-        (kept,) = delete(url)
-        assert (kept.outcome, kept.reason) == ("kept", "it may be a save under way")
-        deleted = (url / "checkpoint.json").read_bytes()
-        assert committer.go_on() == "AlreadyExistsError"
-    assert (url / "checkpoint.json").read_bytes() == deleted
-    assert directories(url) == []  # the committer has removed what was its own
-
-
-def test_a_committer_that_sleeps_and_was_left_alone_publishes(tmp_path):
-    url = tmp_path / "c"
-    with StoppedCommitter(url, 2, overwrite=False) as committer:
-        assert [one.outcome for one in collect(url)] == ["kept"]
-        assert committer.go_on() == "saved"
-    assert value_of(url) == 2

@@ -9,10 +9,8 @@ import subprocess
 import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import boto3
 import botocore.config
@@ -20,16 +18,14 @@ import botocore.exceptions
 import pytest
 import tensorstore as ts
 from gcsfs.core import GCSFileSystem  # of gcsfs itself, importing it decides for the whole process whether it asks over gRPC
-from hypothesis import given
-from hypothesis import strategies as st
 
 TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 from emulators import environment
 from fault_proxy import FaultProxy
-from fault_requests import Operation, classify
-from fault_rules import FAULTS, Link, Rule, RuleBook
+from fault_rules import Rule
+from json_api import Objects, ask
 
 RETRIES = {"max_retries": 5, "initial_delay": "1ms", "max_delay": "10ms"}
 
@@ -61,72 +57,6 @@ def store(proxy, bucket, gcs_server):
     """TensorStore on that bucket, through the proxy."""
     with environment(gcs_server.env(proxy.url)):
         return ts.KvStore.open({"driver": "gcs", "bucket": bucket, "gcs_request_retries": RETRIES}).result()
-
-
-def ask(url, method, target, body=None, headers=None, timeout=30):
-    """Status, headers and body of the answer to one request on a connection of its own."""
-    with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)) as connection:
-        connection.request(method, target, body, headers or {})
-        answer = connection.getresponse()
-        return answer.status, answer.headers, answer.read()
-
-
-class Objects:
-    """One bucket through the JSON API, one function per kind of request; each returns the answer's status."""
-
-    def __init__(self, url, bucket):
-        self.url = url
-        self.upload_path = f"/upload/storage/v1/b/{bucket}/o"
-        self.path = f"/storage/v1/b/{bucket}/o"
-
-    def media(self, name, condition="", data=b"new"):
-        return ask(self.url, "POST", f"{self.upload_path}?uploadType=media&name={quote(name, safe='')}&{condition}", data)[0]
-
-    def multipart(self, name, condition="", data=b"new"):
-        head = json.dumps({"name": name}).encode()
-        body = b"--x\r\nContent-Type: application/json\r\n\r\n%b\r\n--x\r\nContent-Type: a/b\r\n\r\n%b\r\n--x--" % (head, data)
-        headers = {"Content-Type": "multipart/related; boundary=x"}
-        return ask(self.url, "POST", f"{self.upload_path}?uploadType=multipart&{condition}", body, headers)[0]
-
-    def begin(self, name, condition=""):
-        """Begin a resumable upload; the path to send it to."""
-        headers = {"Content-Type": "application/json"}
-        body = json.dumps({"name": name})
-        status, headers, _ = ask(self.url, "POST", f"{self.upload_path}?uploadType=resumable&{condition}", body, headers)
-        assert status == 200
-        place = urlsplit(headers["Location"])
-        return f"{place.path}?{place.query}"
-
-    def resumable(self, name, condition="", data=b"new"):
-        return ask(self.url, "PUT", self.begin(name, condition), data, {"Content-Range": f"bytes 0-{len(data) - 1}/{len(data)}"})[0]
-
-    def compose(self, name, condition=""):
-        assert self.media("part", data=b"new") == 200
-        body = json.dumps({"sourceObjects": [{"name": "part"}], "destination": {"contentType": "a/b"}})
-        headers = {"Content-Type": "application/json"}
-        return ask(self.url, "POST", f"{self.path}/{quote(name, safe='')}/compose?{condition}", body, headers)[0]
-
-    def copy(self, name, condition=""):
-        assert self.media("source", data=b"new") == 200
-        target = self.path.removeprefix("/storage/v1")
-        return ask(self.url, "POST", f"{self.path}/source/rewriteTo{target}/{quote(name, safe='')}?{condition}", "{}")[0]
-
-    def delete(self, name, condition=""):
-        return ask(self.url, "DELETE", f"{self.path}/{quote(name, safe='')}?{condition}")[0]
-
-    def read(self, name, condition=""):
-        return ask(self.url, "GET", f"{self.path}/{quote(name, safe='')}?alt=media&{condition}")[0]
-
-    def stat(self, name, condition=""):
-        return ask(self.url, "GET", f"{self.path}/{quote(name, safe='')}?{condition}")[0]
-
-    def content(self, name):
-        """What the object holds, None if there is none."""
-        status, _, data = ask(self.url, "GET", f"{self.path}/{quote(name, safe='')}?alt=media")
-        return data if status == 200 else None
-
-    def generation(self, name):
-        return int(json.loads(ask(self.url, "GET", f"{self.path}/{quote(name, safe='')}")[2])["generation"])
 
 
 # --- preconditions --------------------------------------------------------------------------------------------------
@@ -330,24 +260,6 @@ def test_amazon_s_own_client_works_through_it(s3_server):
         ]
 
 
-def test_requests_of_s3_are_told_apart():
-    assert classify("PUT", "/b/k%20y?partNumber=1&uploadId=x") == Operation(
-        "s3", "PUT", "upload", "b", "k y", {"partNumber": "1", "uploadId": "x"}
-    )
-    kinds = {
-        ("POST", "/b/k?uploads"): "upload",
-        ("GET", "/b/k"): "read",
-        ("HEAD", "/b/k"): "stat",
-        ("DELETE", "/b/k"): "delete",
-        ("POST", "/b?delete"): "delete",
-        ("GET", "/b/?list-type=2&prefix=k"): "list",
-        ("PUT", "/b"): "other",
-        ("HEAD", "/b"): "other",
-        ("GET", "/"): "other",
-    }
-    assert {request: classify(*request).kind for request in kinds} == kinds
-
-
 # --- what is broken -------------------------------------------------------------------------------------------------
 
 
@@ -384,6 +296,28 @@ def test_a_lost_answer_is_lost_after_the_storage_has_done_what_it_was_asked_to(p
         objects.media("name", "ifGenerationMatch=0", b"mine")
 
 
+def test_a_late_request_lands_when_it_is_told_to_and_its_preconditions_must_hold_then(proxy, bucket, gcs_server):
+    objects, behind = Objects(proxy.url, bucket), Objects(gcs_server.endpoint, bucket)
+    for _ in range(2):
+        proxy.rules.add(Rule("late"))
+        with pytest.raises(ConnectionResetError):
+            objects.media("name", "ifGenerationMatch=0", b"late")
+        assert behind.content("name") is None
+    assert json.loads(ask(proxy.url, "POST", "/__proxy__/late")[2]) == [200, 412]
+    assert behind.content("name") == b"late"
+    assert proxy.land() == [], "each lands once"
+    with proxy.rules.during(Rule("late")), pytest.raises(ConnectionResetError):
+        objects.media("other", "ifGenerationMatch=0", b"late")
+    assert objects.media("other", data=b"early") == 200
+    assert proxy.land() == [412]
+    assert behind.content("other") == b"early"
+
+
+def test_a_proxy_that_enforces_nothing_lets_two_creators_win(gcs_server, bucket):
+    with FaultProxy(gcs_server.endpoint, enforces=False) as lax:
+        assert [Objects(lax.url, bucket).media("name", "ifGenerationMatch=0") for _ in range(2)] == [200, 200]
+
+
 def test_an_answer_is_cut_off_or_shortened(proxy, bucket):
     objects = Objects(proxy.url, bucket)
     data = bytes(range(200))
@@ -415,9 +349,17 @@ def test_a_stalled_request_holds_up_no_other(proxy, bucket):
     assert objects.content("fast") == b"new"
 
 
-def test_bytes_go_through_a_slow_line_one_after_another():
-    line = Link(bytes_per_second=100)
-    assert [line.reserve(50, now=0), line.reserve(50, now=0), line.reserve(50, now=10)] == [0.5, 1.0, 0.5]
+def test_requests_that_are_to_go_together_wait_for_each_other(proxy, bucket):
+    proxy.rules.add(Rule("together", requests=3, kinds=("upload",), times=None))
+    objects = Objects(proxy.url, bucket)
+    with ThreadPoolExecutor(3) as pool:
+        two = [pool.submit(objects.media, "name") for _ in range(2)]
+        while len(proxy.traffic.exchanges()) < 2:
+            pass
+        assert objects.read("name") == 404, "not one of them has gone ahead"
+        assert pool.submit(objects.media, "name").result() == 200
+        assert [one.result() for one in two] == [200, 200]
+    assert objects.media("name") == 200, "who comes later waits for nobody"
 
 
 def test_what_comes_through_a_slow_line_is_whole(proxy, bucket):
@@ -450,76 +392,6 @@ def test_without_a_backend_every_request_is_answered_with_a_bad_gateway():
 def test_two_proxies_cannot_have_one_port(proxy, gcs_server):
     with pytest.raises(OSError, match="address already in use"), FaultProxy(gcs_server.endpoint, port=urlsplit(proxy.url).port):
         pass
-
-
-# --- rules ----------------------------------------------------------------------------------------------------------
-
-UPLOAD = Operation("gcs", "POST", "upload", "bucket", "run/checkpoint.json")
-
-
-@given(skip=st.integers(0, 5), times=st.none() | st.integers(0, 5), others=st.integers(0, 3))
-def test_a_rule_fires_from_the_kth_matching_request_on_as_often_as_it_says(skip, times, others):
-    book = RuleBook()
-    book.add(Rule("reset", kinds=("upload",), objects="*/checkpoint.json", skip=skip, times=times))
-    fired = []
-    for _ in range(12):
-        for _ in range(others):
-            assert book.decide(Operation("gcs", "GET", "read", "bucket", "run/checkpoint.json")).rule is None
-        fired.append(book.decide(UPLOAD).rule is not None)
-    stop = 12 if times is None else skip + times
-    assert fired == [skip <= i < stop for i in range(12)]
-
-
-def test_a_rule_with_a_probability_fires_the_same_way_for_the_same_seed():
-    def fired(seed):
-        book = RuleBook()
-        book.add(Rule("reset", probability=0.3, times=None, seed=seed))
-        return [book.decide(UPLOAD).rule is not None for _ in range(1000)]
-
-    assert fired(1) == fired(1) != fired(2)
-    assert 230 < sum(fired(1)) < 370
-
-
-def test_the_first_rule_that_breaks_a_request_decides_and_delays_add_up():
-    book = RuleBook()
-    first, second = Rule("status", status=429), Rule("reset")
-    book.add(Rule("latency", seconds=1), first, Rule("latency", seconds=2), second, Rule("bandwidth", bytes_per_second=1))
-    fate = book.decide(UPLOAD)
-    assert (fate.rule, fate.delay, len(fate.links)) == (first, 3, 1)
-    assert book.decide(UPLOAD).rule is second, "which has not been used up by the first request"
-    assert book.decide(UPLOAD).rule is None
-
-
-def test_rules_hold_as_long_as_the_block_does():
-    book = RuleBook()
-    outage = Rule("status", times=None)
-    with book.during(outage):
-        assert all(book.decide(UPLOAD).rule is outage for _ in range(10))
-        assert book.fired() == [(outage, 10)]
-    assert book.decide(UPLOAD).rule is None
-
-
-@given(st.sampled_from(sorted(FAULTS)), st.integers(0, 9), st.none() | st.integers(1, 9), st.sampled_from([(), ("read", "list")]))
-def test_a_rule_is_the_same_after_json(fault, skip, times, kinds):
-    rule = Rule(fault, skip=skip, times=times, kinds=kinds, bytes_per_second=1)
-    assert Rule.from_json(json.loads(json.dumps(asdict(rule)))) == rule
-
-
-@pytest.mark.parametrize(
-    "doc",
-    [
-        [],
-        {},
-        {"fault": "gremlins"},
-        {"fault": "reset", "kinds": ["write"]},
-        {"fault": "reset", "when": 1},
-        {"fault": "status", "status": 200},
-        {"fault": "bandwidth"},
-    ],
-)
-def test_a_rule_that_means_nothing_is_refused(doc):
-    with pytest.raises(ValueError):
-        Rule.from_json(doc)
 
 
 # --- the command line -----------------------------------------------------------------------------------------------

@@ -108,9 +108,9 @@ def test_a_bucket_that_is_down_for_a_while_is_waited_for(cloud, fault):
     cloud.assert_whole(url, STATE)
 
 
-def test_one_write_per_second_of_an_object_is_enough(cloud):
+def test_a_limit_on_how_often_one_object_is_written_is_waited_out(cloud):
     url = cloud.place()
-    with patience_of("60"), cloud.breaking(Rule("rate", seconds=1, times=None)):
+    with patience_of("2"), cloud.breaking(Rule("rate", seconds=0.3, times=None)):  # the service allows one write per second
         shardckpt.save(url, STATE)
     cloud.assert_whole(url, STATE)
 
@@ -129,7 +129,7 @@ def test_a_save_fails_with_the_url_of_the_object_that_cannot_be_written(cloud, k
     assert isinstance(error, StorageError)
     assert url in str(error)
     assert key in str(error)
-    if key != "checkpoint.json":  # of which nobody knows whether it is still under way
+    if key.startswith("hosts/"):  # else a record vouches for the attempt, or may come to, and somebody else may commit it
         assert cloud.keys(url) == [], "something of the attempt is left"
     with pytest.raises(NotFoundError):
         shardckpt.open(url)
@@ -267,36 +267,27 @@ def test_a_storage_that_falls_silent_is_asked_again(cloud, savers):
 # --- what it costs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mebibytes", [64, 256] if TORTURE else [64])
-def test_a_host_needs_few_requests(bucket, mebibytes, record_property):
-    state = {f"w{i}": np.full(mebibytes << 16, i, np.float32) for i in range(4)}
+@pytest.mark.parametrize(("mebibytes", "memory_limit"), [(64, "1GiB"), (4, "40MiB")])
+def test_an_upload_that_is_cut_off_is_sent_again_and_nothing_else_is(bucket, mebibytes, memory_limit, record_property):
+    state = {"w": np.ones(33 << 20, np.float32)}  # 132 MiB
+    url, half = bucket.place(), mebibytes << 19
+    with bucket.breaking(Rule("reset", kinds=("upload",), objects=DATA_FILE, after_bytes=half)):
+        shardckpt.save(url, state, options=shardckpt.SaveOptions(memory_limit=memory_limit))
+        data = [e for e in bucket.proxy.traffic.exchanges(bucket.name_of(url)) if "/d/0" in e.operation.name]
+    assert max(e.bytes_up for e in data) <= (mebibytes << 20) + 4096, "the size of a data file"
+    assert [e.bytes_up for e in data if e.status != 200] == [half]
+    assert [name[-5:] for name, tries in Counter(e.operation.name for e in data).items() if tries > 1] == ["00001"]
+    record_property("resent", half / state["w"].nbytes)
+
+
+def test_a_restore_asks_once_for_what_lies_together(bucket, record_property):
+    state = {f"w{i}": np.full(16 << 18, i, np.float32) for i in range(4)}
     url = bucket.place()
+    shardckpt.save(url, state)
     with bucket.breaking():
-        shardckpt.save(url, state)
-        saving = bucket.proxy.traffic.summary(bucket.name_of(url))["kinds"]
-        bucket.proxy.traffic.reset()
         restored = shardckpt.restore(url)
-        restoring = bucket.proxy.traffic.summary(bucket.name_of(url))
-    record_property("saving", saving)
-    record_property("restoring", restoring["kinds"])
+        counts = bucket.proxy.traffic.summary(bucket.name_of(url))
+    record_property("restoring", counts["kinds"])
     assert all(np.array_equal(restored[name], state[name]) for name in state)
-    files = 1 + mebibytes // 64
-    assert saving["upload"] <= 16 + files
-    assert saving["read"] <= 16
-    assert saving["list"] <= 4
-    assert sum(saving.values()) <= 36 + files
-    assert restoring["requests"] <= 4 + mebibytes // 4
-    assert restoring["bytes_down"] < 1.01 * (mebibytes << 20)
-
-
-def test_an_upload_that_fails_is_sent_again_and_nothing_else_is(bucket, record_property):
-    state = {"w": np.ones(33 << 20, np.float32)}  # 132 MiB: two whole data files and a third
-    url = bucket.place()
-    with bucket.breaking(Rule("status", kinds=("upload",), objects=DATA_FILE)):
-        shardckpt.save(url, state)
-        uploads = [e for e in bucket.proxy.traffic.exchanges(bucket.name_of(url)) if e.operation.kind == "upload"]
-    times = Counter(e.operation.name.partition("/hosts/")[2] for e in uploads)
-    assert {name: n for name, n in times.items() if name and n > 1} == {"00000/0/d/00001": 2}
-    resent = sum(e.bytes_up for e in uploads) - sum(e.bytes_up for e in uploads if e.status == 200)
-    record_property("resent", resent)
-    assert 60 << 20 < resent <= 64 << 20
+    assert counts["requests"] <= 4 + 16
+    assert counts["bytes_down"] < 1.01 * (64 << 20)

@@ -176,6 +176,8 @@ def test_a_commit_record_that_lies_is_refused(change, why):
         ({"host": -1}, "out of range"),
         ({"host": "2"}, "a whole number is expected"),
         ({"hosts": 2**63}, "out of range"),
+        ({"hosts": 2**21}, "from 1 to 1048576"),
+        ({"hosts": 0}, "from 1 to 1048576"),
         ({"hosts": True}, "a whole number is expected"),
         ({"prior": 1}, "'prior' is a int"),
         ({"layout": None}, "'layout' is None"),

@@ -117,6 +117,9 @@ def test_a_failure_says_that_leaves_in_place_are_undefined(tmp_path, two):
     data_file.write_bytes(data)
     with pytest.raises(errors.CorruptionError, match=r"(?s)b\[.*is damaged.*undefined now"):
         shardckpt.restore(two, {"a": np.zeros(1000), "b": np.zeros(1000)})
+    with pytest.raises(errors.CorruptionError) as raised:
+        shardckpt.restore(two)
+    assert "undefined" not in str(raised.value)  # there is no `like`
     np.testing.assert_array_equal(shardckpt.restore(two, only="a")["a"], np.arange(1000.0))
 
 

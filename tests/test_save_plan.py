@@ -10,16 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardckpt.box import Box
+from shardckpt.dtypes import by_name
+from shardckpt.errors import LeafError
 from shardckpt.mesh import Mesh
 from shardckpt.options import SaveOptions
 from shardckpt.partition_spec import PartitionSpec
-from shardckpt.reshard.plan import chunks_inside
+from shardckpt.placements import Placements
+from shardckpt.reshard.chunks import even_runs
+from shardckpt.reshard.plan import chunks_inside, coverage_gap
 from shardckpt.save_plan import SMALL_BYTES, plan_save
 from shardckpt.sharding import Sharding
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from simulated_hosts import Hosts
+from simulated_hosts import Hosts, HostSource
 
 
 def written_chunks(hosts: Hosts, tensors):
@@ -85,6 +90,13 @@ def test_small_plain_tensors_are_told_of_and_not_written_where_there_are_several
     assert (plan.small, set(plan.writes)) == ([], {"small", "large"})
 
 
+def test_more_small_plain_tensors_than_can_be_told_of_are_refused():
+    hosts = Hosts(2, 1)
+    sources = hosts.sources(0, {f"w{i}": ((SMALL_BYTES // 4 - 1,), None) for i in range(1025)})
+    with pytest.raises(LeafError, match=r"'w0' and 1,024 other plain tensors .* at most 67,108,864 are stored"):
+        plan_save(sources, SaveOptions(), hosts.world(0))
+
+
 def test_local_plain_tensors_are_written_whole_by_whoever_has_them():
     hosts = Hosts(3, 1)
     for host in range(3):
@@ -101,6 +113,68 @@ def test_what_other_plain_tensors_a_process_knows_does_not_change_how_one_is_cut
     alone = plan_save(hosts.sources(0, shared), SaveOptions(), hosts.world(0)).tensors["w"]
     among_others = plan_save(hosts.sources(1, {**huge, **shared}), SaveOptions(), hosts.world(1)).tensors["w"]
     assert alone == among_others
+
+
+def test_what_other_devices_hold_besides_does_not_change_how_a_tensor_of_some_devices_is_cut():
+    # Two stages of a pipeline: a tensor of all devices, and others that only one stage knows of.
+    hosts = Hosts(2, 2)
+    everywhere = {"w": ((8192, 8192), Sharding(Mesh((4,), ("x",)), PartitionSpec("x")))}
+    stage = {f"huge{i}": ((1 << 20, 1 << 20), Sharding(Mesh((2,), ("x",), [2, 3]), PartitionSpec("x"))) for i in range(4)}
+    first = plan_save(hosts.sources(0, everywhere), SaveOptions(), hosts.world(0)).tensors
+    second = plan_save(hosts.sources(1, {**stage, **everywhere}), SaveOptions(), hosts.world(1)).tensors
+    assert first["w"] == second["w"]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20))
+def test_even_runs_are_cut_as_an_array_is_that_is_cut_into_equal_tiles(tiles):
+    cuts = np.cumsum([0, *tiles])
+    again = [0]
+    for first, length, parts in even_runs(cuts):
+        assert first == again[-1]
+        again += [first + min(length, (i + 1) * -(-length // parts)) for i in range(parts)]
+    assert again == cuts.tolist()
+
+
+PLACED = [((2, 3), ["S(0)", "S(0)"]), ((2, 3), ["_S(0,3)", "S(0)"]), ((3, 2), ["S(1)", "S(1)"]), ((2, 2, 2), ["S(0)", "S(0)", "S(1)"])]
+
+
+@pytest.mark.parametrize(("mesh", "texts"), PLACED)
+@given(st.integers(1, 40), st.integers(1, 40))
+@settings(max_examples=30, deadline=None)
+def test_tensors_in_nested_shards_are_written_each_chunk_once_in_no_more_arrays_than_shards(mesh, texts, rows, columns):
+    layout = Placements.of(Mesh(mesh, ("a", "b", "c")[: len(mesh)]), texts)
+    shape, ranks = (rows, columns), layout.mesh.size
+
+    class Ranks(Hosts):
+        def source(self, host, name, shape, layout, dtype="float32"):
+            boxes = layout.rank_boxes(shape, host)
+            named = layout.as_sharding(shape) or layout
+            return HostSource(name, shape, by_name(dtype), named, boxes, [layout.holders(host)] * len(boxes))
+
+    tensors = {"w": (shape, layout)}
+    counts, _ = written_chunks(Ranks(ranks, 1), tensors)
+    pieces = plan_save(Ranks(ranks, 1).sources(0, tensors), SaveOptions(), Ranks(ranks, 1).world(0)).tensors["w"].pieces
+    assert {piece.path for piece in pieces} == set(counts)
+    assert all((c == 1).all() for c in counts.values())
+    assert coverage_gap(shape, pieces) is None
+    assert len(pieces) <= len(layout.distinct_boxes(shape))
+
+
+def test_evenly_nested_and_strided_shards_are_stored_as_one_array():
+    for texts, shape in ((["S(0)", "S(0)"], (6, 5)), (["_S(0,64)", "R"], (4096, 5)), (["_S(0,64)", "S(0)"], (1000, 5))):
+        layout = Placements.of(Mesh((64, 64), ("fsdp", "tensor")), texts)
+        source = HostSource("w", shape, by_name("float32"), layout, layout.rank_boxes(shape, 0), [layout.holders(0)] * 4096)
+        (piece,) = plan_save({"w": source}, SaveOptions(), Hosts(4096, 1).world(0)).tensors["w"].pieces
+        assert piece.box == Box.full(shape)
+
+
+def test_a_name_that_is_too_long_for_the_storage_is_refused_in_few_words():
+    hosts = Hosts(1, 1)
+    longest = "/".join(["n" * 100] * 594)
+    plan_save(hosts.sources(0, {longest: ((2,), None)}), SaveOptions(), hosts.world(0))
+    with pytest.raises(LeafError, match="has a name of 60,094 characters") as raised:
+        plan_save(hosts.sources(0, {f"{longest}/{'n' * 100}": ((2,), None)}), SaveOptions(), hosts.world(0))
+    assert len(str(raised.value)) < 500
 
 
 @st.composite

@@ -38,11 +38,12 @@ import ml_dtypes
 import numpy as np
 
 import shardckpt
-from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks, saving
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks, save_plan
 from shardckpt.box import distinct_boxes
 from shardckpt.io.codec import CHECKSUM_BYTES
 from shardckpt.io.reader import Request
 from shardckpt.reshard.plan import overlaps
+from shardckpt.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -261,7 +262,7 @@ def _save(
     options = SaveOptions(shardings=shardings)
     checkpoint = None
     if directory is None:
-        records = saving._tensor_records(frameworks.sources(state), options)
+        records = save_plan.tensor_records(frameworks.sources(state, World()), options, World())
     else:
         shardckpt.save(directory, state, options=options)
         checkpoint = shardckpt.open(directory)

@@ -18,8 +18,10 @@ Under its own paths it is told what to do, in JSON:
     GET    /__proxy__/stats[?prefix=bucket/run]   counts; DELETE starts from zero
     GET    /__proxy__/rules                       the rules in force, and how often each has fired
     POST   /__proxy__/rules                       add one, or a list; DELETE removes all
+    POST   /__proxy__/late                        pass on what the fault `late` has held back; the codes of the answers
 
-In a test, `with FaultProxy(backend) as proxy` runs one on a thread: `proxy.url`, `proxy.rules`, `proxy.traffic`.
+In a test, `with FaultProxy(backend) as proxy` runs one on a thread: `proxy.url`, `proxy.rules`, `proxy.traffic`,
+`proxy.land()`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import argparse
 import asyncio
 import json
 import threading
+from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -62,12 +65,18 @@ class _Refused(Exception):  # noqa: N818  (as above)
 class _Proxy:
     """Handles requests, within one event loop."""
 
-    def __init__(self, backend: str, rules: RuleBook, traffic: Traffic, session: aiohttp.ClientSession) -> None:
+    def __init__(self, backend: str, rules: RuleBook, traffic: Traffic, session: aiohttp.ClientSession, *, enforces: bool) -> None:
         self._backend = backend.rstrip("/")
         self._rules = rules
         self._traffic = traffic
         self._session = session
+        self._enforces = enforces
+        self._held: list[Transfer] = []
+        """Requests that their clients believe lost, and that may still land."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._gathered: Counter[str] = Counter()
+        """Object → requests of it that have waited for each other."""
+        self._gathering = asyncio.Condition()
         self._resumable: dict[str, Operation] = {}
         """Upload id → the request that began the upload, with its preconditions."""
 
@@ -89,6 +98,19 @@ class _Proxy:
             transfer.reset()
             return web.Response()
 
+    async def land(self) -> list[int]:
+        """Pass on what was held back, in the order in which it came; the codes of the answers, which nobody gets."""
+        held, self._held = self._held, []
+        codes = []
+        for transfer in held:
+            try:
+                async with await self._ask_storage(transfer) as answer:
+                    await answer.read()
+                    codes.append(answer.status)
+            except _Refused as refused:
+                codes.append(refused.args[0])
+        return codes
+
     async def _serve(self, transfer: Transfer) -> web.StreamResponse:
         """Do with a request what the rules say."""
         fate = self._rules.decide(transfer.exchange.operation)
@@ -97,8 +119,12 @@ class _Proxy:
         transfer.exchange.fault = fault if rule is None or fault != "status" else f"status {rule.status}"
         if fate.delay:
             await asyncio.sleep(fate.delay)
+        if fate.requests:
+            await self._gather(transfer.exchange.operation.object, fate.requests)
         await transfer.receive(rule.after_bytes if rule is not None and fault == "reset" else None)
-        if fault == "reset":
+        if fault == "late":
+            self._held.append(transfer)
+        if fault in {"reset", "late"}:
             raise _Reset
         if rule is not None and fault in {"status", "rate"}:
             raise _Refused(rule.status if fault == "status" else 429, "injected by the fault proxy")
@@ -112,10 +138,17 @@ class _Proxy:
                 raise _Reset
             return await (transfer.send(answer) if rule is None else transfer.send_part(answer, rule))
 
+    async def _gather(self, name: str, requests: int) -> None:
+        """Wait until so many requests of an object have come."""
+        async with self._gathering:
+            self._gathered[name] += 1
+            self._gathering.notify_all()
+            await self._gathering.wait_for(lambda: self._gathered[name] >= requests)
+
     async def _ask_storage(self, transfer: Transfer) -> aiohttp.ClientResponse:
         """The storage's answer, when it begins; by then the object is as the request leaves it."""
         operation = transfer.exchange.operation
-        preconditions = _preconditions(transfer)
+        preconditions = _preconditions(transfer) if self._enforces else None
         if preconditions is None and not operation.mutates:
             return await self._forward(transfer)
         async with self._locks.setdefault(operation.object, asyncio.Lock()):
@@ -182,6 +215,8 @@ class _Proxy:
                 except ValueError as e:
                     return web.json_response({"error": str(e)}, status=400)
             return web.json_response([{"rule": asdict(rule), "fired": fired} for rule, fired in self._rules.fired()])
+        if what == "late" and method == "POST":
+            return web.json_response(await self.land())
         return web.json_response({"error": f"{method} {request.path}: see the docstring of fault_proxy.py"}, status=404)
 
 
@@ -207,8 +242,10 @@ async def _pieces(body: bytearray) -> AsyncIterator[memoryview]:
 
 
 @asynccontextmanager
-async def _serving(backend: str, port: int, rules: RuleBook, traffic: Traffic) -> AsyncIterator[int]:
-    """A running proxy; yields its port."""
+async def _serving(
+    backend: str, port: int, rules: RuleBook, traffic: Traffic, *, enforces: bool = True
+) -> AsyncIterator[tuple[_Proxy, int]]:
+    """A running proxy; yields it and its port."""
     # A fresh connection for every request: one that the backend is about to close would be a fault that nobody asked for.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -219,11 +256,12 @@ async def _serving(backend: str, port: int, rules: RuleBook, traffic: Traffic) -
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),
     ) as session:
-        runner = web.ServerRunner(web.Server(_Proxy(backend, rules, traffic, session).handle, access_log=None), shutdown_timeout=1)
+        proxy = _Proxy(backend, rules, traffic, session, enforces=enforces)
+        runner = web.ServerRunner(web.Server(proxy.handle, access_log=None), shutdown_timeout=0.1)
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", port).start()
-            yield int(runner.addresses[0][1])
+            yield proxy, int(runner.addresses[0][1])
         finally:
             await runner.cleanup()
 
@@ -231,12 +269,13 @@ async def _serving(backend: str, port: int, rules: RuleBook, traffic: Traffic) -
 class FaultProxy:
     """A proxy on a thread of its own, from `with` to its end."""
 
-    def __init__(self, backend: str, *, port: int = 0) -> None:
+    def __init__(self, backend: str, *, port: int = 0, enforces: bool = True) -> None:
         """Stand before `backend`.
 
         Args:
             backend: the emulator's address, `http://host:port`.
             port: where to listen on the loopback interface; 0 is any free one.
+            enforces: whether it refuses what must not go ahead. Without that a test of races shows that it tests something.
         """
         self.rules = RuleBook()
         """What goes wrong; to be changed at any time."""
@@ -246,6 +285,8 @@ class FaultProxy:
         """Its address, without a slash at the end; known inside the `with` block."""
         self._backend = backend
         self._port = port
+        self._enforces = enforces
+        self._proxy: _Proxy | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._started = threading.Event()
@@ -265,6 +306,12 @@ class FaultProxy:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
+    def land(self) -> list[int]:
+        """Pass on what the fault `late` has held back, oldest first; the codes of the storage's answers."""
+        assert self._proxy is not None
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self._proxy.land(), self._loop).result()
+
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
@@ -275,7 +322,8 @@ class FaultProxy:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with _serving(self._backend, self._port, self.rules, self.traffic) as port:
+        serving = _serving(self._backend, self._port, self.rules, self.traffic, enforces=self._enforces)
+        async with serving as (self._proxy, port):
             self.url = f"http://127.0.0.1:{port}"
             self._started.set()
             await self._stop.wait()
@@ -284,7 +332,7 @@ class FaultProxy:
 async def _main(backend: str, port: int, rules: list[Rule]) -> None:
     book = RuleBook()
     book.add(*rules)
-    async with _serving(backend, port, book, Traffic()) as bound:
+    async with _serving(backend, port, book, Traffic()) as (_, bound):
         print(f"http://127.0.0.1:{bound}", flush=True)
         await asyncio.Event().wait()
 

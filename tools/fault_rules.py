@@ -32,14 +32,16 @@ FAULTS = {
     "status": "answer with the code `status`; the storage is not asked",
     "reset": "reset the connection after `after_bytes` of the request's body (None: all of it); the storage is not asked",
     "lost-answer": "the storage does what it was asked to; then the connection is reset instead of the answer",
+    "late": "reset the connection after the request; the storage gets it when the proxy is told to let it land",
     "rate": "answer 429 to what would change an object within `seconds` of its last change, as Cloud Storage does within one",
     "truncate": "close the connection after `after_bytes` of the answer's body (None: half of it)",
     "shorten": "send `after_bytes` of the answer's body (None: half of it) as if that were all",
     "latency": "wait `seconds` before anything is done",
+    "together": "wait until `requests` of one object have come, before anything is done with the first of them",
     "bandwidth": "let bodies through, up and down and of all requests together, at `bytes_per_second`",
 }
 """What can go wrong."""
-_BREAKING = FAULTS.keys() - {"latency", "bandwidth"}
+_BREAKING = FAULTS.keys() - {"latency", "together", "bandwidth"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Rule:
     status: int = 503
     after_bytes: int | None = None
     seconds: float = 0.0
+    requests: int = 2
     bytes_per_second: float = 0.0
     kinds: tuple[Kind, ...] = ()
     """Kinds of requests that it is about; () is all."""
@@ -117,6 +120,8 @@ class Fate:
     """The rule that breaks it."""
     delay: float = 0.0
     """Seconds before anything is done."""
+    requests: int = 0
+    """Of the same object, for which it waits."""
     links: tuple[Link, ...] = ()
     """Lines that its bodies go through."""
 
@@ -193,7 +198,7 @@ class RuleBook:
     def decide(self, operation: Operation) -> Fate:
         """What becomes of a request; to be asked once for each."""
         broken_by: Rule | None = None
-        delay = 0.0
+        delay, requests = 0.0, 0
         links: list[Link] = []
         with self._lock:
             for entry in self._entries:
@@ -203,6 +208,8 @@ class RuleBook:
                     links.append(entry.link)
                 elif entry.rule.fault == "latency":
                     delay += entry.rule.seconds
+                elif entry.rule.fault == "together":
+                    requests = entry.rule.requests
                 else:
                     broken_by = entry.rule
-        return Fate(broken_by, delay, tuple(links))
+        return Fate(broken_by, delay, requests, tuple(links))

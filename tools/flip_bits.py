@@ -94,8 +94,8 @@ class Outcome:
     damaged: list[str] = field(default_factory=list)
     """Tensors that `verify` says have lost something to this file; without a table all are lost, and none is named here."""
     located: bool = True
-    """Whether the report names the file (of an index's node, the index), and every damaged chunk's tensor, index range and
-    file; the error says the same."""
+    """Whether the report names this file (of an index's node, the index) and no other, and every damaged chunk's tensor and
+    index range; the error says the same."""
     undamaged: int = 0
     """Tensors that were restored with `only=`, all but the damaged ones."""
     undamaged_right: bool = True
@@ -109,6 +109,11 @@ class Outcome:
         return {"refused": "refused", "wrong": "WRONG", "untyped": "UNTYPED"}[self.restored]
 
     @property
+    def detected(self) -> bool:
+        """Whether anybody noticed."""
+        return self.reported or self.restored in ("refused", "untyped")
+
+    @property
     def failed(self) -> bool:
         """Whether a promise was broken."""
         missed = self.restored == "refused" and not self.reported
@@ -116,6 +121,7 @@ class Outcome:
 
 
 VERDICTS = ("refused", "reported", "unreported", "WRONG", "UNTYPED")
+COLUMNS = (*VERDICTS, "detected", "located")
 
 
 # --- the state ------------------------------------------------------------------------------------------------------
@@ -265,24 +271,23 @@ def observe(checkpoint: Path, truth: dict[str, Any], path: Path) -> Outcome:
         outcome = Outcome("refused", reported=False, error=str(e))
     except Exception as e:  # noqa: BLE001  (to be counted)
         return Outcome("untyped", reported=False, error=repr(e))
+    here = str(path.relative_to(checkpoint))
+    named = here, re.sub(r"d/\w+$", "manifest.ocdbt", here)
     try:
         opened = shardckpt.open(checkpoint)
         report = opened.verify()
     except ShardckptError as e:
-        outcome.reported, outcome.error = True, outcome.error or str(e)
+        outcome.reported, outcome.located = True, here in str(e)
         return outcome
     except Exception as e:  # noqa: BLE001
         return Outcome("untyped", reported=False, error=repr(e))
     outcome.reported = not report.ok
     chunks = [d for d in report.damage if d.tensor is not None and d.box is not None]
-    here = str(path.relative_to(checkpoint))
-    named = here, re.sub(r"d/\w+$", "manifest.ocdbt", here)
-    outcome.located = report.ok or any(d.file in named for d in report.damage)
+    outcome.located = all(d.file in named for d in report.damage) and (outcome.restored == "right" or here in outcome.error)
     if any(d.file == here for d in chunks):
         outcome.damaged = sorted({d.tensor for d in chunks if d.tensor is not None})
-        outcome.located = (
-            all(d.file == here for d in chunks) and any(f"{d.tensor}{d.box}" in outcome.error for d in chunks) and here in outcome.error
-        )
+        outcome.located &= any(f"{d.tensor}{d.box}" in outcome.error for d in chunks)
+    if outcome.restored == "refused":
         _restore_the_others(opened, truth, outcome)
     return outcome
 
@@ -317,6 +322,7 @@ class Tally:
 
     def __init__(self, kinds: Iterable[str]) -> None:
         self.verdicts: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+        """By kind: how many of each verdict, and how many were detected and located."""
         self.chunk_damage = 0
         self.undamaged = 0
         self.failures: list[dict[str, Any]] = []
@@ -324,7 +330,9 @@ class Tally:
 
     def add(self, kind: str, file: str, bit: int, outcome: Outcome) -> None:
         """Count one."""
-        self.verdicts[kind][outcome.verdict] += 1
+        self.verdicts[kind].update(
+            [outcome.verdict, *["detected"] * outcome.detected, *["located"] * (outcome.detected and outcome.located)]
+        )
         self.chunk_damage += bool(outcome.damaged)
         self.undamaged += outcome.undamaged
         entry = {"kind": kind, "file": file, "bit": bit, **dataclasses.asdict(outcome)}
@@ -335,14 +343,15 @@ class Tally:
 
     def lines(self) -> Iterator[str]:
         """The table, for people."""
-        yield f"{'':24}{'flips':>8}" + "".join(f"{verdict:>12}" for verdict in VERDICTS)
+        yield f"{'':24}{'flips':>8}" + "".join(f"{column:>12}" for column in COLUMNS)
         total: Counter[str] = Counter()
         for kind, counts in [*self.verdicts.items(), ("all", total)]:
-            yield f"{kind:24}{counts.total():>8}" + "".join(f"{counts[verdict]:>12}" for verdict in VERDICTS)
+            yield f"{kind:24}{sum(counts[verdict] for verdict in VERDICTS):>8}" + "".join(f"{counts[column]:>12}" for column in COLUMNS)
             total.update(counts)
         yield ""
         yield "refused: restore raised a ShardckptError; reported, unreported: restored to the last bit, and verify saw it or not;"
-        yield "WRONG: restored something else without an error; UNTYPED: another error than ours"
+        yield "WRONG: restored something else without an error; UNTYPED: another error than ours; located: the error and verify name"
+        yield "this file and no other, and of a chunk the tensor and the index range"
         yield f"{self.chunk_damage} flips damaged a chunk; the {self.undamaged} other tensors were then restored with only=."
         for entry in self.unreported[:20]:
             yield f"not reported: {entry['kind']}, bit {entry['bit']} of {entry['file']}"

@@ -20,7 +20,7 @@ from shardckpt.leaves import describe
 from shardckpt.names import did_you_mean
 from shardckpt.placements import Placements
 from shardckpt.sharding import Sharding
-from shardckpt.tree.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
+from shardckpt.tree.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def find(checkpoint: Checkpoint, name: str | None) -> Node:
     Raises:
         NamesMismatchError: There is none.
     """
-    stack = [parse(checkpoint.tree)]
+    stack = [checkpoint.parsed_tree]
     if name is None:
         return stack[0]
     names = []

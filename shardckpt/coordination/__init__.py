@@ -6,7 +6,7 @@
 layers import this package; it imports `world` and `errors` alone.
 """
 
-from shardckpt.coordination.base import Coordinator
+from shardckpt.coordination.base import Coordinator, check_coordinator
 from shardckpt.coordination.single import SingleProcess
 
-__all__ = ["Coordinator", "SingleProcess"]
+__all__ = ["Coordinator", "SingleProcess", "check_coordinator"]

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.coordination.agreement import Get, Set, Steps, await_answer, decode, encode, gather, join, lead
 from shardckpt.coordination.devices import found_devices, owners, told_devices
-from shardckpt.errors import CoordinationError
+from shardckpt.errors import CoordinationError, OptionError
 from shardckpt.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "check_coordinator"]
 
 T = TypeVar("T")
 
@@ -198,3 +198,18 @@ class Coordinator(ABC):
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
             else:
                 result = seconds
+
+
+def check_coordinator(coordinator: object) -> None:
+    """Refuse what a caller gave as `coordinator` and is none.
+
+    Raises:
+        OptionError: neither None nor a coordinator.
+    """
+    if coordinator is None or isinstance(coordinator, Coordinator):
+        return
+    kind = coordinator.__name__ if isinstance(coordinator, type) else type(coordinator).__name__
+    raise OptionError(
+        f"coordinator=…: {'the class' if isinstance(coordinator, type) else 'a'} {kind} is no coordinator; give an instance of "
+        f"shardckpt.Coordinator, such as Coordinator.current(), or nothing."
+    )

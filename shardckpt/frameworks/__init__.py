@@ -9,6 +9,7 @@ package; it imports the pure core.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -191,6 +192,8 @@ def _required(name: str, leaf: object, done: str) -> str:
     return framework
 
 
+@cache
 def _module(framework: str) -> _Adapter:
-    module: Any = sys.modules.get(f"{__name__}.{framework}") or import_module(f"{__name__}.{framework}")
+    """A framework's module. Remembered when its import is over: `sys.modules` has it earlier, half made, for other threads to find."""
+    module: Any = import_module(f"{__name__}.{framework}")
     return module  # type: ignore[no-any-return]

@@ -9,7 +9,9 @@ Saving
 1. Where the boxes are those of a `Sharding`, that is the layout, so that other frameworks understand it, too; elsewhere it
    is the `Placements` themselves.
 2. A rank is a process, so who holds a box follows from the mesh. A rank outside the mesh holds nothing.
-3. Boxes are views of the local tensor on the CPU, copies of any other device's.
+3. FSDP2 lays what tensor parallelism leaves alone (norms) out over each rank's own slice of the mesh, so that every slice
+   has the whole tensor: it is one tensor, replicated along the dimensions that other leaves' meshes have besides (`_widened`).
+4. Boxes are views of the local tensor on the CPU, copies of any other device's.
 
 Restoring fills the local tensor in place, on whatever device; for meta tensors a new one, on the mesh's device.
 
@@ -21,10 +23,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import distributed
+from torch.distributed import device_mesh
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -150,8 +155,48 @@ def _held_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tupl
         raise ShardingError(f"{shown(name)}: {e}") from e
 
 
-def _local(name: str, leaf: Any) -> tuple[Any, _Held]:
+def _widened(meshes: Iterable[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:
+    """For each mesh the largest of those that it is a slice of, or itself.
+
+    By a slice torch's own is meant, `mesh["dp"]`, of which every rank has one, with its own ranks in it. A mesh of some
+    ranks that was made by itself is no slice: all ranks know that one, and those outside hold nothing.
+    """
+    distinct = sorted(set(meshes), key=lambda mesh: (-mesh.size(), mesh.mesh_dim_names or ()))
+    return {mesh: next((wide for wide in distinct if _is_slice(mesh, wide)), mesh) for mesh in distinct}
+
+
+def _is_slice(mesh: DeviceMesh, wide: DeviceMesh) -> bool:
+    ours, theirs, coordinate = from_device_mesh(mesh), from_device_mesh(wide), wide.get_coordinate()
+    if _root(mesh) in (None, mesh) or _root(mesh) != _root(wide) or coordinate is None:
+        return False
+    kept = [name in ours.axis_names for name in theirs.axis_names]
+    if all(kept) or tuple(compress(theirs.axis_names, kept)) != ours.axis_names:
+        return False
+    through_us = tuple(slice(None) if keep else place for keep, place in zip(kept, coordinate, strict=True))
+    return bool(np.array_equal(theirs.devices[through_us], ours.devices))
+
+
+def _root(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The mesh that this one was sliced out of, itself if out of none; None where torch does not say."""
+    module: Any = device_mesh
+    if hasattr(mesh, "_get_root_mesh"):  # torch 2.10
+        return mesh._get_root_mesh()
+    return module._mesh_resources.get_root_mesh(mesh) if hasattr(module, "_mesh_resources") else None
+
+
+def _over(wide: DeviceMesh, mesh: DeviceMesh, placements: Sequence[Any]) -> list[Any]:
+    """Placements over a mesh, said of one that it is a slice of."""
+    own = dict(zip(from_device_mesh(mesh).axis_names, placements, strict=True))
+    return [own.get(name, Replicate()) for name in from_device_mesh(wide).axis_names]
+
+
+def _local(name: str, leaf: Any, wide: DeviceMesh | None = None) -> tuple[Any, _Held]:
     """A leaf's local tensor, ready to be read, and what of the tensor it is.
+
+    Args:
+        name: for messages.
+        leaf: a DTensor.
+        wide: the mesh to say it of, if not its own.
 
     Raises:
         LeafError: a kind of tensor that cannot be stored.
@@ -164,7 +209,8 @@ def _local(name: str, leaf: Any) -> tuple[Any, _Held]:
     local = leaf._local_tensor
     local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     check_kind(name, local)
-    held = _held_of(name, leaf.device_mesh, leaf.placements, tuple(leaf.shape))
+    wide = leaf.device_mesh if wide is None else wide
+    held = _held_of(name, wide, _over(wide, leaf.device_mesh, leaf.placements), tuple(leaf.shape))
     if held.local_shape is not None and tuple(local.shape) != held.local_shape and (local.numel() or len(held.boxes)):
         raise ShardingError(
             f"{shown(name)}: {leaf.placements} of shape {tuple(leaf.shape)} give this rank a local tensor of shape {held.local_shape}, and "
@@ -225,9 +271,10 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         ShardingError: placements that do not say where data is, or ranks that are not this job's processes, by name.
     """
     found: dict[str, Source] = {}
+    wide = _widened(leaf.device_mesh for leaf in leaves.values())
     for name, leaf in leaves.items():
         _check_world(name, world)
-        local, held = _local(name, leaf)
+        local, held = _local(name, leaf, wide[leaf.device_mesh])
         if local.is_meta:
             raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
         found[name] = _DTensorSource(name, tuple(leaf.shape), dtype_of_tensor(name, local), local, held)

@@ -180,7 +180,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     Raises:
         LeafError: a kind of tensor that cannot be stored, by name.
         DtypeError: elements that cannot be stored, by name.
-        ShardingError: a sharding that does not say where data is, by name.
+        ShardingError: a sharding that does not say where data is, or devices of which nobody has said whose they are, by name.
     """
     tensors = {name: _checked(name, leaf) for name, leaf in leaves.items()}
     dtypes = {name: dtype_of_tensor(name, tensor) for name, tensor in tensors.items()}
@@ -203,6 +203,12 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
 def _holders(name: str, layout: Layout, ndim: int, shards: Shards | None, world: World) -> list[tuple[int, ...]] | None:
     owners = world.devices.get("torch_xla")
     if owners is None:
+        if xr.process_count() > 1:
+            raise ShardingError(
+                f"{shown(name)}: {xr.process_count()} torch_xla processes hold parts of it, and nobody has said which devices are whose; "
+                f"call torch_xla.runtime.use_spmd() before anything of shardckpt's, on all processes, and save with their coordinator, "
+                f"shardckpt.Coordinator.current()."
+            )
         return None
     local = local_device_ids()
     try:

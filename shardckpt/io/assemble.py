@@ -18,20 +18,22 @@ from __future__ import annotations
 import datetime as dt
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from shardckpt._version import __version__
-from shardckpt.contents import Contents, process_ranges
-from shardckpt.errors import CommitError, FormatError
+from shardckpt.contents import Contents
+from shardckpt.errors import CommitError
+from shardckpt.excerpt import numbered
 from shardckpt.io import index
 from shardckpt.io.codec import encode
 from shardckpt.io.documents import zarr_documents
 from shardckpt.io.host_files import read_table
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.plain import PLAIN_ROOT
-from shardckpt.io.table import OWN_OBJECT, ArrayChunks, encode_table, merge_tables
+from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.names import shown
 from shardckpt.record import FORMAT_VERSION, CheckpointRecord, FileReference, HostRecord, format_version, open_envelope
 from shardckpt.reshard.plan import chunk_boxes
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.reshard.plan import Piece
     from shardckpt.structure import TensorRecord
+
+    _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]
+    """What hosts say, each version once, with the hosts that say it."""
 
 __all__ = ["SMALL", "SMALL_TABLE", "TABLE", "assemble", "finished_hosts", "read_host_record", "wait_for_hosts"]
 
@@ -88,8 +93,9 @@ def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[]
             raise CommitError(f"{place}: {reason} Nothing was published.")
         if time.monotonic() >= deadline:
             raise CommitError(
-                f"{place}: of {hosts} hosts {process_ranges(missing)} did not finish within {timeout:g} s; nothing was published. "
-                f"If they finish later, `shardckpt commit` publishes the attempt; else `shardckpt gc` removes it."
+                f"{place}: {numbered('host', missing)} (of {hosts}) did not finish within {timeout:g} s; nothing was published. "
+                f"All processes of the job have to save to this place. What finishes later, `shardckpt commit` publishes; "
+                f"else `shardckpt gc` removes the attempt."
             )
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         pause = min(2 * pause, _LAST_POLL)
@@ -123,11 +129,11 @@ def assemble(place: Store) -> CheckpointRecord:
     parts = _contents(place, hosts)
     contents = Contents.union(parts)
     structure = contents.structure
-    tables = _together(lambda host: read_table(place, host.files.table), hosts)
+    tables = _tables(place, hosts)
     small, data = _small_chunks(contents, first.compression)
     small_table = _small_table(small, packed=first.layout == "packed")
-    files, arrays = _merged(place, [*tables, small_table], structure.tensors.values())
-    _check_coverage(place, parts, structure.tensors.values(), arrays)
+    table = _merged(place, [*tables, small_table], parts, structure.tensors.values())
+    _check_coverage(place, parts, structure.tensors.values(), table.arrays())
     _check_counts(place, hosts, tables)
 
     documents = zarr_documents(structure, first.compression)
@@ -156,15 +162,15 @@ def assemble(place: Store) -> CheckpointRecord:
             "tensors": len(structure.tensors),
             "bytes": sum(t.nbytes for t in structure.tensors.values()),
             "stored_bytes": sum(host.stored_bytes for host in hosts) + len(data),
-            "chunks": sum(map(len, arrays.values())),
+            "chunks": len(table.rows),
         },
-        table=_write_table(place, TABLE, files, arrays),
-        small_table=_write_table(place, SMALL_TABLE, *small_table) if small else None,
+        table=_write_table(place, TABLE, table),
+        small_table=_write_table(place, SMALL_TABLE, small_table) if small else None,
     )
 
 
-def _write_table(place: Store, key: str, files: Sequence[str], arrays: Mapping[str, ArrayChunks]) -> FileReference:
-    data = encode_table(files, arrays)
+def _write_table(place: Store, key: str, table: Table) -> FileReference:
+    data = table.encode()
     place.write(key, data)
     return FileReference.of(key, data)
 
@@ -173,7 +179,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
     """All host records of an attempt, in order of host, and the references that vouch for them."""
     present = finished_hosts(place)
     if not present:
-        raise CommitError(f"{place}: no host has written a record; there is nothing to commit.")
+        raise CommitError(f"{place}: no host's record is there; none has finished, or `shardckpt gc` has collected the attempt.")
     read = _together(lambda host: read_host_record(place, host), present)
     hosts = [record for record, _ in read]
     first = hosts[0]
@@ -181,13 +187,18 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
         # A record may claim any number of hosts: only the first that are missing are named.
         missing = sorted(set(range(min(first.hosts, len(present) + _NAMED_HOSTS))) - set(present))
         raise CommitError(
-            f"{place}: the save has {first.hosts} hosts, and there are records of {process_ranges(present)}"
-            + (f"; {process_ranges(missing)} did not finish." if missing else ".")
+            f"{place}: the save has {first.hosts} hosts, and there are records of {numbered('host', present)}"
+            + (f"; {numbered('host', missing)} did not finish." if missing else ".")
             + " Nothing was published."
         )
     for host in hosts[1:]:
         for what in ("hosts", "prior", "layout", "compression"):
             ours, theirs = getattr(first, what), getattr(host, what)
+            if ours != theirs and what == "prior":
+                raise CommitError(
+                    f"{place}: while hosts 0 and {host.host} began to save, another checkpoint was committed, or deleted, at this place; "
+                    f"let one job at a time save there, and save again. Nothing was published."
+                )
             if ours != theirs:
                 raise CommitError(
                     f"{place}: hosts 0 and {host.host} disagree on {what}: {ours!r} and {theirs!r}; save with the same options on all. "
@@ -210,37 +221,36 @@ def _contents(place: Store, hosts: Sequence[HostRecord]) -> list[tuple[list[int]
     return list(zip(said_by.values(), _together(read, said_by), strict=True))
 
 
-def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[tuple[list[str], dict[str, ArrayChunks]]]) -> None:
+def _tables(place: Store, hosts: Sequence[HostRecord]) -> list[Table]:
+    """Each host's chunk table."""
+    return _together(lambda host: read_table(place, host.files.table), hosts)
+
+
+def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:
     """Every host's chunk table is as long as its record says."""
-    for host, (_, arrays) in zip(hosts, tables, strict=True):
-        chunks = sum(map(len, arrays.values()))
-        if chunks != host.chunks:
+    for host, table in zip(hosts, tables, strict=True):
+        if len(table.rows) != host.chunks:
             raise CommitError(
-                f"{place}: the chunk table of host {host.host} has {chunks} chunks, its record says {host.chunks}; nothing was published."
+                f"{place}: the chunk table of host {host.host} has {len(table.rows)} chunks, its record says {host.chunks}; "
+                f"nothing was published."
             )
 
 
-def _merged(
-    place: Store, tables: Sequence[tuple[list[str], dict[str, ArrayChunks]]], tensors: Iterable[TensorRecord]
-) -> tuple[list[str], dict[str, ArrayChunks]]:
+def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Iterable[TensorRecord]) -> Table:
     """All tables as one; CommitError names the tensor of which two hosts wrote the same chunk."""
-    try:
-        return merge_tables(tables)
-    except FormatError as e:
-        for tensor in tensors:
-            for piece in tensor.pieces:
-                chunks = [arrays[piece.path].chunk for _, arrays in tables if piece.path in arrays]
-                if chunks and len(np.unique(np.concatenate(chunks))) < sum(map(len, chunks)):
-                    raise CommitError(
-                        f"{place}: more than one host wrote the same chunks of {shown(tensor.name)}; nothing was published. "
-                        f"If processes have tensors of their own under one name, give them names of their own."
-                    ) from e
-        raise CommitError(f"{place}: {e} Nothing was published.") from e
+    merged = Table.merge(tables)
+    doubled = merged.doubled()
+    if doubled is not None:
+        name = next((shown(tensor.name) for tensor in tensors if any(piece.path == doubled for piece in tensor.pieces)), doubled)
+        raise CommitError(
+            f"{place}: more than one host wrote the same chunks of {name}; nothing was published. "
+            f"If processes have tensors of their own under one name, give them names of their own; and give all the same host_tensors=."
+            f"{_lacking(parts)}"
+        )
+    return merged
 
 
-def _check_coverage(
-    place: Store, parts: Sequence[tuple[Sequence[int], Contents]], tensors: Iterable[TensorRecord], arrays: Mapping[str, ArrayChunks]
-) -> None:
+def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord], arrays: Mapping[str, ArrayChunks]) -> None:
     """Every chunk of every tensor, each once (the tables have refused doubles), and no others."""
     known = set()
     for tensor in tensors:
@@ -254,16 +264,27 @@ def _check_coverage(
                 raise CommitError(f"{place}: chunk {chunks[-1]} {what} was written, counted from 0; nothing was published.")
             if inside == piece.num_chunks:
                 continue
-            lacking = sorted(p for processes, part in parts if tensor.name not in part.structure.tensors for p in processes)
-            why = "; nothing was published."
-            if lacking:
-                why = (
-                    f": processes {process_ranges(lacking)} do not have this tensor. Nothing was published. All processes together write a "
-                    f"plain tensor: give it to all, or save with SaveOptions(host_tensors='local') what one process has alone."
-                )
-            raise CommitError(f"{place}: {piece.num_chunks - inside} {what} were not written{why}")
+            raise CommitError(
+                f"{place}: {piece.num_chunks - inside} {what} were not written; nothing was published.{_lacking(parts, tensor)}"
+            )
     for path in arrays.keys() - known:
         raise CommitError(f"{place}: chunks were written for {path}, which is no tensor of this checkpoint; nothing was published.")
+
+
+def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
+    """A sentence on a tensor that some processes do not have, if there is such a one among the suspects or the large plain ones.
+
+    All processes deal out all plain tensors between them, so one that a process lacks may leave gaps in any other.
+    """
+    plain = (t for _, part in parts for t in part.structure.tensors.values() if t.layout is None and t.name not in part.small)
+    for tensor in chain(suspects, plain):
+        without = sorted(p for processes, part in parts if tensor.name not in part.structure.tensors for p in processes)
+        if without:
+            return (
+                f" All processes together write plain tensors, and {shown(tensor.name)} is missing from {numbered('process', without)}: "
+                f"give it to all, or save with SaveOptions(host_tensors='local') what one process has alone."
+            )
+    return ""
 
 
 def _small_chunks(contents: Contents, compression: str | None) -> tuple[list[tuple[Piece, int, Any, int]], bytes]:
@@ -281,7 +302,7 @@ def _small_chunks(contents: Contents, compression: str | None) -> tuple[list[tup
     return chunks, b"".join(stored.tobytes() for _, _, stored, _ in chunks)
 
 
-def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool) -> tuple[list[str], dict[str, ArrayChunks]]:
+def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool) -> Table:
     """Where those chunks are."""
     rows: dict[str, list[tuple[int, int, int, int, int]]] = {}
     offset = 0
@@ -289,7 +310,7 @@ def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool)
         file, start = (0, offset) if packed else (OWN_OBJECT, 0)
         rows.setdefault(piece.path, []).append((position, file, start, len(stored), crc))
         offset += len(stored)
-    return [SMALL] if packed and chunks else [], {path: ArrayChunks.of_rows(some) for path, some in rows.items()}
+    return Table.of([SMALL] if packed and chunks else [], {path: ArrayChunks.of_rows(some) for path, some in rows.items()})
 
 
 def _together(read: Callable[[Any], Any], what: Iterable[Any]) -> list[Any]:

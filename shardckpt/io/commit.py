@@ -70,16 +70,17 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
         record = Tombstone("unreadable")
     if isinstance(record, CheckpointRecord) and not overwrite:
         raise AlreadyExistsError(f"{store}: a checkpoint is committed there already; save elsewhere, or with SaveOptions(overwrite=True).")
-    return Prior(record, generation, None if data is None else hashlib.sha256(data).hexdigest())
+    return Prior(record, generation, _digest(data))
 
 
 def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     """Make an assembled attempt the checkpoint, or remove it.
 
     What is removed must never be published afterwards. So it is removed only when the storage has answered, and has
-    then shown another attempt than ours: a storage may lose its own answer, try again and find that "somebody" was
-    first. A process that is interrupted while it waits for the answer leaves the attempt as garbage, and so does one
-    that gets none from an object store, where the write may still be under way.
+    then shown a record that is neither ours (a storage may lose its own answer, try again and find that "somebody" was
+    first) nor the one of before: as long as that stands, a try whose answer was lost may still land. A process that is
+    interrupted while it waits for the answer leaves the attempt as garbage, and so does one that gets none from an
+    object store.
 
     Args:
         store: the checkpoint's place.
@@ -91,7 +92,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
 
     Raises:
         AlreadyExistsError: another attempt was published first, or the place was deleted or collected meanwhile.
-        StorageError: the storage failed.
+        StorageError: the storage failed, or contradicts itself.
     """
     data = seal(record.to_json())
     try:
@@ -104,8 +105,14 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         raise
     if published:
         return True
-    if published_attempt(store) == record.attempt:
+    there, _ = store.read_versioned(RECORD)
+    if _attempt(store, there) == record.attempt:
         return False
+    if there is None or _digest(there) == prior.digest:
+        raise StorageError(
+            f"cannot write {store.path_of(RECORD)}: the storage refuses, as if another save had been first, and shows none; "
+            f"check that the bucket is there, then save again."
+        )
     discard(store.sub(record.attempt))
     raise AlreadyExistsError(
         f"{store}: another save committed there, or the place was deleted, while this one was running; nothing of it was kept."
@@ -114,9 +121,16 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
 
 def published_attempt(store: Store) -> str | None:
     """The attempt that the commit record names now."""
-    data, _ = store.read_versioned(RECORD)
+    return _attempt(store, store.read_versioned(RECORD)[0])
+
+
+def _attempt(store: Store, data: bytes | None) -> str | None:
     record = None if data is None else parse_checkpoint(data, f"{store}/{RECORD}")
     return record.attempt if isinstance(record, CheckpointRecord) else None
+
+
+def _digest(data: bytes | None) -> str | None:
+    return None if data is None else hashlib.sha256(data).hexdigest()
 
 
 def discard(place: Store) -> None:

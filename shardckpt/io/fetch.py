@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_left
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -123,7 +124,13 @@ def _errors(run: Run, place: Store) -> Iterator[None]:
     except (FileNotFoundError, MissingDataError) as e:
         raise MissingDataError(f"{file} is missing; restore it from a copy, or leave the tensor out with only=.") from e
     except (EOFError, CorruptionError) as e:
-        raise CorruptionError(f"{file} is cut off before byte {run.stop}; restore it from a copy.") from e
+        # Chunks are in the order of their places: of those that reach beyond the end the first is named.
+        lost = bisect_left(run.chunks, True, key=lambda chunk: not place.is_longer(run.file, chunk.stop - 1))
+        chunk = run.chunks[min(lost, len(run.chunks) - 1)]
+        raise CorruptionError(
+            f"{chunk.where}: {place}/{run.file} is cut off before byte {chunk.stop}; restore it from a copy, or leave the tensor out "
+            f"with only=."
+        ) from e
     except OSError as e:
         raise StorageError(f"{file} cannot be read ({e}).") from e
 

@@ -50,6 +50,8 @@ class HostWriter:
             self._writer = PackedWriter(place, host, memory_limit=memory_limit)
         else:
             self._writer = PlainWriter(place, in_flight_bytes=memory_limit)
+        self.vouches = False
+        """Whether the host's record may be there. From then on others may commit what it vouches for, and nothing of that goes."""
         self._paths: dict[str, int] = {}
         self._rows: list[tuple[int, int, int]] = []
 
@@ -81,10 +83,10 @@ class HostWriter:
             prior: SHA-256 of the commit record that the save found; None: there was none.
             values: file of what this process owns by itself; None: nothing.
         """
-        placements = self._writer.finish()
+        extents = self._writer.finish()
         path, chunk, crc = (np.array(c, np.int64) for c in zip(*self._rows, strict=True)) if self._rows else (np.empty(0, np.int64),) * 3
         # Plain layout: the key tells the place, so the table names no files.
-        file = placements.file if self._layout == "packed" else np.full(len(chunk), OWN_OBJECT)
+        file = extents.file if self._layout == "packed" else np.full(len(chunk), OWN_OBJECT)
         order = np.lexsort((chunk, path))
         ends = np.searchsorted(path[order], np.arange(len(self._paths) + 1))
         arrays = {}
@@ -93,11 +95,11 @@ class HostWriter:
             arrays[name] = ArrayChunks(
                 chunk[rows].astype(np.uint64),
                 file[rows].astype(np.uint32),
-                placements.offset[rows].astype(np.uint64),
-                placements.length[rows].astype(np.uint32),
+                extents.offset[rows].astype(np.uint64),
+                extents.length[rows].astype(np.uint32),
                 crc[rows].astype(np.uint32),
             )
-        table = encode_table(placements.files, arrays)
+        table = encode_table(extents.files, arrays)
         described = self.describe(contents)
         record = HostRecord(
             attempt=self._attempt,
@@ -113,8 +115,9 @@ class HostWriter:
                 values=None if values is None else self._write_own("values.json", values),
             ),
             chunks=len(chunk),
-            stored_bytes=int(placements.length.sum()),
+            stored_bytes=int(extents.length.sum()),
         )
+        self.vouches = True  # even if the write fails: its answer may be all that was lost
         self._place.write(record.key, seal(record.to_json()))
         return record
 
@@ -125,5 +128,6 @@ class HostWriter:
         return FileReference.of(key, data)
 
     def abort(self) -> None:
-        """Give up; what was written stays as garbage of the attempt."""
-        self._writer.abort()
+        """Give up; what was written stays as garbage of the attempt, and all of it does once the host vouches for it."""
+        if not self.vouches:
+            self._writer.abort()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptionError, FormatError
-from shardckpt.io.table import ArrayChunks, decode_table, merge_tables
+from shardckpt.io.table import Table, merge_tables
 from shardckpt.record import CheckpointRecord, FileReference, HostFiles, open_envelope
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
+    from shardckpt.io.table import ArrayChunks
 
 __all__ = ["read_all_tables", "read_host_files", "read_table"]
 
@@ -21,11 +22,11 @@ def read_host_files(place: Store, reference: FileReference) -> HostFiles:
     return HostFiles.from_json(open_envelope(data, where), where)
 
 
-def read_table(place: Store, reference: FileReference) -> tuple[list[str], dict[str, ArrayChunks]]:
+def read_table(place: Store, reference: FileReference) -> Table:
     """A chunk table, checked against what refers to it."""
     data, where = place.read(reference.key), f"{place}/{reference.key}"
     reference.check(data, where)
-    return decode_table(data, where)
+    return Table.decode(data, where)
 
 
 def read_all_tables(place: Store, record: CheckpointRecord) -> tuple[list[str], dict[str, ArrayChunks]]:
@@ -39,11 +40,13 @@ def read_all_tables(place: Store, record: CheckpointRecord) -> tuple[list[str], 
     """
     try:
         if record.table is not None:
-            return read_table(place, record.table)
+            table = read_table(place, record.table)
+            return table.files, table.arrays()
     except (CorruptionError, FormatError):
         if not record.hosts:
             raise
     references = [read_host_files(place, reference).table for reference in record.hosts]
     if record.small_table is not None:
         references.append(record.small_table)
-    return merge_tables([read_table(place, reference) for reference in references])
+    merged = merge_tables([read_table(place, reference) for reference in references])
+    return merged.files, merged.arrays()

@@ -19,8 +19,9 @@ from urllib.parse import quote, unquote
 import tensorstore as ts
 
 from shardckpt.errors import CommitError, FormatError
+from shardckpt.excerpt import excerpt
 from shardckpt.io.plain import PLAIN_ROOT
-from shardckpt.io.store import Store, shared_context, storage_errors
+from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context, storage_errors
 from shardckpt.io.zarr_meta import group_json, parent_groups
 
 if TYPE_CHECKING:
@@ -78,13 +79,15 @@ def merge_lanes(
     """
     written = {**packed_documents(documents), **(values or {})}
     attempt.make_parents("d/x")
+    attempt.forget_interrupted_write("manifest.ocdbt")
     with storage_errors("merge the index of", attempt):
         database = _database(attempt, _CONFIG)
         # Two transactions: in one with writes of its own, TensorStore 0.1.86 stores copied values as empty ones.
-        with ts.Transaction() as copies:
-            _await(_database(attempt.sub(lane)).experimental_copy_range_to(database.with_transaction(copies)) for lane in lanes)
+        # The few written keys come first, because the second one writes the nodes that it touches anew.
         with ts.Transaction() as writes:
             _await(database.with_transaction(writes).write(key, data) for key, data in written.items())
+        with ts.Transaction() as copies:
+            _await(_database(attempt.sub(lane)).experimental_copy_range_to(database.with_transaction(copies)) for lane in lanes)
         found = _root(attempt)["statistics"]
     # A document of more than 1 MiB is stored as chunks are.
     if found["num_keys"] != expected_chunks + len(written) or found["num_indirect_value_bytes"] < expected_bytes:
@@ -150,7 +153,7 @@ def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
         StorageError: it cannot be read, or by TensorStore's account is damaged.
         FormatError: it is not one that TensorStore or we can read.
     """
-    attempt.read(_MANIFEST, 0, 4)
+    attempt.read(_MANIFEST)  # refuses what TensorStore would not survive, and says better what is missing
     seen: set[str] = set()
     newest, *older = _roots(attempt)[::-1]
     yield from _entries(attempt, newest.get("location"), b"", seen, 0)
@@ -205,6 +208,8 @@ def _entries(place: Store, location: str | None, prefix: bytes, seen: set[str], 
         raise FormatError(f"{place}: the index is more than {_MOST_HEIGHT} nodes high; it is damaged.")
     with storage_errors("read the index of", place):
         file, offset, length = _place_of(location, "btreenode")
+        if length > LARGEST_WHOLE:
+            raise FormatError(f"{place}: the index has a node of {length} bytes, at most {LARGEST_WHOLE} are read; it is not ours.")
         place.read(file, offset, offset + length)  # says better than TensorStore what is missing or cut off
         node = ts.ocdbt.dump(place.kvstore(), location, context=shared_context()).result()
         if node["height"]:
@@ -223,7 +228,7 @@ def _place_of(location: str, expected: str = "value") -> Place:
     """`<kind>:<base path>:<relative path>:<offset>:<length>`, percent-encoded, as a place."""
     kind, base, relative, offset, length = location.split(":")
     if kind != expected:
-        raise FormatError(f"{location!r} in an index is no {expected}.")
+        raise FormatError(f"{excerpt(location)} in an index is no {expected}.")
     return unquote(base) + unquote(relative), int(offset), int(length)
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.io import cloud
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.interrupted import LOCK_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["children", "keys", "modification_times", "storage_now"]
 
-LOCK_SUFFIX = ".__lock"
-"""What TensorStore's file driver calls a file while it writes it."""
 PROBE = ".now-"
 """Begins the names of the objects that `storage_now` writes and deletes; one that is left behind means nothing."""
 PAGE = 1000

@@ -1,28 +1,59 @@
 """When may the next request begin, if a process is to begin no more than so many per second?
 
-Requests begin at least 1 / rate seconds apart, however long none was made before: what is not used is not saved up.
-(TensorStore's own rate limiter saves up 1,000 seconds' worth, and lets all of it go when a save begins.)
+1. Requests begin at least 1 / rate seconds apart, however long none was made before: what is not used is not saved up.
+   (TensorStore's own rate limiter saves up 1,000 seconds' worth, and lets all of it go when a save begins.)
+2. Of several processes that start at the same moment, as all hosts of a save do, each has a share of the rate and moments
+   of its own: process i of n begins where i / n of an interval has passed, by the clock on the wall. So their first
+   requests are spread like all others, without a word between them, and with clocks that differ they are spread too.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Pace"]
+__all__ = ["ALONE", "Pace", "Share"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of several processes that use one bucket at the same time."""
+
+    process: int
+    processes: int
+
+    def __post_init__(self) -> None:
+        """Refuse a process that is none of them."""
+        assert 0 <= self.process < self.processes, f"process {self.process} of {self.processes}"
+
+
+ALONE = Share(0, 1)
 
 
 class Pace:
     """Tells callers to wait. Safe to use from several threads; they are served in the order in which they come."""
 
-    def __init__(self, rate: float, *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Keep to `rate`, beginnings per second."""
-        self._apart = 1 / rate
+    def __init__(
+        self,
+        rate: float,
+        share: Share = ALONE,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Keep to a share of `rate`, beginnings per second of all processes together."""
+        self._apart = share.processes / rate
         self._next = clock()
+        # Read once: who sets the clock on the wall stops nobody.
+        first = self._apart * share.process / share.processes + clock() - wall()
+        self._first = None if share == ALONE else first % self._apart
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
@@ -33,5 +64,8 @@ class Pace:
             now = self._clock()
             mine = max(now, self._next)
             self._next = mine + self._apart
+            if self._first is not None:
+                mine = self._first + math.ceil((mine - self._first) / self._apart) * self._apart
+                self._next = mine + self._apart / 2  # anywhere before the next moment, whatever rounding does
         if mine > now:
             self._sleep(mine - now)

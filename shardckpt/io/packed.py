@@ -29,7 +29,7 @@ import tensorstore as ts
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
 from shardckpt.io.datafile import DataFile, create_data_file
-from shardckpt.io.placements import PlacementLog, Placements
+from shardckpt.io.extents import ExtentLog, Extents
 from shardckpt.io.store import Data, Store, byte_view, shared_context, storage_errors
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class PackedWriter:
             self._data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // (2 + _HANDED_OVER)))
             self._most_waiting = max(1, min(MOST_UPLOADS, memory_limit // self._data_file_bytes - _HANDED_OVER))
         self._lane_keys = lane_keys
-        self._log = PlacementLog()
+        self._log = ExtentLog()
         self._lane: _Lane | None = None
         self._file: DataFile | None = None
         self._size = 0
@@ -117,7 +117,7 @@ class PackedWriter:
         self._size += length
         self._failed = False
 
-    def finish(self) -> Placements:
+    def finish(self) -> Extents:
         """Wait until everything is durable.
 
         Returns:
@@ -131,7 +131,7 @@ class PackedWriter:
         self._end_lane()
         self._background.shutdown()
         self._buffer = bytearray()
-        return self._log.placements()
+        return self._log.extents()
 
     def abort(self) -> None:
         """Give up: stop writing and delete what this host has written so far; what cannot be deleted goes with the attempt."""

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardckpt.errors import CommitError
 from shardckpt.io.datafile import DataFile, create_data_file
-from shardckpt.io.placements import PlacementLog, Placements
+from shardckpt.io.extents import ExtentLog, Extents
 from shardckpt.io.store import Data, Store, byte_view
 
 __all__ = ["PLAIN_ROOT", "PlainWriter"]
@@ -36,7 +36,7 @@ class PlainWriter:
         """
         self._store = store
         self._limit = in_flight_bytes
-        self._log = PlacementLog()
+        self._log = ExtentLog()
         self._pool = ThreadPoolExecutor(_THREADS, "shardckpt-plain")
         self._waiting: deque[tuple[Future[None], DataFile, int]] = deque()
         self._in_flight = 0
@@ -69,7 +69,7 @@ class PlainWriter:
         self._in_flight += length
         self._failed = False
 
-    def finish(self) -> Placements:
+    def finish(self) -> Extents:
         """Wait until everything is durable.
 
         Returns:
@@ -82,7 +82,7 @@ class PlainWriter:
         while self._waiting:
             self._settle_one()
         self._pool.shutdown()
-        return self._log.placements()
+        return self._log.extents()
 
     def abort(self) -> None:
         """Give up: stop writing. What this host has written lies among other hosts' chunks and goes with the attempt."""

@@ -9,10 +9,12 @@ A `Store` is a thin layer over TensorStore's key-value stores. It adds these.
 2. *Durability on a local disk.* TensorStore syncs each file and the directory it lies in, but not the directories
    that it makes on the way. The store makes those itself, and syncs each one's parent, so that after a power cut
    a file is not only whole but also to be found. (An object store answers when an object is durable.)
-3. *Patience.* Requests to an object store are tried again (`cloud` says when and for how long). The few kinds of
-   broken answers that TensorStore takes for final are asked for once more here, where that does no harm.
-4. *Listings that are complete*, see `listing`: TensorStore's own are empty where GCS refuses them.
-5. *Errors of ours.* What TensorStore or the system says is kept in the message, with the url before it and what to
+3. *Patience and pace.* Requests to an object store are tried again (`cloud` says when and for how long). The few kinds of
+   broken answers that TensorStore takes for final are asked for once more here, where that does no harm. Requests begin
+   at a pace of which each of several processes has its share (`pace`).
+4. *Nothing of a killed write in the next one*, see `interrupted`.
+5. *Listings that are complete*, see `listing`: TensorStore's own are empty where GCS refuses them.
+6. *Errors of ours.* What TensorStore or the system says is kept in the message, with the url before it and what to
    do after it.
 
 All stores of a process share one `ts.Context`: `memory://` then is one memory, OCDBT databases can be merged by
@@ -22,6 +24,7 @@ reference, and limits on requests hold for all of them together.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import stat
@@ -36,9 +39,11 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from shardckpt.errors import CorruptionError, MissingDataError, StorageError
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError
 from shardckpt.io import cloud, listing
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.interrupted import forget_interrupted_write
+from shardckpt.io.pace import ALONE, Share
 from shardckpt.io.url import Location, check_key, parse
 
 if TYPE_CHECKING:
@@ -46,10 +51,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["Data", "Store", "Upload", "byte_view", "shared_context", "storage_errors", "sync_directory"]
+__all__ = ["LARGEST_WHOLE", "Data", "Store", "Upload", "byte_view", "shared_context", "storage_errors", "sync_directory"]
 
 Data = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous bytes of any kind."""
+LARGEST_WHOLE = 1 << 30
+"""Bytes of a file on disk that is read as a whole: of records, tables and indexes. TensorStore ends the process where it gets
+no memory, and a file that is all hole can be of any size."""
 MOST_DELETIONS = 64
 """Deletions under way at a time."""
 _PAUSES = (0.1, 1.0)
@@ -78,6 +86,8 @@ class Store:
     """On disk: the location that was opened first; directories from here down are always synced."""
     _synced: set[Path] = field(repr=False)
     """Directories whose entry in their parent is durable."""
+    _share: Share = ALONE
+    """Of an object store's pace."""
 
     @classmethod
     def open(cls, location: Location | str | os.PathLike[str]) -> Store:
@@ -96,7 +106,11 @@ class Store:
     def sub(self, prefix: str) -> Store:
         """The store of the location below."""
         place = self.location.join(prefix.rstrip("/"))
-        return Store(place, _open(place.kvstore(), place), self._top, self._synced)
+        return Store(place, _open(place.kvstore(), place), self._top, self._synced, self._share)
+
+    def among(self, process: int, processes: int) -> Store:
+        """The same place for one of several processes that all use it now: of an object store's pace each keeps to its share."""
+        return dataclasses.replace(self, _share=Share(process, processes))
 
     def kvstore(self) -> Any:
         """The `ts.KvStore` itself, for what only TensorStore can do (OCDBT)."""
@@ -125,10 +139,11 @@ class Store:
         Raises:
             MissingDataError: there is no such object.
             CorruptionError: it ends before `stop`.
+            FormatError: on disk: all of it was asked for, and it has more than `LARGEST_WHOLE` bytes.
         """
         span = None if start is None and stop is None else slice(start or 0, stop)
         check_key(key, self)
-        self._refuse_special(key)
+        self._refuse_special(key, whole=span is None)
         with storage_errors("read", self.path_of(key)):
             try:
                 found = self._fetch(key, span)
@@ -148,7 +163,7 @@ class Store:
     def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
         """An object's bytes, None where there is none, and the generation to hand to `replace`."""
         check_key(key, self)
-        self._refuse_special(key)
+        self._refuse_special(key, whole=True)
         with storage_errors("read", self.path_of(key)):
             found = self._fetch(key)
         return (found.value if found.state == "value" else None), found.stamp.generation
@@ -201,6 +216,8 @@ class Store:
         assert generation, "an empty generation would overwrite whatever is there"
         with storage_errors("write", self.path_of(key)):
             stamp = self._begin(key, data, generation).result()
+            while stamp.generation and self._has_a_foreign_end(key, data, stamp.generation):
+                stamp = self._begin(key, data, stamp.generation).result()
             if stamp.generation:
                 return True
         return _same(self.read_versioned(key)[0], data)
@@ -260,13 +277,30 @@ class Store:
             with storage_errors("make a directory for", path):
                 self._make_directory(path.parent)
 
-    def _refuse_special(self, key: str) -> None:
-        """On disk: raise StorageError for a pipe, say, in place of a file: opening it could take for ever."""
+    def forget_interrupted_write(self, key: str) -> None:
+        """On disk: see to it that the next write of an object takes over nothing of one that was killed. Elsewhere nothing is left."""
+        path = self.local_path(key)
+        if path is not None:
+            forget_interrupted_write(path)
+
+    def _has_a_foreign_end(self, key: str, data: Data, generation: bytes) -> bool:
+        """On disk: whether what was just written ends in bytes of a write that was killed at the same moment."""
+        if self.location.local is None or not self.is_longer(key, len(byte_view(data))):
+            return False
+        return self.read_versioned(key)[1] == generation  # else it is somebody's who was next
+
+    def _refuse_special(self, key: str, *, whole: bool) -> None:
+        """On disk: raise StorageError for a pipe, say, in place of a file, which could take for ever; FormatError for too large a file."""
         path = self.local_path(key)
         if path is not None:
             with storage_errors("read", path), suppress(FileNotFoundError, NotADirectoryError):
-                if not stat.S_ISREG(path.stat().st_mode):
+                found = path.stat()
+                if not stat.S_ISREG(found.st_mode):
                     raise OSError(f"{path} is no file, but a directory, pipe or device")
+                if whole and found.st_size > LARGEST_WHOLE:
+                    raise FormatError(
+                        f"{path} has {found.st_size} bytes, and what is read as a whole at most {LARGEST_WHOLE}; it is not ours."
+                    )
 
     def _make_directory(self, path: Path) -> None:
         """Make a directory, and make sure that its parent has it on disk."""
@@ -288,7 +322,7 @@ class Store:
 
         def begin() -> Any:
             if self.location.bucket is not None:
-                cloud.pace("read")
+                cloud.pace("read", self._share)
             return self._kv.read(key, byte_range=span)
 
         return _result(begin)
@@ -297,15 +331,16 @@ class Store:
         """Begin to write; the future of the new generation, which is empty if `generation` is no longer the present one."""
         check_key(key, self)
         self.make_parents(key)
+        self.forget_interrupted_write(key)
         value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
         if self.location.bucket is not None:
-            cloud.pace("write")
+            cloud.pace("write", self._share)
         return self._kv.write(key, value, if_equal=generation)
 
     def _begin_deletion(self, key: str) -> Any:
         """Begin to delete an object, if there is one."""
         if self.location.bucket is not None:
-            cloud.pace("write")
+            cloud.pace("write", self._share)
         return self._kv.write(key, None)
 
     def _delete_objects(self, prefix: str) -> None:

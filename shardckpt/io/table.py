@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["OWN_OBJECT", "ArrayChunks", "decode_table", "encode_table", "merge_tables"]
+__all__ = ["OWN_OBJECT", "ArrayChunks", "Table", "decode_table", "encode_table", "merge_tables"]
 
 MAGIC = b"SHCKTAB1"
 OWN_OBJECT = 0xFFFFFFFF
@@ -44,7 +44,6 @@ LARGEST_OFFSET = 1 << 62
 """Bytes; larger ones do not fit the system's calls."""
 _COLUMNS = (("chunk", "<u8"), ("file", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("crc", "<u4"))
 _ROW_BYTES = sum(np.dtype(t).itemsize for _, t in _COLUMNS)
-_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,51 +100,119 @@ class ArrayChunks:
         return row if row < len(self.chunk) and int(self.chunk[row]) == chunk else -1
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All of a table at once, in columns: a job's tables have an array for every pair of host and tensor."""
+
+    files: list[str]
+    """Data files, relative to the attempt."""
+    counts: dict[str, int]
+    """Array path → chunks, in the order of the rows."""
+    rows: ArrayChunks
+    """The chunks of all arrays, array after array."""
+
+    @classmethod
+    def of(cls, files: Sequence[str], arrays: Mapping[str, ArrayChunks]) -> Table:
+        """The table of those arrays, in that order."""
+        columns = {
+            name: np.concatenate([np.asarray(getattr(rows, name), dtype) for rows in arrays.values()]) if arrays else np.empty(0, dtype)
+            for name, dtype in _COLUMNS
+        }
+        return cls(list(files), {path: len(rows) for path, rows in arrays.items()}, ArrayChunks(**columns))
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Table:
+        """Inverse of `encode`.
+
+        Args:
+            data: the whole table.
+            where: its url, for messages.
+
+        Raises:
+            FormatError: not a chunk table, or one that contradicts itself.
+        """
+        if data[:8] != MAGIC or len(data) < 12:
+            raise FormatError(f"{where}: not a chunk table; the checkpoint was written by something else or is damaged.")
+        begin = 12 + struct.unpack("<I", data[8:12])[0]
+        files, counts = _header(data[12:begin], where)
+        total = sum(counts.values())
+        if begin + total * _ROW_BYTES != len(data):
+            raise FormatError(f"{where}: {total} chunks need {begin + total * _ROW_BYTES} bytes, the chunk table has {len(data)}.")
+        columns = {}
+        for name, dtype in _COLUMNS:
+            columns[name] = np.frombuffer(data, dtype, total, begin)
+            begin += total * np.dtype(dtype).itemsize
+        table = cls(files, counts, ArrayChunks(**columns))
+        rows = table.rows
+        if (rows.file[rows.file != OWN_OBJECT] >= len(files)).any():
+            raise FormatError(f"{where}: the chunk table refers to a file that it does not name.")
+        if (rows.offset > LARGEST_OFFSET).any():
+            raise FormatError(f"{where}: the chunk table has a chunk at byte {rows.offset.max()}, where no file reaches.")
+        astray = table._not_after(rows.chunk[1:] <= rows.chunk[:-1])
+        if astray is not None:
+            raise FormatError(f"{where}: the chunks of {astray} are not in grid order, or one is there twice.")
+        return table
+
+    @classmethod
+    def merge(cls, tables: Sequence[Table]) -> Table:
+        """One table over all hosts; see `doubled`."""
+        arrays: dict[str, int] = {}
+        files: list[str] = []
+        numbers, bases = [], []
+        for table in tables:
+            bases.append(len(files))
+            files += table.files
+            mine = np.fromiter((arrays.setdefault(path, len(arrays)) for path in table.counts), np.int64, len(table.counts))
+            numbers.append(np.repeat(mine, np.fromiter(table.counts.values(), np.int64, len(table.counts))))
+        number = np.concatenate([*numbers, np.empty(0, np.int64)])
+        columns = {name: np.concatenate([*(getattr(table.rows, name) for table in tables), np.empty(0, dtype)]) for name, dtype in _COLUMNS}
+        base = np.repeat(np.array(bases, np.uint64), [len(table.rows) for table in tables])
+        own = columns["file"] == OWN_OBJECT
+        columns["file"] = np.where(own, OWN_OBJECT, columns["file"] + base).astype("<u4")
+        order = np.lexsort((columns["chunk"], number))
+        counts = np.bincount(number, minlength=len(arrays)).tolist()
+        rows = ArrayChunks(**{name: column[order] for name, column in columns.items()})
+        return cls(files, dict(zip(arrays, counts, strict=True)), rows)
+
+    def encode(self) -> bytes:
+        """The table's bytes."""
+        header = json.dumps({"files": self.files, "arrays": list(self.counts.items())}, separators=(",", ":")).encode()
+        columns = [np.asarray(getattr(self.rows, name), dtype).tobytes() for name, dtype in _COLUMNS]
+        return b"".join([MAGIC, struct.pack("<I", len(header)), header, *columns])
+
+    def arrays(self) -> dict[str, ArrayChunks]:
+        """Array path → its chunks."""
+        found, row = {}, 0
+        for path, count in self.counts.items():
+            found[path] = ArrayChunks(**{name: getattr(self.rows, name)[row : row + count] for name, _ in _COLUMNS})
+            row += count
+        return found
+
+    def doubled(self) -> str | None:
+        """The path of an array that has a chunk twice, if there is one."""
+        return self._not_after(self.rows.chunk[1:] == self.rows.chunk[:-1])
+
+    def _not_after(self, wrong: NDArray[np.bool_]) -> str | None:
+        """The array of the first row that is wrong beside the one before it; `wrong[i]` is of row i + 1.
+
+        Where an array begins, nothing is wrong.
+        """
+        ends = np.cumsum(np.fromiter(self.counts.values(), np.int64, len(self.counts)))
+        inside = np.ones(len(wrong), bool)
+        inside[ends[(ends > 0) & (ends <= len(wrong))] - 1] = False
+        rows = np.flatnonzero(wrong & inside)
+        return None if not len(rows) else list(self.counts)[int(np.searchsorted(ends, rows[0] + 1, side="right"))]
+
+
 def encode_table(files: Sequence[str], arrays: Mapping[str, ArrayChunks]) -> bytes:
     """The table's bytes; `arrays` in the order in which they are stored."""
-    header = json.dumps(
-        {"files": list(files), "arrays": [[path, len(rows)] for path, rows in arrays.items()]}, separators=(",", ":")
-    ).encode()
-    columns = [
-        np.concatenate([np.asarray(getattr(rows, name), dtype) for rows in arrays.values()]) if arrays else np.empty(0, dtype)
-        for name, dtype in _COLUMNS
-    ]
-    return b"".join([MAGIC, struct.pack("<I", len(header)), header, *(c.tobytes() for c in columns)])
+    return Table.of(files, arrays).encode()
 
 
 def decode_table(data: bytes, where: str) -> tuple[list[str], dict[str, ArrayChunks]]:
-    """Files and arrays of a table.
-
-    Args:
-        data: the whole table.
-        where: its url, for messages.
-
-    Raises:
-        FormatError: not a chunk table, or one that contradicts itself.
-    """
-    if data[:8] != MAGIC or len(data) < 12:
-        raise FormatError(f"{where}: not a chunk table; the checkpoint was written by something else or is damaged.")
-    begin = 12 + struct.unpack("<I", data[8:12])[0]
-    files, counts = _header(data[12:begin], where)
-    total = sum(counts.values())
-    if begin + total * _ROW_BYTES != len(data):
-        raise FormatError(f"{where}: {total} chunks need {begin + total * _ROW_BYTES} bytes, the chunk table has {len(data)}.")
-    columns = {}
-    for name, dtype in _COLUMNS:
-        columns[name] = np.frombuffer(data, dtype, total, begin)
-        begin += total * np.dtype(dtype).itemsize
-    if total and (columns["file"][columns["file"] != OWN_OBJECT] >= len(files)).any():
-        raise FormatError(f"{where}: the chunk table refers to a file that it does not name.")
-    if (columns["offset"] > LARGEST_OFFSET).any():
-        raise FormatError(f"{where}: the chunk table has a chunk at byte {columns['offset'].max()}, where no file reaches.")
-    arrays, row = {}, 0
-    for path, count in counts.items():
-        rows = ArrayChunks(**{name: column[row : row + count] for name, column in columns.items()})
-        if count > 1 and not (rows.chunk[1:] > rows.chunk[:-1]).all():
-            raise FormatError(f"{where}: the chunks of {path} are not in grid order, or one is there twice.")
-        arrays[path] = rows
-        row += count
-    return files, arrays
+    """Files and arrays of a table, as `Table.decode`."""
+    table = Table.decode(data, where)
+    return table.files, table.arrays()
 
 
 def _header(data: bytes, where: str) -> tuple[list[str], dict[str, int]]:
@@ -172,31 +239,14 @@ def _header(data: bytes, where: str) -> tuple[list[str], dict[str, int]]:
     return files, counts
 
 
-def merge_tables(tables: Sequence[tuple[list[str], dict[str, ArrayChunks]]]) -> tuple[list[str], dict[str, ArrayChunks]]:
+def merge_tables(tables: Sequence[Table]) -> Table:
     """One table over all hosts.
 
     Raises:
         FormatError: two hosts wrote the same chunk.
     """
-    if len(tables) == 1:
-        return tables[0]
-    files: list[str] = []
-    parts: dict[str, list[ArrayChunks]] = {}
-    for names, arrays in tables:
-        base = len(files)
-        files.extend(names)
-        for path, rows in arrays.items():
-            file = np.where(rows.file == OWN_OBJECT, OWN_OBJECT, rows.file.astype(np.uint64) + base).astype(np.uint32)
-            parts.setdefault(path, []).append(ArrayChunks(rows.chunk, file, rows.offset, rows.length, rows.crc))
-    merged = {}
-    for path, several in parts.items():
-        order = np.argsort(np.concatenate([p.chunk for p in several]), kind="stable")
-
-        def column(name: str, several: list[ArrayChunks] = several, order: NDArray[np.intp] = order) -> NDArray[_Scalar]:
-            return np.concatenate([getattr(p, name) for p in several])[order]
-
-        rows = ArrayChunks(**{name: column(name) for name, _ in _COLUMNS})
-        if len(rows) > 1 and (rows.chunk[1:] == rows.chunk[:-1]).any():
-            raise FormatError(f"{path}: two hosts wrote the same chunk; the checkpoint's records contradict each other.")
-        merged[path] = rows
-    return files, merged
+    merged = Table.merge(tables)
+    doubled = merged.doubled()
+    if doubled is not None:
+        raise FormatError(f"{doubled}: two hosts wrote the same chunk; the checkpoint's records contradict each other.")
+    return merged

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from shardckpt.errors import FormatError, UrlError
+from shardckpt.excerpt import excerpt
 from shardckpt.io import cloud
 
 __all__ = ["Location", "check_key", "parse"]
@@ -169,7 +170,7 @@ def check_key(key: str, where: object) -> None:
     """
     why = _unfit(key)
     if why:
-        raise FormatError(f"{key!r} names nothing below {where}: {why}.")
+        raise FormatError(f"{excerpt(key)} names nothing below {where}: {why}.")
 
 
 def _of_url(scheme: str, rest: str, text: str) -> Location:

@@ -22,7 +22,7 @@ from shardckpt.io.codec import CHECKSUM_BYTES
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.plain import PLAIN_ROOT
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks
-from shardckpt.reshard.plan import Overlaps, Piece, chunk_boxes, overlaps
+from shardckpt.reshard.plan import Overlaps, Piece, chunk_boxes, overlaps, touched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -145,7 +145,7 @@ class ChunkFinder:
 
     def needed(self, request: Request) -> Iterator[Chunk]:
         """The chunks that the request's boxes touch, each once, however many boxes share it."""
-        for piece in request.pieces:
+        for piece in touched(request.pieces, request.boxes):
             pairs = overlaps(piece, request.boxes)
             if not len(pairs.chunk):
                 continue

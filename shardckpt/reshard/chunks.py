@@ -17,6 +17,8 @@ needs. Over several dimensions that multiplies. So, per tensor:
    those above 2 MiB pay for it. The smallest score wins.
 4. A tile of prime length, or nearly so, has no useful side: 32003 rows over 8 devices make tiles of 4001. Where it
    pays, such a dimension is stored in *pieces*, one array per tile, in which any side will do.
+5. A dimension that is not cut into equal tiles, as nested splits of DTensor's may cut it, is taken run by run of those
+   that are equal (`even_runs`), and each run is stored by itself.
 
 A checkpoint of very many bytes gets larger chunks (`smallest_chunk`), so that it has at most about 4 million, or as
 many as there are shards.
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["LARGEST_CHUNK", "MOST_CHUNKS", "Chunking", "chunk_shape", "chunking", "grid_shape", "smallest_chunk"]
+__all__ = ["LARGEST_CHUNK", "MOST_CHUNKS", "Chunking", "chunk_shape", "chunking", "even_runs", "grid_shape", "smallest_chunk"]
 
 LARGEST_CHUNK = 2 << 20
 """Bytes above which a chunk is cut further where that costs little."""
@@ -145,6 +147,33 @@ def chunking(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, s
             best, chunks = score, sides
             piece = tuple(-(-n // p) if alone else n for n, p, alone in zip(shape, parts, apart, strict=True))
     return Chunking(piece, chunks)
+
+
+def even_runs(cuts: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """The parts of a dimension that are cut into tiles of one length, the last of a part perhaps shorter.
+
+    Args:
+        cuts: (tiles + 1,) where the dimension is cut: ascending, from 0 to its length, which is not 0.
+
+    Returns:
+        First index, length n and number of tiles p of each part, whose tiles are ceil(n / p) long.
+
+    >>> even_runs(np.array([0, 4, 8, 10]))
+    [(0, 10, 3)]
+    >>> even_runs(np.array([0, 2, 3, 5, 6, 8, 9, 10]))
+    [(0, 3, 2), (3, 3, 2), (6, 3, 2), (9, 1, 1)]
+    """
+    tiles = np.diff(cuts)
+    runs, first = [], 0
+    for end in (*(np.flatnonzero(np.diff(tiles)) + 1).tolist(), len(tiles)):
+        if first == end:  # the one tile of this length has ended the run before
+            continue
+        stop, tile = end, int(tiles[first])
+        if end < len(tiles) and tiles[end] < tile == -(-int(cuts[end + 1] - cuts[first]) // (end + 1 - first)):
+            stop = end + 1
+        runs.append((int(cuts[first]), int(cuts[stop] - cuts[first]), stop - first))
+        first = stop
+    return runs
 
 
 @lru_cache(maxsize=4096)

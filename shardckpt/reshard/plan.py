@@ -29,7 +29,7 @@ from shardckpt.reshard.chunks import grid_shape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Overlaps", "Piece", "chunk_boxes", "chunks_inside", "count_chunks", "coverage_gap", "overlaps"]
+__all__ = ["Overlaps", "Piece", "chunk_boxes", "chunks_inside", "count_chunks", "coverage_gap", "overlaps", "touched"]
 
 Ints = NDArray[np.int64]
 
@@ -110,30 +110,61 @@ def overlaps(piece: Piece, boxes: BoxArray) -> Overlaps:
     )
 
 
-def chunks_inside(piece: Piece, box: Box) -> tuple[Ints, BoxArray]:
-    """The chunks of `piece` that lie in `box`, which must be a union of them.
+def touched(pieces: Sequence[Piece], boxes: BoxArray) -> list[Piece]:
+    """Those pieces that hold elements of some box, in their order.
+
+    A tensor may be in thousands of pieces, and `overlaps` of each would take longer than reading the few that matter.
+    """
+    if len(pieces) == 1:
+        return list(pieces)
+    held = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
+    found = np.zeros(len(pieces), bool)
+    for i in range(len(boxes)):
+        found[held.overlapping(boxes[i])] = True
+    return [pieces[k] for k in np.flatnonzero(found).tolist()]
+
+
+def chunks_inside(piece: Piece, box: Box, which: range | None = None) -> tuple[Ints, BoxArray]:
+    """The chunks of `piece` that lie in `box`; the part of the box that lies in the piece must be a union of them.
+
+    Args:
+        piece: an array.
+        box: in the tensor's indices.
+        which: a run of the `count_chunks(piece, box)` chunks, counted in grid order, and nothing is spent on the others;
+            None: all.
 
     Returns:
-        Their positions in grid order, ascending, and the elements of each (in the tensor's indices, cut off at
+        (n,) their positions in the piece's grid, ascending, and the elements of each (in the tensor's indices, cut off at
         the piece's edge).
 
     Raises:
         FormatError: a chunk crosses the border of the box, so it would have two writers.
     """
-    pairs = overlaps(piece, BoxArray.of([box], box.ndim))
-    boxes = chunk_boxes(piece, pairs.chunk)
-    if len(boxes) and not (pairs.in_chunk.stop - pairs.in_chunk.start == boxes.stop - boxes.start).all():
-        raise FormatError(f"{piece.path}: chunks of {piece.chunks} cross the border of the shard {box}; a chunk must have one writer.")
-    return pairs.chunk, boxes
+    spans = _spans(piece, box)
+    if all(spans):
+        for span, start, n, side, a, b in zip(spans, piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
+            if start + span.start * side < a or start + min(span.stop * side, n) > b:
+                raise FormatError(
+                    f"{piece.path}: chunks of {piece.chunks} cross the border of the shard {box}; a chunk must have one writer."
+                )
+    within = np.arange(*(0, prod(map(len, spans))) if which is None else (which.start, which.stop), dtype=np.int64)
+    coords = _coordinates(within, tuple(map(len, spans))) + np.array([span.start for span in spans], np.int64)
+    chunk = _linear(coords, piece.grid)
+    return chunk, chunk_boxes(piece, chunk)
 
 
 def count_chunks(piece: Piece, box: Box) -> int:
     """How many chunks of `piece` share elements with a box."""
+    return prod(map(len, _spans(piece, box)))
+
+
+def _spans(piece: Piece, box: Box) -> list[range]:
+    """Per dimension, the places in the grid of chunks that reach into a box; empty where none does."""
     spans = []
     for start, n, chunk, a, b in zip(piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
         first, last = max(a - start, 0), min(b - start, n)
-        spans.append(-(-last // chunk) - first // chunk if first < last else 0)
-    return prod(spans)
+        spans.append(range(first // chunk, -(-last // chunk)) if first < last else range(0))
+    return spans
 
 
 def chunk_boxes(piece: Piece, chunk: Ints) -> BoxArray:

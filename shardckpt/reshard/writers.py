@@ -60,23 +60,30 @@ def deal(parts: Sequence[Part], process: int) -> list[range]:
     >>> [deal(parts, p)[0] for p in range(3)]
     [range(0, 2), range(2, 5), range(5, 7)]
     """
-    tapes: dict[tuple[int, ...], int] = {}
-    for part in parts:
-        tapes[part.holders] = tapes.get(part.holders, 0) + part.chunks * part.chunk_bytes
-    reached = dict.fromkeys(tapes, 0)
+    tapes: dict[tuple[int, ...], list[int]] = {}
+    for i, part in enumerate(parts):
+        tapes.setdefault(part.holders, []).append(i)
     shares = [range(0)] * len(parts)
-    for i in sorted(range(len(parts)), key=lambda i: (parts[i].tensor, parts[i].piece, parts[i].start)):
-        part = parts[i]
-        offset = reached[part.holders]
-        reached[part.holders] += part.chunks * part.chunk_bytes
-        if process in part.holders:
-            mine = part.holders.index(process)
-            shares[i] = range(*(_first_chunk(part, offset, tapes[part.holders], m) for m in (mine, mine + 1)))
+    for holders, tape in tapes.items():
+        if process not in holders:
+            continue
+        length = sum(parts[i].chunks * parts[i].chunk_bytes for i in tape)
+        mine, offset = holders.index(process), 0
+        for i in sorted(tape, key=lambda i: (parts[i].tensor, parts[i].piece, parts[i].start)):
+            shares[i] = range(*(_first_chunk(parts[i], offset, length, m) for m in (mine, mine + 1)))
+            offset += parts[i].chunks * parts[i].chunk_bytes
     return shares
 
 
 def _first_chunk(part: Part, offset: int, tape: int, holder: int) -> int:
-    """The first chunk of a part whose middle lies in the tape's share of that holder, or of a later one."""
+    """The first chunk of a part whose middle lies in the tape's share of that holder, or of a later one.
+
+    Args:
+        part: it begins `offset` bytes into the tape.
+        offset: see above.
+        tape: bytes of all of it.
+        holder: from 0 to the number of holders, which is beyond all.
+    """
     k, size = len(part.holders), part.chunk_bytes
     # The middle of chunk j is at offset + (j + 1/2) size, and the share begins at tape * holder / k.
     first = -(-(2 * tape * holder - k * (2 * offset + size)) // (2 * size * k)) if size else 0
@@ -89,15 +96,19 @@ def box_holders(layout: Layout, ndim: int, devices: ArrayLike, owners: DeviceOwn
     Args:
         layout: of the tensors.
         ndim: their rank.
-        devices: ids, of this process's devices for one.
+        devices: (n,) ids, such as those of this process.
         owners: whose each device is.
 
     Raises:
         ShardingError: a device is not among the layout's, or nobody's.
     """
     tiles = _tiles(layout, ndim, owners)
-    rows = np.searchsorted(tiles.device_ids, np.asarray(devices, np.int64))
-    return [_holders(tiles, int(tiles.tile_of[row])) for row in rows.tolist()]
+    wanted = np.asarray(devices, np.int64)
+    rows = np.minimum(np.searchsorted(tiles.device_ids, wanted), len(tiles.device_ids) - 1)
+    strangers = wanted[tiles.device_ids[rows] != wanted]
+    if len(strangers):
+        raise ShardingError(f"device {strangers[0]} holds nothing of a tensor laid out by {layout}; ask for its own devices only.")
+    return [_holders(tiles, tile) for tile in tiles.tile_of[rows].tolist()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

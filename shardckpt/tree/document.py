@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt import leaves, names
 from shardckpt.errors import FormatError
@@ -32,6 +32,7 @@ __all__ = [
     "Small",
     "Tensor",
     "Tied",
+    "Tree",
     "alias_map",
     "is_meaning",
     "iter_leaves",
@@ -123,23 +124,27 @@ class Branch:
 
 
 Node = Tensor | Tied | Small | Custom | Owned | Branch
+Tree: TypeAlias = "JSON | Node"
+"""A tree document, or what `parse` made of one: whoever asks several things of it reads it once."""
 
 
 # --- parsing --------------------------------------------------------------------------------------------------------
 
 
-def parse(tree: JSON, root: str = "") -> Node:
+def parse(tree: Tree, root: str = "") -> Node:
     """Read a tree document.
 
     Small leaves are recognised and not decoded yet: `decode_leaf` may still refuse one.
 
     Args:
-        tree: the document.
+        tree: the document; a node, read before, is returned as it is.
         root: what the whole is called, where it is a part of something larger (see `flatten`).
 
     Raises:
         FormatError: no tree document is written so.
     """
+    if isinstance(tree, Node):
+        return tree
     parser = _Parser()
     node = parser.parse(tree, root, 0)
     for tied in parser.tied:
@@ -291,7 +296,7 @@ def leaves_of(node: Node) -> Iterator[Tensor | Tied | Small | Custom | Owned]:
             yield top
 
 
-def tensor_names(tree: JSON) -> list[str]:
+def tensor_names(tree: Tree) -> list[str]:
     """The names of the stored tensors, in order; the further names of tied ones are in `alias_map`.
 
     Raises:
@@ -300,35 +305,35 @@ def tensor_names(tree: JSON) -> list[str]:
     return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Tensor)]
 
 
-def leaf_names(tree: JSON) -> list[str]:
+def leaf_names(tree: Tree) -> list[str]:
     """The names of the leaves that are no tensors, in order."""
     return [leaf.name for leaf in leaves_of(parse(tree)) if not isinstance(leaf, Tensor | Tied)]
 
 
-def per_process_names(tree: JSON, only: Callable[[str], bool] | None = None) -> list[str]:
+def per_process_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[str]:
     """The names of the places where every process has a value of its own, in order, as far as `only` asks for them."""
     return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Owned) and (only is None or only(leaf.name))]
 
 
-def meanings(tree: JSON) -> dict[str, str]:
+def meanings(tree: Tree) -> dict[str, str]:
     """What tensors' elements mean, by name, where they are more than numbers; a tied name means what its tensor does."""
     found = list(leaves_of(parse(tree)))
     stored = {leaf.name: leaf.meaning for leaf in found if isinstance(leaf, Tensor) and leaf.meaning is not None}
     return {leaf.name: stored[leaf.stored] for leaf in found if isinstance(leaf, Tensor | Tied) and leaf.stored in stored}
 
 
-def alias_map(tree: JSON) -> dict[str, str]:
+def alias_map(tree: Tree) -> dict[str, str]:
     """The further names of tied tensors, in order, and for each the name that the tensor is stored under."""
     return {leaf.name: leaf.stored for leaf in leaves_of(parse(tree)) if isinstance(leaf, Tied)}
 
 
-def stored_names(tree: JSON, only: Callable[[str], bool] | None = None) -> list[str]:
+def stored_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[str]:
     """The names of the stored tensors that `unflatten` needs with the same `only`, each once."""
     found = leaves_of(parse(tree))
     return list(dict.fromkeys(leaf.stored for leaf in found if isinstance(leaf, Tensor | Tied) and (only is None or only(leaf.name))))
 
 
-def iter_leaves(tree: JSON) -> Iterator[tuple[str, str, str]]:
+def iter_leaves(tree: Tree) -> Iterator[tuple[str, str, str]]:
     """Every leaf as (name, kind, value on a few characters), for people.
 
     The kind is `tensor` (the value is what its elements mean, if that is said), `tied`, `per process`, the leaf's type,

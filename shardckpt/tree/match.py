@@ -30,8 +30,7 @@ from shardckpt.tree.per_process import PerProcess
 from shardckpt.tree.unflatten import decode_leaf
 
 if TYPE_CHECKING:
-    from shardckpt.leaves import JSON
-    from shardckpt.tree.document import Meaning
+    from shardckpt.tree.document import Meaning, Tree
 
 __all__ = ["Matched", "match"]
 
@@ -69,7 +68,7 @@ class Matched:
 
 def match(
     like: object,
-    tree: JSON,
+    tree: Tree,
     is_tensor: Callable[[object], bool],
     *,
     only: Callable[[str], bool] | None = None,

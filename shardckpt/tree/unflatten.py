@@ -16,8 +16,8 @@ from shardckpt.tree.document import Branch, Custom, Node, Owned, Small, Tensor, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardckpt.leaves import JSON
     from shardckpt.names import PathKey
+    from shardckpt.tree.document import Tree
 
 __all__ = ["assemble", "decode_leaf", "unflatten"]
 
@@ -45,7 +45,7 @@ def decode_leaf(leaf: Small | Custom) -> object:
         ) from error
 
 
-def unflatten(tree: JSON, tensors: Mapping[str, Any], only: Callable[[str], bool] | None = None) -> Any:
+def unflatten(tree: Tree, tensors: Mapping[str, Any], only: Callable[[str], bool] | None = None) -> Any:
     """Put a state together again, of plain dicts, lists and tuples.
 
     With `only`, what it does not ask for is left out, and so are containers with nothing left in them. A list or

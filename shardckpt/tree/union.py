@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 
 from shardckpt import leaves
 from shardckpt.errors import CommitError
-from shardckpt.excerpt import excerpt, shortened
+from shardckpt.excerpt import excerpt, numbered, shortened
 from shardckpt.names import shown
 from shardckpt.tree.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, parse, write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from shardckpt.leaves import JSON
     from shardckpt.names import PathKey
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["union"]
 
 _SHOWN = 80
-"""Characters of a value, and of a list of processes, that a message shows."""
+"""Characters of a value that a message shows."""
 
 
 def union(trees: Sequence[tuple[Sequence[int], JSON]]) -> JSON:
@@ -113,9 +113,8 @@ class _Union:
         return CommitError(f"{shown(one.name)} is {' and '.join(said)}{others}; {_advice(one, other)}. Nothing was published.")
 
     def who(self, said: list[_Said]) -> str:
-        """The processes of some documents: "process 3", "processes 0–3, 5"."""
-        numbers = sorted({process for i, _ in said for process in self.processes[i]})
-        return f"process{'es' if len(numbers) > 1 else ''} {shortened(_ranges(numbers), _SHOWN)}"
+        """The processes of some documents."""
+        return numbered("process", sorted({process for i, _ in said for process in self.processes[i]}))
 
 
 _Key = tuple[type, "PathKey"]
@@ -157,14 +156,3 @@ def _advice(one: Node, other: Node) -> str:
     if isinstance(one, Branch) and isinstance(other, Branch):
         return "make it of one kind and length on all processes, or a dict"
     return "store things of one kind under one name"
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers, those in a row as a range: "0–3, 5"."""
-    rows: list[list[int]] = []
-    for number in numbers:
-        if rows and number == rows[-1][1] + 1:
-            rows[-1][1] = number
-        else:
-            rows.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in rows)

@@ -1,12 +1,12 @@
-"""Collects or deletes over and over, each time in a fork that kills itself one storage operation later than the last.
+"""Collects, deletes or commits over and over, each time in a fork that kills itself one storage operation later than the last.
 
 An operation is whatever changes the storage: making, removing or renaming a file or directory, syncing one, and every
-write and deletion of TensorStore's.
+write, copy and deletion of TensorStore's.
 
-    python collect_kill_at_every_operation.py <root> collect|delete
+    python collect_kill_at_every_operation.py <root> collect|delete|commit
 
 Fork k finds a copy of <root>/base in <root>/<k>, with the same times, and kills itself on the way through collecting
-or deleting it, with a grace period of an hour. JSON on stdout: for each k, the operation that it died before.
+or deleting it, with a grace period of an hour, or committing it. JSON on stdout: for each k, the operation that it died before.
 """
 
 import functools
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import tensorstore as ts
 
-from shardckpt import collecting
+from shardckpt import collecting, committing
 
 FILES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime")
 LATER_THAN_ANY = 10_000
@@ -35,7 +35,7 @@ class Killer:
     def arm(self):
         for name in FILES:
             setattr(os, name, self.operation(name, getattr(os, name)))
-        for name in ("write", "delete_range"):
+        for name in ("write", "delete_range", "experimental_copy_range_to"):
             setattr(ts.KvStore, name, self.operation(f"tensorstore {name}", getattr(ts.KvStore, name)))
 
     def operation(self, name, function):
@@ -60,11 +60,15 @@ def in_a_fork(action):
 
 def main():
     root = Path(sys.argv[1])
-    action = getattr(collecting, sys.argv[2])
+    act = {
+        "collect": functools.partial(collecting.collect, grace=3600),
+        "delete": functools.partial(collecting.delete, grace=3600),
+        "commit": committing.commit,
+    }[sys.argv[2]]
 
     def act_and_die(k):
         Killer(k, report.fileno()).arm()
-        action(root / str(k), grace=3600)
+        act(root / str(k))
 
     died_before = []
     with (root / "report").open("wb+", buffering=0) as report:

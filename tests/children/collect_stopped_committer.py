@@ -1,8 +1,9 @@
-"""Saves `value` to a url, and stops (SIGSTOP) just before the conditional write that publishes it.
+"""Saves to a url, or commits what is there, and stops (SIGSTOP) just before the conditional write that publishes it.
 
-    python collect_stopped_committer.py <url> <value> <overwrite: 0 or 1>
+    python collect_stopped_committer.py <url> save|overwrite <value>
+    python collect_stopped_committer.py <url> commit
 
-Continued, it goes on, and writes what became of it: `saved` or the error's class.
+Continued, it goes on, and writes what became of it: `saved`, the error's class, or the state of the one outcome.
 """
 
 import os
@@ -23,8 +24,13 @@ def write(store, key, *arguments, **options):
 
 
 original, ts.KvStore.write = ts.KvStore.write, write
+url, action, *value = sys.argv[1:]
 try:
-    shardckpt.save(sys.argv[1], {"w": np.full(100, int(sys.argv[2]))}, options=shardckpt.SaveOptions(overwrite=sys.argv[3] == "1"))
-    print("saved")
+    if action == "commit":
+        (outcome,) = shardckpt.commit(url)
+        print(outcome.state)
+    else:
+        shardckpt.save(url, {"w": np.full(100, int(value[0]))}, options=shardckpt.SaveOptions(overwrite=action == "overwrite"))
+        print("saved")
 except shardckpt.ShardckptError as e:
     print(type(e).__name__)

@@ -36,6 +36,43 @@ def save_different(coordinator, url, states, options=None):
     return "saved"
 
 
+def save_with_the_store_lost(coordinator, url, *lost):
+    """Once all have begun, no process of `lost` reaches the store any more; where process 0 does not, nobody hears of the commit."""
+    from shardckpt import errors, saving
+
+    saving._STORAGE_LOOK = 0.1
+    coordinator.share("begun", None)
+    if coordinator.world.process in lost:
+
+        def fail(*_arguments):
+            raise errors.CoordinationError("the store is gone")
+
+        coordinator._set = coordinator._get = fail
+    shardckpt.save(url, state(), options=SaveOptions(commit_timeout=20), coordinator=coordinator)
+    return "saved"
+
+
+def save_under_two_names(coordinator, url, link):
+    """Process 1 goes by a link of another name, so it hears nothing of the commit."""
+    from shardckpt import saving
+
+    saving._STORAGE_LOOK = 0.1
+    return save(coordinator, link if coordinator.world.process else url)
+
+
+class Unsaveable:
+    pass
+
+
+def save_what_cannot_be_encoded(coordinator, url):
+    """An error that is none of ours, on process 1 alone."""
+    leaf = 3
+    if coordinator.world.process == 1:
+        shardckpt.register_leaf(Unsaveable, name="unsaveable", encode=lambda _leaf: {}["missing"], decode=lambda _json: Unsaveable())
+        leaf = Unsaveable()
+    shardckpt.save(url, {"leaf": leaf}, options=SaveOptions(commit_timeout=20), coordinator=coordinator)
+
+
 def save_per_process(coordinator, url):
     process = coordinator.world.process
     mine = {"rng": shardckpt.PerProcess({"seed": process, "words": np.arange(3) + process}), "w": np.arange(10)}

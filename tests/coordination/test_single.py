@@ -1,5 +1,11 @@
 """A process without torch.distributed and without jax.distributed is alone."""
 
+import pytest
+
+import shardckpt
+from shardckpt import Coordinator
+from shardckpt.errors import OptionError
+
 SCRIPT = "coordination_single.py"
 
 
@@ -22,3 +28,13 @@ def test_a_process_alone_agrees_with_itself(run_job):
 
 def test_every_start_of_a_process_has_a_run_id_of_its_own(run_job):
     assert len({answer["run_id"] for answer in run_job(SCRIPT, [(), (), ()])}) == 3
+
+
+@pytest.mark.parametrize(("given", "named"), [(3, "a int"), (Coordinator, "the class Coordinator"), ("gloo", "a str")])
+def test_what_is_no_coordinator_is_refused_by_kind(given, named):
+    for call in (
+        lambda: shardckpt.save("memory://x", {"w": 1}, coordinator=given),
+        lambda: shardckpt.restore("memory://x", coordinator=given),
+    ):
+        with pytest.raises(OptionError, match=f"coordinator=…: {named} is no coordinator; give an instance"):
+            call()

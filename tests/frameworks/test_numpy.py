@@ -1,5 +1,8 @@
 """numpy arrays as leaves: fetched and filled without a copy."""
 
+import subprocess
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -218,3 +221,35 @@ def test_sources_keep_the_order_of_the_leaves():
 def test_what_is_no_tensor_is_refused_by_name():
     with pytest.raises(LeafError, match="'w': a list cannot be saved as a tensor"):
         frameworks.source("w", [1])
+
+
+TWO_THREADS = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import PathFinder
+import numpy as np
+from shardckpt import frameworks
+
+begun, over = threading.Event(), threading.Event()
+
+class Slow(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *args):
+        spec = super().find_spec(name, *args) if name == "shardckpt.frameworks.numpy" else None
+        if spec is not None:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (begun.set(), over.wait(0.3), run(module))
+        return spec
+
+sys.meta_path.insert(0, Slow)
+with ThreadPoolExecutor(2) as threads:
+    first = threads.submit(frameworks.is_tensor, np.zeros(2))
+    begun.wait(30)
+    second = threads.submit(frameworks.is_tensor, np.zeros(2))
+    second.add_done_callback(lambda _: over.set())
+    assert first.result() and second.result()
+"""
+
+
+def test_a_thread_does_not_find_an_adapter_that_another_one_has_half_imported():
+    subprocess.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=100)

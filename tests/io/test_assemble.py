@@ -1,90 +1,276 @@
-"""From what several hosts have written to one commit record: put together whole, or refused with a name in the message."""
+"""From what three hosts have written to one commit record: put together whole, or refused with a name in the message."""
 
 from __future__ import annotations
 
-import json
-from concurrent.futures import ThreadPoolExecutor
+import shutil
 from dataclasses import replace
-from threading import Barrier
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import Processes
 
 import shardckpt
-from shardckpt import dtypes, errors
-from shardckpt.contents import Contents
-from shardckpt.errors import CommitError, FormatError
+from shardckpt.errors import CommitError, FormatError, MissingDataError
 from shardckpt.io.assemble import assemble, finished_hosts, wait_for_hosts
-from shardckpt.io.commit import Prior, publish
-from shardckpt.io.host import HostWriter
+from shardckpt.io.commit import publish, read_prior
 from shardckpt.io.store import Store
-from shardckpt.io.table import decode_table, encode_table
-from shardckpt.names import array_path, piece_path
-from shardckpt.record import HostRecord, open_envelope, seal
-from shardckpt.reshard.plan import Piece, chunk_boxes
-from shardckpt.structure import Structure, TensorRecord
+from shardckpt.io.table import ArrayChunks, decode_table, encode_table
+from shardckpt.record import FileReference, HostRecord, open_envelope, seal
 
-LAYOUTS = ["packed", "zarr"]
-ATTEMPT = "20300101T000000-00000000-1"
-W = np.arange(60 * 40, dtype=np.float32).reshape(60, 40)
-B = np.arange(12, dtype=np.int16)
-STORAGES = ["file", "gs"]
+HOSTS = 3
+NAMES = {"large": "array/large", "medium": "array/medium"}
 
 
-def tensor(name, array, chunks=None, pieces=None, partial=False):
-    """The record of an array that is stored in chunks of that shape, or in pieces of so many rows."""
-    start = (0,) * array.ndim
-    chunks = chunks or tuple(max(1, n) for n in array.shape)
-    if pieces is None:
-        stored = (Piece(array_path(name), start, array.shape, chunks),)
-    else:
-        rows = [((a, *start[1:]), (b - a, *array.shape[1:])) for a, b in pieces]
-        stored = tuple(Piece(piece_path(name, array.shape, begin), begin, shape, chunks) for begin, shape in rows)
-    return TensorRecord(name, array.shape, dtypes.of_numpy(array.dtype), None, stored, partial)
+class Saved:
+    """What three processes have left of a save that lacks its commit."""
+
+    def __init__(self, url):
+        self.root = Store.open(url)
+        (attempt,) = (child[:-1] for child in self.root.list_children() if child.endswith("/"))
+        self.place = self.root.sub(attempt)
+
+    def record(self, host):
+        key = f"records/{host:05d}.json"
+        return HostRecord.from_json(open_envelope(self.place.read(key), key), key)
+
+    def write_record(self, record, host=None):
+        host = record.host if host is None else host
+        self.place.write(f"records/{host:05d}.json", seal(record.to_json()))
+
+    def table(self, host):
+        """Files, and array path → rows (chunk, file, offset, length, crc)."""
+        files, arrays = decode_table(self.place.read(self.record(host).files.table.key), "")
+        columns = {path: [rows.chunk, rows.file, rows.offset, rows.length, rows.crc] for path, rows in arrays.items()}
+        return files, {path: list(zip(*(column.tolist() for column in found), strict=True)) for path, found in columns.items()}
+
+    def write_table(self, host, files, rows, *, chunks=None):
+        """A host's table, and the record that vouches for it; `chunks` as the record is to count them."""
+        data = encode_table(files, {path: ArrayChunks.of_rows(some) if some else ArrayChunks.none() for path, some in rows.items()})
+        record = self.record(host)
+        self.place.write(record.files.table.key, data)
+        chunks = sum(map(len, rows.values())) if chunks is None else chunks
+        self.write_record(replace(record, files=replace(record.files, table=FileReference.of(record.files.table.key, data)), chunks=chunks))
+
+    def refuses(self, match):
+        with pytest.raises(CommitError, match=match) as raised:
+            assemble(self.place)
+        assert "othing was published" in str(raised.value)
+        (outcome,) = shardckpt.commit(str(self.root))
+        assert outcome.state in ("refused", "incomplete")
+        assert not self.root.exists("checkpoint.json")
 
 
-LARGE = tensor("w", W, (20, 20))
-"""Six chunks."""
-
-
-def contents(*tensors, small=None, metadata=None, **leaves):
-    records = {t.name: t for t in tensors}
-    return Contents(Structure({**dict.fromkeys(records, "$tensor"), **leaves}, records), small or {}, metadata or {})
-
-
-def write_host(place, host, said, written, *, hosts=3, prior=None, layout="packed", compression=None, values=None):
-    """One host's share: `written` has arrays and positions of chunks by tensor; of tensors in pieces, for each of its pieces."""
-    writer = HostWriter(place, ATTEMPT, host, layout=layout, compression=compression, memory_limit=1 << 24)
-    for name, (array, positions) in written.items():
-        record = said.structure.tensors[name]
-        for piece in record.pieces:
-            for position in positions:
-                (box,) = [chunk_boxes(piece, np.array([position]))[0]]
-                writer.put(piece, position, array[box.slices])
-    return writer.finish(said, hosts=hosts, prior=prior, values=values)
+@pytest.fixture(scope="module", params=["packed", "zarr"])
+def left(request, tmp_path_factory):
+    """What they leave, in each layout."""
+    base = tmp_path_factory.mktemp(request.param) / "c"
+    with Processes("many_hosts") as job:
+        job.run("save_without_committing", HOSTS, base, {"layout": request.param})
+    return base
 
 
 @pytest.fixture
-def place(tmp_path):
-    return Store.open(tmp_path / "c").sub(ATTEMPT)
+def saved(left, tmp_path):
+    """A copy of it."""
+    return Saved(shutil.copytree(left, tmp_path / "c"))
 
 
-def committed(place):
-    """Assemble and publish; the open checkpoint, which is whole."""
-    root = Store.open(place.location.parent) if hasattr(place.location, "parent") else None
-    assert root is not None
-    return opened(root, assemble(place))
+def holder(saved, path):
+    """A host that has written chunks of an array, with its files and rows."""
+    return next((host, *saved.table(host)) for host in range(HOSTS) if saved.table(host)[1].get(path))
 
 
-def opened(root, record):
-    assert publish(root, record, Prior(None, root.read_versioned("checkpoint.json")[1], None))
-    checkpoint = shardckpt.open(str(root.location))
-    assert checkpoint.verify().damage == []
-    return checkpoint
+def path_of(saved, name):
+    """The path of a tensor's array."""
+    (path,) = {path for host in range(HOSTS) for path in saved.table(host)[1] if path.rpartition("/")[2] == name}
+    return path
 
 
-def refused(place, match):
-    with pytest.raises(CommitError, match=match) as raised:
-        assemble(place)
-    assert str(raised.value).endswith((".", "alone.", "own."))
-    return str(raised.value)
+# --- whole ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_all_hosts_have_written_becomes_one_checkpoint(saved):
+    record = assemble(saved.place)
+    assert publish(saved.root, record, read_prior(saved.root, overwrite=False))
+    opened = shardckpt.open(str(saved.root))
+    assert opened.verify().damage == []
+    np.testing.assert_array_equal(opened.read("large"), np.arange(300_000, dtype=np.float32).reshape(600, 500))
+    small = opened.record.small_table
+    chunks = sum(saved.record(host).chunks for host in range(HOSTS)) + sum(
+        map(len, decode_table(saved.place.read(small.key), "")[1].values())
+    )
+    assert record.totals["chunks"] == chunks
+    assert [reference.key for reference in record.hosts] == [f"records/{host:05d}.json" for host in range(HOSTS)]
+
+
+def test_it_becomes_the_same_however_often_it_is_assembled(saved):
+    first, again = assemble(saved.place), assemble(saved.place)
+    assert replace(first, created="") == replace(again, created="")
+    assert publish(saved.root, again, read_prior(saved.root, overwrite=False))
+    assert shardckpt.open(str(saved.root)).verify().damage == []
+
+
+# --- a lost, duplicated or short list of chunks ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chunk_that_is_in_no_list_is_missed_by_its_tensors_name(saved, name):
+    path = path_of(saved, name)
+    host, files, rows = holder(saved, path)
+    saved.write_table(host, files, {**rows, path: rows[path][1:]})
+    saved.refuses(f"1 of .* chunks of '{name}' were not written")
+
+
+def test_an_array_that_is_in_no_list_is_missed_by_its_tensors_name(saved):
+    path = path_of(saved, "large")
+    missing = 0
+    for host in range(HOSTS):
+        files, rows = saved.table(host)
+        missing += len(rows.pop(path, []))
+        saved.write_table(host, files, rows)
+    saved.refuses(f"{missing} of {missing} chunks of 'large' were not written")
+
+
+def test_an_empty_list_is_missed_by_a_tensors_name(saved):
+    files, _ = saved.table(1)
+    saved.write_table(1, files, {})
+    saved.refuses("chunks of '(large|medium)' were not written")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chunk_in_two_lists_is_refused_by_its_tensors_name(saved, name):
+    path = path_of(saved, name)
+    host, _, rows = holder(saved, path)
+    other = (host + 1) % HOSTS
+    others_files, others_rows = saved.table(other)
+    number = rows[path][0]
+    place = (number[0], min(number[1], len(others_files) - 1) if others_files else number[1], *number[2:])
+    saved.write_table(other, others_files, {**others_rows, path: sorted([*others_rows.get(path, []), place])})
+    saved.refuses(f"more than one host wrote the same chunks of '{name}'")
+
+
+def test_a_chunk_in_two_lists_makes_up_for_no_other_that_is_in_none(saved):
+    """The counts are right."""
+    path = path_of(saved, "large")
+    (one, files, rows), (other, _, others) = [(h, *saved.table(h)) for h in range(HOSTS) if saved.table(h)[1].get(path)][:2]
+    assert one != other
+    moved = (others[path][0][0], *rows[path][0][1:])
+    saved.write_table(one, files, {**rows, path: sorted([*rows[path][1:], moved])})
+    saved.refuses("more than one host wrote the same chunks of 'large'")
+
+
+def test_a_chunk_beyond_the_tensor_is_refused_by_its_name(saved):
+    path = path_of(saved, "large")
+    host, files, rows = holder(saved, path)
+    saved.write_table(host, files, {**rows, path: [*rows[path], (10**6, *rows[path][-1][1:])]})
+    saved.refuses("chunk 1000000 of .* chunks of 'large' was written")
+
+
+def test_chunks_of_no_tensor_are_refused_by_their_path(saved):
+    path = path_of(saved, "large")
+    host, files, rows = holder(saved, path)
+    saved.write_table(host, files, {**rows, "else/where": rows[path][:1]})
+    saved.refuses("else/where, which is no tensor of this checkpoint")
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_list_that_is_not_as_long_as_its_record_says_is_refused(saved, off):
+    saved.write_table(2, *saved.table(2), chunks=saved.record(2).chunks + off)
+    saved.refuses("the chunk table of host 2 has .* its record says")
+
+
+def test_a_list_that_is_not_the_one_its_record_vouches_for_is_refused(saved):
+    key = saved.record(1).files.table.key
+    whole = saved.place.read(key)
+    for data in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b""):
+        saved.place.write(key, data)
+        with pytest.raises(FormatError, match=r"hosts/00001/table.*not the file"):
+            assemble(saved.place)
+    saved.place.delete(key)
+    with pytest.raises(MissingDataError, match="hosts/00001/table"):
+        assemble(saved.place)
+    assert shardckpt.commit(str(saved.root))[0].state == "refused"
+
+
+def test_an_index_that_lacks_a_chunk_of_the_list_is_refused(saved):
+    """Host 0's record forgets a lane, whose chunks are in its table."""
+    record = saved.record(0)
+    if record.layout == "packed":
+        saved.write_record(replace(record, files=replace(record.files, lanes=())))
+        saved.refuses("the hosts wrote .* chunks of .* bytes, the merged index has")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_single_change_of_any_list_goes_unnoticed(left, tmp_path_factory, data):
+    """A row is taken out, put twice, or given another number: always an error with a tensor's name in it."""
+    saved = Saved(shutil.copytree(left, tmp_path_factory.mktemp("changed") / "c"))
+    host = data.draw(st.integers(0, HOSTS - 1))
+    files, rows = saved.table(host)
+    path = data.draw(st.sampled_from(sorted(path for path, some in rows.items() if some)))
+    i = data.draw(st.integers(0, len(rows[path]) - 1))
+    number, *place = rows[path][i]
+    others = [row for k, row in enumerate(rows[path]) if k != i]
+    taken = {row[0] for row in others}
+    renumbered = data.draw(st.one_of(st.none(), st.integers(0, 40).filter(lambda n: n != number and n not in taken)))
+    changed = others if renumbered is None else sorted([*others, (renumbered, *place)])
+    saved.write_table(host, files, {**rows, path: changed})
+    saved.refuses(f"chunks of '{path.rpartition('/')[2]}'")
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_without_a_record_is_named(saved):
+    saved.place.delete("records/00001.json")
+    assert finished_hosts(saved.place) == [0, 2]
+    saved.refuses("host 1 did not finish")
+    with pytest.raises(CommitError, match=r"host 1 \(of 3\) did not finish within 0 s"):
+        wait_for_hosts(saved.place, HOSTS, 0)
+
+
+def test_a_failure_that_is_known_is_told_at_once(saved):
+    saved.place.delete("records/00001.json")
+    with pytest.raises(CommitError, match=r"process 1 ran out of luck\. Nothing was published"):
+        wait_for_hosts(saved.place, HOSTS, 600, lambda: "process 1 ran out of luck.")
+
+
+def test_a_record_of_one_host_too_many_is_refused(saved):
+    saved.write_record(replace(saved.record(2), host=3))
+    saved.refuses("the save has 3 hosts, and there are records of hosts 0-3")
+
+
+def test_an_attempt_without_records_says_what_may_have_become_of_it(saved):
+    saved.place.delete_prefix("records/")
+    with pytest.raises(CommitError, match="has collected the attempt"):
+        assemble(saved.place)
+
+
+def test_a_record_in_another_hosts_place_is_refused(saved):
+    saved.write_record(saved.record(1), host=2)
+    saved.refuses("host 1's record of attempt .*, and lies in another place")
+
+
+def test_a_record_of_another_attempt_is_refused(saved):
+    saved.write_record(replace(saved.record(2), attempt="20300101T000000-00000000"))
+    saved.refuses("host 2's record of attempt 20300101T000000-00000000, and lies in another place")
+
+
+@pytest.mark.parametrize(
+    ("what", "value"), [("hosts", 4), ("layout", None), ("compression", "zstd"), ("prior", "0" * 64)], ids=lambda x: str(x)[:8]
+)
+def test_hosts_that_saved_differently_are_refused(saved, what, value):
+    record = saved.record(2)
+    if what == "layout":
+        value = {"packed": "zarr", "zarr": "packed"}[record.layout]
+    saved.write_record(replace(record, **{what: value}))
+    saved.refuses("hosts 0 and 2")
+
+
+def test_another_versions_record_is_refused(saved):
+    key = "records/00002.json"
+    saved.place.write(key, saved.place.read(key).replace(b'"version":[1,0]', b'"version":[1,1]'))
+    with pytest.raises(CommitError, match="another format version than this process writes"):
+        assemble(saved.place)

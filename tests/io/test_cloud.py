@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +22,6 @@ from s3fs import S3FileSystem
 import shardckpt
 from shardckpt.errors import MissingExtraError, OptionError, StorageError
 from shardckpt.io import cloud as settings
-from shardckpt.io.pace import Pace
 from shardckpt.io.store import Store, shared_context
 
 STATE = {
@@ -77,20 +78,35 @@ def test_stock_tensorstore_reads_it_by_a_url_where_one_can_say_it_all(gcs_server
         assert np.array_equal(ts.open(shardckpt.open(url).stock_url("w")).result().read().result(), STATE["w"])
 
 
+def fsspec_files(cloud):
+    """The bucket, as gcsfs or s3fs sees it."""
+    options = {"endpoint_url": cloud.endpoint, "skip_instance_cache": True, "use_listings_cache": False}
+    return GCSFileSystem(token="anon", **options) if cloud.scheme == "gs" else S3FileSystem(**options)
+
+
 def test_fsspec_reads_the_same_objects(cloud, saved):
-    options = {"skip_instance_cache": True, "use_listings_cache": False}
-    if cloud.scheme == "gs":
-        files = GCSFileSystem(token="anon", endpoint_url=cloud.endpoint, **options)
-    else:
-        files = S3FileSystem(endpoint_url=cloud.endpoint, **options)
-    store = Store.open(saved)
-    root = store.location.path
-    assert sorted(files.find(root)) == [f"{root}/{key}" for key in store.list()]
-    assert all(files.cat_file(f"{root}/{key}") == store.read(key) for key in store.list()[:20])
+    files, store = fsspec_files(cloud), Store.open(saved)
+    root, keys = store.location.path, store.list()
+    assert sorted(files.find(root)) == [f"{root}/{key}" for key in keys]
+    assert {key: files.cat_file(f"{root}/{key}") for key in keys} == {key: store.read(key) for key in keys}
 
 
-def test_the_catalogue_and_the_command_line_know_object_stores(cloud, saved):
-    command = [sys.executable, "-m", "shardckpt.cli", "verify", saved]
+ZARR = """
+import hashlib, sys, zarr
+group = zarr.open_group(sys.argv[1], mode="r")
+print(hashlib.sha256(group["w"][:]).hexdigest(), group["block/scalar"][...], sorted(group))
+"""
+
+
+def test_zarr_reads_arrays_of_the_plain_layout_through_fsspec(cloud, tmp_path):
+    url = cloud.url(uuid.uuid4().hex)
+    shardckpt.save(url, STATE, options=shardckpt.SaveOptions(layout="zarr"))
+    run = use(f"{url}/{shardckpt.open(url).record.attempt}/zarr", cloud.env(), tmp_path, ZARR)
+    assert run.stdout == f"{hashlib.sha256(STATE['w']).hexdigest()} 3.5 ['block', 'w']\n", run.stderr
+
+
+def test_the_command_line_knows_object_stores(cloud, saved):
+    command = [Path(sys.executable).parent / "shardckpt", "verify", saved]
     run = subprocess.run(command, env={**os.environ, **cloud.env()}, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -104,6 +120,14 @@ store = Store.open(sys.argv[1])
 store.write("key", b"value")
 assert store.read("key") == b"value"
 print(store.list_children())
+"""
+
+
+LOADED = """
+import sys
+from shardckpt.io.store import Store
+Store.open(sys.argv[1]).list()
+print(sorted({"gcsfs", "s3fs"} & {*sys.modules}))
 """
 
 
@@ -139,6 +163,20 @@ def test_s3_goes_by_the_variables_that_aws_documents(s3_server, profiles, creden
     assert run.stdout == "['key']\n", run.stderr
 
 
+def test_s3_goes_by_the_files_that_aws_s_variables_name(s3_server, profiles, tmp_path):
+    """Keys may be in either file; a profile that is called default needs not to be named."""
+    for keys, others in itertools.permutations(["AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"]):
+        (tmp_path / keys).write_text("[default]\naws_access_key_id = test\naws_secret_access_key = a%%b=\n")
+        given = {keys: str(tmp_path / keys), others: str(tmp_path / "none")}
+        run = use(s3_server.url(uuid.uuid4().hex), {"AWS_ENDPOINT_URL": s3_server.endpoint, **given}, tmp_path)
+        assert run.stdout == "['key']\n", run.stderr
+
+
+def test_a_profile_that_nobody_has_is_refused_by_name(s3_server, profiles):
+    run = use(s3_server.url("x"), {"AWS_ENDPOINT_URL": s3_server.endpoint, "AWS_PROFILE": "theirs"}, profiles)
+    assert "OptionError: AWS_PROFILE=theirs: neither" in run.stderr.splitlines()[-1]
+
+
 def test_requests_to_s3_go_unsigned_if_that_is_asked_for(s3_server, profiles):
     """moto lets anybody write, and does not let the nameless read what they have written."""
     variables = {"AWS_ENDPOINT_URL": s3_server.endpoint, "AWS_PROFILE": "ours", "AWS_NO_SIGN_REQUEST": "1"}
@@ -155,14 +193,13 @@ def test_what_is_not_installed_is_named_before_anything_is_done(monkeypatch, sch
 
 
 def test_opening_a_local_place_loads_no_client_of_an_object_store(tmp_path):
-    program = "import sys; from shardckpt.io.store import Store; Store.open(sys.argv[1]).list(); print(sorted({'gcsfs', 's3fs'} & {*sys.modules}))"
-    assert use(str(tmp_path), {}, tmp_path, program).stdout == "[]\n"
+    assert use(str(tmp_path), {}, tmp_path, LOADED).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "inf", "nan"])
 @pytest.mark.parametrize("variable", ["SHARDCKPT_RETRY_SECONDS", "SHARDCKPT_READS_PER_SECOND", "SHARDCKPT_WRITES_PER_SECOND"])
 def test_a_number_that_is_none_is_refused_by_name(variable, value):
-    caches = (shared_context, settings._paces)
+    caches = (shared_context, settings._pace)
     with environment({variable: value, "TENSORSTORE_GCS_HTTP_URL": "http://127.0.0.1:1"}):
         for cached in caches:
             cached.cache_clear()
@@ -186,27 +223,6 @@ def test_pauses_between_tries_take_as_long_as_was_asked_for(seconds):
     ts.Context(settings.context())
 
 
-@given(st.floats(0.01, 1000), st.lists(st.floats(0, 100), min_size=1, max_size=30))
-def test_requests_begin_no_faster_than_the_pace_and_no_slower(rate, idle):
-    now = 0.0
-    began = []
-
-    def sleep(seconds):
-        nonlocal now
-        now += seconds
-
-    pace = Pace(rate, clock=lambda: now, sleep=sleep)
-    for seconds in idle:
-        now += seconds
-        came = now
-        pace.wait()
-        waited = now - came
-        assert waited <= 1 / rate + 1e-9
-        began.append(now)
-        assert waited == 0 or now - began[-2] <= 1 / rate + 1e-9
-    assert all(b - a >= 1 / rate - 1e-9 for a, b in itertools.pairwise(began))
-
-
 def test_a_store_keeps_to_the_pace(cloud, monkeypatch):
     counts = {"read": 0, "write": 0}
 
@@ -218,7 +234,7 @@ def test_a_store_keeps_to_the_pace(cloud, monkeypatch):
             counts[self.kind] += 1
 
     store = Store.open(cloud.url(uuid.uuid4().hex))
-    monkeypatch.setattr(settings, "_paces", lambda: {kind: Counted(kind) for kind in counts})
+    monkeypatch.setattr(settings, "_pace", lambda kind, _share: Counted(kind))
     store.write("a", b"")
     store.upload("b", b"").wait()
     store.create("c", b"")

@@ -172,9 +172,9 @@ def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks
         keys = [f"w/c/{i}/{host}" for i in range(20)]
         for i, key in enumerate(keys):
             writer.put(key, bytes([i]) * (i + 1))
-        placements = writer.finish()
-        columns = (placements.file.tolist(), placements.offset.tolist(), placements.length.tolist())
-        expected |= {key: (placements.files[f], o, n) for key, f, o, n in zip(keys, *columns, strict=True)}
+        extents = writer.finish()
+        columns = (extents.file.tolist(), extents.offset.tolist(), extents.length.tolist())
+        expected |= {key: (extents.files[f], o, n) for key, f, o, n in zip(keys, *columns, strict=True)}
         lanes += writer.lanes
     documents = {"w": array_json((20, 3), DTYPES["uint8"], (1, 1))}
     merge_lanes(store, lanes, documents, expected_chunks=60, expected_bytes=3 * 210)

@@ -31,9 +31,9 @@ def as_tensorstore_reads_it(store, lane):
     return {key.decode(): bytes(database[key]) for key in database.list().result()}
 
 
-def as_placed(store, placements):
-    rows = zip(placements.file.tolist(), placements.offset.tolist(), placements.length.tolist(), strict=True)
-    return [store.read(placements.files[f], o, o + n) for f, o, n in rows]
+def as_placed(store, extents):
+    rows = zip(extents.file.tolist(), extents.offset.tolist(), extents.length.tolist(), strict=True)
+    return [store.read(extents.files[f], o, o + n) for f, o, n in rows]
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,15 +43,15 @@ def test_every_chunk_is_where_it_is_said_to_be_and_where_tensorstore_looks(entri
     writer = PackedWriter(store, 3, data_file_bytes=data_file_bytes, lane_keys=lane_keys)
     for key, data in entries.items():
         writer.put(key, data)
-    placements = writer.finish()
+    extents = writer.finish()
 
-    assert as_placed(store, placements) == list(entries.values())
+    assert as_placed(store, extents) == list(entries.values())
     lanes = [as_tensorstore_reads_it(store, lane) for lane in writer.lanes]
     assert all(len(lane) <= lane_keys for lane in lanes)
     assert sum(map(len, lanes)) == len(entries)
     assert {k: v for lane in lanes for k, v in lane.items()} == entries
-    sizes = np.bincount(placements.file, placements.length, len(placements.files))
-    counts = np.bincount(placements.file, minlength=len(placements.files))
+    sizes = np.bincount(extents.file, extents.length, len(extents.files))
+    counts = np.bincount(extents.file, minlength=len(extents.files))
     assert ((sizes <= data_file_bytes) | (counts == 1)).all()
 
 
@@ -59,10 +59,10 @@ def test_a_host_writes_into_its_own_directory_and_nowhere_else(store):
     writer = PackedWriter(store, 7, data_file_bytes=10)
     for i in range(3):
         writer.put(f"w/c/{i}", b"12345678")
-    placements = writer.finish()
+    extents = writer.finish()
     assert writer.lanes == ["hosts/00007/0"]
-    assert list(placements.files) == [f"hosts/00007/0/d/0000{i}" for i in range(3)]
-    assert store.list() == [*placements.files, "hosts/00007/0/d/tree", "hosts/00007/0/manifest.ocdbt"]
+    assert list(extents.files) == [f"hosts/00007/0/d/0000{i}" for i in range(3)]
+    assert store.list() == [*extents.files, "hosts/00007/0/d/tree", "hosts/00007/0/manifest.ocdbt"]
     assert list(as_tensorstore_reads_it(store, "hosts/00007/0")) == ["w/c/0", "w/c/1", "w/c/2"]
 
 
@@ -70,10 +70,10 @@ def test_chunks_lie_side_by_side_in_the_order_in_which_they_were_put(store):
     writer = PackedWriter(store, 0)
     for i in (3, 1, 2):
         writer.put(f"w/c/{i}", b"%d" % i * i)
-    placements = writer.finish()
-    assert store.read(placements.files[0]) == b"333122"
-    assert placements.offset.tolist() == [0, 3, 4]
-    assert placements.length.tolist() == [3, 1, 2]
+    extents = writer.finish()
+    assert store.read(extents.files[0]) == b"333122"
+    assert extents.offset.tolist() == [0, 3, 4]
+    assert extents.length.tolist() == [3, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_any_buffer_will_do_and_may_be_used_again_at_once(store, kind):
 
 def test_a_host_with_nothing_to_write_creates_nothing(store):
     writer = PackedWriter(store, 0)
-    placements = writer.finish()
-    assert (len(placements), placements.files, writer.lanes, store.list()) == (0, (), [], [])
+    extents = writer.finish()
+    assert (len(extents), extents.files, writer.lanes, store.list()) == (0, (), [], [])
 
 
 def test_a_chunk_put_twice_is_an_error_with_its_key(store):
@@ -215,8 +215,8 @@ def test_on_an_object_store_a_file_is_one_request_and_what_is_sent_again(proxied
         writer = PackedWriter(store, 0, data_file_bytes=8 << 14)
         for i, row in enumerate(data):
             writer.put(f"w/c/{i}", row)
-        placements = writer.finish()
-    assert as_placed(store, placements) == [row.tobytes() for row in data]
+        extents = writer.finish()
+    assert as_placed(store, extents) == [row.tobytes() for row in data]
     sent = {name.rpartition("/")[2]: nbytes >> 14 for name, nbytes in proxy.traffic.uploaded().items() if nbytes >= 1 << 14}
     assert sent == {"00000": 8, "00001": 8, "00002": 16, "00003": 16, "00004": 8}
     assert sum(e.operation.kind == "upload" for e in proxy.traffic.exchanges()) == 5 + 2 + 2

@@ -28,11 +28,11 @@ def test_every_chunk_is_an_object_of_its_name(entries, in_flight_bytes):
     writer = PlainWriter(store, in_flight_bytes=in_flight_bytes)
     for key, data in entries.items():
         writer.put(f"{key}/c/0", data)
-    placements = writer.finish()
+    extents = writer.finish()
     assert {key: store.read(key) for key in store.list()} == {f"zarr/{key}/c/0": data for key, data in entries.items()}
-    assert placements.length.tolist() == [len(data) for data in entries.values()]
-    assert placements.files == ()
-    assert not placements.offset.any()
+    assert extents.length.tolist() == [len(data) for data in entries.values()]
+    assert extents.files == ()
+    assert not extents.offset.any()
 
 
 def test_buffers_may_be_used_again_at_once(store):

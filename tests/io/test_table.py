@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError
-from shardckpt.io.table import OWN_OBJECT, ArrayChunks, decode_table, encode_table, merge_tables
+from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table, decode_table, encode_table, merge_tables
 
 
 def rows(*chunks, file=0):
@@ -38,15 +38,16 @@ def test_chunks_are_found_by_position():
 
 
 def test_tables_of_several_hosts_become_one():
-    files, merged = merge_tables([(["a"], {"w": rows(0, 2)}), (["b"], {"w": rows(1), "v": rows(0)})])
-    assert files == ["a", "b"]
+    table = merge_tables([Table.of(["a"], {"w": rows(0, 2)}), Table.of(["b"], {"w": rows(1), "v": rows(0)})])
+    assert table.files == ["a", "b"]
+    merged = table.arrays()
     assert merged["w"].chunk.tolist() == [0, 1, 2]
     assert merged["w"].file.tolist() == [0, 1, 0]
 
 
 def test_a_chunk_of_two_hosts_is_refused():
     with pytest.raises(FormatError, match="two hosts wrote the same chunk"):
-        merge_tables([(["a"], {"w": rows(0, 2)}), (["b"], {"w": rows(2)})])
+        merge_tables([Table.of(["a"], {"w": rows(0, 2)}), Table.of(["b"], {"w": rows(2)})])
 
 
 @pytest.mark.parametrize(

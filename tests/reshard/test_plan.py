@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardckpt.box import Box, BoxArray
 from shardckpt.errors import FormatError
-from shardckpt.reshard.plan import Piece, chunk_boxes, chunks_inside, coverage_gap, overlaps
+from shardckpt.reshard.plan import Piece, chunk_boxes, chunks_inside, count_chunks, coverage_gap, overlaps, touched
 
 
 @st.composite
@@ -56,6 +56,37 @@ def test_chunks_of_a_piece_tile_it(grid):
         count[boxes[i].slices] += 1
     assert (count[piece.box.slices] == 1).all()
     assert count.sum() == piece.box.size
+
+
+@given(grids(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_run_of_the_chunks_inside_of_a_box_is_that_run_of_all_of_them(grid, data):
+    piece, boxes = grid
+    for box in boxes:
+        pairs = overlaps(piece, BoxArray.of([box], box.ndim))
+        assert count_chunks(piece, box) == len(pairs.chunk)
+        touched = chunk_boxes(piece, pairs.chunk)
+        if not all(box.contains(touched[i]) for i in range(len(touched))):
+            with pytest.raises(FormatError, match="cross the border"):
+                chunks_inside(piece, box)
+            continue
+        first = data.draw(st.integers(0, len(touched)))
+        run = range(first, data.draw(st.integers(first, len(touched))))
+        positions, elements = chunks_inside(piece, box, run)
+        assert positions.tolist() == pairs.chunk[run.start : run.stop].tolist()
+        assert [elements[i] for i in range(len(elements))] == [touched[i] for i in run]
+        assert chunks_inside(piece, box)[0].tolist() == pairs.chunk.tolist()
+
+
+@given(st.lists(grids(), min_size=1, max_size=5), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_pieces_are_touched_by_boxes_with_which_their_chunks_overlap(found, random):
+    ndim = len(found[0][0].shape)
+    pieces = [piece for piece, _ in found if len(piece.shape) == ndim]
+    boxes = BoxArray.of([box for _, some in found for box in some if box.ndim == ndim and random.random() < 0.5], ndim)
+    wanted = [piece for piece in pieces if len(overlaps(piece, boxes).chunk)]
+    assert [piece for piece in touched(pieces, boxes) if len(overlaps(piece, boxes).chunk)] == wanted
+    assert len(pieces) == 1 or touched(pieces, boxes) == wanted
 
 
 def test_a_chunk_with_two_writers_is_refused():

@@ -104,6 +104,13 @@ def test_a_device_that_is_nobodys_is_an_error_that_names_it():
         box_holders(sharding, 1, [5], DeviceOwners.of({5: 0}))
 
 
+def test_a_device_outside_of_the_layout_has_no_holders_but_an_error():
+    sharding = Sharding(Mesh((2,), ("x",), [5, 9]), PartitionSpec("x"))
+    for stranger in (0, 7, 11):
+        with pytest.raises(ShardingError, match=f"device {stranger} holds nothing"):
+            box_holders(sharding, 1, [5, stranger], DeviceOwners.of({5: 0, 9: 1}))
+
+
 def test_a_world_counts_its_processes_from_zero():
     with pytest.raises(ValueError, match="numbered from 0"):
         World(2, 2)

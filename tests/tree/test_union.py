@@ -197,7 +197,7 @@ def test_a_tied_name_may_come_before_its_tensor_where_processes_order_their_cont
 
 def test_a_tie_that_another_process_contradicts_is_refused():
     message = refused([{"embed": T(1), "head": T(1)}] * 2 + [{"head": T(1)}])
-    assert "'head' is the same tensor as 'embed' on processes 0–1 and a tensor of its own on process 2; " in message
+    assert "'head' is the same tensor as 'embed' on processes 0-1 and a tensor of its own on process 2; " in message
     assert "let it be one tensor to all processes that have it" in message
     message = refused([{"embed": T(1), "head": T(1)}, {"embed": T(1), "head": T(2)}])
     assert "'head' is the same tensor as 'embed' on process 0 and a tensor of its own on process 1" in message
@@ -218,10 +218,10 @@ def test_unequal_small_leaves_name_the_leaf_both_values_and_the_processes():
     states = [{"opt": {"lr": 0.1}}] * 7
     states[4] = {"opt": {"lr": 0.2}}
     assert refused(states) == (
-        "'opt/lr' is 0.1 (float) on processes 0–3, 5–6 and 0.2 (float) on process 4; make it equal on all processes, "
+        "'opt/lr' is 0.1 (float) on processes 0-3, 5-6 and 0.2 (float) on process 4; make it equal on all processes, "
         "or wrap it in shardckpt.PerProcess where it differs on purpose. Nothing was published."
     )
-    assert "'opt/lr' is 0.1 (float) on process 0 and 0.2 (float) on process 1 (and something else on processes 2–3)" in refused(
+    assert "'opt/lr' is 0.1 (float) on process 0 and 0.2 (float) on process 1 (and something else on processes 2-3)" in refused(
         [{"opt": {"lr": lr}} for lr in (0.1, 0.2, 0.3, 0.4)]
     )
 

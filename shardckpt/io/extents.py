@@ -1,4 +1,7 @@
-"""Where the chunks of one host went, in columns, one row per chunk in the order in which they were put."""
+"""Where the chunks of one host went: an extent, a run of bytes in a file, for each.
+
+In columns, one row per chunk in the order in which they were put.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from shardckpt.errors import CommitError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PlacementLog", "Placements"]
+__all__ = ["ExtentLog", "Extents"]
 
 
 @dataclass(frozen=True, slots=True)
-class Placements:
-    """n chunks, in the order in which they were put."""
+class Extents:
+    """Of n chunks, in the order in which they were put."""
 
     files: tuple[str, ...]
     """Data files, relative to the attempt; none in the plain layout, where each chunk's key names its object."""
@@ -34,8 +37,8 @@ class Placements:
         return len(self.length)
 
 
-class PlacementLog:
-    """Placements as they come to be: 20 bytes per chunk, and its key, so that no key is put twice."""
+class ExtentLog:
+    """Extents as they come to be: 20 bytes per chunk, and its key, so that no key is put twice."""
 
     def __init__(self) -> None:
         self.files: list[str] = []
@@ -60,7 +63,7 @@ class PlacementLog:
         self._offset.append(offset)
         self._length.append(length)
 
-    def placements(self) -> Placements:
+    def extents(self) -> Extents:
         """All that was noted."""
         columns = (np.array(self._file, np.uint32), np.array(self._offset, np.uint64), np.array(self._length, np.uint64))
-        return Placements(tuple(self.files), *columns)
+        return Extents(tuple(self.files), *columns)

@@ -1,0 +1,69 @@
+"""What the processes of a job do in the tests of object stores that fail. Their environment leads to a proxy, or round it."""
+
+import os
+
+import gcsfs.core  # noqa: F401  (imported once, and used in forks only)
+import ml_dtypes
+import numpy as np
+import s3fs  # noqa: F401
+
+import shardckpt
+from shardckpt import SaveOptions, saving
+from shardckpt.io import packed
+
+
+def state(seed):
+    """Some 300 KB that all processes write together, small tensors, and leaves."""
+    rng = np.random.default_rng(seed)
+    return {
+        "w": rng.standard_normal((160, 150), np.float32),
+        "halves": rng.integers(0, 1 << 16, (200, 256), np.uint16).view(ml_dtypes.bfloat16),
+        "bytes": rng.integers(0, 256, 120_011, np.uint8),
+        "small": np.arange(seed, seed + 5),
+        "empty": np.zeros((0, 3)),
+        "step": seed,
+    }
+
+
+def own(process, seed):
+    """What each process owns by itself."""
+    return {"process": process, "seed": seed}
+
+
+def save(coordinator, url, seed, options=None):
+    """Save; the small state has several data files."""
+    packed.OBJECT_BYTES = 40_000
+    saving._COMMITTING = 1.0  # whoever waits for a committer that says nothing waits no longer than that after the timeout
+    mine = {**state(seed), "own": shardckpt.PerProcess(own(coordinator.world.process, seed))}
+    options = SaveOptions(**{"commit_timeout": 20.0, **(options or {})})
+    shardckpt.save(url, mine, options=options, coordinator=coordinator)
+    return "saved"
+
+
+def save_patiently(coordinator, url, seed):
+    os.environ["SHARDCKPT_RETRY_SECONDS"] = "60"
+    return save(coordinator, url, seed)
+
+
+def restore(coordinator, url):
+    """Restore; which state it is, to the last bit."""
+    like = {**state(0), "own": shardckpt.PerProcess(None)}
+    found = shardckpt.restore(url, like=like, coordinator=coordinator)
+    seed = found["step"]
+    assert found["own"].value == own(coordinator.world.process, seed)
+    for name, expected in state(seed).items():
+        assert np.asarray(found[name]).tobytes() == np.asarray(expected).tobytes(), name
+    return seed
+
+
+def race(coordinator, urls):
+    """Each process for itself saves at one url after another, all at the same moment; what became of its saves."""
+    process, outcomes = coordinator.world.process, []
+    for i, url in enumerate(urls):
+        coordinator.share(f"ready {i}", None)
+        try:
+            shardckpt.save(url, {"winner": process, "w": np.full(10, process)}, options=SaveOptions(layout="zarr"))
+            outcomes.append("saved")
+        except shardckpt.ShardckptError as e:
+            outcomes.append(type(e).__name__)
+    return outcomes

@@ -1,0 +1,107 @@
+"""The operations by which a process changes the storage, counted; at one of them it dies or falls asleep.
+
+An operation is making, writing, syncing, renaming or removing a file or directory, and every write, copy and commit of
+TensorStore's. Of a write there are two: before it, and in the middle, when half of the bytes are there. TensorStore writes
+a file under another name (`….__lock`) and renames it, so half of its bytes are there under that name; of its commits the
+middle is wherever it is a moment after it began. What the processes tell each other counts, too: it is a renamed file here.
+"""
+
+import contextlib
+import functools
+import os
+import threading
+
+import tensorstore as ts
+
+FILES = ("open", "write", "ftruncate", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+TENSORSTORE = ("write", "delete_range", "experimental_copy_range_to")
+
+
+class Operations:
+    """Counts them, and calls `act(name)` at the chosen one."""
+
+    def __init__(self, act, *, at=None, before=None, after=None):
+        """Choose an operation: by its number, or as the one before or after that writes an object whose path ends so."""
+        self.names = []
+        self._act, self._at, self._before, self._after = act, at, before, after
+        self._lock = threading.RLock()
+        self._armed = False
+
+    def arm(self):
+        self._armed = True
+        for name in FILES:
+            setattr(os, name, self._file_operation(name, getattr(os, name)))
+        for name in TENSORSTORE:
+            setattr(ts.KvStore, name, self._tensorstore_operation(name, getattr(ts.KvStore, name)))
+        ts.Transaction.__exit__ = self._commit(ts.Transaction.__exit__)
+
+    def disarm(self):
+        """Whatever this process does from now on is not counted."""
+        self._armed = False
+
+    def _count(self, name, *, half=lambda: None, chosen=False):
+        """One more operation; `half` is what is done of the one before, if this is its middle. Whether it was the chosen one."""
+        with self._lock:
+            if not self._armed:
+                return False
+            number = len(self.names)
+            self.names.append(name)
+            if not chosen and number != self._at:
+                return False
+            half()
+            self._act(name)
+            return True
+
+    def _file_operation(self, name, function):
+        @functools.wraps(function)
+        def wrapped(*arguments, **options):
+            if name == "open" and not arguments[1] & (os.O_CREAT | os.O_TRUNC):
+                return function(*arguments, **options)
+            self._count(name)
+            if name == "write":
+                file, data = arguments
+                half = len(data) // 2
+                if self._count("the second half of a write", half=lambda: function(file, data[:half])):
+                    return half + function(file, data[half:])  # it has only slept
+            return function(*arguments, **options)
+
+        return wrapped
+
+    def _tensorstore_operation(self, name, function):
+        @functools.wraps(function)
+        def wrapped(store, *arguments, **options):
+            path = store.path + _text(arguments[0]) if name == "write" else ""
+            self._count(f"tensorstore {name}", chosen=_ends(path, self._before))
+            if name == "write" and arguments[1] is not None and store.spec().to_json()["driver"] == "file":
+                value = bytes(arguments[1])
+                self._count("the second half of a tensorstore write", half=lambda: _write_half(path, value))
+            future = function(store, *arguments, **options)
+            if _ends(path, self._after):
+                future.result()
+                self._count(f"after tensorstore {name}", chosen=True)
+            return future
+
+        return wrapped
+
+    def _commit(self, function):
+        @functools.wraps(function)
+        def wrapped(transaction, *error):
+            self._count("tensorstore commit")
+            self._count("the middle of a tensorstore commit", half=transaction.commit_async)
+            return function(transaction, *error)
+
+        return wrapped
+
+
+def _write_half(path, value):
+    # Not by os.open and os.write, which are counted.
+    with contextlib.suppress(FileNotFoundError), open(f"{path}.__lock", "wb", buffering=0) as file:  # noqa: PTH123
+        file.write(value[: len(value) // 2])
+
+
+def _text(key):
+    return key if isinstance(key, str) else key.decode()
+
+
+def _ends(path, end):
+    return end is not None and path.endswith(end)

@@ -1,0 +1,107 @@
+"""The examples of docs/cli.md, run one after another as they stand there.
+
+Times, names of attempts and blanks may differ; `…` in an example stands for anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import Processes
+
+import shardckpt
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt.io.table import decode_table
+
+DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+EXAMPLE = re.compile(r"^```\n\$ shardckpt (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN = Path("runs/7b")
+HOUR = 3600
+MESH = Mesh((4, 2), ("data", "model"))
+
+
+def save(step):
+    embed = np.arange(4096 * 512, dtype=np.float32).reshape(4096, 512)
+    if step == 10:
+        embed[3, 5:17] += 0.25
+    model = {"embed": embed, "head": embed, "bias": np.zeros(512, np.float32), "scale": np.ones((16, 16))}
+    shardings = {"model/embed": Sharding(MESH, PartitionSpec("data", "model")), "model/bias": Sharding(MESH, PartitionSpec("model"))}
+    options = SaveOptions(shardings=shardings, metadata={"loss": 1.25})
+    shardckpt.save(RUN / f"step_{step}", {"model": model, "step": step}, options=options)
+
+
+def idle(step, hours):
+    (attempt,) = (p for p in (RUN / f"step_{step}").iterdir() if p.is_dir())
+    for path in [attempt, *attempt.rglob("*")]:
+        os.utime(path, (time.time() - hours * HOUR,) * 2)
+
+
+def damage():
+    """Another byte in the chunk of `model/embed` that is third in grid order."""
+    attempt = RUN / "step_10" / shardckpt.open(RUN / "step_10").record.attempt
+    files, arrays = decode_table((attempt / "hosts/00000/table").read_bytes(), "")
+    (rows,) = (found for path, found in arrays.items() if path.endswith("embed"))
+    path = attempt / files[int(rows.file[2])]
+    data = bytearray(path.read_bytes())
+    data[int(rows.offset[2]) + 7] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The directory of the examples before the first one, and a save that four hosts have left."""
+    top = tmp_path_factory.mktemp("examples")
+    with pytest.MonkeyPatch.context() as patch, Processes("many_hosts") as job:
+        patch.chdir(top)
+        for step in (9, 10):
+            save(step)
+        job.run("save_without_committing", 4, top / "left")
+        yield top
+
+
+def appear(step, hours, *, without=None):
+    """An attempt that was left uncommitted so long ago, perhaps by fewer hosts than it has."""
+    place = shutil.copytree("left", RUN / f"step_{step}")
+    for record in place.glob(f"*/records/{without}.json"):
+        record.unlink()
+    idle(step, hours)
+
+
+BEFORE = {
+    "ls -a runs/7b": lambda: appear(11, 3),
+    "verify runs/7b/step_10": damage,
+    "diff runs/7b/step_9 runs/7b/step_10": lambda: (shutil.rmtree(RUN / "step_10"), save(10)),
+    "commit runs/7b": lambda: appear(12, 3, without="00002"),
+    "gc runs/7b": lambda: appear(8, 50, without="00003"),
+}
+"""What happens before an example."""
+
+
+def normal(text, top):
+    text = text.replace(str(top), "/data")
+    text = re.sub(r"\d{8}T\d{6}-[0-9a-f]{8}(-\d+)?", "ATTEMPT", text)
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", text)
+    text = re.sub(r"by shardckpt \S+", "by shardckpt VERSION", text)
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypatch):
+    monkeypatch.chdir(runs)
+    examples = EXAMPLE.findall(DOCS.read_text(encoding="utf-8"))
+    assert [command.split()[0] for command, _ in examples] == ["ls", "ls", "info", "info", "verify", "diff", "commit", "gc", "rm"]
+    for command, documented in examples:
+        BEFORE.get(command, lambda: None)()
+        asked, _, said = documented.rpartition("[y/N]: y\n")
+        answer = run(*command.split(), *(["--yes"] if asked else []), width=100)
+        assert answer.err == ""
+        expected = normal(said, runs)
+        found = normal(answer.out, runs)
+        assert len(found) == len(expected), answer.out
+        for line, pattern in zip(found, expected, strict=True):
+            assert re.fullmatch(re.escape(pattern).replace("…", ".*"), line), answer.out

@@ -1,0 +1,115 @@
+"""What any framework saved, in any number of processes, every other one restores onto meshes of its own, bit by bit.
+
+The processes, their layouts and how each of them is compared with what its framework says: `tests/children/e2e_*.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from math import prod
+
+import pytest
+
+import shardckpt
+
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(900)]
+
+JOBS = {
+    "torch_xla": ("torch_xla", 1),
+    "torch_xla, 2 processes": ("torch_xla", 2),
+    "DTensor, 2 processes": ("DTensor", 2),
+    "DTensor, 4 processes": ("DTensor", 4),
+    "JAX": ("JAX", 1),
+    "JAX, 2 processes": ("JAX", 2),
+    "numpy": ("numpy", 1),
+}
+KINDS = {
+    "packed": {"layout": "packed"},
+    "zarr": {"layout": "zarr"},
+    "packed, zstd": {"layout": "packed", "compression": "zstd"},
+}
+"""Ways to store a checkpoint."""
+TENSORS = 29
+"""Of the state, tied ones once."""
+
+
+@pytest.fixture(scope="module")
+def rounds(torture):
+    """Of the whole matrix, each with all layouts drawn anew."""
+    return range(8 if torture else 1)
+
+
+@pytest.fixture(scope="module")
+def saved(rounds, run_job, tmp_path_factory):
+    """By round, saver and kind: where the checkpoint is, and each tensor's layout."""
+    root = tmp_path_factory.mktemp("matrix")
+    found = {}
+    for (saver, (framework, processes)), seed in product(JOBS.items(), rounds):
+        places = {kind: (root / f"{seed} {saver}" / kind, options) for kind, options in KINDS.items()}
+        answers = run_job(framework, "save", processes, places, seed)
+        assert all(answer == answers[0] for answer in answers)
+        found |= {(seed, saver, kind): (places[kind][0], layouts) for kind, layouts in answers[0].items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def flipped(run_job, tmp_path_factory):
+    """A checkpoint of a state with a few bits that are not as they should be, and what that is."""
+    url = tmp_path_factory.mktemp("flipped") / "c"
+    (names,) = run_job("numpy", "save_flipped", 1, url)
+    return url, names
+
+
+@pytest.fixture(scope="module")
+def restored(rounds, saved, flipped, run_job):
+    """By round, saver, kind and restorer: what each process has found, and each tensor's layout."""
+    found = {}
+    for (restorer, (framework, processes)), seed in product(JOBS.items(), rounds):
+        places = {"/".join(pair): (saved[seed, *pair][0], JOBS[pair[0]][1]) for pair in product(JOBS, KINDS)}
+        answers = run_job(framework, "restore", processes, places | {"flipped": (flipped[0], 1)}, seed)
+        found |= {(seed, *place.split("/"), restorer): [answer[place] for answer in answers] for place in places}
+        found[seed, "flipped", restorer] = [answer["flipped"] for answer in answers]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("restorer", JOBS)
+@pytest.mark.parametrize("saver", JOBS)
+def test_what_one_saved_another_restores_bit_by_bit(rounds, restored, saver, restorer, kind):
+    for seed in rounds:
+        assert [found["wrong"] for found in restored[seed, saver, kind, restorer]] == [[]] * JOBS[restorer][1]
+
+
+@pytest.mark.parametrize("restorer", JOBS)
+def test_a_flipped_bit_would_have_been_noticed(flipped, restored, restorer):
+    assert {name for found in restored[0, "flipped", restorer] for name in found["wrong"]} == set(flipped[1])
+
+
+def test_every_element_of_every_tensor_was_compared_in_every_pair(rounds, saved, restored, record_testsuite_property):
+    checkpoint = shardckpt.open(saved[0, "numpy", "packed"][0])
+    sizes = {name: prod(checkpoint.info(name).shape) for name in checkpoint.names() if name != "model/head"}
+    cells = dict.fromkeys(product(JOBS, JOBS), 0)
+    for seed, saver, kind, restorer in product(rounds, JOBS, KINDS, JOBS):
+        answers = restored[seed, saver, kind, restorer]
+        assert all(sum(found["compared"][name] for found in answers) >= size for name, size in sizes.items())
+        cells[saver, restorer] += len(sizes)
+    assert cells == dict.fromkeys(cells, len(rounds) * len(KINDS) * TENSORS)
+    record_testsuite_property("tensors compared", sum(cells.values()))
+
+
+def test_nearly_every_tensor_was_restored_onto_another_layout_than_it_was_saved_with(saved, restored, record_testsuite_property):
+    same = different = 0
+    for (place, (_, layouts)), restorer in product(saved.items(), JOBS):
+        after = restored[*place, restorer][0]["layouts"]
+        same += sum(layouts[name] == after.get(name) for name in layouts)
+        different += sum(layouts[name] != after.get(name) for name in layouts)
+    record_testsuite_property("layouts", {"same": same, "different": different})
+    assert different > 20 * same
+
+
+def test_every_process_wrote_a_share_of_its_own(saved):
+    for (_, saver, _), (url, _) in saved.items():
+        records = [json.loads(path.read_text())["record"] for path in sorted(url.glob("*/records/*"))]
+        assert [record["host"] for record in records] == list(range(JOBS[saver][1]))
+        assert all(record["chunks"] for record in records)

@@ -1,0 +1,98 @@
+"""Nothing that a checkpoint holds is run."""
+
+import ast
+import copy
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from flip_bits import file_kinds
+from forgery import seal, use_in_every_way
+
+import shardckpt
+from shardckpt import errors
+
+PACKAGE = Path(shardckpt.__file__).parent
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "code",
+    "codeop",
+    "runpy",
+    "yaml",
+}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "load", "loads", "system", "popen", "allow_pickle", "execfile"}
+HARMLESS = {"json.loads", "re.compile"}
+
+
+def test_the_package_neither_unpickles_nor_evaluates_anything():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not {alias.name.partition(".")[0] for alias in node.names} & FORBIDDEN_MODULES, path
+            elif isinstance(node, ast.ImportFrom):
+                assert (node.module or "").partition(".")[0] not in FORBIDDEN_MODULES, path
+            elif isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called in HARMLESS or called.rpartition(".")[2] not in FORBIDDEN_CALLS, f"{path}: {called}"
+                assert "allow_pickle" not in {keyword.arg for keyword in node.keywords}, path
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (Bomb.proof,)
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_a_pickle_in_place_of_any_file_is_not_opened(of_three_hosts, tmp_path, layout):
+    forgery = of_three_hosts(layout)
+    Bomb.proof = str(tmp_path / "exploded")
+    bomb = pickle.dumps(Bomb())
+    for paths in file_kinds(forgery.url, layout).values():
+        before = paths[0].read_bytes()
+        paths[0].write_bytes(bomb)
+        use_in_every_way(forgery.url)
+        paths[0].write_bytes(before)
+    forgery.unpublish()
+    (forgery.attempt / "records" / "00001.json").write_bytes(bomb)
+    assert [outcome.state for outcome in shardckpt.commit(forgery.url)] == ["refused"]
+    assert not Path(Bomb.proof).exists()
+    pickle.loads(bomb)
+    assert Path(Bomb.proof).exists(), "it would not have exploded anyway"
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        {"$leaf": ["os.system", "true"]},
+        {"$leaf": ["builtins.eval", "1"]},
+        {"$object": "os"},
+        {"$numpy": ["object", "00"]},
+        {"$numpy": ["float32", "00"]},
+        {"$torch.dtype": "load"},
+        {"$torch.dtype": "onnx"},
+        {"$torch.device": "cuda:0; true"},
+        {"$tied": "no such tensor"},
+        {"$bytes": "%%"},
+        "$unknown",
+    ],
+)
+def test_a_leaf_that_is_none_is_refused(forgery, leaf):
+    tree = {**forgery.commit["tree"], "leaves": [leaf]}
+    forgery.write_raw(seal({**forgery.commit, "tree": tree}))
+    with pytest.raises(errors.FormatError):
+        shardckpt.restore(forgery.url)
+    # The same inside of what a process owns by itself.
+    values = copy.deepcopy(forgery.values[0])
+    values["values"]["own"]["tree"] = [leaf]
+    values["values"]["own"]["arrays"] = {}
+    forgery.write(values={0: values})
+    with pytest.raises(errors.FormatError):
+        shardckpt.restore(forgery.url)

@@ -1,0 +1,154 @@
+"""Writes that their sender believes lost, and that land later: by then nothing may depend on their not landing.
+
+The proxy takes such a request in, resets the connection, and passes the request on when the test says so. Whoever sent
+it has long given up, been overtaken, been collected or been deleted.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from faults import Rule, faulty_cloud, make_state, patience_of
+from processes import Processes
+
+import shardckpt
+from shardckpt import collecting
+from shardckpt.errors import AlreadyExistsError, NotFoundError, StorageError
+from shardckpt.io import packed
+
+STATE, OTHER = make_state(0), make_state(1)
+RECORD, HOST_RECORD = "*/checkpoint.json", "*/records/00000.json"
+LATE = Rule("late", kinds=("upload",), objects=RECORD)
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def bucket(request):
+    server = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
+    with faulty_cloud(replace(server, bucket=server.new_bucket("faults-late"))) as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def cloud(bucket, monkeypatch):
+    """A bucket behind the proxy; a small state has several data files."""
+    monkeypatch.setattr(packed, "OBJECT_BYTES", 40_000)
+    yield bucket
+    bucket.proxy.land()
+
+
+def refused(status=503, objects=RECORD, **when):
+    """From then on no such object can be written."""
+    return Rule("status", status=status, kinds=("upload",), objects=objects, times=None, **when)
+
+
+def save_without_an_answer(cloud, url, *rules, overwrite):
+    """Save; the storage keeps the commit's first try, and answers the others by those rules."""
+    if overwrite:
+        shardckpt.save(url, OTHER)
+    with cloud.breaking(LATE, *rules):
+        error = cloud.attempt_save(url, STATE, overwrite=overwrite)
+    assert isinstance(error, StorageError), error
+    assert f"{url}/checkpoint.json" in str(error)
+    assert cloud.committed(url, STATE, OTHER) is (OTHER if overwrite else None)
+
+
+def attempts(cloud, url):
+    """The attempts of which anything is there."""
+    return {key.partition("/")[0] for key in cloud.keys(url)} - {"checkpoint.json"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("then", [503, 403, 404, 412, "nothing at all"])
+def test_a_commit_that_lands_after_its_saver_has_given_up_finds_all_that_it_names(cloud, then, overwrite):
+    url = cloud.place()
+    # After the looks for a record that come before the write.
+    silence = Rule("reset", kinds=("upload", "read"), objects=RECORD, skip=1 if overwrite else 2, times=None)
+    save_without_an_answer(cloud, url, silence if then == "nothing at all" else refused(then), overwrite=overwrite)
+    assert cloud.proxy.land() == [200]
+    cloud.assert_whole(url, STATE)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_that_lands_after_its_own_second_try_changes_nothing(cloud, overwrite):
+    url = cloud.place()
+    if overwrite:
+        shardckpt.save(url, OTHER)
+    with cloud.breaking(LATE):
+        assert cloud.attempt_save(url, STATE, overwrite=overwrite) is None
+    assert cloud.proxy.land() == [412]
+    cloud.assert_whole(url, STATE)
+
+
+def test_a_commit_that_lands_after_another_one_changes_nothing(cloud):
+    url = cloud.place()
+    save_without_an_answer(cloud, url, refused(), overwrite=False)
+    shardckpt.save(url, OTHER)
+    assert cloud.proxy.land() == [412]
+    cloud.assert_whole(url, OTHER)
+    assert len(attempts(cloud, url)) == 2, "nobody has told the saver that it may remove what it wrote"
+    collecting.collect(url, grace=0)
+    assert len(attempts(cloud, url)) == 1
+    cloud.assert_whole(url, OTHER)
+
+
+def test_a_saver_that_is_overtaken_between_its_tries_removes_what_can_no_longer_land(cloud):
+    url = cloud.place()
+    # The other saver does not go through the proxy.
+    with Processes("fault_hosts", env=cloud.emulator.env()) as others, patience_of("300"), ThreadPoolExecutor(1) as pool:
+        assert others.run("save", 1, cloud.place(), 0) == ["saved"], "they have started, however long it took"
+        with cloud.breaking(LATE, refused()):
+            saving = pool.submit(cloud.attempt_save, url, OTHER)
+            while cloud.injected() < 2:
+                assert not saving.done()
+            assert others.run("save", 1, url, 0) == ["saved"]
+        assert isinstance(saving.result(), AlreadyExistsError)
+    assert cloud.proxy.land() == [412]
+    assert len(attempts(cloud, url)) == 1
+    assert shardckpt.open(url).verify().ok
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_that_lands_after_its_attempt_was_collected_publishes_nothing(cloud, overwrite):
+    url = cloud.place()
+    save_without_an_answer(cloud, url, refused(), overwrite=overwrite)
+    assert [one.outcome for one in collecting.collect(url, grace=0)] == ["removed"]
+    assert cloud.proxy.land() == [412]
+    assert cloud.committed(url, STATE, OTHER) is (OTHER if overwrite else None)
+    assert len(attempts(cloud, url)) == overwrite
+    shardckpt.save(url, STATE, options=shardckpt.SaveOptions(overwrite=overwrite))
+    cloud.assert_whole(url, STATE)
+
+
+def test_a_commit_that_lands_after_its_checkpoint_was_deleted_publishes_nothing(cloud):
+    url = cloud.place()
+    save_without_an_answer(cloud, url, refused(), overwrite=True)
+    collecting.delete(url, grace=0)
+    assert cloud.proxy.land() == [412]
+    assert attempts(cloud, url) == set()
+    with pytest.raises(NotFoundError):
+        shardckpt.open(url)
+
+
+def test_a_host_s_record_that_lands_after_its_saver_has_given_up_completes_the_attempt(cloud):
+    url = cloud.place()
+    with cloud.breaking(replace(LATE, objects=HOST_RECORD), refused(objects=HOST_RECORD)):
+        assert isinstance(cloud.attempt_save(url, STATE), StorageError)
+    assert [outcome.state for outcome in shardckpt.commit(url)] == ["incomplete"]
+    assert cloud.proxy.land() == [200]
+    assert [outcome.state for outcome in shardckpt.commit(url)] == ["committed"]
+    cloud.assert_whole(url, STATE)
+
+
+@pytest.mark.parametrize("status", [404, 412])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_storage_that_refuses_and_shows_what_was_there_before_is_not_believed(cloud, status, overwrite):
+    url = cloud.place()
+    if overwrite:
+        shardckpt.save(url, OTHER)
+    with cloud.breaking(refused(status)):
+        error = cloud.attempt_save(url, STATE, overwrite=overwrite)
+    assert isinstance(error, StorageError), error
+    assert f"{url}/checkpoint.json" in str(error)
+    assert cloud.committed(url, STATE, OTHER) is (OTHER if overwrite else None)

@@ -1,0 +1,27 @@
+"""What a save takes of host memory beside the state, as the peak of a process of its own; on a disk and on an object store."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "save_memory.py"
+MiB = 1 << 20
+
+
+def measured(to, *options):
+    command = [sys.executable, TOOL, "--to", to, *options]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize(("to", "layout"), [("a disk", "packed"), ("a disk", "zarr"), ("gs", "packed"), ("gs", "zarr")])
+def test_a_save_larger_than_its_memory_limit_stays_inside_it(tmp_path, to, layout):
+    place = str(tmp_path) if to == "a disk" else to
+    found = measured(place, "--gibibytes", "0.25", "--memory-limit", "128MiB", "--layout", layout)
+    assert found["state"] == 256 * MiB
+    assert found["memory_limit"] == 128 * MiB
+    assert 0 < found["growth"] <= (32 * MiB if to == "a disk" else 128 * MiB)

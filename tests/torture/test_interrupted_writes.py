@@ -1,0 +1,101 @@
+"""A process was killed while TensorStore wrote a file: what it has left under the name of the lock is no part of the next write.
+
+TensorStore by itself makes it one: bytes that were longer stay at the end of the new file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+
+import pytest
+import tensorstore as ts
+from aftermath import LAYOUTS, attempts, prepare, saved, value_of
+
+import shardckpt
+from shardckpt import collecting
+from shardckpt.io.store import Store
+
+PROCESSES = 2
+LEFT = b"left by the dead " * 10_000
+NEW = b"new"
+
+
+def leave(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f"{path.name}.__lock")
+    lock.write_bytes(LEFT)
+    return lock
+
+
+def test_tensorstore_itself_takes_it_over(tmp_path):
+    """Once this fails it has learnt to cut it off, and we need not do it."""
+    leave(tmp_path / "key")
+    ts.KvStore.open(f"file://{tmp_path}/").result().write("key", NEW).result()
+    assert (tmp_path / "key").read_bytes() == NEW + LEFT[len(NEW) :]
+
+
+@pytest.mark.parametrize("there", [None, b"old"])
+def test_a_write_takes_over_nothing(tmp_path, there):
+    store = Store.open(tmp_path)
+    for write in (store.write, store.create, lambda key, data: store.replace(key, data, store.read_versioned(key)[1])):
+        if there is None or write == store.create:
+            store.delete("key")
+        else:
+            store.write("key", there)
+        leave(tmp_path / "key")
+        write("key", NEW)
+        assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("key", NEW)]
+
+
+def test_what_somebody_alive_is_writing_is_left_alone(tmp_path):
+    lock = leave(tmp_path / "key")
+    with lock.open("rb+") as file:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        Store.open(tmp_path).forget_interrupted_write("key")
+        assert lock.read_bytes() == LEFT
+    Store.open(tmp_path).forget_interrupted_write("key")
+    assert lock.read_bytes() == b""
+
+
+def test_what_is_no_file_is_left_alone(tmp_path):
+    (tmp_path / "precious").write_bytes(LEFT)
+    (tmp_path / "link.__lock").symlink_to(tmp_path / "precious")
+    os.mkfifo(tmp_path / "pipe.__lock")
+    (tmp_path / "directory.__lock").mkdir()
+    for key in ("link", "pipe", "directory", "nothing"):
+        Store.open(tmp_path).forget_interrupted_write(key)
+    assert (tmp_path / "precious").read_bytes() == LEFT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_committer_killed_in_the_write_of_its_record_harms_no_save_collection_or_deletion_after_it(tmp_path, jobs, layout):
+    prepare(jobs, tmp_path, layout, PROCESSES, overwrite=False)
+    url = tmp_path / "checkpoint"
+    for value in (2, 3):
+        leave(url / "checkpoint.json")
+        saved(jobs, url, value, layout, PROCESSES, overwrite=value > 2)
+        assert value_of(url, PROCESSES) == value
+    leave(url / "checkpoint.json")
+    collecting.delete(url, grace=0)
+    assert value_of(url, PROCESSES) is None
+    (url / "20260101T000000-00000000" / "records").mkdir(parents=True)
+    leave(url / "checkpoint.json")
+    assert [one.outcome for one in collecting.collect(url, grace=0)] == ["removed"]
+    assert value_of(url, PROCESSES) is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_committer_killed_in_any_write_leaves_what_another_can_commit(tmp_path, jobs, layout):
+    url = tmp_path / "checkpoint"
+    before_the_record = {"process": 0, "act": "kill", "before": "checkpoint.json"}
+    jobs.run("save", PROCESSES, url, 2, {"layout": layout, "commit_timeout": 30}, before_the_record)
+    (attempt,) = attempts(url)
+    for path in [url / "checkpoint.json", *(path for path in (url / attempt).rglob("*") if path.is_file())]:
+        if not {"hosts", "d", "c"} & set(path.parts):  # of those every attempt has its own, and the committer writes none
+            leave(path)
+    assert [outcome.state for outcome in shardckpt.commit(url)] == ["committed"]
+    assert value_of(url, PROCESSES) == 2
+    for name in ("large", "second", "small"):
+        ts.open(shardckpt.open(url).stock_spec(name)).result().read().result()

@@ -1,0 +1,63 @@
+"""One process misses a save that all others take part in, or comes to it when they have given it up.
+
+Attempts are told apart by counting: whoever has missed one is behind by one from then on. What it writes must not complete
+what the others have left of a save before; no word, digest or record says whose values are whose.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from aftermath import attempts
+
+import shardckpt
+from shardckpt import collecting, errors
+
+PROCESSES = 3
+SHORT, LONG = 0.7, 30
+"""Timeouts of saves that fail, and of those that do not."""
+
+
+def value_of(url):
+    """The one value that all elements have; None: no checkpoint."""
+    try:
+        (value,) = np.unique(shardckpt.restore(url)["w"])
+    except errors.NotFoundError:
+        return None
+    return value
+
+
+def saves(jobs, url, odd, values, timeouts, *, late=False):
+    """What the processes were told, save after save."""
+    answers = jobs.run("save_out_of_step", PROCESSES, url, odd, late, values, timeouts)
+    assert all(isinstance(answer, list) for answer in answers), answers
+    return list(zip(*answers, strict=True))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_process_that_comes_too_late_fails_and_takes_part_in_the_next_save(tmp_path, jobs, odd):
+    url = tmp_path / "latest"
+    first, *later = saves(jobs, url, odd, [1, 2, 3], [SHORT, LONG, LONG], late=True)
+    assert all(told.startswith("CommitError: ") for told in first)
+    assert f"given this save up before process {odd} began it" in first[odd]
+    assert later == [("saved",) * PROCESSES] * 2
+    assert value_of(url) == 3
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_process_that_has_missed_a_save_completes_none_of_the_others(tmp_path, jobs, odd):
+    url = tmp_path / "latest"
+    first, *later = saves(jobs, url, odd, [1, 2, 3], [SHORT] * 3)
+    assert first[odd] == "absent"
+    for told in later:
+        assert all(said.startswith("CommitError: ") for said in told)
+        assert "equally often" in told[odd]
+    assert {outcome.state for outcome in shardckpt.commit(url)} == {"incomplete"}
+    assert value_of(url) is None
+    # Elsewhere, or when the job has started anew, all count from one again.
+    for place in (tmp_path / "another", url):
+        (told,) = saves(jobs, place, None, [4], [LONG])
+        assert told == ("saved",) * PROCESSES
+        assert value_of(place) == 4
+    collecting.collect(url, grace=0)
+    assert attempts(url) == [shardckpt.open(url).record.attempt]

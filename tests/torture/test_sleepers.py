@@ -1,0 +1,158 @@
+"""A process of a save falls asleep (SIGSTOP), is given up, and wakes up late, to go on with what nobody waits for any more.
+
+Meanwhile the place was collected, deleted, committed or saved to again, or left alone. Whatever is the checkpoint when the
+sleeper wakes up stays the checkpoint; the sleeper gets a typed error, unless its own attempt is what was published.
+A committer without a job is put to sleep in test_collecting, and every order of operations is tried in test_collect_races.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from aftermath import LAYOUTS, assert_goes_on, contents, copied, saved, value_of
+from killing import ORDERS, operations_of
+
+import shardckpt
+from shardckpt import collecting, errors
+
+PROCESSES = 3
+PATIENCE = 60
+"""Seconds for which a test waits for what must happen."""
+MEANWHILE = ("nothing", "collect", "save", "commit", "collect and save", "delete")
+CASES = [(layout, overwrite) for layout in LAYOUTS for overwrite in (False, True)]
+CASE_IDS = [f"{layout}-{'overwrite' if overwrite else 'first'}" for layout, overwrite in CASES]
+STRIDE = 61
+STRIDE_IN_FULL = 3
+"""Every so many-th operation of all processes, with another beginning in each case."""
+
+
+class Sleeper:
+    """A save of value 2 of which one process sleeps, and all others have ended."""
+
+    def __init__(self, running, diary):
+        self._running, self._diary = running, diary
+
+    @property
+    def asleep(self):
+        """Whether it still is a process, and stopped."""
+        met = self.diary("fate")
+        with suppress(FileNotFoundError, TypeError):
+            return Path(f"/proc/{met['pid']}/stat").read_text().rpartition(") ")[2].startswith("T")
+        return False
+
+    def diary(self, name):
+        """What a process has noted under a name; None as long as it has not."""
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            return json.loads((self._diary / name).read_text())
+        return None
+
+    def wait(self, processes, sleeper):
+        """Until it sleeps and the others have ended; whether it does."""
+        deadline = time.monotonic() + PATIENCE
+        others = [process for process in range(processes) if process != sleeper]
+        while not (self.asleep and all(self.diary(f"outcome{process}") for process in others)):
+            if self._running.done():
+                return False  # an operation fewer than usual
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        return True
+
+    def wake(self):
+        """Let it go on; what became of all processes."""
+        os.kill(self.diary("fate")["pid"], signal.SIGCONT)
+        return self._running.result()
+
+    def end(self):
+        """Whatever has happened: nobody stays asleep."""
+        if not self._running.done() and self.asleep:
+            os.kill(self.diary("fate")["pid"], signal.SIGCONT)
+
+
+@contextmanager
+def asleep(job, root, options, fate):
+    """A save of value 2 at `root`/checkpoint by a job of which one process falls asleep; None if it does not."""
+    diary = root.with_name(f"{root.name}-diary")
+    diary.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(job.run, "save", PROCESSES, root / "checkpoint", 2, options, {"act": "stop", **fate}, diary)
+        sleeper = Sleeper(running, diary)
+        try:
+            yield sleeper if sleeper.wait(PROCESSES, fate["process"]) else None
+        finally:
+            sleeper.end()
+
+
+def act(jobs, url, layout, what):
+    """What happens at the place while somebody sleeps."""
+    if "collect" in what:
+        collecting.collect(url, grace=0)
+    if "save" in what:
+        saved(jobs, url, 3, layout, PROCESSES, overwrite=True)
+    if what == "commit":
+        shardckpt.commit(url)
+    if what == "delete":
+        with suppress(errors.NotFoundError):
+            collecting.delete(url, grace=0)
+
+
+def record_of(url):
+    """The bytes of the commit record."""
+    record = url / "checkpoint.json"
+    return record.read_bytes() if record.exists() else None
+
+
+def is_typed(answer):
+    """Whether an answer is an error of ours."""
+    return isinstance(answer, dict) and issubclass(getattr(errors, answer.get("error", ""), object), errors.ShardckptError)
+
+
+def sleep_and_wake(job, jobs, base, case, number, fate):
+    """Put a process to sleep, do something, wake it up; what became of it."""
+    layout, overwrite = case
+    root = copied(base, base.parent / f"{fate['process']}-{number}")
+    url, what = root / "checkpoint", MEANWHILE[number % len(MEANWHILE)]
+    with asleep(job, root, {"layout": layout, "overwrite": overwrite}, fate) as sleeper:
+        if sleeper is None:
+            return "did not sleep"
+        before = value_of(url, PROCESSES)
+        others = [sleeper.diary(f"outcome{p}") for p in range(PROCESSES) if p != fate["process"]]
+        assert all(other == "saved" if before == 2 else other.startswith("CommitError: ") for other in others)
+        found = record_of(url)
+        act(jobs, url, layout, what)
+        meanwhile, record = value_of(url, PROCESSES), record_of(url)
+        woken = sleeper.wake()[fate["process"]]
+    after = value_of(url, PROCESSES)
+    undisturbed = record == found  # there was nothing to collect, to commit or to delete
+    if undisturbed and fate["process"] == 0:
+        assert (after == 2) == isinstance(woken, list)  # nobody minded that it was late
+    else:
+        assert (after, record_of(url)) == (meanwhile, record)
+    if isinstance(woken, list):
+        assert 2 in (before, meanwhile, after)
+    else:
+        assert is_typed(woken), woken
+    assert contents(root / "earlier") == contents(base / "earlier")
+    assert_goes_on(jobs, root, layout, PROCESSES, ORDERS[number % len(ORDERS)], untouched=undisturbed)
+    shutil.rmtree(root)
+    return "published" if isinstance(woken, list) else woken["error"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=CASE_IDS)
+def test_a_process_that_sleeps_at_any_operation(tmp_path, jobs, full, case, record_property):
+    layout, overwrite = case
+    counts = operations_of(jobs, tmp_path / "base", (layout, PROCESSES, overwrite))
+    points = [(k, {"process": sleeper, "at": k}) for sleeper, count in enumerate(counts) for k in range(count)]
+    stride = STRIDE_IN_FULL if full else STRIDE
+    points = [(i, fate) for i, (_, fate) in enumerate(points[CASES.index(case) * 17 % stride :: stride], CASES.index(case))]
+    found = jobs.map(lambda job, *point: sleep_and_wake(job, jobs, tmp_path / "base", case, *point), *zip(*points, strict=True))
+    record_property("outcomes", dict(Counter(found)))
+    assert found.count("did not sleep") <= max(1, len(points) // 10)

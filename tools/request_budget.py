@@ -1,0 +1,236 @@
+"""How many requests per second does a bucket see when all hosts of a large job start a save at the same moment?
+
+    python tools/request_budget.py                                  1 to 4,096 hosts, 4 GiB each
+    python tools/request_budget.py --hosts 4096 --gibibytes 1 --unpaced
+    python tools/request_budget.py --json
+
+Cloud Storage's initial limits for a bucket are 1,000 writes and 5,000 reads per second; beyond them it answers 429 until it
+has scaled up, over minutes. The answer is simulated, from what is counted:
+
+1. A small job saves for real (`request_counts.py`): which requests an ordinary host makes, in which order; and what the
+   committer asks for besides, by host and in all.
+2. Many hosts make those same requests, with as many data files as their share has bytes, all starting within
+   `--spread` seconds. Each keeps the pace that `shardckpt.io.pace` gives it, by a simulated clock; what TensorStore
+   asks by itself (reading an index back) is not paced. Requests take `LATENCY`, uploads what the host's network takes;
+   nothing fails. Filling a data file takes no time, so that hosts are as fast as they can be.
+3. The committer looks for records with growing pauses, a page per 1,000 of them, and when all are there reads them, the
+   tables and the lanes.
+4. The most that fall into any one second are reported, and how long it all took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, deque
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from request_counts import Request, emulated_save
+
+from shardckpt.io import assemble
+from shardckpt.io.cloud import BUCKET
+from shardckpt.io.listing import PAGE
+from shardckpt.io.pace import ALONE, Pace, Share
+from shardckpt.io.packed import MOST_UPLOADS, OBJECT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Job", "Load", "simulate"]
+
+INITIAL = {"read": 5000, "write": 1000}
+"""Requests per second that a new bucket bears: https://cloud.google.com/storage/docs/request-rate."""
+LATENCY = 0.02
+"""Seconds for a small request; short, as that is what makes many of them."""
+NETWORK = 12.5e9
+"""Bytes per second that a host sends."""
+CHUNK_BYTES = 1 << 20
+"""Of an object of the plain layout, about."""
+NOT_PACED = ("hosts/#/#/d/tree", "hosts/#/#/manifest.ocdbt")
+"""What TensorStore reads by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is saved, by how many."""
+
+    hosts: int
+    bytes_per_host: int
+    layout: str = "packed"
+    paced: bool = True
+    spread: float = 0.1
+    """Seconds within which all hosts start."""
+    clock_error: float = 0.05
+    """Seconds, standard deviation: hosts' clocks are not the same."""
+
+    @property
+    def data_objects(self) -> int:
+        """Objects of chunks per host."""
+        return -(-self.bytes_per_host // (OBJECT_BYTES if self.layout == "packed" else CHUNK_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the bucket sees of a save."""
+
+    reads: int
+    writes: int
+    most_reads: int
+    """In any one second."""
+    most_writes: int
+    seconds: float
+    """Until the checkpoint is committed."""
+
+
+class _Clock:
+    """A host's own time."""
+
+    def __init__(self, now: float, error: float) -> None:
+        self.now, self.error = now, error
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now + self.error
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class _Host:
+    """One host of the job, at a time of its own; notes when it begins which request."""
+
+    def __init__(self, job: Job, share: Share, start: float, error: float) -> None:
+        self.clock = _Clock(start, error)
+        self.began: dict[str, list[float]] = {"read": [], "write": []}
+        self._paces = {
+            kind: Pace(rate, share, clock=self.clock, wall=self.clock.wall, sleep=self.clock.sleep)
+            for kind, rate in BUCKET.items()
+            if job.paced
+        }
+
+    def begin(self, request: Request) -> None:
+        """Begin it as soon as it may."""
+        kind = "write" if request.writes else "read"
+        if kind in self._paces and (request.writes or request.what not in NOT_PACED):
+            self._paces[kind].wait()
+        self.began[kind].append(self.clock.now)
+
+    def save(self, requests: Sequence[Request], data_objects: int, nbytes: int) -> None:
+        """Make the requests one after another; where the script has data, all of the host's."""
+        is_data = [request.what == "data" for request in requests]
+        for request in requests[: is_data.index(True)]:
+            self._one(request)
+        under_way: deque[float] = deque()
+        sent = self.clock.now
+        for _ in range(data_objects):
+            if len(under_way) >= MOST_UPLOADS:
+                self.clock.now = max(self.clock.now, under_way.popleft())
+            self.begin(requests[is_data.index(True)])
+            sent = max(sent, self.clock.now) + nbytes / data_objects / NETWORK
+            under_way.append(max(sent, self.clock.now + LATENCY))
+        self.clock.now = max(under_way)
+        for request, data in zip(requests[is_data.index(True) :], is_data[is_data.index(True) :], strict=True):
+            if not data:
+                self._one(request)
+
+    def commit(self, finished: Sequence[float], each: Sequence[Request], rest: Sequence[Request]) -> None:
+        """Wait for all records, and read what every host has left; then the committer's own requests.
+
+        Args:
+            finished: when each host's record was there.
+            each: what is asked about every single host.
+            rest: what is asked once.
+        """
+        pause, everybody = assemble._FIRST_POLL, max(finished)
+        records = np.sort(finished)
+        while True:
+            looked = self.clock.now
+            for _ in range(max(1, -(-int(np.searchsorted(records, looked)) // PAGE))):
+                self._one(Request("list", "records/"))
+            if looked >= everybody:
+                break
+            self.clock.now += pause
+            pause = min(2 * pause, assemble._LAST_POLL)
+        for request in each:  # a few at a time
+            under_way: deque[float] = deque()
+            for _ in finished:
+                if len(under_way) >= assemble._REQUESTS:
+                    self.clock.now = max(self.clock.now, under_way.popleft())
+                self.begin(request)
+                under_way.append(self.clock.now + LATENCY)
+            self.clock.now = max(under_way)
+        for request in rest:
+            self._one(request)
+
+    def _one(self, request: Request) -> None:
+        self.begin(request)
+        self.clock.now += LATENCY
+
+
+def simulate(job: Job, counted: Sequence[Sequence[Request]], seed: int = 0) -> Load:
+    """What the bucket sees of a save by that many hosts.
+
+    Args:
+        job: the save.
+        counted: what the hosts of a small job have asked, at least two; the first one commits.
+        seed: of starts and clocks.
+    """
+    rng = np.random.default_rng(seed)
+    starts = rng.uniform(0, job.spread, job.hosts)
+    errors = rng.normal(0, job.clock_error, job.hosts)
+    committer, ordinary = counted[0], counted[1]
+    hosts = [_Host(job, Share(i, job.hosts), starts[i], errors[i]) for i in range(job.hosts)]
+    for host in hosts:
+        host.save(ordinary, job.data_objects, job.bytes_per_host)
+    finished = [host.clock.now for host in hosts]
+    each = [r for r in committer if r.host == 1]
+    own = Counter((r.kind, r.what) for r in ordinary)
+    rest = []
+    for request in committer:  # beyond what it asks as a host
+        if request.host is None and request.kind != "list" and request.what != "data":
+            own[request.kind, request.what] -= 1
+            if own[request.kind, request.what] < 0:
+                rest.append(request)
+    process = _Host(job, ALONE, finished[0], errors[0])
+    process.commit(finished, each, rest)
+    began = {kind: np.sort(np.concatenate([host.began[kind] for host in (*hosts, process)])) for kind in ("read", "write")}
+    return Load(
+        len(began["read"]), len(began["write"]), _most(began["read"]), _most(began["write"]), float(process.clock.now - starts.min())
+    )
+
+
+def _most(times: np.ndarray) -> int:
+    """Of so many moments, in ascending order, the most within a second."""
+    return int((np.searchsorted(times, times + 1) - np.arange(len(times))).max(initial=0))
+
+
+def main() -> None:
+    """Print a table, or JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 16, 256, 1024, 4096])
+    parser.add_argument("--gibibytes", type=float, default=4, help="per host")
+    parser.add_argument("--layout", choices=["packed", "zarr"], default="packed")
+    parser.add_argument("--spread", type=float, default=0.1, help="seconds within which all hosts start")
+    parser.add_argument("--unpaced", action="store_true", help="let every host ask as fast as it can")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    counted = emulated_save(layout=asked.layout)
+    rows = []
+    for hosts in asked.hosts:
+        job = Job(hosts, int(asked.gibibytes * (1 << 30)), asked.layout, not asked.unpaced, asked.spread)
+        rows.append({"hosts": hosts, "data objects per host": job.data_objects} | asdict(simulate(job, counted)))
+    if asked.json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(f"{asked.layout}, {asked.gibibytes:g} GiB per host, {'unpaced' if asked.unpaced else 'paced'}")
+    print("a new bucket bears", " and ".join(f"{n:,} {kind}s" for kind, n in INITIAL.items()), "per second")
+    for name in rows[0]:
+        print(f"{name:>22}", *(f"{row[name]:>12,.0f}" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
