@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types layers examples clean
+.PHONY: help setup demo test torture check format lint types layers examples clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,9 @@ demo: setup ## train, save, be killed, restore onto another mesh, train on
 
 test: setup ## every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root
+	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist tests/torture tests/test_faults_*.py tests/end_to_end
 
 format: setup ## rewrite the sources in the one format
 	$(BIN)/ruff format .

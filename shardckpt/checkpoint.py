@@ -38,7 +38,7 @@ from shardckpt.io.host_files import read_all_tables, read_host_files, read_table
 from shardckpt.io.index_check import IndexCheck
 from shardckpt.io.reader import ChunkReader, ReadStats, Request
 from shardckpt.io.store import Store
-from shardckpt.io.table import ArrayChunks, merge_tables
+from shardckpt.io.table import ArrayChunks, merge_tables, same_places
 from shardckpt.io.url import parse
 from shardckpt.record import CheckpointRecord, Tombstone, format_version, open_envelope, parse_checkpoint
 from shardckpt.tree import alias_map
@@ -346,7 +346,7 @@ class _Verification:
         names = np.array([*files, ""], object)
         for path, rows in own[1].items():
             row = arrays[path].find(rows.chunk.astype(np.int64)) if path in arrays else np.full(1, -1)
-            if (row < 0).any() or not _same_rows(rows, np.array([*own[0], ""], object), arrays[path], names, row):
+            if (row < 0).any() or not same_places(rows, np.array([*own[0], ""], object), arrays[path], names, row):
                 self._damaged_file(self.record.table.key, FormatError(f"{path}: its chunks are not where the hosts' own tables have them."))
         return files, arrays
 
@@ -399,13 +399,6 @@ class _Verification:
 
     def _damaged_file(self, file: str, error: ShardckptError) -> None:
         self.report.damage.append(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
-
-
-def _same_rows(a: ArrayChunks, a_files: NDArray[np.object_], b: ArrayChunks, b_files: NDArray[np.object_], row: NDArray[np.int64]) -> bool:
-    """Whether two tables have the same places for the chunks of `a`, which are those rows of `b`."""
-    same = (a.offset == b.offset[row]) & (a.length == b.length[row]) & (a.crc == b.crc[row])
-    last = np.uint32(len(a_files) - 1), np.uint32(len(b_files) - 1)  # chunks that are objects of their own
-    return bool(same.all() and (a_files[np.minimum(a.file, last[0])] == b_files[np.minimum(b.file[row], last[1])]).all())
 
 
 def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -8,6 +8,7 @@ save found: something else was committed there since, or the attempt's place was
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -23,12 +24,14 @@ from shardckpt.record import CheckpointRecord
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
 
     from shardckpt.io.commit import Prior
     from shardckpt.io.url import Location
 
 __all__ = ["Outcome", "commit"]
+
+_AT_ONCE = 16
+"""Places that are looked at together: on an object store each takes a few round trips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +67,29 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     children = store.list_children()
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
-    return [outcome for name, place in places(store, children) for outcome in _commit_one(name, place)]
+    with ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
+        futures = [pool.submit(_commit_one, name, place) for name, place in places(store, children)]
+    return [outcome for future in futures for outcome in future.result()]  # one that failed keeps none of the others from it
 
 
-def _commit_one(name: str, store: Store) -> Iterator[Outcome]:
+def _commit_one(name: str, store: Store) -> list[Outcome]:
     """Commit the newest complete attempt at one checkpoint."""
     found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
     if not found:
-        return
+        return []
     try:
         prior = read_prior(store, overwrite=True)
     except ShardckptError as e:
-        yield from (Outcome(name, store.location, attempt, "refused", str(e)) for attempt in found)
-        return
+        return [Outcome(name, store.location, attempt, "refused", str(e)) for attempt in found]
     if isinstance(prior.record, CheckpointRecord):
         found = [attempt for attempt in found if attempt != prior.record.attempt]
-    committed = False
+    outcomes: list[Outcome] = []
     for attempt in found:
-        if committed:
-            yield Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed")
-            continue
-        outcome = _attempted(name, store, attempt, prior)
-        committed = outcome.state == "committed"
-        yield outcome
+        if any(outcome.state == "committed" for outcome in outcomes):
+            outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))
+        else:
+            outcomes.append(_attempted(name, store, attempt, prior))
+    return outcomes
 
 
 def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:

@@ -34,8 +34,9 @@ class SaveOptions:
     shardings: Mapping[str, Layout] = field(default_factory=dict)
     """Name pattern → layout: plain tensors whose names match are chunked and recorded as if they were laid out so."""
     host_tensors: Literal["replicated", "local"] = "replicated"
-    """Plain tensors (CPU `torch.Tensor`, ndarray) in a job of several processes. "replicated": all processes have the same;
-    they write it together. "local": only the process that writes it has it."""
+    """Plain tensors (CPU `torch.Tensor`, ndarray) of 64 KiB or more in a job of several processes. "replicated": all processes
+    have the same; they write it together, and some of its elements are compared. "local": only the process that writes it has
+    it. Smaller ones may be on any processes, and are compared where several have them."""
     reduce_partial: bool = False
     """Save the sum (or whatever the placement says) of DTensors that are Partial, which takes a collective of all
     processes of their mesh; otherwise they are a LeafError."""

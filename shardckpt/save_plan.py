@@ -112,8 +112,8 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
     told = sum(tensors[name].nbytes for name in small)
     if told > MOST_SMALL_BYTES:
         raise LeafError(
-            f"{shown(small[0])} and {len(small) - 1:,} other plain tensors of less than {SMALL_BYTES >> 10} KiB take {told:,} bytes, and in a "
-            f"job of several processes at most {MOST_SMALL_BYTES:,} are stored; stack them into larger tensors, or lay them out over devices."
+            f"{shown(small[0])} and {len(small) - 1:,} other plain tensors below {SMALL_BYTES >> 10} KiB take {told:,} bytes, and a "
+            f"job of several processes stores at most {MOST_SMALL_BYTES:,}; stack them into larger ones, or lay them out over devices."
         )
     writes: dict[str, list[Write]] = {}
     for (name, i, piece), share in zip(places, deal(parts, world.process), strict=True):

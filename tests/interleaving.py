@@ -60,6 +60,8 @@ class Actor:
         self.slept = 0.0
         self.lost = None
         """The attempt that it would have made the checkpoint, had the record not changed."""
+        self.commits = False
+        """Whether it commits what others have written, and clears away what has become impossible to commit."""
         self.outcome = self.bug = None
         """What the action returned or the ShardckptError that it raised; what it should not have raised."""
         self.saw = []
@@ -293,7 +295,9 @@ class Stage:
         attempt = path.partition("/")[0]
         assert attempt != self.named, "what the record names loses nothing"
         actor = self._actor()
-        if actor not in self.savers[attempt] and attempt != getattr(actor, "lost", None):
+        seen = {saver.saw[0] for saver in self.savers[attempt] if saver.saw}
+        overtaken = getattr(actor, "commits", False) and bool(seen - {self.changes})
+        if actor not in self.savers[attempt] and attempt != getattr(actor, "lost", None) and not overtaken:
             assert attempt in self.was_idle.union(self.history), "a live attempt is left alone"
 
     def _before_publication(self, data):

@@ -152,6 +152,8 @@ OPTIONAL = {
     "valuesFile": set(),
 }
 """Members whose absence the schema cannot hold against a record."""
+NAMED = [("tensors",), ("small",), ("samples",), ("arrays",)]
+"""Members whose own members are called by names."""
 
 
 def one_of_each(saved):
@@ -188,7 +190,7 @@ def test_a_record_that_lacks_a_member_does_not_conform(saved):
     for kind, document in one_of_each(saved):
         for path in members(document):
             lacking, parent = changed(document, path, lambda parent, last: parent.pop(last))
-            a_name = path[-2:-1] in [("tensors",), ("small",), ("samples",), ("arrays",)] or (kind == "valuesFile" and path[:-1] == ("record", "values"))
+            a_name = path[-2:-1] in NAMED or (kind == "valuesFile" and path[:-1] == ("record", "values"))
             optional = path[-1] in OPTIONAL[kind] or (path[-1] == "devices" and "shape" not in parent)
             assert conforms(lacking, kind) == (a_name or optional), (kind, path)
 

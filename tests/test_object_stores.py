@@ -118,7 +118,7 @@ def test_nothing_is_ever_listed_but_host_records_once_per_look(cloud, layout, pr
     listings = cloud.requests(url, "list")
     looks = len(listings)
     assert {listing.name for listing in listings} == {f"{place}/records/"}
-    assert looks >= 2  # the committer waits for the others, and reads what it has found
+    assert looks >= (2 if processes > 1 else 1)  # the committer waits for the others, and reads what it has found
 
     assert_holds(url, 0)
     assert len(cloud.requests(url, "list")) == looks

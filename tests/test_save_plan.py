@@ -93,7 +93,7 @@ def test_small_plain_tensors_are_told_of_and_not_written_where_there_are_several
 def test_more_small_plain_tensors_than_can_be_told_of_are_refused():
     hosts = Hosts(2, 1)
     sources = hosts.sources(0, {f"w{i}": ((SMALL_BYTES // 4 - 1,), None) for i in range(1025)})
-    with pytest.raises(LeafError, match=r"'w0' and 1,024 other plain tensors .* at most 67,108,864 are stored"):
+    with pytest.raises(LeafError, match=r"'w0' and 1,024 other plain tensors .* stores at most 67,108,864;"):
         plan_save(sources, SaveOptions(), hosts.world(0))
 
 

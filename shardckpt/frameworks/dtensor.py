@@ -2,8 +2,8 @@
 
 Which boxes that is follows from mesh and placements (`shardckpt.placements`), if the local tensor is what they say. Its
 shape is checked, and where it differs nothing is guessed. (One difference the shape does not always show: from a
-`_StridedShard` of a length that its parts do not divide, torch's own `distribute_tensor` makes other shards than FSDP2
-and `full_tensor` mean by it. Here it means what they mean.)
+`_StridedShard` of a length that its parts do not divide, torch's own `distribute_tensor` and `full_tensor` make other shards
+than FSDP2 does. Here it means what FSDP2 means.)
 
 Saving
 1. Where the boxes are those of a `Sharding`, that is the layout, so that other frameworks understand it, too; elsewhere it
@@ -11,6 +11,7 @@ Saving
 2. A rank is a process, so who holds a box follows from the mesh. A rank outside the mesh holds nothing.
 3. FSDP2 lays what tensor parallelism leaves alone (norms) out over each rank's own slice of the mesh, so that every slice
    has the whole tensor: it is one tensor, replicated along the dimensions that other leaves' meshes have besides (`_widened`).
+   That slices hold the same is taken on trust, as it is of `Replicate`.
 4. Boxes are views of the local tensor on the CPU, copies of any other device's.
 
 Restoring fills the local tensor in place, on whatever device; for meta tensors a new one, on the mesh's device.

@@ -49,7 +49,7 @@ def holders_of(name: str, array: Any, layout: Layout | None, shards: Shards, wor
         if not array.is_fully_addressable:
             raise ShardingError(
                 f"{shown(name)}: {jax.process_count()} JAX processes hold parts of it, and nobody has said which devices are whose; "
-                f"save it with the coordinator that all processes share, coordinator=shardckpt.Coordinator.current()."
+                f"call jax.distributed.initialize before the first save or restore, and save with shardckpt.Coordinator.current()."
             )
         return None
     if layout is None:

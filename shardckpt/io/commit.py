@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import AlreadyExistsError, FormatError, StorageError, VersionError
+from shardckpt.io.attempts import is_attempt
 from shardckpt.record import CheckpointRecord, Tombstone, parse_checkpoint, seal
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def remove_replaced(store: Store, attempt: str) -> None:
     """
     replaced = store.sub(attempt)
     try:
-        if not replaced.exists(RECORD):  # else it is a checkpoint by itself, and no attempt of ours
+        if is_attempt(store, attempt):  # else the record was somebody else's, and the directory is, too
             replaced.delete_prefix("")
     except StorageError as e:
         raise StorageError(f"{store}: the new checkpoint is committed; the one that it replaces cannot be removed ({e})") from e

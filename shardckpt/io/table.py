@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["OWN_OBJECT", "ArrayChunks", "Table", "decode_table", "encode_table", "merge_tables"]
+__all__ = ["OWN_OBJECT", "ArrayChunks", "Table", "decode_table", "encode_table", "merge_tables", "same_places"]
 
 MAGIC = b"SHCKTAB1"
 OWN_OBJECT = 0xFFFFFFFF
@@ -250,3 +250,10 @@ def merge_tables(tables: Sequence[Table]) -> Table:
     if doubled is not None:
         raise FormatError(f"{doubled}: two hosts wrote the same chunk; the checkpoint's records contradict each other.")
     return merged
+
+
+def same_places(a: ArrayChunks, a_files: NDArray[np.object_], b: ArrayChunks, b_files: NDArray[np.object_], row: NDArray[np.int64]) -> bool:
+    """Whether two tables have the same places for the chunks of `a`, which are those rows of `b`."""
+    same = (a.offset == b.offset[row]) & (a.length == b.length[row]) & (a.crc == b.crc[row])
+    last = np.uint32(len(a_files) - 1), np.uint32(len(b_files) - 1)  # chunks that are objects of their own
+    return bool(same.all() and (a_files[np.minimum(a.file, last[0])] == b_files[np.minimum(b.file[row], last[1])]).all())

@@ -105,7 +105,7 @@ def restore_host(case):
     assert checkpoint.reader.stats.bytes_read == 0  # opens it: tables are no staging
     pool = BufferPool(case["limit"])
     with Peak() as peak:
-        restored = restoring._run(checkpoint, jobs, pool)
+        restored = restoring._run(checkpoint, jobs, pool, in_place=False)
     assert restored == {name: len(set(case["devices"])) for name in checkpoint.names()}
     stats = checkpoint.reader.stats
     return {"growth": peak.growth, "high_water": pool.high_water, "read": stats.bytes_read, "needed": stats.bytes_needed}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from faults import TORTURE
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
@@ -84,12 +85,10 @@ def test_a_training_resumed_on_the_mesh_it_had_is_the_one_never_interrupted_bit_
         assert after.get("own") == whole.get("own", [])[SAVED:] or "own" not in whole
 
 
-@pytest.mark.parametrize(("name", "place"), [(name, place) for name in JOBS for place in RESUMED[name]])
+@pytest.mark.parametrize(("name", "place"), [(n, p) for n in JOBS for p in RESUMED[n] if TORTURE or (n, p) not in SLOW])
 def test_a_training_resumed_on_other_processes_has_the_state_bit_by_bit_and_goes_on_like_it(
-    training, name, place, torture, record_testsuite_property
+    training, name, place, record_testsuite_property
 ):
-    if (name, place) in SLOW and not torture:
-        pytest.skip("takes long, mostly to compile; SHARDCKPT_TORTURE=1 tries it")
     ours = training(name)
     resumed = ours.resume(*RESUMED[name][place])
     for after in resumed:

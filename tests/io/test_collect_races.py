@@ -66,8 +66,10 @@ def hosts_overwrite(stage):
 
 
 def commit(stage):
-    """What `shardckpt commit` does."""
-    return [stage.begin(lambda: committing.commit(stage.url))]
+    """What `shardckpt commit` does at each place."""
+    actor = stage.begin(lambda: committing._commit_one(".", stage.store))
+    actor.commits = True
+    return [actor]
 
 
 def collect(stage):

@@ -149,18 +149,18 @@ def test_a_read_that_breaks_off_is_repeated(proxied):
 def test_errors_name_the_tensor_the_elements_and_the_object(cloud_store):
     rows = np.random.default_rng(0).integers(0, 256, (4, 1000), np.uint8)
     piece, table = written(cloud_store, rows)
-    where = rf"w\[0:1, 0:1000\].*{cloud_store}/hosts/00000/0/d/00000"
+    file = f"{cloud_store}/hosts/00000/0/d/00000"
     data = cloud_store.read(FILES[0])
     reader = ChunkReader(cloud_store, FILES, {"w": table})
 
     cloud_store.write(FILES[0], data[:2000])
-    with pytest.raises(CorruptionError, match=where + ".*cut off"):
+    with pytest.raises(CorruptionError, match=rf"w\[1:2, 0:1000\].*{file}.*cut off"):
         read_all(reader, piece, np.uint8)
     cloud_store.write(FILES[0], bytes([data[0] ^ 1]) + data[1:])
     with pytest.raises(CorruptionError, match=r"w\[0:1, 0:1000\] is damaged"):
         read_all(reader, piece, np.uint8)
     cloud_store.delete(FILES[0])
-    with pytest.raises(MissingDataError, match=where + ".*missing"):
+    with pytest.raises(MissingDataError, match=rf"w\[0:1, 0:1000\].*{file}.*missing"):
         read_all(reader, piece, np.uint8)
 
 
