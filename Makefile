@@ -22,7 +22,7 @@ demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
 test: setup ## every test
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root
 	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist tests/torture tests/test_faults_*.py tests/end_to_end
