@@ -148,6 +148,24 @@ class Mesh:
             raise FormatError(str(error)) from error
 
 
+def referred_mesh(doc: object, meshes: Sequence[Mesh], what: str) -> Mesh:
+    """The mesh of a document: written out, or its place in a list that is kept once.
+
+    Args:
+        doc: what `Mesh.to_json` wrote, or a number.
+        meshes: the list.
+        what: refers to it, for messages.
+
+    Raises:
+        FormatError: it is neither.
+    """
+    if type(doc) is not int:
+        return Mesh.from_json(doc)
+    if not 0 <= doc < len(meshes):
+        raise FormatError(f"{what}: mesh {excerpt(doc)} of {len(meshes)} meshes.")
+    return meshes[doc]
+
+
 def _is_list_of(value: object, kind: type) -> bool:
     # type(), not isinstance: True is an int to Python and not to us.
     return isinstance(value, list) and all(type(item) is kind for item in value)

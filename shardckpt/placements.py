@@ -29,7 +29,7 @@ from shardckpt.box import BoxArray
 from shardckpt.device_boxes import checked_tensor_shape
 from shardckpt.errors import FormatError, ShardingError
 from shardckpt.excerpt import excerpt, shortened
-from shardckpt.mesh import MAX_AXES, MAX_DEVICES, Mesh
+from shardckpt.mesh import MAX_AXES, MAX_DEVICES, Mesh, referred_mesh
 from shardckpt.partition_spec import PartitionSpec
 from shardckpt.sharding import Sharding
 
@@ -267,13 +267,11 @@ class Placements:
         """
         if not isinstance(doc, Mapping) or set(doc) != {"mesh", "placements"}:
             raise FormatError(f"placements: expected an object with mesh and placements, found {excerpt(doc)}.")
-        mesh, texts = doc["mesh"], doc["placements"]
-        if type(mesh) is int and not 0 <= mesh < len(meshes):
-            raise FormatError(f"placements: mesh {excerpt(mesh)} of {len(meshes)} meshes.")
+        mesh, texts = referred_mesh(doc["mesh"], meshes, "placements"), doc["placements"]
         if not isinstance(texts, list) or len(texts) > MAX_AXES:
             raise FormatError(f"placements: expected a list of at most {MAX_AXES}, found {excerpt(texts)}.")
         try:
-            return cls.of(meshes[mesh] if type(mesh) is int else Mesh.from_json(mesh), texts)
+            return cls.of(mesh, texts)
         except ShardingError as error:
             raise FormatError(str(error)) from error
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from shardckpt.device_boxes import DeviceBoxes, Tiling, checked_tensor_shape, tile_shape
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.mesh import Mesh, checked_sizes
+from shardckpt.mesh import Mesh, checked_sizes, referred_mesh
 from shardckpt.op_sharding import Kind, OpSharding
 from shardckpt.partition_spec import PartitionSpec
 from shardckpt.tile_assignment import Iota, TileAssignment
@@ -206,11 +206,9 @@ class Sharding:
         """
         if not isinstance(doc, Mapping) or set(doc) != {"mesh", "spec"}:
             raise FormatError(f"sharding: expected an object with mesh and spec, found {type(doc).__name__}.")
-        mesh = doc["mesh"]
-        if type(mesh) is int and not 0 <= mesh < len(meshes):
-            raise FormatError(f"sharding: mesh {mesh} of {len(meshes)} meshes.")
+        mesh = referred_mesh(doc["mesh"], meshes, "sharding")
         try:
-            return cls(meshes[mesh] if type(mesh) is int else Mesh.from_json(mesh), PartitionSpec.from_json(doc["spec"]))
+            return cls(mesh, PartitionSpec.from_json(doc["spec"]))
         except ShardingError as error:
             raise FormatError(str(error)) from error
 

@@ -10,19 +10,17 @@ or deleting it, with a grace period of an hour, or committing it. JSON on stdout
 """
 
 import functools
-import json
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 import tensorstore as ts
+from dying import tell_deaths
 
 from shardckpt import collecting, committing
 
 FILES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime")
-LATER_THAN_ANY = 10_000
 
 
 class Killer:
@@ -49,15 +47,6 @@ class Killer:
         return wrapped
 
 
-def in_a_fork(action):
-    """The status of a child that does this."""
-    pid = os.fork()
-    if pid == 0:
-        action()
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-
 def main():
     root = Path(sys.argv[1])
     act = {
@@ -65,23 +54,7 @@ def main():
         "delete": functools.partial(collecting.delete, grace=3600),
         "commit": committing.commit,
     }[sys.argv[2]]
-
-    def act_and_die(k):
-        Killer(k, report.fileno()).arm()
-        act(root / str(k))
-
-    died_before = []
-    with (root / "report").open("wb+", buffering=0) as report:
-        for k in range(LATER_THAN_ANY):
-            report.truncate(0)
-            shutil.copytree(root / "base", root / str(k))
-            status = in_a_fork(functools.partial(act_and_die, k))
-            if status == 0:
-                break
-            assert os.WIFSIGNALED(status)
-            assert os.WTERMSIG(status) == signal.SIGKILL
-            died_before.append((root / "report").read_text())
-    print(json.dumps(died_before))
+    tell_deaths(root, Killer, act)
 
 
 main()

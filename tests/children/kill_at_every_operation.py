@@ -12,9 +12,7 @@ state(2) to <root>/k/checkpoint and kills itself on the way. JSON on stdout: for
 """
 
 import functools
-import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -22,13 +20,13 @@ from pathlib import Path
 
 import numpy as np
 import tensorstore as ts
+from dying import in_a_fork, tell_deaths
 
 import shardckpt
 import shardckpt.frameworks.numpy
 import shardckpt.saving
 
 FILES = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
-LATER_THAN_ANY = 10_000
 
 
 def state(value):
@@ -80,15 +78,6 @@ class Killer:
                 setattr(kind, name, self.tensorstore_operation(name, getattr(kind, name)))
 
 
-def in_a_fork(action):
-    """The status of a child that does this."""
-    pid = os.fork()
-    if pid == 0:
-        action()
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-
 def main():
     root, layout, scenario = Path(sys.argv[1]), *sys.argv[2:]
 
@@ -100,23 +89,11 @@ def main():
         if scenario == "overwrite":
             save(root / "base" / "checkpoint", 1)
 
-    def save_and_die(k):
-        Killer(k, report.fileno()).arm()
-        save(root / str(k) / "checkpoint", 2, overwrite=scenario == "overwrite")
+    def act(place):
+        save(place / "checkpoint", 2, overwrite=scenario == "overwrite")
 
     assert in_a_fork(prepare) == 0
-    died_before = []
-    with (root / "report").open("wb+", buffering=0) as report:
-        for k in range(LATER_THAN_ANY):
-            report.truncate(0)
-            shutil.copytree(root / "base", root / str(k))
-            status = in_a_fork(functools.partial(save_and_die, k))
-            if status == 0:
-                break
-            assert os.WIFSIGNALED(status)
-            assert os.WTERMSIG(status) == signal.SIGKILL
-            died_before.append((root / "report").read_text())
-    print(json.dumps(died_before))
+    tell_deaths(root, Killer, act)
 
 
 main()
