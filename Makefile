@@ -22,10 +22,10 @@ demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
 test: setup ## every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root
-	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist tests/torture tests/test_faults_*.py tests/end_to_end
+	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist -o timeout=3600 -o faulthandler_timeout=0 tests/torture tests/test_faults_*.py tests/end_to_end
 
 format: setup ## rewrite the sources in the one format
 	$(BIN)/ruff format .

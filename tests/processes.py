@@ -26,9 +26,13 @@ class Processes:
         request = {"function": name, "processes": processes, "arguments": arguments, "timeout": timeout}
         assert self.server.stdin is not None
         assert self.server.stdout is not None
-        self.server.stdin.write(json.dumps(request, default=str) + "\n")
-        self.server.stdin.flush()
-        answer = self.server.stdout.readline()
+        try:
+            self.server.stdin.write(json.dumps(request, default=str) + "\n")
+            self.server.stdin.flush()
+            answer = self.server.stdout.readline()
+        except BaseException:
+            self.server.kill()  # what it answers now would be taken for the answer to the next request
+            raise
         assert answer, "the fork server ended"
         return json.loads(answer)
 
@@ -39,5 +43,8 @@ class Processes:
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         self.server.stdin.close()
-        self.server.wait(30)
-        self.server.stdout.close()
+        try:
+            self.server.wait(30)
+        finally:
+            self.server.kill()
+            self.server.stdout.close()

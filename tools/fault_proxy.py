@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 import threading
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 __all__ = ["FaultProxy"]
 
 _OWN_PATHS = "/__proxy__/"
+_SETTLING = 0.02
+"""Seconds in which the event loop makes the connections that it has accepted."""
 
 
 class _Reset(Exception):  # noqa: N818  (no error: it is what was asked for)
@@ -258,12 +261,16 @@ async def _serving(
     ) as session:
         proxy = _Proxy(backend, rules, traffic, session, enforces=enforces)
         runner = web.ServerRunner(web.Server(proxy.handle, access_log=None), shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", port).start()
-            yield proxy, int(runner.addresses[0][1])
-        finally:
-            await runner.cleanup()
+        with socket.create_server(("127.0.0.1", port)) as listening:
+            await runner.setup()
+            try:
+                await web.SockSite(runner, listening).start()
+                yield proxy, int(listening.getsockname()[1])
+            finally:
+                # Python 3.11's asyncio loses connections that it accepts while it closes the server: first none is accepted any more.
+                asyncio.get_running_loop().remove_reader(listening)
+                await asyncio.sleep(_SETTLING)
+                await runner.cleanup()
 
 
 class FaultProxy:

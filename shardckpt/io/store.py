@@ -60,6 +60,8 @@ LARGEST_WHOLE = 1 << 30
 no memory, and a file that is all hole can be of any size."""
 MOST_DELETIONS = 64
 """Deletions under way at a time."""
+_LOOK_UP = 0.2
+"""Seconds after which a thread that waits for an upload looks whether it was given up."""
 _PAUSES = (0.1, 1.0)
 """Seconds before an answer that was broken is asked for again."""
 _BROKEN = ("CURL error", "Failed to parse")
@@ -360,6 +362,7 @@ class Upload:
     def __init__(self, place: str, future: Any) -> None:
         self._place = place
         self._future = future
+        self._abandoned = False
 
     def wait(self) -> None:
         """Wait until it is durable.
@@ -368,13 +371,18 @@ class Upload:
             StorageError: it could not be written, or was given up.
         """
         with storage_errors("write", self._place):
+            # TensorStore 0.1.86 does not always wake a thread that waits when another one cancels: it looks up by itself.
+            while not self._abandoned and not self._future.done():
+                with suppress(TimeoutError, asyncio.CancelledError):
+                    self._future.result(timeout=_LOOK_UP)
             try:
-                self._future.result()
-            except asyncio.CancelledError as e:
-                raise OSError("the upload was given up") from e
+                self._future.result(timeout=0)
+            except (TimeoutError, asyncio.CancelledError) as e:
+                raise OSError("the upload was given up" if self._abandoned else str(e)) from e
 
     def abandon(self) -> None:
         """Give it up, if it has not ended; it may or may not come to be there."""
+        self._abandoned = True
         self._future.cancel()
 
 

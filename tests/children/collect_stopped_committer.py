@@ -6,9 +6,9 @@
 Continued, it goes on, and writes what became of it: `saved`, the error's class, or the state of the one outcome.
 """
 
-import os
 import signal
 import sys
+import threading
 
 import numpy as np
 import tensorstore as ts
@@ -19,7 +19,7 @@ from shardckpt.io.commit import RECORD
 
 def write(store, key, *arguments, **options):
     if key == RECORD:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # of the process this thread might go on for a moment
     return original(store, key, *arguments, **options)
 
 

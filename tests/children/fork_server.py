@@ -79,7 +79,6 @@ def run(function, request):
             while (status := os.waitpid(pid, os.WNOHANG))[0] == 0:
                 if time.monotonic() > deadline:
                     os.kill(pid, signal.SIGKILL)
-                    deadline = float("inf")
                 time.sleep(0.002)
             answers.append({"signal": os.WTERMSIG(status[1])} if os.WIFSIGNALED(status[1]) else json.loads(os.pread(file, 1 << 24, 0)))
             os.close(file)

@@ -9,6 +9,7 @@ import json
 import os
 import select
 import signal
+import threading
 import time
 from contextlib import nullcontext, suppress
 
@@ -78,7 +79,8 @@ def save(coordinator, url, value, options=None, fate=None, diary=None):
         note(diary, "fate", {"operation": name, "pid": os.getpid()})
         if met["act"] == "kill all":
             others.kill()
-        os.kill(os.getpid(), signal.SIGSTOP if met["act"] == "stop" else signal.SIGKILL)
+        # Sent to this thread: sent to the process, it would let the thread go on for a moment.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP if met["act"] == "stop" else signal.SIGKILL)
 
     mine = met.get("process") == process
     operations = Operations(act, **{key: met[key] for key in ("at", "before", "after") if mine and key in met})

@@ -6,7 +6,7 @@ import pytest
 
 import shardckpt
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]
 
 JOBS = {
     "DTensor, 2 processes": ("DTensor", 2),

@@ -13,7 +13,7 @@ import pytest
 
 import shardckpt
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]
 
 JOBS = {
     "torch_xla": ("torch_xla", 1),

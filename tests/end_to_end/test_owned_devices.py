@@ -13,7 +13,7 @@ import shardckpt
 from shardckpt.io.table import ArrayChunks, decode_table
 from shardckpt.reshard.plan import chunk_boxes
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]
 
 OWNED = {4: [[5], [0, 3, 6], [1, 2], [4, 7]], 8: [[3], [1], [4], [0], [5], [7], [2], [6]]}
 """By processes: the devices of each, as `tests/children/e2e_torch_xla.py` has them."""

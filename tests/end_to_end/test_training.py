@@ -13,7 +13,7 @@ from faults import TORTURE
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(400)
 
 SAVED, KILLED, STEPS = 4, 6, 8
 """Saved after this step, killed in the middle of this one, the last one."""

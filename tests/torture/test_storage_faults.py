@@ -59,9 +59,10 @@ def test_what_fails_one_process_fails_the_save_for_all_and_the_next_one_succeeds
     assert second == ["saved"] * PROCESSES
     assert value_of(url, PROCESSES) == 3
     assert contents(tmp_path / "earlier") == earlier
-    (failed,) = set(attempts(url)) - {shardckpt.open(url).record.attempt}
-    assert [(one.attempt, one.state) for one in shardckpt.commit(url)] == [(failed, "incomplete")]
-    assert [one.attempt for one in collecting.collect(url, grace=0)] == [failed]
+    failed = set(attempts(url)) - {shardckpt.open(url).record.attempt}
+    assert len(failed) <= 1  # none, where the others were told before they had written anything
+    assert {(one.attempt, one.state) for one in shardckpt.commit(url)} == {(attempt, "incomplete") for attempt in failed}
+    assert {one.attempt for one in collecting.collect(url, grace=0)} == failed
     assert value_of(url, PROCESSES) == 3
 
 
