@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test torture check format lint types layers examples clean
+.PHONY: help setup demo test torture soak check format lint types layers examples clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,9 @@ test: setup ## every test
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root
 	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist -o timeout=3600 -o faulthandler_timeout=0 tests/torture tests/test_faults_*.py tests/end_to_end
+
+soak: setup ## a training that is killed at random moments, 1,000 saves long
+	$(BIN)/python tools/soak.py --saves 1000
 
 format: setup ## rewrite the sources in the one format
 	$(BIN)/ruff format .

@@ -24,54 +24,71 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.base import Target
     from shardckpt.hybrid_mesh import HybridMesh
     from shardckpt.leaves import register_leaf
+    from shardckpt.manager import CheckpointManager, Restored
     from shardckpt.mesh import Mesh
     from shardckpt.op_sharding import OpSharding
     from shardckpt.options import SaveOptions
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.per_process import PerProcess
     from shardckpt.restoring import restore
-    from shardckpt.saving import save
+    from shardckpt.save_handle import SaveHandle, SaveReport
+    from shardckpt.saving import save, save_async
     from shardckpt.sharding import Sharding
+    from shardckpt.training import TrainState, train_state
 
 __all__ = [
     "Box",
     "Checkpoint",
+    "CheckpointManager",
     "Coordinator",
     "HybridMesh",
     "Mesh",
     "OpSharding",
     "PartitionSpec",
     "PerProcess",
+    "Restored",
+    "SaveHandle",
     "SaveOptions",
+    "SaveReport",
     "ShardckptError",
     "Sharding",
     "Target",
+    "TrainState",
     "__version__",
     "commit",
     "open",
     "register_leaf",
     "restore",
     "save",
+    "save_async",
+    "train_state",
 ]
 
 _HOME = {
     "Box": "box",
     "Checkpoint": "checkpoint",
+    "CheckpointManager": "manager",
     "Coordinator": "coordination",
     "HybridMesh": "hybrid_mesh",
     "Mesh": "mesh",
     "OpSharding": "op_sharding",
     "PartitionSpec": "partition_spec",
     "PerProcess": "per_process",
+    "Restored": "manager",
+    "SaveHandle": "save_handle",
     "SaveOptions": "options",
+    "SaveReport": "save_handle",
     "ShardckptError": "errors",
     "Sharding": "sharding",
     "Target": "frameworks.base",
+    "TrainState": "training",
     "commit": "committing",
     "open": "checkpoint",
     "register_leaf": "leaves",
     "restore": "restoring",
     "save": "saving",
+    "save_async": "saving",
+    "train_state": "training",
 }
 """The module that each name comes from."""
 

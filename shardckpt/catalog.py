@@ -11,7 +11,7 @@ import contextlib
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ from shardckpt.io.ages import last_written
 from shardckpt.io.assemble import finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import RECORD
+from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked
 from shardckpt.io.store import Store
 from shardckpt.io.url import Location, parse
 from shardckpt.record import open_envelope
@@ -66,6 +67,10 @@ class CatalogEntry:
     """Of an unfinished attempt: how many there are. None while not one has finished: only those know."""
     committable: bool = False
     """Of an unfinished attempt: whether it lacks nothing but its commit, and nothing has come in between."""
+    pinned: bool = False
+    """Of a checkpoint: whether it is kept from being deleted."""
+    superseded: bool = False
+    """Of a checkpoint: whether training went back to an earlier step."""
     idle: float | None = None
     """Of an unfinished attempt: seconds since anything was written into it, by this machine's clock. None where the storage keeps
     no times."""
@@ -116,6 +121,9 @@ def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:
         with contextlib.suppress(MissingDataError):  # it went away in between
             data = place.read(RECORD)
     entry = None if data is None else _committed(data, place, name)
+    if entry is not None and entry.state != "deleted":
+        pinned, superseded = (marker in children and is_marked(place, marker, entry.attempt) for marker in (PINNED, SUPERSEDED))
+        entry = replace(entry, pinned=pinned, superseded=superseded)
     entries = [] if entry is None or (entry.state == "deleted" and not everything) else [entry]
     if everything:
         published = None if entry is None else entry.attempt

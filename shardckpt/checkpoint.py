@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -51,11 +52,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.dtypes import DType
+    from shardckpt.io.url import Location
     from shardckpt.io.zarr_store import CheckpointStore
     from shardckpt.record import FileReference
     from shardckpt.structure import StoredLayout, TensorRecord
 
-__all__ = ["Checkpoint", "Damage", "TensorInfo", "VerifyReport", "open"]
+__all__ = ["Checkpoint", "Damage", "TensorInfo", "VerifyReport", "open", "open_in_this_process"]
+
+_opened: WeakSet[Checkpoint] = WeakSet()
+_opening = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,8 @@ class Checkpoint:
         self._opening = Lock()
         self._opened: ChunkReader | None = None
         self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
+        with _opening:
+            _opened.add(self)
 
     @property
     def tree(self) -> Any:
@@ -274,6 +281,12 @@ class Checkpoint:
     def __repr__(self) -> str:
         """Url and size."""
         return f"<shardckpt.Checkpoint {self.location} with {len(self.record.structure.tensors)} tensors>"
+
+
+def open_in_this_process(location: Location) -> bool:
+    """Whether somebody in this process holds the checkpoint at a place open."""
+    with _opening:
+        return any(checkpoint.location == location for checkpoint in _opened)
 
 
 class _Verification:

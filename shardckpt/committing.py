@@ -3,7 +3,8 @@
 The process that commits may die after all hosts have finished. What they wrote lacks nothing, and their records say
 all that there is to say; so any process can commit it, later, from the records alone. Of several attempts at one place
 the newest complete one counts. An attempt is overtaken once the place no longer has the commit record that the
-save found: something else was committed there since, or the attempt's place was collected.
+save found: something else was committed there since, or the attempt's place was collected. What a run has left that no longer
+saves there (`io.job`), or what would replace a pinned checkpoint, may be what was refused publication: that is not committed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
+from shardckpt.errors import AlreadyExistsError, CommitError, NotFoundError, OtherJobError, ShardckptError, StorageError
 from shardckpt.excerpt import numbered
 from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import publish, read_prior, remove_replaced
+from shardckpt.io.job import RUN, holder
+from shardckpt.io.markers import PINNED, is_marked
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.names import natural_key
@@ -68,12 +71,13 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
     with ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
-        futures = [pool.submit(_commit_one, name, place) for name, place in places(store, children)]
+        run_id = holder(store)
+        futures = [pool.submit(_commit_one, name, place, run_id) for name, place in places(store, children)]
     return [outcome for future in futures for outcome in future.result()]  # one that failed keeps none of the others from it
 
 
-def _commit_one(name: str, store: Store) -> list[Outcome]:
-    """Commit the newest complete attempt at one checkpoint."""
+def _commit_one(name: str, store: Store, run_id: str | None = None) -> list[Outcome]:
+    """Commit the newest complete attempt at one checkpoint, where `run_id` is the run that saves now, if one does."""
     found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
     if not found:
         return []
@@ -88,11 +92,11 @@ def _commit_one(name: str, store: Store) -> list[Outcome]:
         if any(outcome.state == "committed" for outcome in outcomes):
             outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))
         else:
-            outcomes.append(_attempted(name, store, attempt, prior))
+            outcomes.append(_attempted(name, store, attempt, prior, run_id))
     return outcomes
 
 
-def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
+def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str | None) -> Outcome:
     """Commit one attempt, if that can be."""
 
     def outcome(state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = "") -> Outcome:
@@ -111,7 +115,9 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
             return outcome(
                 "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
             )
-        publish(store, assemble(place), prior)
+        record = assemble(place)
+        _check_may_be_published(store, record, prior, run_id)
+        publish(store, record, prior)
     except AlreadyExistsError as e:
         return outcome("overtaken", str(e))
     except StorageError:
@@ -121,3 +127,17 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
     if isinstance(prior.record, CheckpointRecord):
         remove_replaced(store, prior.record.attempt)
     return outcome("committed")
+
+
+def _check_may_be_published(store: Store, record: CheckpointRecord, prior: Prior, run_id: str | None) -> None:
+    """Refuse what its own committer may have been refused.
+
+    Raises:
+        OtherJobError: it is of a run that no longer saves there.
+        CommitError: it would replace a checkpoint that is pinned.
+    """
+    saved_by = record.metadata.get(RUN)
+    if run_id is not None and saved_by not in (None, run_id):
+        raise OtherJobError(f"{store}: run {saved_by} has left the attempt {record.attempt}, and run {run_id} saves there since.")
+    if isinstance(prior.record, CheckpointRecord) and is_marked(store, PINNED, prior.record.attempt):
+        raise CommitError(f"{store}: the attempt {record.attempt} would replace a checkpoint that is pinned; `shardckpt unpin` it first.")

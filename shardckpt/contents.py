@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CommitError
-from shardckpt.excerpt import numbered
+from shardckpt.excerpt import excerpt, numbered
 from shardckpt.fields import Fields
 from shardckpt.names import shown
 from shardckpt.record import FileReference, seal
@@ -35,7 +35,7 @@ class Contents:
     """Elements of the small plain tensors of a job of several processes, as they are stored, in C order. Nobody knows
     which processes have them, so each says what it has, and the one who commits writes them."""
     metadata: Mapping[str, Any]
-    """What the user gave to `SaveOptions(metadata=…)`."""
+    """What the user gave to `SaveOptions(metadata=…)`; each member by some processes or all."""
     samples: Mapping[str, int] = field(default_factory=dict)
     """A checksum of some elements of each large plain tensor that all processes write together: they rely on having the same."""
 
@@ -49,16 +49,20 @@ class Contents:
         Raises:
             CommitError: processes contradict each other; names what about, and which ones.
         """
-        first_processes, first = parts[0]
         small: dict[str, bytes] = {}
         samples: dict[str, int] = {}
         said_by: dict[str, Sequence[int]] = {}
+        metadata: dict[str, Any] = {}
+        given_by: dict[str, Sequence[int]] = {}
         for processes, part in parts:
-            if part.metadata != first.metadata:
-                raise CommitError(
-                    f"SaveOptions(metadata=…) differs between {numbered('process', first_processes)} and {numbered('process', processes)}; "
-                    f"give all the same, and put what differs into the state as shardckpt.PerProcess. Nothing was published."
-                )
+            for key, value in part.metadata.items():
+                if metadata.setdefault(key, value) != value:
+                    raise CommitError(
+                        f"SaveOptions(metadata=…): {excerpt(key)} differs between {numbered('process', given_by[key])} and "
+                        f"{numbered('process', processes)}; give all the same, or one of them alone, and put what differs into the state "
+                        f"as shardckpt.PerProcess. Nothing was published."
+                    )
+                given_by.setdefault(key, processes)
             for name, elements in part.small.items():
                 if small.setdefault(name, elements) != elements:
                     raise CommitError(
@@ -75,7 +79,7 @@ class Contents:
                     )
                 said_by.setdefault(name, processes)
         structure = Structure.union([(processes, part.structure) for processes, part in parts])
-        return cls(structure, small, first.metadata, samples)
+        return cls(structure, small, metadata, samples)
 
     def seal(self) -> tuple[FileReference, bytes]:
         """The file that says so, and the reference to it."""

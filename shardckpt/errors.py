@@ -22,6 +22,7 @@ ShardckptError
 ├── OptionError              (ValueError)          "option"            an option that cannot be
 ├── BudgetError              (ValueError)          "memory"            does not fit the memory limit
 ├── CommitError              (RuntimeError)        "commit"            the attempt is not whole: nothing published
+├── OtherJobError            (RuntimeError)        "other-job"         another live job saves to the same root
 ├── CoordinationError        (TimeoutError)        "coordination"      processes of the job that do not answer
 ├── StorageError             (OSError)             "storage"           the storage said no
 └── MissingExtraError        (ImportError)         "extra"             an optional dependency is not installed
@@ -51,6 +52,7 @@ __all__ = [
     "NamesMismatchError",
     "NotFoundError",
     "OptionError",
+    "OtherJobError",
     "ReplacedError",
     "ShapeMismatchError",
     "ShardckptError",
@@ -191,6 +193,12 @@ class CommitError(ShardckptError, RuntimeError):
     """The attempt is not whole, so nothing was published."""
 
     code = "commit"
+
+
+class OtherJobError(ShardckptError, RuntimeError):
+    """Another live job saves to the same root, so that this one publishes nothing there any more."""
+
+    code = "other-job"
 
 
 class CoordinationError(ShardckptError, TimeoutError):

@@ -15,7 +15,7 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from shardckpt.sharding import Layout
 
-__all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "parse_bytes"]
+__all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "checked_options", "parse_bytes"]
 
 DEFAULT_MEMORY_LIMIT = 1 << 30
 """Host bytes that a save or restore uses beyond the state itself, unless told otherwise."""
@@ -80,6 +80,19 @@ class SaveOptions:
         """`memory_limit` in bytes."""
         assert isinstance(self.memory_limit, int)
         return self.memory_limit
+
+
+def checked_options(options: SaveOptions | None) -> SaveOptions:
+    """What a caller gave as `options`, or all that is the default.
+
+    Raises:
+        OptionError: neither None nor options.
+    """
+    if options is None:
+        return SaveOptions()
+    if not isinstance(options, SaveOptions):
+        raise OptionError(f"save(options=…): a {type(options).__name__} is no SaveOptions; give shardckpt.SaveOptions(…).")
+    return options
 
 
 def parse_bytes(value: int | str, what: str) -> int:

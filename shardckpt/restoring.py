@@ -39,18 +39,19 @@ from shardckpt.io.reader import Request
 from shardckpt.names import Only, selector
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.per_process import choose_value, decode_value
+from shardckpt.training import TrainState
 from shardckpt.tree import leaf_names, match, per_process_names, stored_names, unflatten
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.dtypes import DType
     from shardckpt.frameworks.base import Sink
     from shardckpt.per_process import PerProcess
     from shardckpt.structure import TensorRecord
 
-__all__ = ["restore"]
+__all__ = ["chosen_values", "fill", "restore"]
 
 LARGEST_BATCH = 256 << 20
 """Bytes read in one go where no staging limits it; smaller batches tell less adjacent chunks apart."""
@@ -66,6 +67,7 @@ def restore(
     cast: bool = False,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     coordinator: Coordinator | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """Restore a state, or a part of one.
 
@@ -74,13 +76,14 @@ def restore(
         like: says where things go. CPU `torch.Tensor`s, Parameters and ndarrays are filled in place and returned as
             the same objects; meta tensors give new CPU tensors; torch_xla leaves (even lazy ones), JAX arrays, `jax.ShapeDtypeStruct`s
             and `shardckpt.Target`s give new device tensors with that sharding, built from this process's shards alone.
-            None: everything, as numpy arrays in plain containers.
+            None: everything, as numpy arrays in plain containers. A `train_state` puts it all back into its objects.
         only: patterns of names (`"model/**"`), or a function of a name; all other leaves keep what `like` holds.
         strict: names that are missing from the checkpoint, or that it has and `like` has not, are an error.
         cast: allow stored tensors to be converted to the dtype of their leaf, as `numpy.astype` does: rounded to the nearest,
             and integers wrap. What has no conversion, and complex to real, is refused.
         memory_limit: bytes of host staging. One tensor's shards of this process are the least it takes.
         coordinator: says which process this is, for what is `PerProcess` in `like`; by default found out.
+        progress: called with bytes of tensors that are restored so far, and in all, by this process.
 
     Returns:
         `like`'s containers with the restored leaves; containers of the stored tree where `like` is None.
@@ -110,14 +113,34 @@ def restore(
             name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, checkpoint.tensor(name)) for name in stored)
         }
         own = _all_values(checkpoint, per_process_names(checkpoint.parsed_tree, wanted))
-        read = _run(checkpoint, _jobs(checkpoint, leaves, cast=False), pool, in_place=False)
+        read = _run(checkpoint, _jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), pool, in_place=False, progress=progress)
         return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
+    if isinstance(like, TrainState):
+        into = like.like(checkpoint, wanted, lambda: (coordinator or Coordinator.current()).world)
+        options: dict[str, Any] = {"memory_limit": limit, "coordinator": coordinator, "progress": progress}
+        like.load_state_dict(restore(checkpoint, into, only=only, strict=strict, cast=cast, **options))
+        return like
     try:
         matched = match(like, checkpoint.parsed_tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
-        chosen = _chosen_values(checkpoint, matched.per_process, coordinator)
+        chosen = chosen_values(checkpoint, matched.per_process, coordinator)
     except MismatchError as e:
         raise type(e)(f"{checkpoint.location}: {e}") from None
-    return matched.build({**_run(checkpoint, _jobs(checkpoint, matched.tensors, cast=cast), pool, in_place=True), **chosen})
+    jobs = _jobs(checkpoint, _sinks(checkpoint, matched.tensors), cast=cast)
+    return matched.build({**_run(checkpoint, jobs, pool, in_place=True, progress=progress), **chosen})
+
+
+def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]]) -> None:
+    """Read tensors, or boxes of them, into places that somebody has chosen, without a `like`.
+
+    Args:
+        checkpoint: where from.
+        places: stored name → (name for messages, sink) of every place that the tensor goes to. Tie keys tell them apart.
+
+    Raises:
+        MismatchError: a sink's shape or dtype is not the tensor's, or two different ones share memory; nothing was read.
+        ReplacedError, CorruptionError: as in `restore`.
+    """
+    _run(checkpoint, _jobs(checkpoint, places.items(), cast=False), BufferPool(DEFAULT_MEMORY_LIMIT), in_place=True)
 
 
 def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
@@ -128,7 +151,7 @@ def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, objec
     return {name: [decode_value(values[name], name) for values in stored if name in values] for name in names}
 
 
-def _chosen_values(checkpoint: Checkpoint, wanted: Mapping[str, PerProcess], coordinator: Coordinator | None) -> dict[str, object]:
+def chosen_values(checkpoint: Checkpoint, wanted: Mapping[str, PerProcess], coordinator: Coordinator | None) -> dict[str, object]:
     """Of each value that processes own by themselves, the one for this process."""
     if not wanted:
         return {}
@@ -145,21 +168,27 @@ def _chosen_values(checkpoint: Checkpoint, wanted: Mapping[str, PerProcess], coo
     return chosen
 
 
-def _jobs(checkpoint: Checkpoint, leaves: Mapping[str, Sequence[tuple[str, object]]], *, cast: bool) -> list[_Job]:
+def _sinks(checkpoint: Checkpoint, leaves: Mapping[str, Sequence[tuple[str, object]]]) -> Iterator[tuple[str, list[tuple[str, Sink]]]]:
+    """Per stored name, the sinks of the leaves that get the tensor, with their names in `like`."""
+    frameworks.settle(leaf for wanted in leaves.values() for _, leaf in wanted)
+    for stored, wanted in leaves.items():
+        tensor = checkpoint.tensor(stored)
+        yield stored, [(name, frameworks.target(name, leaf, tensor.shape, tensor.dtype)) for name, leaf in wanted]
+
+
+def _jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tuple[str, Sink]]]], *, cast: bool) -> list[_Job]:
     """What to restore, every shape and dtype checked.
 
     Args:
         checkpoint: where from.
-        leaves: stored name → (name in `like`, leaf) of every leaf that gets the tensor.
+        places: stored name, and (name for messages, sink) of every place that gets the tensor.
         cast: whether dtypes may differ.
     """
-    frameworks.settle(leaf for wanted in leaves.values() for _, leaf in wanted)
     jobs = []
-    for stored, wanted in leaves.items():
+    for stored, wanted in places:
         tensor = checkpoint.tensor(stored)
         landings: dict[Hashable, _Landing] = {}
-        for name, leaf in wanted:
-            sink = frameworks.target(name, leaf, tensor.shape, tensor.dtype)
+        for name, sink in wanted:
             if sink.shape != tensor.shape:
                 raise ShapeMismatchError(
                     f"{name}: {checkpoint.location} has shape {tensor.shape}, the leaf to restore into has {sink.shape}; "
@@ -289,7 +318,9 @@ class _Job:
         return Request(self.tensor.name, storage, self.tensor.pieces, together, [buffer.view(storage) for buffer in buffers])
 
 
-def _run(checkpoint: Checkpoint, jobs: Sequence[_Job], pool: BufferPool, *, in_place: bool) -> dict[str, object]:
+def _run(
+    checkpoint: Checkpoint, jobs: Sequence[_Job], pool: BufferPool, *, in_place: bool, progress: Callable[[int, int], None] | None = None
+) -> dict[str, object]:
     """Read and place everything; the restored leaves by name.
 
     Args:
@@ -297,8 +328,11 @@ def _run(checkpoint: Checkpoint, jobs: Sequence[_Job], pool: BufferPool, *, in_p
         jobs: what.
         pool: lends the buffers.
         in_place: whether memory that is filled is the caller's, who is told so if that fails.
+        progress: told how many bytes are placed, and how many there are.
     """
     restored: dict[str, object] = {}
+    done, total = 0, sum(job.nbytes for job in jobs)
+    tell = progress or (lambda _done, _total: None)
     # Tensors that are read together: at most half of the limit each, one batch being placed and one read.
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes), (pool.limit // 2, LARGEST_BATCH)))
 
@@ -331,4 +365,6 @@ def _run(checkpoint: Checkpoint, jobs: Sequence[_Job], pool: BufferPool, *, in_p
                         leaf = landing.finish()
                         restored.update(dict.fromkeys(landing.names, leaf))
                         landing.buffers = []
+            done += sum(job.nbytes for job in batch)
+            tell(done, total)
     return restored

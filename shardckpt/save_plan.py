@@ -6,7 +6,8 @@ Pure, from what the tensors say of themselves; the same on every process, as far
 2. Ask which processes hold each box. A plain host tensor says nothing of that: a large one all processes have, or
    only the one that shows it, as `host_tensors` says. Small ones may be on any processes, and nothing of them is
    written: their elements go into what the host says of the checkpoint.
-3. Deal out the chunks of every box among its holders (`reshard.writers`).
+3. Deal out the chunks of every box among its holders (`reshard.writers`), and cut this process's share into what can be
+   copied at once (`blocks`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from shardckpt.blocks import Block, blocks_of
 from shardckpt.box import BoxArray
 from shardckpt.errors import LeafError, OptionError, ShardingError
 from shardckpt.fields import MOST_DIMENSIONS
@@ -34,6 +36,7 @@ from shardckpt.structure import StoredLayout, TensorRecord
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from shardckpt.box import Box
     from shardckpt.frameworks.base import Source
     from shardckpt.options import SaveOptions
     from shardckpt.sharding import Layout
@@ -74,6 +77,13 @@ class SavePlan:
     """Small plain tensors, of which the elements are told."""
     shared: list[str]
     """Large plain tensors that all processes have, each of which writes a part."""
+    blocks: dict[str, list[Block]]
+    """The same as `writes`, cut into what is copied at once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements that this process writes."""
+        return sum(block.nbytes for blocks in self.blocks.values() for block in blocks)
 
 
 def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World) -> SavePlan:
@@ -87,7 +97,7 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
     everyone = tuple(range(world.processes))
     small, shared = [], []
     parts: list[Part] = []
-    places: list[tuple[str, int, Piece]] = []
+    places: list[tuple[str, int, Piece, Box]] = []
     for name, source in sources.items():
         tensor, boxes = tensors[name], source.boxes
         holders = source.holders
@@ -108,7 +118,7 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
                 assert common is not None
                 size = prod(piece.chunks) * tensor.dtype.storage.itemsize
                 parts.append(Part(name, piece.path, common.start, holders[i], count_chunks(piece, common), size))
-                places.append((name, i, piece))
+                places.append((name, i, piece, common))
     told = sum(tensors[name].nbytes for name in small)
     if told > MOST_SMALL_BYTES:
         raise LeafError(
@@ -116,10 +126,13 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
             f"job of several processes stores at most {MOST_SMALL_BYTES:,}; stack them into larger ones, or lay them out over devices."
         )
     writes: dict[str, list[Write]] = {}
-    for (name, i, piece), share in zip(places, deal(parts, world.process), strict=True):
+    blocks: dict[str, list[Block]] = {}
+    for (name, i, piece, common), share in zip(places, deal(parts, world.process), strict=True):
         if share:
             writes.setdefault(name, []).append(Write(i, piece, share))
-    return SavePlan(tensors, writes, small, shared)
+            corner, itemsize = sources[name].boxes[i].start, tensors[name].dtype.storage.itemsize
+            blocks.setdefault(name, []).extend(blocks_of(i, corner, piece, common, share, itemsize))
+    return SavePlan(tensors, writes, small, shared, blocks)
 
 
 def tensor_records(sources: Mapping[str, Source], options: SaveOptions, world: World) -> dict[str, TensorRecord]:

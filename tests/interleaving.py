@@ -26,13 +26,14 @@ from types import SimpleNamespace
 import pytest
 import tensorstore as ts
 
-from shardckpt import saving
+from shardckpt import attempt
 from shardckpt.coordination import Coordinator
 from shardckpt.errors import ShardckptError
 from shardckpt.io import assemble
 from shardckpt.io import collect as collecting
 from shardckpt.io.attempts import is_attempt
 from shardckpt.io.commit import RECORD
+from shardckpt.io.markers import PINNED, SUPERSEDED
 from shardckpt.io.store import Store
 from shardckpt.record import Tombstone, parse_checkpoint
 from shardckpt.world import World
@@ -40,6 +41,7 @@ from shardckpt.world import World
 __all__ = ["Actor", "Host", "Stage", "finish"]
 
 GRACE = 100
+MARKERS = (PINNED, SUPERSEDED)
 LONG = 1e9
 """Seconds, longer than anybody waits for another process."""
 
@@ -179,10 +181,10 @@ class Stage:
             for name in ("read", "write", "list", "delete_range"):
                 patch.setattr(ts.KvStore, name, stage._instead_of(name))
             patch.setattr(collecting, "idle_seconds", stage._idle_seconds)
-            for module in (saving, assemble):
+            for module in (attempt, assemble):
                 patch.setattr(module, "time", SimpleNamespace(monotonic=stage._monotonic, sleep=stage._sleep))
             # Hosts are threads of one process here, and count their attempts each for itself all the same.
-            patch.setattr(saving, "_next_attempt", lambda coordinator, _store: coordinator.next_attempt())
+            patch.setattr(attempt, "_next_attempt", lambda coordinator, _store: coordinator.next_attempt())
             yield stage
 
     @property
@@ -213,7 +215,7 @@ class Stage:
 
     def attempts(self):
         """Those of which anything is left."""
-        return {key.partition("/")[0] for key in self.times if key != RECORD}
+        return {key.partition("/")[0] for key in self.times if key not in (RECORD, *MARKERS)}
 
     # --- the storage
 
@@ -242,11 +244,11 @@ class Stage:
                 actor.lost = _named(value)
             return _Answer(SimpleNamespace(generation=b""))
         if value is None:
-            if present.state == "value":
+            if present.state == "value" and path not in MARKERS:
                 self._before_deletion(path)
         elif path == RECORD:
             self._before_publication(bytes(value))
-        else:
+        elif path not in MARKERS:
             attempt = path.partition("/")[0]
             self.savers.setdefault(attempt, [*getattr(self._actor(), "job", [])])
             self.written.setdefault(attempt, set()).add(path)
@@ -324,8 +326,14 @@ class _Answer:
     def __init__(self, value):
         self._value = value
 
-    def result(self):
+    def result(self, timeout=None):
         return self._value
+
+    def done(self):
+        return True
+
+    def cancel(self):
+        return False
 
 
 def _named(data):

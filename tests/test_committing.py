@@ -23,6 +23,7 @@ from shardckpt.errors import NotFoundError
 from shardckpt.io.documents import zarr_documents
 from shardckpt.io.index import dump_index, packed_documents, read_values
 from shardckpt.io.store import Store
+from shardckpt.names import natural_key
 from shardckpt.record import open_envelope
 
 CHILDREN = Path(__file__).parent / "children"
@@ -241,7 +242,7 @@ def test_of_two_whole_attempts_the_newest_counts_and_the_other_is_overtaken(tmp_
     shutil.move(tmp_path / "c" / older, tmp_path / older)
     newest = save_without_commit(tmp_path / "c", 2)
     shutil.move(tmp_path / older, tmp_path / "c" / older)
-    if newest < older:  # both began in one second, and then chance decides
+    if natural_key(newest) < natural_key(older):  # both began in one second, and then chance decides
         newest, older = older, newest
     found = {one.attempt: one for one in shardckpt.commit(tmp_path / "c")}
     assert (found[newest].state, found[older].state) == ("committed", "overtaken")

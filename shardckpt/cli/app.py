@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shardckpt.cli import commit, diff, exits, gc, info, ls, verify
+from shardckpt.cli import commit, diff, exits, gc, info, ls, pin, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,3 +78,5 @@ app.command("diff")(diff.diff)
 app.command("commit")(commit.commit)
 app.command("gc")(gc.gc)
 app.command("rm")(gc.rm)
+app.command("pin")(pin.pin)
+app.command("unpin")(pin.unpin)

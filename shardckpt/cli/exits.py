@@ -42,6 +42,7 @@ STATUS = {
     "storage": 6,
     "exists": 7,
     "commit": 7,
+    "other-job": 7,
     "coordination": 7,
     "memory": 8,
     "leaf": 9,

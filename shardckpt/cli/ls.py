@@ -53,6 +53,8 @@ def _document(entry: CatalogEntry) -> dict[str, Any]:
         "finished": entry.finished,
         "hosts": entry.hosts,
         "committable": entry.committable,
+        "pinned": entry.pinned,
+        "superseded": entry.superseded,
         "idle": entry.idle,
     }
 
@@ -60,7 +62,7 @@ def _document(entry: CatalogEntry) -> dict[str, Any]:
 def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[str]:
     headings = ("name", "created", "tensors", "size", "layout", "state")
     rows = [[Cell(heading, "dim", right=heading in {"tensors", "size"}) for heading in headings], *map(_row, entries)]
-    if all(entry.state == "committed" for entry in entries):
+    if not any(_state(entry) for entry in entries):
         rows = [row[:-1] for row in rows]
     yield from screen.table(rows, gap=3)
     for entry in entries:
@@ -100,5 +102,11 @@ def _row(entry: CatalogEntry) -> list[Cell]:
         Cell("" if entry.tensors is None else f"{entry.tensors:,}", right=True),
         Cell("" if entry.nbytes is None else file_size(entry.nbytes), right=True),
         Cell(visible(entry.layout or "")),
-        Cell("" if committed else entry.state, "red" if entry.state == "unreadable" else "yellow"),
+        Cell(_state(entry), "red" if entry.state == "unreadable" else "yellow"),
     ]
+
+
+def _state(entry: CatalogEntry) -> str:
+    """What is to be said of an entry; nothing of a checkpoint that is like most."""
+    said = (entry.state != "committed" and entry.state, entry.superseded and "superseded", entry.pinned and "pinned")
+    return ", ".join(word for word in said if word)

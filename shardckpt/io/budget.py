@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from numpy.typing import DTypeLike, NDArray
@@ -67,36 +68,86 @@ class BufferPool:
         self.limit = limit
         """Bytes."""
         self.high_water = 0
-        """Most bytes that existed at once, lent or kept for later."""
+        """Most bytes that existed at once, lent, reserved or kept for later."""
         self._lent = 0
+        self._reserved = 0
         self._kept: list[NDArray[np.uint8]] = []
         self._changed = threading.Condition()
 
     def take(self, nbytes: int) -> Lease:
         """Lend `nbytes`, waiting until what is lent leaves room for it.
 
-        A thread that holds a lease must not wait for another one: take what is needed in one lease.
+        A thread that holds a lease must not wait for another one: take what is needed in one lease, or hand on what
+        one holds to a thread that gives it back.
+        """
+        lease = self.take_unless(nbytes, lambda: False)
+        assert lease is not None
+        return lease
+
+    def take_unless(self, nbytes: int, given_up: Callable[[], bool]) -> Lease | None:
+        """Lend `nbytes`, or nothing where there is no room for it and none is waited for any more.
+
+        Args:
+            nbytes: at least so many.
+            given_up: asked at once, whenever something is given back, and on `wake`.
         """
         wanted = max(round_up(nbytes), ALIGNMENT)
         with self._changed:
-            self._changed.wait_for(lambda: not self._lent or self._lent + wanted <= self.limit)
+            self._changed.wait_for(lambda: self._fits(wanted) or given_up())
+            if not self._fits(wanted):
+                return None
             buffer = self._reuse(wanted)
             if buffer is None:
-                while self._kept and self._allocated() + wanted > self.limit:
-                    self._kept.pop(0)
+                self._make_room(wanted)
                 buffer = _aligned(wanted)
             self._lent += buffer.nbytes
             self.high_water = max(self.high_water, self._allocated())
         return Lease(self, buffer, nbytes)
 
+    def reserve(self, nbytes: int) -> None:
+        """Count `nbytes` that others allocate as lent, waiting until there is room for them; `release` ends it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fits(nbytes))
+            self._make_room(nbytes)
+            self._reserved += nbytes
+
+    def release(self, nbytes: int) -> None:
+        """Count no longer what was reserved, or a part of it."""
+        with self._changed:
+            self._reserved -= nbytes
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have those who wait ask whether they have given up."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Free what is kept for later; what is lent stays so."""
+        with self._changed:
+            self._kept.clear()
+
+    @property
+    def kept(self) -> list[int]:
+        """Addresses of the buffers that are kept for later, ascending."""
+        with self._changed:
+            return sorted(buffer.ctypes.data for buffer in self._kept)
+
+    def _fits(self, wanted: int) -> bool:
+        return not self._lent or self._lent + self._reserved + wanted <= self.limit
+
+    def _make_room(self, wanted: int) -> None:
+        while self._kept and self._allocated() + wanted > self.limit:
+            self._kept.pop(0)
+
     def _reuse(self, wanted: int) -> NDArray[np.uint8] | None:
         """The smallest kept buffer that is large enough and not wastefully larger."""
-        room = max(self.limit - self._lent, wanted)
+        room = max(self.limit - self._lent - self._reserved, wanted)
         fitting = [i for i, b in enumerate(self._kept) if wanted <= b.nbytes <= min(2 * wanted + (1 << 20), room)]
         return self._kept.pop(min(fitting, key=lambda i: self._kept[i].nbytes)) if fitting else None
 
     def _allocated(self) -> int:
-        return self._lent + sum(b.nbytes for b in self._kept)
+        return self._lent + self._reserved + sum(b.nbytes for b in self._kept)
 
     def _take_back(self, buffer: NDArray[np.uint8]) -> None:
         with self._changed:

@@ -16,7 +16,8 @@ To collect a checkpoint's orphaned attempts:
 4. Look once more: what is still an orphan, and still untouched for the grace period, is removed. Host records go
    first, as it is they from which an attempt is committed.
 
-To delete a checkpoint, a tombstone takes the place of its record on the same condition; then its attempt goes.
+To delete a checkpoint, a tombstone takes the place of its record on the same condition, unless it is pinned (`io.markers`);
+then its attempt goes.
 
 Whoever is stopped on the way leaves a checkpoint that is whole, or none, and attempts that the next collection takes.
 Tombstones stay for ever: no time is long enough for a committer that sleeps.
@@ -29,18 +30,19 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardckpt.errors import FormatError, NotFoundError, ReplacedError, StorageError, VersionError
+from shardckpt.errors import FormatError, NotFoundError, OptionError, ReplacedError, StorageError, VersionError
 from shardckpt.fields import Fields
 from shardckpt.io.ages import idle_seconds
 from shardckpt.io.attempts import attempts, is_attempt
 from shardckpt.io.commit import RECORD
+from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked, unmark
 from shardckpt.record import Tombstone, open_envelope, seal
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
 
-__all__ = ["Collected", "collect", "delete"]
+__all__ = ["Collected", "collect", "delete", "renew"]
 
 _ROUNDS = 10
 """How often to begin anew because the record has changed; each time somebody else has got something done."""
@@ -140,15 +142,37 @@ def delete(store: Store, *, reason: str, grace: float) -> list[Collected]:
         NotFoundError: there is no checkpoint and never was one.
         ReplacedError: another one took its place just now; nothing was deleted.
         VersionError: a newer version's checkpoint is there.
+        OptionError: it is pinned.
         StorageError: the storage failed.
     """
     named = _bury(store, reason)
+    for marker in (PINNED, SUPERSEDED):
+        unmark(store, marker)
     left = []
     if named is not None and f"{named}/" in store.list_children():
         data = Collected(store.location, named, "removed")
         data = _remove(store, data) if is_attempt(store, named) else replace(data, outcome="kept", reason=_FOREIGN)
         left = [data] if data.outcome != "removed" else []
     return left + [one for one in collect(store, grace=grace) if one.attempt != named]
+
+
+def renew(store: Store, attempt: str) -> bool:
+    """Make a commit record another version of itself, so that who is about to delete or replace it has to look again.
+
+    Returns:
+        Whether it still names that attempt.
+
+    Raises:
+        FormatError: it cannot be read.
+        StorageError: the storage failed, or the record changes all the time.
+    """
+    for _ in range(_ROUNDS):
+        record = _Record.of(store, *store.read_versioned(RECORD))
+        if record.attempt(store) != attempt:
+            return False
+        if record.fence(store):
+            return True
+    raise StorageError(f"cannot mark {store}: {_CONTENDED}; try again.")
 
 
 def _bury(store: Store, reason: str) -> str | None:
@@ -169,6 +193,8 @@ def _bury(store: Store, reason: str) -> str | None:
             return first
         if first not in (None, named):
             raise ReplacedError(f"{store}: another checkpoint took its place while it was being deleted; nothing was deleted.")
+        if is_marked(store, PINNED, named):
+            raise OptionError(f"{store} is pinned, so it is not deleted; `shardckpt unpin` it first.")
         first = named
         if store.replace(RECORD, _tombstone(reason, secrets.token_hex(8)), generation):
             return first

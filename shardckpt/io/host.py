@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.io.codec import encode
+from shardckpt.io.codec import close, lay_out, room_for
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.packed import PackedWriter
 from shardckpt.io.plain import PlainWriter
@@ -54,6 +54,8 @@ class HostWriter:
         """Whether the host's record may be there. From then on others may commit what it vouches for, and nothing of that goes."""
         self._paths: dict[str, int] = {}
         self._rows: list[tuple[int, int, int]] = []
+        self._room = np.empty(0, np.uint8)
+        """In which `put` lays out one chunk after another."""
 
     def put(self, piece: Piece, position: int, elements: NDArray[np.generic]) -> None:
         """Write one chunk.
@@ -63,7 +65,11 @@ class HostWriter:
             position: which chunk, in grid order.
             elements: its elements, cut off at the array's edge; copied before this returns.
         """
-        data, crc = encode(elements, piece.chunks, self._compression)
+        size = room_for(piece.chunks, elements.itemsize)
+        if self._room.nbytes < size:
+            self._room = np.empty(size, np.uint8)
+        lay_out(elements, piece.chunks, self._room[:size])
+        data, crc = close(self._room[:size], self._compression)
         self._writer.put(chunk_object_key(piece, position), data)
         self._rows.append((self._paths.setdefault(piece.path, len(self._paths)), position, crc))
 

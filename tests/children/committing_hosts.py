@@ -6,23 +6,23 @@ import signal
 
 from many_hosts import save
 
-from shardckpt import saving
+from shardckpt import attempt
 
 
 def save_and_copy(coordinator, url, copy, options=None):
     """The committer copies what the hosts have left before it commits."""
-    assemble = saving.assemble
+    assemble = attempt.assemble
 
     def copy_first(place):
         shutil.copytree(url, copy)
         return assemble(place)
 
-    saving.assemble = copy_first
+    attempt.assemble = copy_first
     return save(coordinator, url, options)
 
 
 def save_and_be_killed(coordinator, url, options=None):
     """The committer is killed as soon as all hosts have finished; the others do not wait for it for long."""
-    saving.assemble = lambda _place: os.kill(os.getpid(), signal.SIGKILL)
-    saving._COMMITTING = 0.2
+    attempt.assemble = lambda _place: os.kill(os.getpid(), signal.SIGKILL)
+    attempt._COMMITTING = 0.2
     return save(coordinator, url, {"commit_timeout": 5.0, **(options or {})})

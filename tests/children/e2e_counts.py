@@ -83,7 +83,7 @@ def _sockets():
 
 
 def account(ours, root, states, counter, controls):
-    """Save ten times, let words be heard, save in turn; then do what other programs do. What was counted meanwhile.
+    """Save ten times, some of them in the background; words; save in turn; then what other programs do. What was counted meanwhile.
 
     Args:
         ours: the coordinator, found before.
@@ -111,7 +111,10 @@ def account(ours, root, states, counter, controls):
 def _saves(root, states):
     for i, state, options in zip(range(SAVES), cycle(states), cycle(OPTIONS), strict=False):
         place = i - 1 if "overwrite" in options else i
-        shardckpt.save(f"{root}/{place}", state, options=SaveOptions(**options))
+        if i % 3:
+            shardckpt.save(f"{root}/{place}", state, options=SaveOptions(**options))
+        else:
+            shardckpt.save_async(f"{root}/{place}", state, options=SaveOptions(**options)).wait()
 
 
 def _words(ours):

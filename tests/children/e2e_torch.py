@@ -17,6 +17,12 @@ def join(coordinator, **devices):
         coordinator: over files, for what a launcher would say.
         devices: by framework, those that are this process's.
     """
+    connect(coordinator)
+    return Coordinator.current(devices=devices or None, timeout=60)
+
+
+def connect(coordinator):
+    """Become a rank of a gloo job, of which shardckpt has not heard yet."""
     begin()
     torch.set_num_threads(1)
     rank, ranks = coordinator.world.process, coordinator.world.processes
@@ -25,7 +31,6 @@ def join(coordinator, **devices):
         port = coordinator.agree("port", lambda: server.port)
         store = server or dist.TCPStore("127.0.0.1", port, ranks, is_master=False, timeout=timedelta(seconds=60))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    return Coordinator.current(devices=devices or None, timeout=60)
 
 
 def leave(coordinator):

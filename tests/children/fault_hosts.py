@@ -8,7 +8,7 @@ import numpy as np
 import s3fs  # noqa: F401
 
 import shardckpt
-from shardckpt import SaveOptions, saving
+from shardckpt import SaveOptions, attempt
 from shardckpt.io import packed
 
 
@@ -33,7 +33,7 @@ def own(process, seed):
 def save(coordinator, url, seed, options=None):
     """Save; the small state has several data files."""
     packed.OBJECT_BYTES = 40_000
-    saving._COMMITTING = 1.0  # whoever waits for a committer that says nothing waits no longer than that after the timeout
+    attempt._COMMITTING = 1.0  # whoever waits for a committer that says nothing waits no longer than that after the timeout
     mine = {**state(seed), "own": shardckpt.PerProcess(own(coordinator.world.process, seed))}
     options = SaveOptions(**{"commit_timeout": 20.0, **(options or {})})
     shardckpt.save(url, mine, options=options, coordinator=coordinator)

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 import shardckpt
-from shardckpt import saving
+from shardckpt import attempt
 
 
 def publish_when_told(*arguments):
@@ -19,7 +19,7 @@ def publish_when_told(*arguments):
     publish(*arguments)
 
 
-publish, saving.publish = saving.publish, publish_when_told
+publish, attempt.publish = attempt.publish, publish_when_told
 for url in sys.argv[3:]:
     try:
         options = shardckpt.SaveOptions(overwrite=sys.argv[2] == "1")

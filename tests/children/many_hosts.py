@@ -38,9 +38,9 @@ def save_different(coordinator, url, states, options=None):
 
 def save_with_the_store_lost(coordinator, url, *lost):
     """Once all have begun, no process of `lost` reaches the store any more; where process 0 does not, nobody hears of the commit."""
-    from shardckpt import errors, saving
+    from shardckpt import attempt, errors
 
-    saving._STORAGE_LOOK = 0.1
+    attempt._STORAGE_LOOK = 0.1
     coordinator.share("begun", None)
     if coordinator.world.process in lost:
 
@@ -54,9 +54,9 @@ def save_with_the_store_lost(coordinator, url, *lost):
 
 def save_under_two_names(coordinator, url, link):
     """Process 1 goes by a link of another name, so it hears nothing of the commit."""
-    from shardckpt import saving
+    from shardckpt import attempt
 
-    saving._STORAGE_LOOK = 0.1
+    attempt._STORAGE_LOOK = 0.1
     return save(coordinator, link if coordinator.world.process else url)
 
 
@@ -90,14 +90,14 @@ def save_many(coordinator, url, saves):
 
 def save_without_committing(coordinator, url, options=None, shift=0, leave_out=()):
     """All hosts write, and the committer dies before it publishes; those of `leave_out` never write."""
-    from shardckpt import saving
+    from shardckpt import attempt
 
     def die(*_arguments):
         raise KeyboardInterrupt
 
-    saving.publish = die
-    saving.assemble = lambda _place: die()
-    saving._COMMITTING = 0.2
+    attempt.publish = die
+    attempt.assemble = lambda _place: die()
+    attempt._COMMITTING = 0.2
     if coordinator.world.process in leave_out:
         return "absent"
     try:

@@ -18,7 +18,7 @@ from torture_afflictions import AFFLICTIONS, wrong_clock
 from torture_operations import Operations
 
 import shardckpt
-from shardckpt import SaveOptions, catalog, collecting, saving
+from shardckpt import SaveOptions, attempt, catalog, collecting
 from shardckpt.errors import CoordinationError
 
 
@@ -71,7 +71,7 @@ def save(coordinator, url, value, options=None, fate=None, diary=None):
     """Save, and meet the fate if it is this process's; returns the names of this process's operations."""
     process, met = coordinator.world.process, fate or {}
     others = Others(coordinator)
-    saving._COMMITTING = 30  # a committer that is merely slow is waited for
+    attempt._COMMITTING = 30  # a committer that is merely slow is waited for
     if process and met.get("process") == 0:
         keep_the_store_in_process_0(coordinator, others)
 
@@ -139,7 +139,7 @@ def save_steps(coordinator, root, steps, value, options, start):
 
 def save_out_of_step(coordinator, url, odd, late, values, timeouts):
     """Save one value after another. One process leaves out the first save; or, if it is `late`, makes it when the others have."""
-    saving._COMMITTING = 0.3
+    attempt._COMMITTING = 0.3
     outcomes = []
     for i, (value, timeout) in enumerate(zip(values, timeouts, strict=True)):
         coordinator.share("before", None)

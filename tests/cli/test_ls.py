@@ -77,6 +77,8 @@ def test_json_has_a_document_per_checkpoint(run, saver, tmp_path):
         "finished": None,
         "hosts": None,
         "committable": False,
+        "pinned": False,
+        "superseded": False,
         "idle": None,
     }
     assert (unfinished["state"], unfinished["attempt"], unfinished["bytes"]) == ("uncommitted", ATTEMPT, None)

@@ -77,3 +77,46 @@ def test_a_request_larger_than_the_limit_is_let_through_alone():
     with pool.take(10):
         pass
     assert pool.high_water == round_up(5000)
+
+
+def test_who_gives_up_waiting_gets_nothing():
+    pool = BufferPool(1000)
+    given_up = threading.Event()
+    with pool.take(800):
+        assert pool.take_unless(800, lambda: True) is None
+        waiting = ThreadPoolExecutor(1).submit(pool.take_unless, 800, given_up.is_set)
+        given_up.set()
+        pool.wake()
+        assert waiting.result(10) is None
+    with pool.take(800):
+        pass
+
+
+def test_what_others_allocate_counts_as_lent():
+    pool = BufferPool(1000)
+    with pool.take(600):
+        pass
+    pool.reserve(500)
+    assert pool.kept == []
+    assert pool.high_water <= 1000
+    with pool.take(400):
+        assert pool.take_unless(200, lambda: True) is None
+    pool.release(500)
+    with pool.take(1000 // 64 * 64):
+        assert pool.high_water <= 1000
+
+
+def test_a_request_larger_than_what_is_reserved_leaves_goes_alone():
+    pool = BufferPool(1000)
+    pool.reserve(900)
+    with pool.take(500):
+        assert pool.take_unless(64, lambda: True) is None
+
+
+def test_buffers_that_are_kept_can_be_freed():
+    pool = BufferPool(1000)
+    with pool.take(100):
+        pool.clear()
+    assert len(pool.kept) == 1
+    pool.clear()
+    assert pool.kept == []

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import shardckpt
-from shardckpt import SaveOptions, errors, saving
+from shardckpt import SaveOptions, attempt, errors
 from shardckpt.io import assemble, commit, index
 from shardckpt.io.attempts import is_attempt
 from shardckpt.io.store import Store
@@ -127,7 +127,7 @@ def lose_the_race(url, monkeypatch, *, overwrite):
         shardckpt.save(url, state(2), options=SaveOptions(overwrite=overwrite))
         commit.publish(*arguments)
 
-    monkeypatch.setattr(saving, "publish", publish)
+    monkeypatch.setattr(attempt, "publish", publish)
     shardckpt.save(url, state(1), options=SaveOptions(overwrite=overwrite))
 
 

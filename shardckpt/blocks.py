@@ -1,0 +1,95 @@
+"""Which parts of a process's shards are copied at once, and which chunks are they?
+
+What a process writes of a shard, a run of chunks, is cut into boxes (`reshard.grid_runs`): its *blocks*. One block is
+copied by one call. Cutting it into its chunks can wait until they are written. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, TypeAlias
+
+from shardckpt.box import Box
+from shardckpt.reshard.grid_runs import run_boxes
+from shardckpt.reshard.plan import chunks_inside, count_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import EllipsisType
+
+    from shardckpt.reshard.plan import Piece
+
+__all__ = ["Block", "blocks_of", "chunks_of", "smaller"]
+
+Index: TypeAlias = "tuple[slice | EllipsisType, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Chunks of one piece that make a box, which lies in one box that this process holds."""
+
+    held: int
+    """Which of the source's boxes."""
+    corner: tuple[int, ...]
+    """Where that box begins, in the tensor's indices."""
+    piece: Piece
+    box: Box
+    """In the tensor's indices."""
+    itemsize: int
+    """Bytes of an element as it is stored."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return self.box.size * self.itemsize
+
+    @property
+    def inside(self) -> Index:
+        """Where it is in the array of the held box."""
+        return _index(self.box.start, self.box.stop, self.corner)
+
+
+def blocks_of(
+    held: int, corner: tuple[int, ...], piece: Piece, part: Box, run: range, itemsize: int, most: int | None = None
+) -> Iterator[Block]:
+    """The blocks of a run of chunks, in their order.
+
+    Args:
+        held: as in `Block`.
+        corner: as in `Block`.
+        piece: as in `Block`.
+        part: of the tensor, a box of whole chunks.
+        run: which of the chunks in it, counted in grid order.
+        itemsize: as in `Block`.
+        most: bytes of a block, where one chunk does not take more.
+    """
+    first = [(a - start) // side for a, start, side in zip(part.start, piece.start, piece.chunks, strict=True)]
+    grid = tuple(-(-(b - start) // side) - a for a, b, start, side in zip(first, part.stop, piece.start, piece.chunks, strict=True))
+    cells = len(run) if most is None else most // (prod(piece.chunks) * itemsize)
+    for found in run_boxes(grid, run, max(1, cells)):
+        start = [o + (f + a) * side for o, f, a, side in zip(piece.start, first, found.start, piece.chunks, strict=True)]
+        stop = [o + (f + b) * side for o, f, b, side in zip(piece.start, first, found.stop, piece.chunks, strict=True)]
+        # The last chunk of a dimension may reach beyond the piece.
+        yield Block(held, corner, piece, Box(tuple(start), tuple(map(min, stop, part.stop))), itemsize)
+
+
+def smaller(block: Block, most: int) -> Iterator[Block]:
+    """The block, cut where it takes more than so many bytes."""
+    if block.nbytes <= most:
+        yield block
+    else:
+        run = range(count_chunks(block.piece, block.box))
+        yield from blocks_of(block.held, block.corner, block.piece, block.box, run, block.itemsize, most)
+
+
+def chunks_of(block: Block) -> Iterator[tuple[int, Index]]:
+    """The chunks of a block in grid order: the position of each in its piece's grid, and where it is in the block's array."""
+    positions, boxes = chunks_inside(block.piece, block.box)
+    for position, start, stop in zip(positions.tolist(), boxes.start.tolist(), boxes.stop.tolist(), strict=True):
+        yield position, _index(start, stop, block.box.start)
+
+
+def _index(start: list[int] | tuple[int, ...], stop: list[int] | tuple[int, ...], corner: tuple[int, ...]) -> Index:
+    """A box in an array that begins at the corner. The ellipsis keeps a 0-d array an array."""
+    return (*(slice(a - o, b - o) for a, b, o in zip(start, stop, corner, strict=True)), ...)

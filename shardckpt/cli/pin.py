@@ -1,0 +1,49 @@
+"""`shardckpt pin` and `shardckpt unpin`: checkpoints that are not to be deleted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardckpt.cli.screen import Screen, write_json
+from shardckpt.cli.text import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["pin", "unpin"]
+
+Urls = Annotated[list[str], typer.Argument(metavar="URL…", help="Checkpoints: paths or urls.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+
+
+def pin(urls: Urls, as_json: Json = False) -> None:
+    """Keep checkpoints from being deleted.
+
+    Neither the training that saves them nor rm deletes them until they are unpinned.
+    """
+    from shardckpt import pinning
+
+    for url in urls:
+        pinning.pin(url)
+    _tell(urls, "pinned", as_json=as_json)
+
+
+def unpin(urls: Urls, as_json: Json = False) -> None:
+    """Let checkpoints be deleted again."""
+    from shardckpt import pinning
+
+    for url in urls:
+        pinning.unpin(url)
+    _tell(urls, "unpinned", as_json=as_json)
+
+
+def _tell(urls: Sequence[str], done: str, *, as_json: bool) -> None:
+    from shardckpt.io.url import parse
+
+    places = [str(parse(url)) for url in urls]
+    if as_json:
+        write_json({done: places})
+    else:
+        Screen().show([f"{done}  {visible(place)}" for place in places])

@@ -1,0 +1,143 @@
+"""PyTorch Lightning's checkpoints through shardckpt: `Trainer(plugins=[ShardckptIO()])`.
+
+Lightning gathers one dict on its first process and hands it over with a path; all processes load it. So a checkpoint is
+saved by that process alone, in the background: training goes on when the tensors are copied. `teardown`, which a Trainer
+calls at its end, the next save and a load wait for it, and raise what went wrong, once.
+
+1. The dict is made plain: Lightning's and torch's own classes of dict become dicts; what else would be pickled is refused
+   by name, most likely a hyperparameter: `save_hyperparameters(ignore=…)`.
+2. A checkpoint that Lightning removes goes when the one that was saved last is committed, and stays if that fails.
+
+A checkpoint is a directory, whatever its name ends with. `LightningModule.load_from_checkpoint` passes plugins by and wants
+a file: make the module, and give it `shardckpt.restore(path, only="state_dict/**")["state_dict"]`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.utilities.data import AttributeDict
+
+from shardckpt.checkpoint import Checkpoint
+from shardckpt.collecting import delete
+from shardckpt.coordination.single import SingleProcess
+from shardckpt.dtypes import of_numpy
+from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.frameworks.torch import tensor_of
+from shardckpt.integrations.plain import plain
+from shardckpt.options import SaveOptions, checked_options
+from shardckpt.restoring import restore
+from shardckpt.saving import save, save_async
+
+if TYPE_CHECKING:
+    import os
+
+    from shardckpt.save_handle import SaveHandle
+
+__all__ = ["ShardckptIO"]
+
+_DICTS = (dict, OrderedDict, defaultdict, Counter, AttributeDict)
+"""Classes whose objects are loaded as dicts, which those who put them there take as well."""
+
+
+class ShardckptIO(CheckpointIO):
+    """Stores what a Lightning `Trainer` saves, for the strategies that have one process save."""
+
+    def __init__(self, *, options: SaveOptions | None = None, asynchronous: bool = True) -> None:
+        """Store as `options` say.
+
+        Args:
+            options: as for `shardckpt.save`. By default, or with `overwrite=True`, a checkpoint replaces one of the same
+                path, as Lightning's files do.
+            asynchronous: whether training goes on while a checkpoint is written; otherwise it waits for the commit.
+
+        Raises:
+            OptionError: no options.
+        """
+        self._options = SaveOptions(overwrite=True) if options is None else checked_options(options)
+        self._asynchronous = asynchronous
+        self._saving: SaveHandle | None = None
+        self._doomed: list[str | os.PathLike[str]] = []
+        """What Lightning has removed since the save in flight began."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+        """Save Lightning's dict, when the save before is done.
+
+        Raises:
+            LeafError: something in it would have to be pickled, by name; nothing was begun.
+            OptionError: there are `storage_options`; they belong into `ShardckptIO(options=…)`.
+            ShardckptError: what went wrong in the background with the save before; as in `shardckpt.save`.
+        """
+        if storage_options is not None:
+            raise OptionError(
+                "save_checkpoint(storage_options=…): has no meaning here; give ShardckptIO(options=shardckpt.SaveOptions(…))."
+            )
+        state = plain(checkpoint, "", tensors=True, dicts=_DICTS)
+        self._finish()
+        if self._asynchronous:
+            self._saving = save_async(path, state, options=self._options, coordinator=SingleProcess())
+        else:
+            save(path, state, options=self._options, coordinator=SingleProcess())
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: torch.device | str | None = None,
+        weights_only: bool | None = None,  # noqa: ARG002 - Lightning's signature; nothing that is loaded here is code
+    ) -> dict[str, Any]:
+        """Lightning's dict, with tensors on the CPU or where `map_location` says.
+
+        Raises:
+            OptionError: a `map_location` that is no device.
+            NotFoundError, CorruptionError: as in `shardckpt.restore`.
+            ShardckptError: what went wrong in the background with the save before.
+        """
+        if map_location is not None and not isinstance(map_location, str | torch.device):
+            raise OptionError(f"load_checkpoint(map_location={map_location!r:.100}): give a torch.device, or its name.")
+        self._finish()
+        loaded: dict[str, Any] = _on_device(restore(Checkpoint(path)), torch.device(map_location or "cpu"))
+        return loaded
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint: at once, or when the save in flight is committed. One that is not there is no error.
+
+        Raises:
+            StorageError: as in `shardckpt.collecting.delete`.
+        """
+        self._doomed.append(path)
+        if self._saving is None or self._saving.done():
+            self._finish()
+
+    def teardown(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            ShardckptError: what went wrong with it.
+        """
+        self._finish()
+
+    def _finish(self) -> None:
+        saving, self._saving = self._saving, None
+        doomed, self._doomed = self._doomed, []
+        if saving is not None:
+            saving.wait()
+        for path in doomed:
+            try:
+                delete(path, reason="removed by Lightning")
+            except NotFoundError:
+                continue
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """Restored containers with torch tensors in the place of arrays, not copied for the CPU."""
+    if isinstance(value, np.ndarray):
+        return tensor_of(value, of_numpy(value.dtype)).to(device)
+    if isinstance(value, dict):
+        return {key: _on_device(inner, device) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on_device(inner, device) for inner in value)
+    return value

@@ -1,0 +1,148 @@
+"""Deleting what nothing keeps; on the leader, in the background.
+
+1. See that the root is still this run's (`job`).
+2. Ask the rule of retention which live steps to keep. Besides those stay: the newest live step, what this process reads
+   now, and what is pinned, which the deletion itself finds out.
+3. Superseded steps go once training has got past them: until then a rollback can be taken back.
+4. Each deletion puts a tombstone in place of the commit record before data goes (`io.collect`). What a killed process
+   has left is collected later: attempts of no checkpoint into which nothing has been written for a grace period.
+
+A step whose deletion failed is tried again after each save.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from shardckpt.checkpoint import open_in_this_process
+from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
+from shardckpt.io import collect as at_one_place
+from shardckpt.manager.steps import StepInfo, list_steps, step_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardckpt.io.store import Store
+    from shardckpt.retention import Retention
+
+__all__ = ["Cleaner", "doomed"]
+
+_log = logging.getLogger("shardckpt")
+
+
+class Cleaner:
+    """Deletes the steps of one run that are not kept. Safe to use from several threads."""
+
+    def __init__(self, root: Store, rule: Retention | None, *, grace: float, deleted: Callable[[int], None]) -> None:
+        """Nothing is deleted before `clean`.
+
+        Args:
+            root: of the run.
+            rule: what to keep; None: everything but what unfinished saves have left.
+            grace: seconds for which nothing may have been written into what an unfinished save has left.
+            deleted: told of each step.
+        """
+        self._root = root
+        self._rule = rule
+        self._grace = grace
+        self._deleted = deleted
+        self._steps: dict[int, StepInfo] | None = None
+        self._reading: Counter[int] = Counter()
+        self._guard = threading.Lock()
+        self._one_at_a_time = threading.Lock()
+        self._collected: float | None = None
+        self.failure: StorageError | None = None
+        """What kept the last round from deleting all that it should have."""
+
+    @contextmanager
+    def reading(self, step: int) -> Iterator[None]:
+        """Keep a step as long as this lasts."""
+        with self._guard:
+            self._reading[step] += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._reading[step] -= 1
+
+    def forget(self) -> None:
+        """List the steps anew before the next round: somebody may have changed them."""
+        with self._guard:
+            self._steps = None
+
+    def clean(self, committed: StepInfo) -> None:
+        """Delete what need not be kept any more, now that a step is committed. What the storage refuses is tried again next time."""
+        with self._one_at_a_time:
+            self.failure = None
+            with self._guard:
+                steps = self._steps
+            try:
+                steps = {info.step: info for info in list_steps(self._root)} if steps is None else steps
+            except StorageError as e:
+                self._failed(e)
+                return
+            steps[committed.step] = committed
+            if self._rule is not None:
+                for step in doomed(steps, self._rule):
+                    self._delete(step, steps)
+            with self._guard:
+                self._steps = steps
+            if self._collected is None or time.monotonic() >= self._collected + self._grace:
+                self._collected = time.monotonic()
+                self._collect()
+
+    def _delete(self, step: int, steps: dict[int, StepInfo]) -> None:
+        place = self._root.sub(str(step))
+        with self._guard:
+            if self._reading[step] or open_in_this_process(place.location):
+                return
+        try:
+            left = at_one_place.delete(place, reason="not kept any more", grace=self._grace)
+        except OptionError:
+            return  # pinned
+        except (NotFoundError, FormatError):  # somebody else was first: deleted it, replaced it
+            steps.pop(step, None)
+            return
+        except StorageError as e:
+            self._failed(e)
+            return
+        steps.pop(step, None)
+        for one in left:
+            if one.outcome == "failed":
+                self._failed(StorageError(f"{place}: deleted, but its data cannot be removed: {one.reason}"))
+        self._deleted(step)
+
+    def _failed(self, error: StorageError) -> None:
+        self.failure = error
+        _log.warning("%s", error)
+
+    def _collect(self) -> None:
+        """Remove what unfinished saves and deletions have left."""
+        with suppress(StorageError):
+            for step in step_numbers(self._root):
+                with suppress(FormatError):
+                    found = at_one_place.collect(self._root.sub(str(step)), grace=self._grace)
+                    removed = sum(one.outcome == "removed" for one in found)
+                    if removed:
+                        _log.info("%s: %d unfinished saves removed", self._root.sub(str(step)), removed)
+
+
+def doomed(steps: dict[int, StepInfo], rule: Retention) -> list[int]:
+    """The steps to delete, ascending.
+
+    Args:
+        steps: all that hold a checkpoint.
+        rule: what to keep of those that are live.
+    """
+    live = [steps[step] for step in sorted(steps) if steps[step].state == "committed"]
+    if not live:
+        return []
+    newest = live[-1].step
+    kept = {newest, *rule.kept([info.saved() for info in live])}
+    passed = {info.step for info in steps.values() if info.state == "superseded" and info.step < newest}
+    return sorted({info.step for info in live} - kept | passed)

@@ -1,0 +1,54 @@
+"""Metrics of a step, as they are kept in a checkpoint's metadata: JSON has no infinities and no NaN, losses do."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["METRICS", "decode_metrics", "encode_metrics"]
+
+METRICS = "metrics"
+"""The member of the metadata."""
+
+
+def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
+    """Metrics as JSON; what is not finite as text.
+
+    >>> encode_metrics({"loss": 0.25, "grad_norm": float("inf")})
+    {'loss': 0.25, 'grad_norm': 'inf'}
+
+    Raises:
+        OptionError: a name that is no text, or a value that is no number; tensors of one element are.
+    """
+    encoded: dict[str, float | str] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise OptionError(f"metrics: {excerpt(name)} is no name; give text.")
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as e:
+            raise OptionError(f"metrics[{excerpt(name)}]={excerpt(value)}: no number ({e}); give one, or a tensor of one element.") from e
+        encoded[name] = number if isfinite(number) else str(number)
+    return encoded
+
+
+def decode_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a checkpoint's metadata; whatever else somebody has put there is none.
+
+    >>> decode_metrics({"metrics": {"loss": "nan", "tag": "a"}, "run": 7})
+    {'loss': nan}
+    """
+    found = metadata.get(METRICS)
+    metrics = {}
+    for name, value in found.items() if isinstance(found, dict) else ():
+        try:
+            metrics[str(name)] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return metrics

@@ -1,0 +1,176 @@
+"""Which step does a job resume from? The same one on all its processes, whatever lands meanwhile.
+
+1. The leader commits what an earlier run has left complete, lists the steps, and takes the one that was asked for, or the
+   latest live one. All are told which (`Coordinator.agree`), with the attempt that its record names.
+2. Each process restores it, and all tell each other how that went (`Coordinator.share`): nobody goes on before all have
+   their state, so that nothing is deleted under a process that is slow.
+3. Where one of them found it damaged, and falling back is allowed, all try the step before, likewise. Otherwise
+   all raise: those that could read it, too.
+
+Nothing is written but commits that were due. That steps after the restored one are superseded is remembered, and told to
+the storage with the first save (`CheckpointManager`): who only looks at an old step changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardckpt import errors
+from shardckpt.checkpoint import Checkpoint
+from shardckpt.committing import commit
+from shardckpt.errors import CorruptionError, FormatError, NotFoundError, ReplacedError, ShardckptError, VersionError
+from shardckpt.manager.steps import list_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.coordination import Coordinator
+    from shardckpt.io.store import Store
+
+__all__ = ["Resumed", "resume"]
+
+_log = logging.getLogger("shardckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What was agreed on, and restored."""
+
+    step: int
+    state: Any
+    metadata: dict[str, Any]
+    was_superseded: bool
+    """Whether the restored step was, until now."""
+    later: dict[int, str | None]
+    """Steps after it: the attempt that each one's record names, None where that is unreadable."""
+    pinned: frozenset[int]
+    """Those among them that are pinned."""
+
+
+def resume(
+    root: Store,
+    coordinator: Coordinator,
+    read: Callable[[Checkpoint], Any],
+    *,
+    step: int | None = None,
+    rolled_back: dict[int, str | None],
+    fallback: bool = False,
+    fell_back: Callable[[int, str], None],
+) -> Resumed | None:
+    """Agree on a step, and restore it.
+
+    Args:
+        root: of the run.
+        coordinator: of all processes, which all call this.
+        read: restores the open checkpoint.
+        step: the one to restore; None: the latest.
+        rolled_back: steps that this run has superseded without having told the storage, with their attempts.
+        fallback: whether to try earlier steps where one is damaged.
+        fell_back: told of each damaged step, and what is wrong with it.
+
+    Returns:
+        None where nothing is to be restored: no step is there.
+
+    Raises:
+        NotFoundError: there is no such step.
+        CorruptionError, FormatError: it is damaged, and so are all before it where `fallback` is set.
+        CoordinationError: another process failed, or does not answer.
+        ShardckptError: what `read` raises.
+    """
+    damaged: Exception | None = None
+    below: int | None = None
+    while True:
+        propose = partial(_choose, root, step, below, rolled_back, commits=damaged is None)
+        chosen = coordinator.agree("resume", propose)
+        if "error" in chosen:
+            if damaged is None:
+                raise NotFoundError(chosen["error"])
+            damaged.add_note("No earlier step could be restored instead.")
+            raise damaged
+        if chosen["step"] is None:
+            return None
+        restored, failure = None, None
+        try:
+            restored = _restored(str(root.location.join(str(chosen["step"]))), chosen["attempt"], read)
+        except Exception as e:  # noqa: BLE001  (raised below, when the others know)
+            failure = e
+        worst = _first_failure(coordinator, failure)
+        if worst is None:
+            assert restored is not None
+            state, metadata = restored
+            later = {int(s): attempt for s, attempt in chosen["later"]}
+            return Resumed(chosen["step"], state, metadata, chosen["superseded"], later, frozenset(chosen["pinned"]))
+        error, all_damage = failure or worst[0], worst[1]
+        if not fallback or not all_damage:
+            raise error
+        fell_back(chosen["step"], str(error))
+        damaged, below = damaged or error, chosen["step"]
+
+
+def _restored(url: str, attempt: str | None, read: Callable[[Checkpoint], Any]) -> tuple[Any, dict[str, Any]]:
+    """The state and the metadata of the checkpoint that was agreed on."""
+    checkpoint = Checkpoint(url)
+    if checkpoint.record.attempt != attempt:
+        raise ReplacedError(f"{url}: the checkpoint was replaced after the job agreed to resume from it; start anew.")
+    return read(checkpoint), checkpoint.metadata
+
+
+def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[int, str | None], *, commits: bool) -> dict[str, Any]:
+    """The leader's choice, as JSON."""
+    if commits:
+        _commit_left(root)
+    steps = list_steps(root)
+    superseded = {s.step for s in steps if not s.live or (s.step in rolled_back and rolled_back[s.step] == s.attempt)}
+    known = {s.step: s for s in steps}
+    if step is None or below is not None:
+        live = [n for n in known if n not in superseded and (below is None or n < below)]
+        if not live:
+            return {"error": f"{root}: there is no step before {below}."} if below is not None else {"step": None}
+        taken = max(live)
+    elif step in known:
+        taken = step
+    else:
+        there = ", ".join(str(n) for n in known) or "none"
+        return {"error": f"{root}: there is no step {step}; there are: {there}."}
+    later = [s for s in steps if s.step > taken]
+    return {
+        "step": taken,
+        "attempt": known[taken].attempt,
+        "superseded": taken in superseded,
+        "later": [[s.step, s.attempt] for s in later],
+        "pinned": [s.step for s in later if s.pinned],
+    }
+
+
+def _commit_left(root: Store) -> None:
+    """Commit what an earlier run has left complete; who may only read leaves it."""
+    try:
+        for outcome in commit(str(root.location)):
+            level = logging.INFO if outcome.state == "committed" else logging.DEBUG
+            _log.log(level, "%s: an earlier run's attempt %s: %s %s", outcome.location, outcome.attempt, outcome.state, outcome.reason)
+    except NotFoundError:
+        pass  # a new root
+    except errors.StorageError as e:
+        _log.warning("%s: cannot commit what earlier runs may have left: %s", root, e)
+
+
+def _first_failure(coordinator: Coordinator, failure: Exception | None) -> tuple[ShardckptError, bool] | None:
+    """How it went on all processes: the error of the first that failed as one of this process, and whether all errors are damage."""
+    mine = None
+    if failure is not None:
+        mine = {"code": getattr(failure, "code", None), "message": f"{failure}", "damage": _is_damage(failure)}
+    told = coordinator.share("resumed", mine)
+    failed = [(process, what) for process, what in enumerate(told) if what is not None]
+    if not failed:
+        return None
+    process, what = failed[0]
+    kind = next((e for name in errors.__all__ if (e := getattr(errors, name)).code == what["code"]), errors.CoordinationError)
+    return kind(f"process {process} could not restore: {what['message']}"), all(what["damage"] for _, what in failed)
+
+
+def _is_damage(error: Exception | None) -> bool:
+    """Whether the checkpoint is at fault, not who reads it."""
+    return isinstance(error, CorruptionError | FormatError) and not isinstance(error, VersionError)

@@ -1,0 +1,97 @@
+"""Which steps are there?
+
+A step is a checkpoint at `<root>/<step>`, the number in plain decimal. Of each the commit record and two markers are
+read, nothing else; directories of other names are none of our business.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal
+
+from shardckpt.errors import FormatError, MissingDataError
+from shardckpt.fields import Fields
+from shardckpt.io.commit import RECORD
+from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked
+from shardckpt.manager.measured import decode_metrics
+from shardckpt.record import open_envelope
+from shardckpt.retention import SavedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.io.store import Store
+
+__all__ = ["StepInfo", "list_steps", "read_step", "step_numbers"]
+
+_AT_ONCE = 16
+"""Steps that are looked at together: on an object store each takes a few round trips."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One step of a run."""
+
+    step: int
+    state: Literal["committed", "superseded", "unreadable"]
+    """`superseded`: training went back to an earlier step. `unreadable`: its commit record is damaged, or a newer version's."""
+    attempt: str | None = None
+    """That the commit record names; None: it is unreadable."""
+    created: str = ""
+    """UTC, ISO 8601, by the committer's clock."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was given to `CheckpointManager.save(metrics=…)`."""
+    pinned: bool = False
+
+    @property
+    def live(self) -> bool:
+        """Whether training could go on from it, as far as is known."""
+        return self.state != "superseded"
+
+    def saved(self) -> SavedStep:
+        """What rules of retention see of it."""
+        age = 0.0
+        with suppress(ValueError):
+            age = time.time() - datetime.fromisoformat(self.created).timestamp()
+        return SavedStep(self.step, age, self.metrics)
+
+
+def step_numbers(root: Store) -> list[int]:
+    """The steps that have a directory below `root`, ascending; whether they hold a checkpoint or not."""
+    names = (child[:-1] for child in root.list_children() if child.endswith("/"))
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
+
+
+def list_steps(root: Store) -> list[StepInfo]:
+    """The steps below `root` that hold a checkpoint, ascending.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    with ThreadPoolExecutor(_AT_ONCE, "shardckpt-steps") as pool:
+        found = pool.map(lambda step: read_step(root, step), step_numbers(root))
+        return [info for info in found if info is not None]
+
+
+def read_step(root: Store, step: int) -> StepInfo | None:
+    """What is known of one step; None where there is no checkpoint."""
+    store = root.sub(str(step))
+    try:
+        data = store.read(RECORD)
+    except MissingDataError:
+        return None
+    where = store.path_of(RECORD)
+    try:
+        record = Fields(open_envelope(data, where), where)
+        if "tombstone" in record.doc:
+            return None
+        attempt, created, metadata = record.string("attempt"), record.string("created"), record.mapping("metadata")
+    except FormatError:
+        state: Literal["superseded", "unreadable"] = "superseded" if is_marked(store, SUPERSEDED, None) else "unreadable"
+        return StepInfo(step, state, pinned=is_marked(store, PINNED, None))
+    superseded, pinned = is_marked(store, SUPERSEDED, attempt), is_marked(store, PINNED, attempt)
+    return StepInfo(step, "superseded" if superseded else "committed", attempt, created, decode_metrics(metadata), pinned)

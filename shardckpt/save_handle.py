@@ -1,0 +1,160 @@
+"""What the caller holds of a save that goes on in the background, and what it tells when it has ended."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from threading import Condition
+from typing import Literal
+
+from shardckpt.errors import CoordinationError, OptionError
+
+__all__ = ["Outcome", "SaveHandle", "SaveReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What one process did in one save, and how many seconds each phase took.
+
+    The phases follow one another and none is left out, so they add up:
+
+        stall_s = planning_s + copying_s + blocked_s                  for so long the call kept the caller
+        total_s = stall_s + writing_s + waiting_s + committing_s      from the call to the commit
+
+    Work of the background during the stall is counted as stall: `writing_s` is what was left to write.
+    """
+
+    url: str
+    attempt: str
+    """Name of the attempt, which the commit record has, too."""
+    tensors: int
+    """Tensors of which this process knows."""
+    nbytes: int
+    """Of the elements that this process wrote."""
+    stored_bytes: int
+    """That they take in the storage: padded, compressed, with checksums."""
+    planning_s: float
+    """From the call to the first copy: names, layouts, and who writes what."""
+    copying_s: float
+    """From devices, or from the host's own tensors, to the buffers."""
+    blocked_s: float
+    """Waiting for a buffer."""
+    writing_s: float
+    """From the end of the stall until this process's share was durable."""
+    waiting_s: float
+    """On the process that commits, for the other processes; on these, for its word."""
+    committing_s: float
+    """On the process that commits, until the checkpoint was published; 0 on the others."""
+    streamed: bool
+    """Whether the buffers did not suffice, so that the call went on while part of the state was written."""
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which the call kept the caller."""
+        return self.planning_s + self.copying_s + self.blocked_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the call to the commit."""
+        return self.stall_s + self.writing_s + self.waiting_s + self.committing_s
+
+
+class SaveHandle:
+    """A save that goes on in the background. Made by `save_async`; safe to use from several threads."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        """See `save_async`."""
+        self._outcome = outcome
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoint will be."""
+        return self._outcome.url
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that this process writes."""
+        return self._outcome.nbytes
+
+    @property
+    def report(self) -> SaveReport | None:
+        """How it went; None as long as it has not, or has not gone well."""
+        return self._outcome.report
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._outcome.ended
+
+    def wait(self, until: Literal["commit", "local"] = "commit", timeout: float | None = None) -> SaveReport | None:
+        """Wait for the save.
+
+        Args:
+            until: "commit": the checkpoint is there. "local": what this process has to write is durable; of a job of
+                several processes the others' shares may still be missing.
+            timeout: seconds; None: as long as it takes. How long others are waited for, the save's options say.
+
+        Returns:
+            How it went; None if the save goes on, which it may with "local".
+
+        Raises:
+            ShardckptError: what ended the save, the same each time; see `save`. Another exception is passed on as it is.
+            CoordinationError: the time is up, and the save goes on; or this process was forked while it did.
+        """
+        if until not in ("commit", "local"):
+            raise OptionError(f'SaveHandle.wait({until!r}): use "commit" or "local".')
+        return self._outcome.wait(until, timeout)
+
+    def __repr__(self) -> str:
+        return f"<SaveHandle of {self.url}: {self._outcome.state}>"
+
+
+class Outcome:
+    """What is known so far of how a save goes. One thread tells it, any number may ask."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.nbytes = 0
+        self.report: SaveReport | None = None
+        self._durable = False
+        self._error: BaseException | None = None
+        self._process = os.getpid()
+        self._changed = Condition()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the save has ended."""
+        return self.report is not None or self._error is not None
+
+    @property
+    def state(self) -> str:
+        """In a word or two."""
+        if self._error is not None:
+            return f"failed with {type(self._error).__name__}"
+        return "committed" if self.report is not None else "durable here" if self._durable else "in flight"
+
+    def wait(self, until: str, timeout: float | None) -> SaveReport | None:
+        """See `SaveHandle.wait`."""
+        if not self.ended and os.getpid() != self._process:
+            raise CoordinationError(f"{self.url}: the save goes on in the process that began it, and this one was forked from that.")
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended or (until == "local" and self._durable), timeout)
+        if self._error is not None:
+            raise self._error
+        if self.report is None and not (until == "local" and self._durable):
+            raise CoordinationError(f"{self.url}: the save has not ended within {timeout:g} s, and goes on; call wait() again.")
+        return self.report
+
+    def durable(self) -> None:
+        """This process's share is."""
+        with self._changed:
+            self._durable = True
+            self._changed.notify_all()
+
+    def end(self, ended: SaveReport | BaseException) -> None:
+        """Well, or not."""
+        with self._changed:
+            if isinstance(ended, SaveReport):
+                self.report = ended
+            else:
+                self._error = ended
+            self._changed.notify_all()

@@ -1,0 +1,105 @@
+"""The state of the random number generators that every process has by itself.
+
+Python's `random`, numpy's global generator, torch's on the CPU and on every CUDA device, torch_xla's. Generators that
+the program makes itself are not found here: pass them to `train_state`, if they have a `state_dict`, or their state. JAX's
+keys are arrays of the program's own state.
+
+A generator is put back exactly: the next numbers are those that followed when its state was taken. A process that has
+no counterpart among those that saved
+
+1. takes a generator over that several processes had in the same state: they draw the same numbers on purpose (for
+   dropout under tensor parallelism, say);
+2. gets all others anew, made of process 0's and of its own number, so that no two processes draw the same numbers, and
+   a job that is resumed twice draws the same ones both times. Torch_xla's under SPMD, where all processes run one
+   program, is process 0's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt import per_process
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Generators", "inherited"]
+
+
+class Generators:
+    """The generators of this process, as one object that has a `state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the generators that this program has: small leaves, host arrays and CPU tensors."""
+        version, words, normal = random.getstate()
+        found: dict[str, Any] = {
+            "python": {"version": version, "words": np.array(words, np.uint32), "normal": normal},
+            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  (the generator that programs share)
+        }
+        if (torch := sys.modules.get("torch")) is not None:
+            found["torch"] = torch.get_rng_state()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                found["cuda"] = torch.cuda.get_rng_state_all()
+        if (xla := _xla()) is not None:
+            found["xla"] = xla.get_rng_state()
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what is there, as far as this program has such generators."""
+        if (python := state.get("python")) is not None:
+            random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))
+        if (ours := state.get("numpy")) is not None:
+            np.random.set_state(ours)  # noqa: NPY002
+        torch = sys.modules.get("torch")
+        if torch is not None and "torch" in state:
+            torch.set_rng_state(state["torch"])
+        if torch is not None and torch.cuda.is_available():
+            for device, of_device in zip(range(torch.cuda.device_count()), state.get("cuda", ()), strict=False):
+                torch.cuda.set_rng_state(of_device, device)
+        if "xla" in state and (xla := _xla()) is not None:
+            xla.set_rng_state(state["xla"])
+
+
+def inherited(states: Sequence[Mapping[str, Any]], process: int) -> dict[str, Any]:
+    """States of generators for a process that has no counterpart among those that saved.
+
+    Args:
+        states: of theirs, in their order.
+        process: its number; equal ones get equal states, and different ones unrelated ones.
+    """
+    first, *others = ({name: per_process.encode_value(value, name) for name, value in state.items()} for state in states)
+    shared = [name for name, state in first.items() if others and all(other.get(name) == state for other in others)]
+    return {**_derived(states[0], process, json.dumps(first)), **{name: states[0][name] for name in shared}}
+
+
+def _derived(state: Mapping[str, Any], process: int, document: str) -> dict[str, Any]:
+    seed = int.from_bytes(hashlib.sha256(f"{process} {document}".encode()).digest()[:8])
+    version, words, normal = random.Random(seed).getstate()  # noqa: S311  (not for secrets)
+    runtime = sys.modules.get("torch_xla.runtime")
+    made: dict[str, Any] = {
+        "python": {"version": version, "words": np.array(words, np.uint32), "normal": normal},
+        "numpy": np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).get_state(legacy=False),
+        "xla": state.get("xla") if runtime is not None and runtime.is_spmd() else seed,
+    }
+    if (torch := sys.modules.get("torch")) is not None:
+        made["torch"] = torch.Generator("cpu").manual_seed(seed).get_state()
+        if torch.cuda.is_available():
+            devices = range(len(state.get("cuda", ())))
+            made["cuda"] = [torch.Generator(f"cuda:{device}").manual_seed(seed + device).get_state() for device in devices]
+    return {name: value for name, value in made.items() if name in state}
+
+
+def _xla() -> Any:
+    """torch_xla's `xla_model`, where this program has torch_xla running; never the one to start it."""
+    if "torch_xla" not in sys.modules:
+        return None
+    import torch_xla
+    from torch_xla.core import xla_model
+
+    return xla_model if torch_xla._XLAC._xla_runtime_is_initialized() else None  # noqa: SLF001  (nothing public says so)

@@ -1,0 +1,132 @@
+"""What is restored into, where only the checkpoint knows what there is?
+
+An object's `state_dict` need not have the same structure when it is new as when it has worked: an optimizer that has
+made no step has no moments, a scheduler that has passed a milestone may keep another list. So the `like` of such a state
+mirrors the stored tree. From the object's own state it takes what fits: tensors, which are filled in place, and the
+classes of containers (a `Counter` stays one).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardckpt import frameworks
+from shardckpt.errors import OptionError
+from shardckpt.frameworks.base import Target, dtype_of
+from shardckpt.names import shown
+from shardckpt.tree import PerProcess
+from shardckpt.tree.containers import container_of
+from shardckpt.tree.document import Branch, Node, Tensor, Tied, leaves_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.names import PathKey
+    from shardckpt.structure import TensorRecord
+
+__all__ = ["LEFT_OUT", "Stored", "child", "fitting", "mirror", "new_tensor"]
+
+LEFT_OUT: Any = object()
+"""In place of a state of which nothing is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a checkpoint holds, and how much of that somebody asks for."""
+
+    tensor: Callable[[str], TensorRecord]
+    """The record of a tensor, by any of its names."""
+    wanted: Callable[[str], bool]
+    """Whether a name is asked for."""
+
+    def any(self, node: Node) -> bool:
+        """Whether a node is asked for, or a part of it."""
+        return any(self.wanted(leaf.name) for leaf in leaves_of(node)) or self.wanted(node.name)
+
+    def all_or_nothing(self, node: Node) -> bool:
+        """Whether a node is asked for, all of it.
+
+        Raises:
+            OptionError: a part of it is.
+        """
+        asked = {self.wanted(leaf.name) for leaf in leaves_of(node)} or {self.wanted(node.name)}
+        if len(asked) == 2:
+            raise OptionError(f"only=… asks for a part of {shown(node.name)}, which can only be put back whole; ask for all of it.")
+        return asked.pop()
+
+
+def child(node: Node | None, key: PathKey) -> Node | None:
+    """The node under a key, where there is one."""
+    if not isinstance(node, Branch):
+        return None
+    return next((found for k, found in zip(node.keys, node.children, strict=True) if type(k) is type(key) and k == key), None)
+
+
+def fitting(record: TensorRecord, own: object) -> object:
+    """What to restore a tensor into: the object's own one if it is such a tensor, or else a new one."""
+    if frameworks.is_tensor(own) and not isinstance(own, Target):
+        tensor: Any = own
+        if tuple(tensor.shape) == record.shape and dtype_of(tensor.dtype) == record.dtype:
+            return tensor
+    return new_tensor(record)
+
+
+def new_tensor(record: TensorRecord) -> object:
+    """Asks for a tensor on the CPU: torch's where the program has torch, and torch has the dtype."""
+    torch = sys.modules.get("torch")
+    kind = getattr(torch, record.dtype.name, None)
+    return Target() if torch is None or kind is None else torch.empty(record.shape, dtype=kind, device="meta")
+
+
+def mirror(stored: Stored, node: Node, own: object = None, tensor: Callable[[TensorRecord, object], object] = fitting) -> Any:
+    """What to restore a stored part of a state into.
+
+    Args:
+        stored: what it is a part of.
+        node: the part.
+        own: what the object has there now, or anything else.
+        tensor: what to restore a tensor into, given its record and what the object has there.
+
+    Returns:
+        Containers with a place for everything that is asked for; `LEFT_OUT` where nothing is.
+
+    Raises:
+        OptionError: of a list or tuple a part is asked for.
+    """
+    if isinstance(node, Branch):
+        return _container(stored, node, own, tensor)
+    if not stored.wanted(node.name):
+        return LEFT_OUT
+    if isinstance(node, Tensor | Tied):
+        return tensor(stored.tensor(node.name), own)
+    return own if isinstance(own, PerProcess) else None  # a small leaf of any kind, or an error where each process has its own
+
+
+def _container(stored: Stored, node: Branch, own: object, tensor: Callable[[TensorRecord, object], object]) -> Any:
+    if (node.form != "dict" or not node.keys) and not stored.all_or_nothing(node):
+        return LEFT_OUT
+    ours = container_of(own, node.name)
+    held = {} if ours is None else {(type(key), key): value for key, value in zip(ours.keys, ours.children, strict=True)}
+    items: dict[PathKey, Any] = {}
+    for key, below in zip(node.keys, node.children, strict=True):
+        item = mirror(stored, below, held.get((type(key), key)), tensor)
+        if item is not LEFT_OUT:
+            items[key] = item
+    if node.keys and not items:
+        return LEFT_OUT
+    if node.form != "dict":
+        plain = list(items.values())
+        if ours is not None and ours.form == node.form and (len(held) == len(plain) or isinstance(own, deque)):
+            return ours.rebuild(plain)
+        return plain if node.form == "list" else tuple(plain)
+    if ours is not None and ours.form == "dict" and {(type(key), key) for key in items} == held.keys():
+        return ours.rebuild([items[key] for key in ours.keys])
+    made: dict[PathKey, Any] = copy.copy(own) if isinstance(own, dict) and ours is not None else {}
+    made.clear()
+    for key, item in items.items():
+        made[key] = item  # noqa: PERF403  (update() of a Counter counts)
+    return made

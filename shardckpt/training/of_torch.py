@@ -1,0 +1,42 @@
+"""Which objects of a training are torch's, and what do they need to know of each other to name their state?
+
+An optimizer goes by the names of the modules' parameters: bare ones of `model`, and `keyword.name` of other modules. A
+scheduler goes by its optimizer's. Imported for programs that have torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.training.modules import NamedModule
+from shardckpt.training.optimizers import NamedOptimizer
+from shardckpt.training.schedulers import NamedScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["of_torch"]
+
+
+def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimizer | NamedScheduler]:
+    """Torch's among some objects, by the same keys, each with its names.
+
+    Raises:
+        LeafError: a module or optimizer whose tensors have no names.
+    """
+    modules = {key: NamedModule(key, of) for key, of in objects.items() if isinstance(of, torch.nn.Module)}
+    names: dict[int, str] = {}
+    for key, module in modules.items():
+        found = module.parameter_names()
+        names = {i: name if key == "model" else f"{key}.{name}" for i, name in found.items()} | names
+        module.replica = any(other.replica for other in modules.values())  # averaged weights are under no DDP themselves
+    optimizers = {key: NamedOptimizer(key, of, names) for key, of in objects.items() if isinstance(of, torch.optim.Optimizer)}
+    schedulers = {}
+    for key, of in objects.items():
+        if isinstance(of, torch.optim.lr_scheduler.LRScheduler):
+            optimizer = next((named for named in optimizers.values() if named.optimizer is of.optimizer), None)
+            if optimizer is not None:
+                schedulers[key] = NamedScheduler(key, of, optimizer)
+    return {**modules, **optimizers, **schedulers}

@@ -1,0 +1,206 @@
+"""A `torch.optim.Optimizer`, with its state by the names of parameters instead of their numbers.
+
+An optimizer numbers its parameters in the order in which it got them. Another order, other parameter groups or another
+wrapping of the model give other numbers. What is saved goes by name:
+
+    {"state": {parameter: {"exp_avg": tensor, "step": tensor, …}},
+     "param_groups": {first parameter of the group: {"lr": 0.001, …}},
+     "group_of": {parameter: first parameter of its group}}
+
+Putting back
+1. Each parameter's state goes to the parameter of that name. Where the optimizer has none yet, because it has made no
+   step, tensors of the parameter's shape are made like the parameter (sharded as it is), all others on the CPU.
+2. A group gets the settings that its parameters had when they were saved. They may have been in several groups, if
+   those had equal settings.
+3. `load_state_dict` then takes it all, in the optimizer's own numbers. It converts state to the parameter's dtype; what
+   was stored in another (float32 moments of a bfloat16 parameter) is put back as it was.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from shardckpt import frameworks
+from shardckpt.errors import LeafError, StructureMismatchError
+from shardckpt.frameworks.base import Target
+from shardckpt.names import child_name, shown
+from shardckpt.training.likeness import LEFT_OUT, Stored, child, fitting, mirror, new_tensor
+from shardckpt.tree.document import Branch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.structure import TensorRecord
+    from shardckpt.tree.document import Node
+
+__all__ = ["NamedOptimizer"]
+
+_OF_THE_GROUP = frozenset({"params", "param_names"})
+"""What a group has that is no setting."""
+_NO_MOMENT = "step"
+"""Counts steps on the CPU; torch itself moves it where the optimizer needs it."""
+
+
+class NamedOptimizer:
+    """An optimizer, and the names of its parameters."""
+
+    turn: ClassVar[int] = 1
+
+    def __init__(self, key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        """Find the name of each parameter.
+
+        Args:
+            key: under which it is saved.
+            optimizer: any of torch's kind.
+            names: by the id of a Parameter.
+
+        Raises:
+            LeafError: one that has no name.
+        """
+        self.optimizer = optimizer
+        self.key = key
+        self.parameters: dict[str, Any] = {}
+        """By name, in the order of their numbers."""
+        self.groups: list[list[str]] = []
+        """Names, by group."""
+        self.group_of: Mapping[str, str] = {}
+        """What was put back last."""
+        for number, group in enumerate(optimizer.param_groups):
+            self.groups.append([])
+            for position, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter))
+                if name is None:
+                    raise LeafError(
+                        f"{shown(key)}: parameter {position} of group {number}, of shape {tuple(parameter.shape)}, is in none of the "
+                        f"modules that were given; give train_state the module that has it, such as model=…, so that it has a name."
+                    )
+                self.parameters[name] = parameter
+                self.groups[-1].append(name)
+
+    def firsts(self) -> list[str]:
+        """Of each group the name that it goes by: that of its first parameter."""
+        return [members[0] if members else f"(empty group {number})" for number, members in enumerate(self.groups)]
+
+    def sources(self) -> list[list[str]]:
+        """Of each group the names of the groups that its parameters were in when what was put back last was saved."""
+        found = []
+        for first, members in zip(self.firsts(), self.groups, strict=True):
+            found.append(list(dict.fromkeys(self.group_of[name] for name in members if name in self.group_of)) or [first])
+        return found
+
+    def collect(self) -> dict[str, Any]:
+        """The state by name, its tensors those of the optimizer."""
+        packed = self.optimizer.state_dict()
+        names = list(self.parameters)
+        state = {names[number] if isinstance(number, int) else number: of_one for number, of_one in packed["state"].items()}
+        settings: dict[str, dict[str, Any]] = {}
+        group_of: dict[str, str] = {}
+        for first, group, members in zip(self.firsts(), packed["param_groups"], self.groups, strict=True):
+            settings[first] = {name: value for name, value in group.items() if name not in _OF_THE_GROUP}
+            group_of |= dict.fromkeys(members, first)
+        rest = {name: value for name, value in packed.items() if name not in {"state", "param_groups"}}
+        return {"state": state, "param_groups": settings, "group_of": group_of, **rest}
+
+    def like(self, stored: Stored, node: Node) -> Any:
+        """What to restore a stored optimizer into; `LEFT_OUT` where nothing of it is asked for.
+
+        Raises:
+            OptionError: of the groups, or of one parameter's state, a part is asked for.
+        """
+        if not stored.any(node):
+            return LEFT_OUT
+        own = self.collect()
+        found = {}
+        for name in own:
+            below = child(node, name)
+            if name == "state" and isinstance(below, Branch):
+                found[name] = self._state_like(stored, below, own["state"])
+            elif below is None or (name == "group_of" and stored.all_or_nothing(below)):
+                found[name] = own[name]  # by our own parameters: names that only one side has are an error
+            else:
+                found[name] = mirror(stored, below)
+        return {name: part for name, part in found.items() if part is not LEFT_OUT}
+
+    def put_back(self, restored: Mapping[str, Any]) -> None:
+        """Give the optimizer what was restored into `like`.
+
+        Raises:
+            StructureMismatchError: the parameters of a group had different settings when they were saved.
+        """
+        own = self.collect()
+        numbers = {name: number for number, name in enumerate(self.parameters)}
+        state = {numbers.get(name, name): part for name, part in restored.get("state", own["state"]).items()}
+        settings = restored if {"param_groups", "group_of"} <= restored.keys() else own
+        self.group_of = settings["group_of"]
+        groups = []
+        for number, (group, sources) in enumerate(zip(self.optimizer.param_groups, self.sources(), strict=True)):
+            found = self._settings(number, [settings["param_groups"][source] for source in sources if source in settings["param_groups"]])
+            moved = {name: _moved(value, group.get(name)) for name, value in found.items()}
+            groups.append({**moved, "params": [numbers[name] for name in self.groups[number]]})
+        rest = {name: restored.get(name, own[name]) for name in own if name not in {"state", "param_groups", "group_of"}}
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups, **rest})
+        self._as_stored(state)
+
+    def _state_like(self, stored: Stored, node: Branch, own: Mapping[Any, Any]) -> dict[Any, Any]:
+        """What to restore into, by parameter: the optimizer's own state where that is not asked for."""
+        found: dict[Any, Any] = {}
+        for name, below in zip(node.keys, node.children, strict=True):
+            parameter = self.parameters.get(name) if isinstance(name, str) else None
+            if not stored.all_or_nothing(below):
+                continue
+            if parameter is not None:
+                found[name] = mirror(stored, below, own.get(name), partial(_place, parameter))
+            elif name in own:
+                found[name] = mirror(stored, below, own[name])
+        for name, part in own.items():
+            if name not in found and not stored.wanted(child_name(node.name, str(name))):
+                found[name] = part
+        return found
+
+    def _settings(self, number: int, found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Of one group of the optimizer, given those that its parameters had."""
+        for other in found[1:]:
+            names = [*found[0], *other]
+            differs = next((n for n in names if n not in found[0] or n not in other or found[0][n] != other[n]), None)
+            if differs is not None:
+                raise StructureMismatchError(
+                    f"{shown(self.key)}: group {number} has parameters that were saved with different settings, "
+                    f"{differs}={found[0].get(differs)!r} and {other.get(differs)!r}; give each a group of its own, or restore with only= "
+                    f"what is not in {self.key}/param_groups and {self.key}/group_of."
+                )
+        own = self.optimizer.param_groups[number]
+        return found[0] if found else {name: value for name, value in own.items() if name not in _OF_THE_GROUP}
+
+    def _as_stored(self, state: Mapping[Any, Any]) -> None:
+        """Undo what `load_state_dict` does to the dtypes of state."""
+        for number, parameter in enumerate(self.parameters.values()):
+            for name, value in state.get(number, {}).items():
+                loaded = self.optimizer.state[parameter].get(name)
+                if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
+                    self.optimizer.state[parameter][name] = value.to(parameter.device)
+
+
+def _place(parameter: Any, record: TensorRecord, own: object) -> object:
+    """What to restore a part of a parameter's state into."""
+    fits = fitting(record, own)
+    if fits is own or record.name.endswith(f"/{_NO_MOMENT}"):
+        return fits
+    kind = getattr(torch, record.dtype.name, None)
+    if tuple(parameter.shape) == record.shape and kind is not None:
+        layout = frameworks.source(record.name, parameter).layout if parameter.device.type == "xla" else None
+        return torch.empty_like(parameter, dtype=kind, requires_grad=False) if layout is None else Target(layout, dtype=record.dtype)
+    if record.layout is not None and hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        local = torch.empty(record.shape, dtype=kind, device=parameter.to_local().device)
+        mesh = parameter.device_mesh
+        return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return new_tensor(record)
+
+
+def _moved(value: object, own: object) -> object:
+    """A setting, where the optimizer keeps its own."""
+    return value.to(own.device) if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) else value

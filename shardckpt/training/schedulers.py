@@ -1,0 +1,84 @@
+"""A learning rate scheduler of torch's, with what it has for each parameter group by the group's name.
+
+Schedulers keep lists with an item for each group, in the order of the optimizer's groups: `base_lrs`, `_last_lr` and the
+like. What is saved goes by the first parameter of the group, as in `optimizers`, so that each group of another order, or
+of another division into groups, gets back what its parameters had.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shardckpt.errors import StructureMismatchError
+from shardckpt.names import shown
+from shardckpt.training.likeness import LEFT_OUT, mirror
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.training.likeness import Stored
+    from shardckpt.training.optimizers import NamedOptimizer
+    from shardckpt.tree.document import Node
+
+__all__ = ["NamedScheduler"]
+
+_PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
+"""Of all schedulers of torch 2.9."""
+_INNER = "_schedulers"
+"""Where schedulers of schedulers (`SequentialLR`, `ChainedScheduler`) have the states of theirs."""
+
+
+class NamedScheduler:
+    """A scheduler, and the optimizer that it is of."""
+
+    turn: ClassVar[int] = 2
+
+    def __init__(self, key: str, scheduler: Any, optimizer: NamedOptimizer) -> None:
+        self.key = key
+        self.scheduler = scheduler
+        self.optimizer = optimizer
+
+    def collect(self) -> dict[str, Any]:
+        """The state, by group where there is something for each."""
+        return self._named(self.scheduler.state_dict())
+
+    def like(self, stored: Stored, node: Node) -> Any:
+        """What to restore into; `LEFT_OUT` where it is not asked for."""
+        return mirror(stored, node, self.collect()) if stored.all_or_nothing(node) else LEFT_OUT
+
+    def put_back(self, restored: Mapping[str, Any]) -> None:
+        """Give the scheduler what was restored into `like`; its optimizer has its part already.
+
+        Raises:
+            StructureMismatchError: the parameters of a group had different values, or a group has none.
+        """
+        self.scheduler.load_state_dict(self._listed(restored))
+
+    def _named(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(state)
+        firsts = self.optimizer.firsts()
+        for name, value in state.items():
+            if name in _PER_GROUP and isinstance(value, list) and len(value) == len(firsts):
+                found[name] = dict(zip(firsts, value, strict=True))
+            elif name == _INNER:
+                found[name] = [self._named(inner) for inner in value]
+        return found
+
+    def _listed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(state)
+        for name, value in state.items():
+            if name in _PER_GROUP and isinstance(value, dict):
+                found[name] = [self._of_group(name, value, sources) for sources in self.optimizer.sources()]
+            elif name == _INNER:
+                found[name] = [self._listed(inner) for inner in value]
+        return found
+
+    def _of_group(self, name: str, of_each: Mapping[str, Any], sources: list[str]) -> Any:
+        values = [of_each[source] for source in sources if source in of_each]
+        if not values or any(value != values[0] for value in values[1:]):
+            raise StructureMismatchError(
+                f"{shown(self.key)}: {name} was saved for the groups of {', '.join(map(repr, of_each))}; a group with parameters of "
+                f"{', '.join(map(repr, sources))} finds {'different values' if values else 'none'} there. Give the optimizer the "
+                f"groups that it had."
+            )
+        return values[0]

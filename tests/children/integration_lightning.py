@@ -1,0 +1,152 @@
+"""A small model, trained by Lightning's Trainer under DDP or alone, as test_lightning.py asks."""
+
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+
+import gcsfs  # noqa: F401 - what Lightning imports in each process, in seconds
+import lightning
+import s3fs  # noqa: F401
+import torch
+from integration_launch import digest, launch
+from lightning.fabric.accelerators import xla
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardckpt
+from shardckpt import ShardckptError
+from shardckpt.integrations.lightning import ShardckptIO
+
+xla._XLA_AVAILABLE = False  # nor look for a TPU
+ROWS, BATCH = 24, 6
+"""Of all processes together."""
+
+
+class Model(lightning.LightningModule):
+    def __init__(self, width=16, extra=None):
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
+        self.losses = []
+
+    def training_step(self, batch, _index):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.layers(x), y)
+        self.losses.append([self.global_step, loss.item()])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])]
+
+
+class Watch(Callback):
+    """Notes what is saved and what is loaded; and the end, if one is planned."""
+
+    def __init__(self, notes, dies_at):
+        self.notes, self.dies_at = Path(notes), dies_at
+
+    def on_save_checkpoint(self, trainer, _module, checkpoint):
+        found = digest({key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers")})
+        if trainer.is_global_zero:  # each process has running statistics of its own
+            self.notes.with_name(f"saved{trainer.global_step}").write_text(json.dumps(found))
+
+    def on_train_start(self, trainer, module):
+        states = {
+            "state_dict": module.state_dict(),
+            "optimizer_states": [optimizer.state_dict() for optimizer in trainer.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        }
+        self.start = digest(states)
+
+    def on_train_batch_end(self, trainer, *_rest):
+        if trainer.global_step == self.dies_at:
+            trainer.strategy.checkpoint_io._finish()  # what is committed by then is what the test says
+            trainer.strategy.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def quiet(coordinator):
+    ranks = launch(coordinator)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return ranks
+
+
+def trainer_for(ranks, directory, epochs, *callbacks, io=None):
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        max_epochs=epochs,
+        plugins=[io or ShardckptIO()],
+        callbacks=list(callbacks),
+        default_root_dir=directory,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def loader_for(ranks):
+    rows = torch.arange(ROWS * 8, dtype=torch.float32).reshape(ROWS, 8).sin()
+    return DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), BATCH // ranks, shuffle=False)
+
+
+def train(coordinator, directory, epochs, dies_at=None, resume=None):
+    ranks = quiet(coordinator)
+    saving = ModelCheckpoint(directory, filename="{step}", monitor="loss", save_top_k=2, save_last=True, every_n_epochs=1)
+    watch = Watch(Path(directory, "notes"), dies_at)
+    trainer = trainer_for(ranks, directory, epochs, saving, EarlyStopping("loss", patience=100), watch)
+    model = Model(extra={"list": [1, (2, None)]})
+    trainer.fit(model, loader_for(ranks), ckpt_path=resume)
+    kept = sorted(Path(path).name for path in saving.best_k_models)
+    return {"losses": model.losses, "start": watch.start, "best": saving.best_model_score.item(), "kept": kept}
+
+
+class Own:
+    """A hyperparameter that pickle can write."""
+
+
+def refusals(coordinator, directory):
+    """What cannot be kept, and what goes wrong in the background."""
+    quiet(coordinator)
+    found = {}
+
+    def attempt(what, function):
+        try:
+            function()
+        except ShardckptError as e:
+            found[what] = [type(e).__name__, str(e)]
+
+    io = ShardckptIO()
+    trainer = trainer_for(1, directory, 1, io=io)
+    attempt("hyperparameter", lambda: trainer.fit(Model(extra=Own()), loader_for(1)))
+    ok = {"state_dict": {"w": torch.ones(3)}}
+    attempt("ndarray", lambda: io.save_checkpoint(ok | {"a": torch.ones(1).numpy()}, Path(directory, "odd.ckpt")))
+    attempt("storage options", lambda: io.save_checkpoint(ok, Path(directory, "odd.ckpt"), storage_options={}))
+    attempt("map_location", lambda: io.load_checkpoint(Path(directory, "odd.ckpt"), map_location={"cuda:0": "cpu"}))
+    attempt("not there", lambda: io.load_checkpoint(Path(directory, "odd.ckpt")))
+    io.remove_checkpoint(Path(directory, "odd.ckpt"))
+
+    first, second = Path(directory, "first.ckpt"), Path(directory, "second.ckpt")
+    io.save_checkpoint(ok, first)
+    io.teardown()
+    Path(directory, "file").write_text("in the way")
+    io.save_checkpoint(ok, Path(directory, "file", "inside.ckpt"))
+    io.remove_checkpoint(first)
+    attempt("in the background", io.teardown)
+    io.teardown()
+    found["kept when the next one fails"] = io.load_checkpoint(first)["state_dict"]["w"].tolist()
+    io.save_checkpoint({"state_dict": {"w": torch.zeros(3), "half": torch.ones(2, dtype=torch.bfloat16)}, "n": (1, {2: None})}, second)
+    io.remove_checkpoint(first)
+    loaded = io.load_checkpoint(second, map_location="cpu")
+    found["loaded"] = [loaded["state_dict"]["w"].tolist(), str(loaded["state_dict"]["half"].dtype), loaded["n"] == (1, {2: None})]
+    attempt("removed", lambda: io.load_checkpoint(first))
+    blocking = ShardckptIO(asynchronous=False, options=shardckpt.SaveOptions())
+    attempt("exists", lambda: blocking.save_checkpoint(ok, second))
+    return found

@@ -1,0 +1,45 @@
+"""`shardckpt pin` and `shardckpt unpin`, and what `ls` and `rm` make of it."""
+
+import shardckpt
+from shardckpt.io.markers import SUPERSEDED, mark
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+
+
+def test_a_pinned_checkpoint_is_listed_so_and_cannot_be_deleted(run, saver, tmp_path):
+    for step in (1, 2):
+        saver(tmp_path / str(step))
+    assert run("pin", tmp_path / "1").out == f"pinned  {tmp_path / '1'}\n"
+    lines = run("ls", tmp_path, width=200).out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["state", "pinned", "packed"]
+    assert [entry["pinned"] for entry in run("ls", tmp_path, "--json").json["checkpoints"]] == [True, False]
+    answer = run("rm", "-y", tmp_path / "1")
+    assert answer.status == 2
+    assert "is pinned, so it is not deleted; `shardckpt unpin` it first" in answer.err
+    assert shardckpt.open(tmp_path / "1").verify().ok
+    assert run("unpin", tmp_path / "1", tmp_path / "2").out.count("unpinned") == 2
+    assert run("rm", "-y", tmp_path / "1").status == 0
+
+
+def test_json_has_the_places(run, saver, tmp_path):
+    saver(tmp_path / "1")
+    assert run("pin", tmp_path / "1", "--json").json == {"pinned": [str(tmp_path / "1")]}
+    assert run("unpin", tmp_path / "1", "--json").json == {"unpinned": [str(tmp_path / "1")]}
+
+
+def test_where_there_is_no_checkpoint_there_is_nothing_to_pin(run, saver, tmp_path):
+    saver(tmp_path / "1")
+    run("rm", "-y", tmp_path / "1")
+    for command in ("pin", "unpin"):
+        for place in ("1", "2"):
+            answer = run(command, tmp_path / place)
+            assert answer.status == 3
+            assert f"no checkpoint there to {command}" in answer.err
+
+
+def test_a_superseded_checkpoint_is_listed_so(run, saver, tmp_path):
+    saver(tmp_path / "1")
+    mark(Store.open(parse(tmp_path / "1")), SUPERSEDED, shardckpt.open(tmp_path / "1").record.attempt)
+    assert run("ls", tmp_path, width=200).out.splitlines()[1].endswith("superseded")
+    run("pin", tmp_path / "1")
+    assert run("ls", tmp_path, width=200).out.splitlines()[1].endswith("superseded, pinned")

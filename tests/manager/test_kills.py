@@ -1,0 +1,67 @@
+"""Processes of a training are killed; nothing that was committed is lost, and the next run goes on from it and cleans up."""
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+from processes import Processes
+
+import shardckpt
+
+
+@pytest.fixture(scope="module")
+def job():
+    with Processes("manager_jobs") as processes:
+        yield processes
+
+
+def listed(root):
+    return shardckpt.CheckpointManager(root).all_steps()
+
+
+def test_a_manager_that_is_killed_anywhere_loses_nothing_and_the_next_one_cleans_up(job, tmp_path):
+    base = tmp_path / "base"
+    job.run("train", 1, base, [1], 5)
+    shardckpt.CheckpointManager(base).pin(2)
+    left = job.run("clean_until_killed", 1, shutil.copytree(base, tmp_path / "whole"), 10_000)
+    operations = 10_000 - left[0]
+    assert listed(tmp_path / "whole") == [2, 5]
+    for k in range(0, operations, max(1, operations // 14)):
+        root = shutil.copytree(base, tmp_path / str(k))
+        assert job.run("clean_until_killed", 1, root, k) == [{"signal": 9}]
+        steps = listed(root)
+        assert 2 in steps
+        assert steps[-1] in (4, 5)
+        assert all(shardckpt.open(root / str(step)).verify().ok for step in steps)
+        (answer,) = job.run("train", 1, root, [1], 1, None, None, None, {"keep": 1, "commit_timeout": 1e-3})
+        assert answer["from"] in (steps[-1], 5)  # what lacked nothing but its commit was committed
+        assert answer["saved"] == [answer["from"] + 1]
+        assert listed(root) == [2, answer["ended"]]
+        for step in set(range(6)) - {2, answer["ended"]}:
+            assert {path.name for path in (root / str(step)).glob("*")} <= {"checkpoint.json"}
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_trainings_that_lose_a_process_anywhere_go_on_from_what_was_committed_last(job, tmp_path, seed):
+    """Each time on another number of processes, by another policy; the victim and its last operation are drawn."""
+    draw = random.Random(seed)
+    latest, kills = -1, 0
+    for _ in range(5):
+        processes = draw.choice([1, 2, 3])
+        every = draw.choice([[1], [2], [1, "preemption"], ["continuous"]])
+        victim, k = draw.randrange(processes), draw.randrange(120)
+        answers = job.run("train_and_die", processes, tmp_path, every, draw.randrange(3, 8), victim, k)
+        kills += sum("signal" in answer for answer in answers)
+        assert all(process == victim for process, answer in enumerate(answers) if "signal" in answer)
+        assert {answer["error"] for answer in answers if "error" in answer} <= {"CommitError", "CoordinationError"}
+        assert len({answer["from"] for answer in answers if "from" in answer}) <= 1
+        steps = listed(tmp_path)
+        assert max(steps, default=-1) >= latest
+        latest = max(steps, default=-1)
+        for step in steps:
+            found = shardckpt.restore(tmp_path / str(step))
+            np.testing.assert_array_equal(found["w"], np.full(40_000, step, np.float32))
+            assert {own[1] for own in found["own"]} == {step}
+    assert kills

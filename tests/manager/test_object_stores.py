@@ -1,0 +1,57 @@
+"""A run in a bucket: the same steps, deletions, pins and rollbacks, and the same word for two jobs in one place."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from emulators import environment
+from training_runs import state
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from fault_proxy import FaultProxy
+
+import shardckpt
+from shardckpt import errors
+from shardckpt.coordination.single import SingleProcess
+from shardckpt.io.store import shared_context
+
+
+@pytest.fixture(params=["gs", "s3"])
+def root(request):
+    """A place in a bucket, behind a proxy that sees to it that conditions hold."""
+    emulator = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
+    with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url)):
+        shared_context.cache_clear()  # credentials are read once
+        yield f"{emulator.scheme}://{emulator.new_bucket(f'b-{uuid.uuid4().hex}')}/run"
+
+
+def test_a_run_in_a_bucket(root):
+    with shardckpt.CheckpointManager(root, every=1, keep=2, coordinator=SingleProcess()) as first:
+        assert first.restore() is None
+        for step in (1, 2, 3):
+            first.save(step, state(step), {"loss": -step})
+        first.wait()
+        first.pin(2)
+        for step in (4, 5):
+            first.save(step, state(step))
+        first.wait()
+        assert first.all_steps() == [2, 4, 5]
+        with shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess()) as second:
+            assert second.restore(step=4).step == 4
+            second.save(6, state(6))
+            second.wait()
+            assert [(info.step, info.state, info.pinned) for info in second.steps()] == [
+                (2, "committed", True),
+                (4, "committed", False),
+                (5, "superseded", False),
+                (6, "committed", False),
+            ]
+            assert second.best_step("loss") == 2
+        first.save(7, state(7))
+        with pytest.raises(errors.OtherJobError):
+            first.wait()
+    assert shardckpt.CheckpointManager(root).restore().step == 6

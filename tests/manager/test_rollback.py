@@ -1,0 +1,194 @@
+"""Training goes back to an earlier step; what came after it is superseded, and replaced when training gets there again."""
+
+import pytest
+from training_runs import state
+
+import shardckpt
+from shardckpt import errors
+from shardckpt.coordination.single import SingleProcess
+
+
+@pytest.fixture
+def rolled_back(run):
+    """A run with steps 800, 900 and 1000, whose manager has gone back to 900."""
+    run.train(800, 900, 1000)
+    manager = run.manager(every=50)
+    assert manager.restore(step=900).step == 900
+    return manager
+
+
+def test_after_a_rollback_later_steps_are_superseded(run, rolled_back):
+    assert rolled_back.latest_step() == 900
+    assert rolled_back.all_steps() == [800, 900]
+    assert rolled_back.all_steps(superseded=True) == [800, 900, 1000]
+    rolled_back.save(950, state(950))
+    rolled_back.wait()
+    for manager in (rolled_back, run.manager()):  # from the first save on, for everybody
+        assert [(info.step, info.state) for info in manager.steps()] == [
+            (800, "committed"),
+            (900, "committed"),
+            (950, "committed"),
+            (1000, "superseded"),
+        ]
+        assert manager.latest_step() == 950
+    assert run.manager().restore().step == 950
+
+
+def test_who_only_looks_at_an_old_step_changes_nothing(run, rolled_back):
+    rolled_back.close()
+    assert run.manager().latest_step() == 1000
+    assert run.manager().restore().step == 1000
+
+
+def test_a_superseded_step_is_replaced_when_training_reaches_it_again(run, rolled_back):
+    rolled_back.save(950, state(950))
+    rolled_back.save(1000, {**state(1000), "again": True})
+    rolled_back.save(1050, state(1050))
+    rolled_back.wait()
+    assert rolled_back.all_steps() == [800, 900, 950, 1000, 1050]
+    assert shardckpt.restore(run.root / "1000")["again"]
+    assert {path.name for path in (run.root / "1000").iterdir() if path.is_file()} == {"checkpoint.json"}
+
+
+def test_a_later_run_may_replace_it_as_well(run, rolled_back):
+    rolled_back.save(950, state(950))
+    rolled_back.close()
+    with run.manager(every=50) as manager:
+        assert manager.restore().step == 950
+        manager.save(1000, {**state(1000), "again": True})
+    assert shardckpt.restore(run.root / "1000")["again"]
+
+
+def test_a_superseded_step_that_training_has_passed_is_not_kept(run):
+    run.train(800, 900, 1000)
+    with run.manager(every=60, keep=5) as manager:
+        manager.restore(step=900)
+        for step in (960, 1020):
+            manager.save(step, state(step))
+            manager.wait()
+            assert manager.all_steps(superseded=True) == ([800, 900, 960, 1000] if step == 960 else [800, 900, 960, 1020])
+
+
+def test_a_rollback_can_be_taken_back(run, rolled_back):
+    rolled_back.save(950, state(950))
+    rolled_back.close()
+    with run.manager(every=50) as manager:
+        found = manager.restore(step=1000)
+        assert found.step == 1000
+        assert manager.latest_step() == 1000
+        manager.save(1050, state(1050))
+        manager.wait()
+        assert run.manager().all_steps() == [800, 900, 950, 1000, 1050]
+
+
+def test_without_a_rollback_a_step_that_is_there_is_not_replaced(run):
+    run.train(100)
+    manager = run.manager()
+    manager.save(100, {**state(100), "again": True})
+    with pytest.raises(errors.AlreadyExistsError, match="/100"):
+        manager.close()
+    assert "again" not in shardckpt.restore(run.root / "100")
+
+
+def test_a_pinned_step_is_not_replaced_but_skipped_with_an_event(run):
+    run.train(900, 1000)
+    run.manager().pin(1000)
+    with run.manager(every=50) as manager:
+        manager.restore(step=900)
+        assert [manager.save(step, state(step)) for step in (950, 1000, 1050)] == [True, False, True]
+        manager.wait()
+    assert [(e.step, "pinned" in e.reason) for e in run.told("SaveSkipped")] == [(1000, True)]
+    assert run.holds(1000)
+
+
+def test_nor_is_one_that_is_pinned_at_the_last_moment(run, rolled_back):
+    run.manager().pin(1000)
+    rolled_back.save(1000, {**state(1000), "again": True})
+    with pytest.raises(errors.AlreadyExistsError, match="1000: the step from before the rollback is pinned"):
+        rolled_back.wait()
+    assert "again" not in shardckpt.restore(run.root / "1000")
+
+
+def test_there_is_no_step_to_go_back_to(run):
+    run.train(800)
+    with pytest.raises(errors.NotFoundError, match="there is no step 900; there are: 800"):
+        run.manager().restore(step=900)
+
+
+def damage(run, step):
+    (file, *_) = sorted(path for path in (run.root / str(step)).glob("*/hosts/**/*") if path.is_file() and path.stat().st_size > 3000)
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_newest_step_is_an_error(run):
+    run.train(900, 1000)
+    damage(run, 1000)
+    with pytest.raises(errors.CorruptionError, match="1000"):
+        run.manager().restore()
+
+
+def test_unless_falling_back_is_allowed_which_says_why(run):
+    run.train(800, 900, 1000)
+    damage(run, 1000)
+    (run.root / "900" / "checkpoint.json").write_text("{}")
+    with run.manager(fallback=True, every=100) as manager:
+        assert manager.restore().step == 800
+        assert [event.step for event in run.told("FellBack")] == [1000, 900]
+        assert "checksum" in run.told("FellBack")[0].reason
+        assert manager.latest_step() == 800
+        for step in (900, 1000):
+            manager.save(step, state(step))
+        manager.wait()
+        assert run.manager().all_steps() == [800, 900, 1000]
+    assert run.holds(900)
+    assert run.holds(1000)
+
+
+def test_where_all_are_damaged_the_newest_ones_error_is_raised(run):
+    run.train(900, 1000)
+    for step in (900, 1000):
+        damage(run, step)
+    with pytest.raises(errors.CorruptionError, match="1000") as caught:
+        run.manager().restore(fallback=True)
+    assert caught.value.__notes__ == ["No earlier step could be restored instead."]
+
+
+def test_what_the_caller_got_wrong_is_no_damage(run):
+    run.train(900, 1000)
+    with pytest.raises(errors.MismatchError):
+        run.manager().restore({"other": 1}, fallback=True)
+
+
+def test_a_part_of_a_training_checkpoint_is_restored_by_itself(run):
+    with run.manager() as manager:
+        manager.save(1, {"model": state(1), "optimizer": {"lr": 0.1}})
+    found = run.manager().restore(only="model/**")
+    assert found.state.keys() == {"model"}
+
+
+def test_what_an_earlier_run_left_complete_is_committed_and_resumed_from(run):
+    run.train(1, 2)
+    (run.root / "2" / "checkpoint.json").unlink()
+    assert run.manager().all_steps() == [1]
+    assert run.manager().restore().step == 2
+
+
+def test_what_a_run_left_complete_that_another_has_taken_over_from_is_not(run):
+    run.train(1, 2)
+    run.train(3, coordinator=SingleProcess())
+    (run.root / "2" / "checkpoint.json").unlink()  # complete, and of the run before the last
+    assert run.manager(coordinator=SingleProcess()).restore().step == 3
+    assert run.manager().all_steps() == [1, 3]
+    (outcome,) = shardckpt.commit(run.root)
+    assert (outcome.state, "saves there since" in outcome.reason) == ("refused", True)
+
+
+def test_nor_is_what_would_replace_a_pinned_step(run, rolled_back):
+    run.manager().pin(1000)
+    rolled_back.save(1000, {**state(1000), "again": True})
+    with pytest.raises(errors.AlreadyExistsError):
+        rolled_back.wait()
+    assert run.manager().restore().step == 1000
+    assert "again" not in shardckpt.restore(run.root / "1000")

@@ -1,0 +1,270 @@
+"""A training loop saves its steps in the background, and hears of what went wrong."""
+
+import threading
+
+import numpy as np
+import pytest
+from training_runs import state
+
+import shardckpt
+from shardckpt import errors
+from shardckpt.manager.background import Background
+from shardckpt.policies import AtSteps, Continuous, EverySeconds
+from shardckpt.retention import Best
+
+
+class Gate:
+    """Holds saves just before they are published."""
+
+    def __init__(self, monkeypatch):
+        self.reached, self.opened = threading.Event(), threading.Event()
+        real = Background._before_publish
+
+        def held(background, step):
+            self.reached.set()
+            assert self.opened.wait(30)
+            return real(background, step)
+
+        monkeypatch.setattr(Background, "_before_publish", held)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
+
+
+def test_steps_that_are_due_are_saved_and_a_later_run_goes_on_from_the_last(run):
+    with run.manager(every=3) as manager:
+        assert manager.restore() is None
+        assert [step for step in range(11) if manager.save(step, state(step))] == [3, 6, 9]
+        manager.wait()
+        assert manager.all_steps() == [3, 6, 9]
+        assert manager.latest_step() == 9
+        assert manager.last_report.url == manager.url(9)
+    with run.manager(every=3) as manager:
+        found = manager.restore()
+        assert (found.step, found.state["step"], found.metadata) == (9, 9, {"run_id": found.metadata["run_id"]})
+        np.testing.assert_array_equal(found.state["w"], state(9)["w"])
+        assert [step for step in range(9, 14) if manager.save(step, state(step))] == [12]
+
+
+def test_leaving_the_context_finishes_what_is_in_flight(run):
+    with run.manager() as manager:
+        manager.save(1, state(1))
+    assert run.holds(1)
+    with pytest.raises(errors.OptionError, match="closed"):
+        manager.save(2, state(2))
+    manager.close()
+
+
+def test_the_state_may_change_right_after_save(run):
+    mine = state(1)
+    with run.manager() as manager:
+        manager.save(1, mine)
+        mine["w"][:] = -1
+    assert run.holds(1)
+
+
+def test_a_step_is_saved_without_being_due_only_when_forced(run):
+    with run.manager(every=None) as manager:
+        assert not manager.save(1, state(1))
+        assert manager.save(1, state(1), force=True)
+        assert not manager.save(1, state(1), force=True)
+        assert not manager.should_save(2)
+    assert run.holds(1)
+
+
+def test_steps_ascend(run):
+    with run.manager() as manager:
+        manager.save(5, state(5))
+        assert not manager.save(4, state(4))
+        with pytest.raises(errors.OptionError, match=r"save\(step=4\): step 5 was saved .* steps ascend"):
+            manager.save(4, state(4), force=True)
+        for bad in (-1, True, 2.0, "7"):
+            with pytest.raises(errors.OptionError, match="step="):
+                manager.save(bad, state(1))
+
+
+def test_should_save_says_what_save_will_do(run):
+    with run.manager(every=AtSteps([2, 5])) as manager:
+        for step in range(8):
+            assert manager.should_save(step) == manager.save(step, state(step)) == (step in (2, 5))
+
+
+def test_a_second_save_waits_for_the_one_in_flight(run, gate):
+    with run.manager() as manager:
+        manager.save(1, state(1))
+        assert gate.reached.wait(30)
+        second = threading.Thread(target=manager.save, args=(2, state(2)))
+        second.start()
+        assert not run.holds(1)
+        assert len(run.told("SaveStarted")) == 1
+        gate.opened.set()
+        second.join(30)
+        assert run.holds(1)
+    assert run.holds(2)
+
+
+def test_or_is_skipped_with_an_event_by_choice(run, gate):
+    with run.manager(in_flight="skip") as manager:
+        assert manager.save(1, state(1))
+        assert gate.reached.wait(30)
+        assert not manager.save(2, state(2))
+        gate.opened.set()
+        manager.wait()
+        assert manager.save(3, state(3))
+    assert [(e.step, e.reason) for e in run.told("SaveSkipped")] == [(2, "the save before it is still in flight")]
+    assert [run.holds(step) for step in (1, 2, 3)] == [True, False, True]
+
+
+def test_continuous_saves_again_when_the_last_is_done(run, gate):
+    with run.manager(every=Continuous()) as manager:
+        assert manager.save(1, state(1))
+        assert gate.reached.wait(30)
+        assert not any(manager.save(step, state(step)) for step in range(2, 50))
+        gate.opened.set()
+        manager.wait()
+        assert manager.save(50, state(50))
+
+
+def test_seconds_go_by_the_time_since_the_last_save(run, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("shardckpt.manager.decisions.time.monotonic", lambda: now[0])
+    with run.manager(every=EverySeconds(60)) as manager:
+        saved = []
+        for step in range(12):
+            now[0] += 25
+            if manager.should_save(step):
+                saved.append(step)
+        assert saved == [2, 5, 8, 11]
+
+
+def test_a_failure_in_the_background_is_raised_once_by_the_next_save_with_its_step(run):
+    run.root.mkdir()
+    (run.root / "1").write_text("in the way")
+    with run.manager() as manager:
+        assert manager.save(1, state(1))
+        with pytest.raises(errors.StorageError, match="/run/1") as caught:
+            manager.save(2, state(2))
+        assert caught.value.__notes__ == ["Step 1 was being saved in the background."]
+        assert manager.save(3, state(3))
+    assert [e.step for e in run.told("SaveFailed")] == [1]
+    assert run.told("SaveFailed")[0].error is caught.value
+    assert not (run.root / "1").is_dir()
+    assert run.holds(2)  # all processes save the same steps, whether one of them raises or not
+    assert run.holds(3)
+
+
+@pytest.mark.parametrize("where", ["wait", "close", "__exit__"])
+def test_or_by_wait_or_close(run, where):
+    run.root.mkdir()
+    (run.root / "1").write_text("in the way")
+    manager = run.manager()
+    manager.save(1, state(1))
+    with pytest.raises(errors.StorageError):
+        getattr(manager, where)(*[None] * (3 if where == "__exit__" else 0))
+    manager.close()
+
+
+def test_an_error_on_its_way_is_not_hidden_by_a_save_that_failed(run):
+    run.root.mkdir()
+    (run.root / "1").write_text("in the way")
+    manager = run.manager()
+    manager.save(1, state(1))
+    with pytest.raises(ZeroDivisionError) as caught, manager:
+        1 / 0
+    assert "a checkpoint was not saved" in caught.value.__notes__[0]
+
+
+def test_on_failure_decides_whether_training_goes_on(run):
+    run.root.mkdir()
+    for step in (1, 3):
+        (run.root / str(step)).write_text("in the way")
+    asked = []
+
+    def on_failure(error, step):
+        asked.append((type(error), step))
+        return "continue" if step == 1 else "raise"
+
+    with run.manager(on_failure=on_failure) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        with pytest.raises(errors.StorageError):
+            manager.wait()
+    assert asked == [(errors.StorageError, 1), (errors.StorageError, 3)]
+
+
+def test_a_step_whose_save_failed_may_be_saved_again(run):
+    run.root.mkdir()
+    (run.root / "1").write_text("in the way")
+    with run.manager() as manager:
+        manager.save(1, state(1))
+        with pytest.raises(errors.StorageError):
+            manager.wait()
+        (run.root / "1").unlink()
+        assert manager.save(1, state(1))
+    assert run.holds(1)
+
+
+def test_a_leaf_that_cannot_be_stored_is_raised_at_once_and_disturbs_nothing(run):
+    with run.manager() as manager:
+        with pytest.raises(errors.LeafError, match="thing"):
+            manager.save(1, {"thing": object()})
+        manager.save(2, state(2))
+    assert run.holds(2)
+    assert not run.holds(1)
+
+
+def test_a_callback_that_raises_costs_no_checkpoint(run):
+    def broken(_event):
+        raise ValueError("mine")
+
+    with run.manager(on_event=broken) as manager:
+        manager.save(1, state(1))
+    assert run.holds(1)
+
+
+def test_events_tell_what_happens_in_order(run):
+    run.train(1, 2, keep=1)
+    kinds = [(type(e).__name__, e.step) for e in run.events if type(e).__name__ != "Progressed"]
+    assert kinds == [
+        *[(kind, 1) for kind in ("SaveStarted", "SaveStaged", "SaveCommitted")],
+        *[(kind, 2) for kind in ("SaveStarted", "SaveStaged", "SaveCommitted")],
+        ("StepDeleted", 1),
+    ]
+    assert run.told("SaveStaged")[0].nbytes == 4000
+
+
+def test_metrics_are_kept_and_the_best_step_is_found_by_them(run):
+    losses = {1: 3.0, 2: np.float32(0.5), 3: float("nan"), 4: float("inf")}
+    run.train(*losses, metrics=lambda step: {"loss": losses[step]}, keep=Best(9, "loss"))
+    manager = run.manager(keep=Best(9, "loss"))
+    assert manager.best_step() == 2
+    assert manager.best_step("loss", "max") == 4
+    assert manager.best_step("accuracy") is None
+    assert shardckpt.open(run.root / "2").metadata["metrics"] == {"loss": 0.5}
+    with pytest.raises(errors.OptionError, match="by which metric"):
+        run.manager().best_step()
+    with pytest.raises(errors.OptionError, match="no number"):
+        manager.save(9, state(9), {"loss": "low"})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"in_flight": "drop"}, "in_flight"),
+        ({"fallback": "yes"}, "fallback"),
+        ({"lead_time": -1}, "lead_time"),
+        ({"progress": 1}, "progress"),
+        ({"options": {"layout": "zarr"}}, "options"),
+        ({"options": shardckpt.SaveOptions(metadata={"metrics": 1})}, "metrics"),
+        ({"every": 0}, "EverySteps"),
+        ({"keep": 0}, "Latest"),
+        ({"coordinator": "me"}, "coordinator"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(run, options, match):
+    with pytest.raises(errors.OptionError, match=match):
+        run.manager(**options)

@@ -1,0 +1,22 @@
+"""What processes say of one checkpoint, as one."""
+
+import pytest
+
+from shardckpt.contents import Contents
+from shardckpt.errors import CommitError
+from shardckpt.structure import Structure
+from shardckpt.tree import flatten
+
+
+def says(**metadata):
+    return Contents(Structure(flatten({}, bool, id, repr).tree, {}), {}, metadata)
+
+
+def test_metadata_is_what_one_process_or_several_alike_have_given():
+    union = Contents.union([([0], says(run="a", loss=0.5)), ([1, 2], says(run="a")), ([3], says(tag=1))])
+    assert union.metadata == {"run": "a", "loss": 0.5, "tag": 1}
+
+
+def test_metadata_that_contradicts_itself_is_refused_with_the_processes_that_do():
+    with pytest.raises(CommitError, match=r"'loss' differs between process 1 and processes 2-3"):
+        Contents.union([([0], says()), ([1], says(loss=0.5)), ([2, 3], says(loss=0.25))])

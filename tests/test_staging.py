@@ -1,0 +1,214 @@
+"""What is copied at once, and how copies get from the thread that saves to the one that writes."""
+
+import threading
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardckpt import errors, frameworks
+from shardckpt.blocks import chunks_of, smaller
+from shardckpt.box import Box
+from shardckpt.io.budget import BufferPool
+from shardckpt.mesh import Mesh
+from shardckpt.options import SaveOptions
+from shardckpt.partition_spec import PartitionSpec
+from shardckpt.plan_cache import PlanCache
+from shardckpt.reshard.grid_runs import run_boxes
+from shardckpt.reshard.plan import chunks_inside
+from shardckpt.save_plan import plan_save
+from shardckpt.sharding import Sharding
+from shardckpt.staging import Stage, read
+from shardckpt.world import World
+
+MiB = 1 << 20
+
+
+# --- what is copied at once
+
+
+@st.composite
+def runs(draw):
+    grid = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    cells = int(np.prod(grid))
+    start = draw(st.integers(0, cells))
+    return grid, range(start, draw(st.integers(start, cells))), draw(st.integers(1, 200))
+
+
+@given(runs())
+@settings(max_examples=300, deadline=None)
+def test_a_run_of_cells_is_cut_into_boxes_that_are_the_same_cells_in_the_same_order(case):
+    grid, run, most = case
+    numbered = np.arange(int(np.prod(grid))).reshape(grid)
+    boxes = list(run_boxes(grid, run, most))
+    assert [cell for box in boxes for cell in numbered[(*box.slices, ...)].reshape(-1).tolist()] == list(run)
+    assert all(box.size <= most for box in boxes)
+    if most >= len(run):
+        assert len(boxes) <= 2 * max(1, len(grid)) - 1
+
+
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+
+
+@given(
+    shape=shapes,
+    process=st.integers(0, 2),
+    most=st.integers(1, 2000),
+    cuts=st.sampled_from([(), ("x",), (None, "x"), (("x", "y"),), ("y", "x")]),
+)
+@settings(max_examples=200, deadline=None)
+def test_blocks_hold_each_chunk_of_a_process_once_and_in_order_however_small_they_are(shape, process, most, cuts):
+    sharding = Sharding(Mesh((4, 2), ("x", "y")), PartitionSpec(*cuts[: len(shape)]))
+    sources = frameworks.sources({"w": np.zeros(shape, np.int16)})
+    plan = plan_save(sources, SaveOptions(shardings={"w": sharding}), World(process, 3))
+    blocks = plan.blocks.get("w", [])
+    written = [
+        (write.piece.path, position)
+        for write in plan.writes.get("w", [])
+        for position in chunks_inside(write.piece, write.piece.box, write.chunks)[0].tolist()
+    ]
+    for pieces in (blocks, [part for block in blocks for part in smaller(block, most)]):
+        assert [(block.piece.path, position) for block in pieces for position, _ in chunks_of(block)] == written
+        assert sum(block.nbytes for block in pieces) == plan.nbytes
+    largest = max((np.prod(block.piece.chunks) * 2 for block in blocks), default=0)
+    assert all(part.nbytes <= max(most, largest) for block in blocks for part in smaller(block, most))
+
+
+def test_a_shard_that_a_process_writes_alone_is_copied_at_once():
+    plan = plan_save(frameworks.sources({"w": np.zeros((2048, 1024), np.float32)}), SaveOptions(), World())
+    assert len(plan.writes["w"][0].chunks) > 1
+    assert [block.box for block in plan.blocks["w"]] == [Box.full((2048, 1024))]
+
+
+# --- plans of earlier saves
+
+
+@st.composite
+def states(draw):
+    names = draw(st.lists(st.sampled_from("abcd"), unique=True))
+    return {name: np.zeros(draw(st.sampled_from([(), (4,), (300, 200)])), draw(st.sampled_from(["f4", "i2"]))) for name in names}
+
+
+@given(st.lists(st.tuples(states(), st.integers(0, 1), st.sampled_from(["replicated", "local"]), st.booleans()), max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_a_remembered_plan_is_the_plan_that_would_be_made(saves):
+    plans = PlanCache()
+    for state, process, host_tensors, sharded in saves:
+        sharding = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
+        shardings = {name: sharding for name, tensor in state.items() if sharded and tensor.ndim}
+        arguments = frameworks.sources(state), SaveOptions(host_tensors=host_tensors, shardings=shardings), World(process, 2)
+        assert plans.plan(*arguments) == plan_save(*arguments)
+
+
+def test_the_same_state_is_planned_once_whatever_its_values_are():
+    plans, options, world = PlanCache(), SaveOptions(), World()
+    first = plans.plan(frameworks.sources({"w": np.zeros((300, 200))}), options, world)
+    assert plans.plan(frameworks.sources({"w": np.ones((300, 200))}), options, world) is first
+    assert plans.plan(frameworks.sources({"w": np.ones((300, 201))}), options, world) is not first
+
+
+# --- from one thread to the other
+
+
+class Saved:
+    """One pass of a state through a stage, with a thread that takes everything off."""
+
+    def __init__(self, pool, state, *, die_after=None):
+        self.found = {name: np.empty_like(array) for name, array in state.items()}
+        self.addresses = set()
+        self.errors = []
+        self.stage = Stage(pool, self.start)
+        self.die_after = die_after
+        self.thread = threading.Thread(target=self.take_off)
+        sources = frameworks.sources(state)
+        plan = plan_save(sources, SaveOptions(), World())
+        try:
+            most = self.stage.fit(chain(*plan.blocks.values()), pool.limit)
+            for block, elements in read(plan, sources, 0, most=most):
+                self.stage.put(block, elements)
+            self.stage.close()
+        except BaseException as e:
+            self.stage.give_up(e)
+            raise
+        finally:
+            if self.stage.started:
+                self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def start(self):
+        self.thread.start()
+
+    def take_off(self):
+        try:
+            for i, (block, elements) in enumerate(self.stage):
+                if i == self.die_after:
+                    raise errors.StorageError("the disk is full")
+                self.addresses.add(elements.ctypes.data)
+                self.found[block.piece.path][block.inside] = elements
+        except errors.ShardckptError as e:
+            self.stage.fail(e)
+
+
+def state_of(mebibytes):
+    return {name: np.random.default_rng(i).random((mebibytes, 128, 1024)) for i, name in enumerate("ab")}
+
+
+def test_what_fits_is_copied_into_one_buffer_and_written_afterwards():
+    pool, state = BufferPool(16 * MiB), state_of(2)
+    saved = Saved(pool, state)
+    assert not saved.stage.streamed
+    assert all((saved.found[name] == state[name]).all() for name in state)
+    assert len(pool.kept) == 1
+    assert pool.high_water == 4 * MiB
+
+
+def test_what_does_not_fit_streams_through_the_buffers():
+    pool, state = BufferPool(2 * MiB), state_of(4)
+    saved = Saved(pool, state)
+    assert saved.stage.streamed
+    assert all((saved.found[name] == state[name]).all() for name in state)
+    assert pool.high_water <= pool.limit
+
+
+@pytest.mark.parametrize("mebibytes", [1, 8])
+def test_later_saves_use_the_same_buffers(mebibytes):
+    pool = BufferPool(4 * MiB)
+    first = Saved(pool, state_of(mebibytes))
+    kept, most = pool.kept, pool.high_water
+    for _ in range(3):
+        later = Saved(pool, state_of(mebibytes))
+        assert later.addresses <= first.addresses
+        assert pool.kept == kept
+        assert pool.high_water == most
+
+
+def test_who_copies_wakes_up_when_the_other_thread_ends():
+    pool = BufferPool(2 * MiB)
+    with pytest.raises(errors.StorageError, match="the disk is full"):
+        Saved(pool, state_of(8), die_after=3)
+    with pool.take(pool.limit):  # all was given back
+        pass
+
+
+def test_who_copies_wakes_up_even_if_others_have_all_the_buffers():
+    pool = BufferPool(2 * MiB)
+    stage = Stage(pool, lambda: None)
+    block = plan_save(frameworks.sources({"w": np.zeros(1000)}), SaveOptions(), World()).blocks["w"][0]
+    with pool.take(pool.limit):
+        threading.Timer(0.01, stage.fail, [errors.StorageError("gone")]).start()
+        with pytest.raises(errors.StorageError, match="gone"):
+            stage.put(block, np.zeros(1000))
+
+
+def test_what_was_copied_in_vain_is_given_back():
+    pool = BufferPool(16 * MiB)
+    stage = Stage(pool, lambda: None)
+    block = plan_save(frameworks.sources({"w": np.zeros(1000)}), SaveOptions(), World()).blocks["w"][0]
+    stage.put(block, np.zeros(1000))
+    stage.give_up(KeyboardInterrupt())
+    with pool.take(pool.limit):
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(stage))

@@ -1,0 +1,121 @@
+"""Random number generators: put back exactly, and made anew for processes that have none to take back."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import shardckpt
+from shardckpt.training import Generators
+from shardckpt.training.generators import inherited
+
+
+def drawn():
+    """Some numbers of every generator, and of every kind that keeps something for the next time."""
+    found = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()]  # noqa: NPY002
+    return [*found, *torch.rand(3).tolist(), torch.randn(3).tolist(), torch.randperm(7).tolist()]
+
+
+@pytest.fixture(autouse=True)
+def generators():
+    """As they were before, afterwards."""
+    before = Generators().state_dict()
+    random.seed(1)
+    np.random.seed(2)  # noqa: NPY002
+    torch.manual_seed(3)
+    drawn()
+    yield
+    Generators().load_state_dict(before)
+
+
+def test_the_numbers_after_restoring_are_those_that_followed_the_save(tmp_path):
+    shardckpt.save(tmp_path / "c", shardckpt.train_state())
+    followed = [drawn() for _ in range(3)]
+    shardckpt.restore(tmp_path / "c", shardckpt.train_state())
+    assert [drawn() for _ in range(3)] == followed
+
+
+def test_saving_and_asking_for_a_like_draw_no_numbers(tmp_path):
+    state = shardckpt.train_state()
+    before = Generators().state_dict()
+    shardckpt.save(tmp_path / "c", state)
+    after = Generators().state_dict()
+    assert torch.equal(before["torch"], after["torch"])
+    assert before["python"]["words"].tolist() == after["python"]["words"].tolist()
+
+
+def test_a_generator_of_another_kind_that_numpy_shares_comes_back(tmp_path):
+    bits = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(5))
+        shardckpt.save(tmp_path / "c", shardckpt.train_state())
+        followed = np.random.rand(3).tolist()  # noqa: NPY002
+        shardckpt.restore(tmp_path / "c", shardckpt.train_state())
+        assert np.random.rand(3).tolist() == followed  # noqa: NPY002
+    finally:
+        np.random.set_bit_generator(bits)
+
+
+def test_without_rng_no_generator_is_saved_or_touched(tmp_path):
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(rng=False, step=1))
+    assert shardckpt.open(tmp_path / "c").tree == {"step": 1}
+    before = torch.get_rng_state()
+    shardckpt.restore(tmp_path / "c", shardckpt.train_state(rng=False, step=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_generators_may_be_left_out_of_a_restore(tmp_path):
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(step=1))
+    drawn()
+    before = torch.get_rng_state()
+    state = shardckpt.train_state()
+    shardckpt.restore(tmp_path / "c", state, only="step")
+    assert state.step == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def of_two_processes():
+    """States that differ in everything."""
+    first = Generators().state_dict()
+    drawn()
+    return [first, Generators().state_dict()]
+
+
+def numbers(states, process):
+    Generators().load_state_dict(inherited(states, process))
+    return drawn()
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+def test_processes_without_a_counterpart_draw_other_numbers_each_and_the_same_ones_when_resumed_again(saved):
+    states = of_two_processes()[:saved]
+    streams = [numbers(states, process) for process in range(saved, 8)]
+    assert [numbers(states, process) for process in range(saved, 8)] == streams
+    for column in zip(*streams, strict=True):
+        assert len({str(value) for value in column}) == len(streams)
+
+
+def test_what_they_draw_follows_from_what_process_0_would_have_drawn():
+    states = of_two_processes()
+    assert numbers(states[:1], 5) != numbers(states[1:], 5)
+
+
+def test_generators_that_all_processes_had_in_the_same_state_stay_in_step():
+    first, second = of_two_processes()
+    second["torch"] = first["torch"].clone()
+    taken = inherited([first, second], 2)
+    assert torch.equal(taken["torch"], first["torch"])
+    assert taken["python"]["words"].tolist() != first["python"]["words"].tolist()
+
+
+def test_a_program_without_some_framework_puts_back_what_it_has():
+    state = Generators().state_dict()
+    followed = drawn()
+    del state["torch"]
+    before = torch.get_rng_state()
+    Generators().load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert drawn()[:4] == followed[:4]

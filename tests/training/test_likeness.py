@@ -1,0 +1,125 @@
+"""What is restored into, where only the checkpoint knows what there is: for any stored state, and any that an object has now."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt import frameworks
+from shardckpt.dtypes import of_numpy
+from shardckpt.errors import OptionError
+from shardckpt.names import selector
+from shardckpt.structure import TensorRecord
+from shardckpt.training.likeness import LEFT_OUT, Stored, mirror
+from shardckpt.tree import flatten, match
+from shardckpt.tree.document import parse
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3) | st.binary(max_size=3)
+TENSORS = st.integers(0, 3).map(lambda n: torch.full((n + 1,), n + 0.5))
+KEYS = st.text("ab/~", max_size=2) | st.integers(0, 3)
+STATES = st.recursive(
+    LEAVES | TENSORS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3) | st.tuples(inner, inner),
+    max_leaves=8,
+)
+
+
+def flat_of(state):
+    return flatten(state, frameworks.is_tensor, frameworks.identity, frameworks.meaning)
+
+
+def stored_of(state, only=None):
+    """What a checkpoint of the state says, and the values of its tensors by name."""
+    flat = flat_of(state)
+    values = {**flat.tensors, **{name: flat.tensors[first] for name, first in flat.aliases.items()}}
+
+    def record(name):
+        return TensorRecord(name, tuple(values[name].shape), of_numpy(values[name].numpy().dtype), None, ())
+
+    return Stored(record, selector(only)), parse(flat.tree), values
+
+
+def restored(stored, node, values, like):
+    """As `restore` does: tensors of `like` are filled where they have memory."""
+    matched = match(like, node, frameworks.is_tensor, only=stored.wanted, meaning=frameworks.meaning)
+    found = {}
+    for name, places in matched.tensors.items():
+        for place, leaf in places:
+            assert tuple(leaf.shape) == tuple(values[name].shape)
+            found[place] = values[name].clone() if leaf.is_meta else leaf.copy_(values[name])
+    return matched.build(found)
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+@given(STATES, STATES)
+def test_whatever_an_object_has_now_it_gets_what_is_stored(state, own):
+    stored, node, values = stored_of(state)
+    expected = flat_of(state).tree
+    found = restored(stored, node, values, mirror(stored, node, own))
+    assert flat_of(found).tree == expected
+    assert {name: tensor.tolist() for name, tensor in flat_of(found).tensors.items()} == {
+        name: tensor.tolist() for name, tensor in flat_of(state).tensors.items()
+    }
+
+
+@given(STATES)
+def test_tensors_of_the_same_kind_at_the_same_place_are_filled_where_they_are(state):
+    stored, node, values = stored_of(state)
+    own = restored(stored, node, values, mirror(stored, node))
+    before = {name: tensor.data_ptr() for name, tensor in flat_of(own).tensors.items()}
+    found = restored(stored, node, {name: value.clone() for name, value in values.items()}, mirror(stored, node, own))
+    assert {name: tensor.data_ptr() for name, tensor in flat_of(found).tensors.items()} == before
+    assert equal(found, own)
+
+
+@pytest.mark.parametrize(
+    ("own", "state"),
+    [
+        (Counter({1: 2}), Counter({3: 4, 5: 6})),
+        (OrderedDict(a=1), OrderedDict(b=2, a=3)),
+        (defaultdict(list, a=[1]), defaultdict(list, b=[2])),
+        (deque([1], maxlen=5), deque([3, 4], maxlen=5)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_containers_keep_the_class_that_the_object_has(own, state):
+    stored, node, values = stored_of(state)
+    found = restored(stored, node, values, mirror(stored, node, own))
+    assert type(found) is type(own)
+    assert found == state
+    assert own != state
+
+
+def test_what_is_not_asked_for_is_left_out():
+    stored, node, _ = stored_of({"a": {"b": 1, "c": torch.ones(2)}, "d": [1, 2], "e": {}}, only="a/b")
+    assert mirror(stored, node) == {"a": {"b": None}}
+    nothing, node, _ = stored_of({"a": 1}, only="z")
+    assert mirror(nothing, node) is LEFT_OUT
+
+
+def test_a_part_of_a_list_cannot_be_asked_for():
+    stored, node, _ = stored_of({"a": [1, 2]}, only="a/0")
+    with pytest.raises(OptionError, match="asks for a part of 'a', which can only be put back whole"):
+        mirror(stored, node)
+
+
+def test_a_tensor_of_another_shape_or_dtype_is_not_filled():
+    stored, node, values = stored_of({"w": torch.arange(4.0)})
+    for own in (torch.zeros(3), torch.zeros(4, dtype=torch.float64), np.zeros(4), 7):
+        like = mirror(stored, node, {"w": own})
+        assert like["w"].is_meta if not isinstance(own, np.ndarray) else like["w"] is not own
+        assert equal(restored(stored, node, values, like), {"w": torch.arange(4.0)})

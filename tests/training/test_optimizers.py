@@ -1,0 +1,287 @@
+"""Optimizers: their state goes by the names of parameters, into optimizers that have none yet."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from trained import groups, net, steps
+
+import shardckpt
+from shardckpt.errors import LeafError, NamesMismatchError, OptionError, ShardckptError, StructureMismatchError
+
+KINDS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01),
+    "SGD, momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True),
+    "Adam, AMSGrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "AdamW, lr in a tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01)),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "RAdam": lambda params: torch.optim.RAdam(params, lr=0.01),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True, momentum=0.5),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=0.01),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+}
+
+
+def state_of(model, optimizer, **more):
+    return shardckpt.train_state(model=model, optimizer=optimizer, rng=False, **more)
+
+
+def equal(a, b):
+    """Whether two states are the same, bit by bit, in types too."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", [1, -1], ids=["the same groups", "the groups in another order"])
+def test_training_goes_on_bit_by_bit_in_a_new_optimizer(tmp_path, kind, order):
+    model = net()
+    optimizer = KINDS[kind](groups(model))
+    steps(model, optimizer, 0, 3)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    saved = optimizer.state_dict()
+    fresh = net()
+    other = KINDS[kind](groups(fresh, order=order))
+    assert not other.state or kind == "Adagrad"
+    shardckpt.restore(tmp_path / "c", state_of(fresh, other))
+    if order == 1:
+        assert equal(saved, other.state_dict())
+    assert steps(fresh, other, 3, 6) == steps(model, optimizer, 3, 6)
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(parameter, fresh.state_dict()[name]), name
+
+
+def test_an_optimizer_whose_state_is_one_for_all_parameters_goes_on(tmp_path):
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    steps(model, optimizer, 0, 3)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    fresh = net()
+    other = torch.optim.LBFGS(fresh.parameters(), max_iter=3)
+    shardckpt.restore(tmp_path / "c", state_of(fresh, other))
+    assert steps(fresh, other, 3, 5) == steps(model, optimizer, 3, 5)
+
+
+def test_moments_are_named_after_their_parameters(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    steps(model, optimizer, 0, 1)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    checkpoint = shardckpt.open(tmp_path / "c")
+    moment = checkpoint.read("optimizer/state/first.weight/exp_avg")
+    assert torch.equal(torch.from_numpy(moment), optimizer.state[model.first.weight]["exp_avg"])
+    assert checkpoint.tree["optimizer"]["param_groups"]["first.weight"]["lr"] == 0.01
+    assert checkpoint.tree["optimizer"]["group_of"]["norm.bias"] == "scale"
+
+
+def test_an_optimizer_that_has_made_steps_loses_what_was_not_saved(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    steps(model, optimizer, 0, 2)
+    shardckpt.restore(tmp_path / "c", state_of(model, optimizer))
+    assert not optimizer.state
+    fresh = net()
+    assert steps(model, optimizer, 0, 2) == steps(fresh, torch.optim.AdamW(groups(fresh), lr=0.01), 0, 2)
+
+
+def test_moments_of_an_optimizer_that_has_some_are_filled_in_place(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    steps(model, optimizer, 0, 2)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    before = optimizer.state[model.first.weight]["exp_avg"]
+    address = before.data_ptr()
+    steps(model, optimizer, 2, 4)
+    shardckpt.restore(tmp_path / "c", state_of(model, optimizer))
+    assert optimizer.state[model.first.weight]["exp_avg"].data_ptr() == address
+
+
+def test_moments_keep_a_dtype_that_torch_would_convert_to_the_parameters(tmp_path):
+    model = net(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    steps(model, optimizer, 0, 1)
+    exact = torch.full((7, 5), 1 / 3, dtype=torch.float32)
+    optimizer.state[model.first.weight]["momentum_buffer"] = exact
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    fresh = net(torch.bfloat16)
+    other = torch.optim.SGD(fresh.parameters(), lr=0.01, momentum=0.9)
+    shardckpt.restore(tmp_path / "c", state_of(fresh, other))
+    found = other.state[fresh.first.weight]["momentum_buffer"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, exact)
+
+
+def test_one_group_may_take_what_was_in_several_of_equal_settings(tmp_path):
+    model = net()
+    split = [{"params": [p]} for p in model.parameters()]
+    optimizer = torch.optim.AdamW(split, lr=0.02)
+    steps(model, optimizer, 0, 2)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    fresh = net()
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    shardckpt.restore(tmp_path / "c", state_of(fresh, other))
+    assert other.param_groups[0]["lr"] == 0.02
+    assert steps(fresh, other, 2, 4) == steps(model, optimizer, 2, 4)
+
+
+def test_one_group_cannot_take_what_was_in_several_of_different_settings(tmp_path):
+    model = net()
+    shardckpt.save(tmp_path / "c", state_of(model, torch.optim.AdamW(groups(model), lr=0.01)))
+    other = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with pytest.raises(StructureMismatchError, match=r"group 0 has parameters that were saved with different settings, lr=0.003 and 0.01;"):
+        shardckpt.restore(tmp_path / "c", state_of(model, other))
+    shardckpt.restore(tmp_path / "c", state_of(model, other), only=["model/**", "optimizer/state/**"])
+    assert other.param_groups[0]["lr"] == 0.5
+
+
+def test_a_parameter_in_no_module_is_refused_with_its_place():
+    model, stranger = net(), nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
+    with pytest.raises(LeafError, match=r"'optimizer': parameter 7 of group 0, of shape \(2, 3\), is in none of the modules"):
+        state_of(model, optimizer).state_dict()
+
+
+def test_a_parameter_that_the_checkpoint_lacks_is_missed_by_name(tmp_path):
+    model = net()
+    shardckpt.save(tmp_path / "c", state_of(model, torch.optim.SGD([model.first.weight], lr=0.1)))
+    with pytest.raises(NamesMismatchError, match=r"'optimizer/group_of/last\.weight'"):
+        shardckpt.restore(tmp_path / "c", state_of(model, torch.optim.SGD([model.first.weight, model.last.weight], lr=0.1)))
+
+
+def test_a_parameter_that_only_the_checkpoint_has_is_an_error_or_left_alone(tmp_path):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    steps(model, optimizer, 0, 1)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    part = torch.optim.Adam([model.last.weight], lr=0.5)
+    with pytest.raises(NamesMismatchError, match=r"'optimizer/state/first\.weight/exp_avg'"):
+        shardckpt.restore(tmp_path / "c", state_of(model, part))
+    shardckpt.restore(tmp_path / "c", state_of(model, part), strict=False)
+    assert torch.equal(part.state[model.last.weight]["exp_avg"], optimizer.state[model.last.weight]["exp_avg"])
+    assert part.param_groups[0]["lr"] == 0.1
+
+
+def test_the_state_of_some_parameters_can_be_restored_and_not_a_part_of_one(tmp_path):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    steps(model, optimizer, 0, 1)
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    saved = optimizer.state[model.last.weight]["exp_avg"].clone()
+    steps(model, optimizer, 1, 2)
+    kept = optimizer.state[model.first.weight]["exp_avg"].clone()
+    shardckpt.restore(tmp_path / "c", state_of(model, optimizer), only="optimizer/state/last.weight/*")
+    assert torch.equal(optimizer.state[model.last.weight]["exp_avg"], saved)
+    assert torch.equal(optimizer.state[model.first.weight]["exp_avg"], kept)
+    with pytest.raises(OptionError, match=r"asks for a part of 'optimizer/state/scale', which can only be put back whole"):
+        shardckpt.restore(tmp_path / "c", state_of(model, optimizer), only="optimizer/state/*/exp_avg")
+
+
+def test_several_modules_and_optimizers_are_told_apart(tmp_path):
+    def made():
+        generator, critic = net(), net()
+        optimizers = torch.optim.Adam(generator.parameters(), lr=0.01), torch.optim.RMSprop(critic.parameters(), lr=0.02)
+        return generator, critic, *optimizers
+
+    def of(generator, critic, generators, critics):
+        return shardckpt.train_state(model=generator, optimizer=generators, critic=critic, critics=critics, rng=False)
+
+    ours = made()
+    steps(ours[0], ours[2], 0, 2)
+    steps(ours[1], ours[3], 5, 8)
+    shardckpt.save(tmp_path / "c", of(*ours))
+    names = shardckpt.open(tmp_path / "c").names()
+    assert {"optimizer/state/first.weight/exp_avg", "critics/state/critic.first.weight/square_avg"} <= {*names}
+    fresh = made()
+    shardckpt.restore(tmp_path / "c", of(*fresh))
+    assert steps(fresh[0], fresh[2], 2, 4) == steps(ours[0], ours[2], 2, 4)
+    assert steps(fresh[1], fresh[3], 8, 9) == steps(ours[1], ours[3], 8, 9)
+
+
+def test_state_that_cannot_be_stored_is_refused_by_name(tmp_path):
+    model = net()
+    optimizer = torch.optim.SGD(groups(model), lr=0.1)
+    optimizer.param_groups[1]["after"] = print
+    with pytest.raises(LeafError, match=r"'optimizer/param_groups/scale/after' is a builtin_function_or_method"):
+        shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+    optimizer.param_groups[1].pop("after")
+    optimizer.state[model.scale]["history"] = {1, 2}
+    with pytest.raises(LeafError, match=r"'optimizer/state/scale/history' is a set"):
+        shardckpt.save(tmp_path / "c", state_of(model, optimizer))
+
+
+SCHEDULERS = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 4, 4, 6], 0.5),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, [g["lr"] for g in o.param_groups], 0.1, 3, cycle_momentum=False),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, min_lr=[g["lr"] / 3 for g in o.param_groups]),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1, 3), torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step)],
+        milestones=[3],
+    ),
+    "ChainedScheduler": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 4), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("order", [1, -1], ids=["the same groups", "the groups in another order"])
+def test_a_scheduler_goes_on_for_each_group_where_it_was(tmp_path, kind, order):
+    def made(order=1):
+        model = net()
+        optimizer = torch.optim.SGD(groups(model, order=order), lr=0.05)
+        return model, optimizer, SCHEDULERS[kind](optimizer)
+
+    def of(model, optimizer, scheduler):
+        return state_of(model, optimizer, scheduler=scheduler)
+
+    ours, fresh = made(), made(order)
+    steps(ours[0], ours[1], 0, 3, ours[2])
+    shardckpt.save(tmp_path / "c", of(*ours))
+    shardckpt.restore(tmp_path / "c", of(*fresh))
+    if order == 1:
+        assert equal(plain(ours[2].state_dict()), plain(fresh[2].state_dict()))
+    for step in range(3, 9):
+        assert steps(fresh[0], fresh[1], step, step + 1, fresh[2]) == steps(ours[0], ours[1], step, step + 1, ours[2])
+        assert [group["lr"] for group in fresh[1].param_groups][::order] == [group["lr"] for group in ours[1].param_groups]
+
+
+def plain(value):
+    """Without what no scheduler goes by: whether a dict is an OrderedDict, whether a sequence of schedulers is a list."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()} if type(value) is OrderedDict else value
+    return value
+
+
+def test_a_scheduler_of_other_groups_says_which_it_was_saved_for(tmp_path):
+    model = net()
+    optimizer = torch.optim.SGD(groups(model), lr=0.05, weight_decay=0)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    optimizer.param_groups[1] |= {name: optimizer.param_groups[0][name] for name in ("lr", "initial_lr")}
+    shardckpt.save(tmp_path / "c", state_of(model, optimizer, scheduler=scheduler))
+    other = torch.optim.SGD(model.parameters(), lr=0.05)
+    merged = state_of(model, other, scheduler=torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.9**step))
+    with pytest.raises(
+        ShardckptError, match=r"'scheduler': base_lrs was saved for the groups of 'first.weight', 'scale'.* different values"
+    ):
+        shardckpt.restore(tmp_path / "c", merged)

@@ -1,0 +1,246 @@
+"""The whole state of a training in one call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+from trained import groups, net, steps
+
+import shardckpt
+from shardckpt import PerProcess
+from shardckpt.errors import LeafError, MismatchError, NamesMismatchError, OptionError, StructureMismatchError
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+class Counted:
+    """An object with a state of any kind."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_step_metadata_and_values_come_back_with_the_objects(tmp_path):
+    state = shardckpt.train_state(step=7, metadata={"git": "abc"}, tokens=12_345, schedule=[1, (2, 3)], rng=False)
+    state.step += 1
+    shardckpt.save(tmp_path / "c", state)
+    fresh = shardckpt.train_state(tokens=0, schedule=[0, (0, 0)], rng=False)
+    assert shardckpt.restore(tmp_path / "c", fresh) is fresh
+    assert (fresh.step, fresh.metadata) == (8, {"git": "abc"})
+    assert fresh.values == {"step": 8, "metadata": {"git": "abc"}, "tokens": 12_345, "schedule": [1, (2, 3)]}
+
+
+def test_a_state_without_a_step_says_so():
+    with pytest.raises(AttributeError, match="has no step"):
+        _ = shardckpt.train_state().step
+
+
+def test_values_may_be_tensors_of_any_framework_which_are_filled_in_place(tmp_path):
+    queue = np.arange(6.0)
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(queue=queue, rng=False))
+    other = np.zeros(6)
+    state = shardckpt.train_state(queue=other, rng=False)
+    shardckpt.restore(tmp_path / "c", state)
+    assert state.values["queue"] is other
+    assert other.tolist() == queue.tolist()
+
+
+def test_all_of_it_is_saved_in_the_background_as_it_was(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    steps(model, optimizer, 0, 2)
+    state = shardckpt.train_state(model=model, optimizer=optimizer, step=2)
+    handle = shardckpt.save_async(tmp_path / "c", state)
+    state.step = 3
+    followed = steps(model, optimizer, 2, 5)
+    handle.wait()
+    fresh = net()
+    other = torch.optim.AdamW(groups(fresh), lr=0.01)
+    restored = shardckpt.train_state(model=fresh, optimizer=other)
+    shardckpt.restore(tmp_path / "c", restored)
+    assert restored.step == 2
+    assert steps(fresh, other, 2, 5) == followed
+
+
+def test_it_restores_without_like_as_plain_containers(tmp_path):
+    model = net()
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=model, step=1))
+    found = shardckpt.restore(tmp_path / "c")
+    assert list(found) == ["model", "rng", "step"]
+    assert found["model"]["first.weight"].tolist() == model.first.weight.tolist()
+    assert len(found["rng"]) == 1
+
+
+def test_an_object_takes_back_what_is_stored_whatever_its_own_state_looks_like_now(tmp_path):
+    stored = {"seen": Counter({3: 2, 5: 1}), "queue": [1.5, None, {"x": (True, "y")}], "pair": Pair(1, 2), "best": float("inf")}
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted(stored), rng=False))
+    sampler = Counted({"seen": Counter(), "pair": Pair(None, None)})
+    shardckpt.restore(tmp_path / "c", shardckpt.train_state(sampler=sampler, rng=False))
+    assert sampler.state == stored
+    assert type(sampler.state["seen"]) is Counter
+    assert type(sampler.state["pair"]) is Pair
+
+
+def test_tensors_that_an_object_has_none_of_yet_come_as_torchs(tmp_path):
+    stored = {"window": torch.arange(4, dtype=torch.bfloat16), "shape": torch.zeros(2, 3)}
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(meter=Counted(stored), rng=False))
+    meter = Counted({"shape": torch.ones(5)})
+    shardckpt.restore(tmp_path / "c", shardckpt.train_state(meter=meter, rng=False))
+    assert torch.equal(meter.state["window"], stored["window"])
+    assert torch.equal(meter.state["shape"], stored["shape"])
+
+
+def test_a_gradient_scaler_goes_on_where_it_was(tmp_path):
+    def made():
+        return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+    def step(scaler, bad):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loss = model(torch.randn(8, 5)).sum() * (float("inf") if bad else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    ours, fresh = made(), made()
+    for bad in (True, False, True, False):
+        step(ours, bad)
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(scaler=ours, rng=False))
+    shardckpt.restore(tmp_path / "c", shardckpt.train_state(scaler=fresh, rng=False))
+    assert ours.get_scale() == fresh.get_scale() != made().get_scale()
+    pattern = (False, False, True, False)
+    assert [step(fresh, bad) for bad in pattern] == [step(ours, bad) for bad in pattern]
+
+
+@pytest.mark.parametrize(("workers", "taken"), [(0, 0), (0, 1), (0, 3), (0, 5), (0, 7), (2, 0), (2, 3)])
+def test_a_loader_goes_on_at_its_place_and_every_number_drawn_is_the_one_that_would_have_been(tmp_path, workers, taken):
+    """Without a generator of its own it shuffles by torch's, from which the model draws as well."""
+
+    def made():
+        loader = StatefulDataLoader(range(10), batch_size=2, shuffle=True, num_workers=workers)
+        return loader, shardckpt.train_state(loader=loader, step=0)
+
+    def run(loader, state, last):
+        """Batches, and a random number after each; saved after some of them."""
+        while state.step < last:
+            if state.step == taken == 0 and not (tmp_path / "c").exists():
+                shardckpt.save(tmp_path / "c", state)
+            for batch in loader:
+                state.step += 1
+                yield batch.tolist(), torch.rand(()).item()
+                if state.step == taken and not (tmp_path / "c").exists():
+                    shardckpt.save(tmp_path / "c", state)
+                if state.step == last:
+                    break
+
+    torch.manual_seed(4)
+    whole = list(run(*made(), 12))
+    torch.manual_seed(99)
+    loader, state = made()
+    shardckpt.restore(tmp_path / "c", state)
+    assert list(run(loader, state, 12)) == whole[taken:]
+
+
+@pytest.mark.parametrize("keyword", ["model", "optimizer", "scheduler", "scaler", "ema", "loader"])
+def test_an_object_without_a_state_is_refused_by_its_keyword(keyword):
+    with pytest.raises(OptionError, match=rf"train_state\({keyword}=…\): a object has no state_dict and load_state_dict"):
+        shardckpt.train_state(**{keyword: object()})
+
+
+def test_a_plain_data_loader_is_refused_with_what_to_use_instead():
+    with pytest.raises(OptionError, match=r"torchdata\.stateful_dataloader\.StatefulDataLoader"):
+        shardckpt.train_state(loader=DataLoader([1, 2]))
+
+
+def test_rng_is_a_choice_of_three():
+    with pytest.raises(OptionError, match=r"train_state\(rng='no'\): give True, False or \"exact\""):
+        shardckpt.train_state(rng="no")
+
+
+def test_a_value_that_cannot_be_stored_is_refused_by_name(tmp_path):
+    with pytest.raises(LeafError, match="'callback' is a builtin_function_or_method"):
+        shardckpt.save(tmp_path / "c", shardckpt.train_state(callback=print))
+    with pytest.raises(LeafError, match=r"'sampler/rng' is a numpy\.random"):
+        shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted({"rng": np.random.default_rng()})))
+
+
+def test_an_object_that_refuses_its_state_is_named(tmp_path):
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(scaler=torch.amp.GradScaler("cpu", enabled=False), rng=False))
+    with pytest.raises(MismatchError, match=r"scaler does not take back what was stored \(RuntimeError: .*disabled"):
+        shardckpt.restore(tmp_path / "c", shardckpt.train_state(scaler=torch.amp.GradScaler("cpu"), rng=False))
+
+
+def test_entries_that_only_one_side_has_are_errors_unless_told_otherwise(tmp_path):
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 1}), rng=False))
+    other = Counted({"m": 2})
+    state = shardckpt.train_state(meter=other, rng=False)
+    with pytest.raises(NamesMismatchError, match=r"'meter/m'.*in the checkpoint but not in `like`: 'sampler/n'"):
+        shardckpt.restore(tmp_path / "c", state)
+    shardckpt.restore(tmp_path / "c", state, strict=False)
+    assert other.state == {"m": 2}
+
+
+def test_a_part_of_an_object_cannot_be_put_back(tmp_path):
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 1, "m": 2}), rng=False))
+    with pytest.raises(OptionError, match="asks for a part of 'sampler', which can only be put back whole"):
+        shardckpt.restore(tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 0, "m": 0}), rng=False), only="sampler/n")
+
+
+def test_what_each_process_owns_is_marked_by_the_one_who_knows(tmp_path):
+    mine = Counted({"seen": [1, 2]})
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=PerProcess(mine), note=PerProcess("p0"), rng=False))
+    tree = shardckpt.open(tmp_path / "c").tree
+    assert tree == {"sampler": {"$per_process": None}, "note": {"$per_process": None}}
+    fresh = Counted({})
+    state = shardckpt.train_state(sampler=PerProcess(fresh), note=PerProcess(""), rng=False)
+    shardckpt.restore(tmp_path / "c", state)
+    assert fresh.state == {"seen": [1, 2]}
+    assert state.values["note"].value == "p0"
+    with pytest.raises(StructureMismatchError, match="'sampler' is a value of each process's own"):
+        shardckpt.restore(tmp_path / "c", shardckpt.train_state(sampler=Counted({}), note=PerProcess(""), rng=False))
+
+
+def test_state_dict_and_load_state_dict_are_inverse_without_a_checkpoint():
+    model = net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    steps(model, optimizer, 0, 2)
+    state = shardckpt.train_state(model=model, optimizer=optimizer, step=2)
+    fresh = net()
+    other = torch.optim.AdamW(groups(fresh), lr=0.01)
+    taken = shardckpt.train_state(model=fresh, optimizer=other)
+    taken.load_state_dict(state.state_dict())
+    assert taken.step == 2
+    assert torch.equal(fresh.first.weight, model.first.weight)
+
+
+def test_a_program_without_torch_saves_and_restores_without_it(tmp_path):
+    code = f"""
+import sys, numpy as np, random, shardckpt
+state = shardckpt.train_state(weights={{"w": np.arange(3.0)}}, step=4)
+shardckpt.save({str(tmp_path / "c")!r}, state)
+after = random.random(), np.random.rand()
+other = shardckpt.train_state(weights={{"w": np.zeros(3)}})
+shardckpt.restore({str(tmp_path / "c")!r}, other)
+assert (random.random(), np.random.rand()) == after
+assert other.values["weights"]["w"].tolist() == [0, 1, 2] and other.step == 4
+assert not {{"torch", "jax"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
