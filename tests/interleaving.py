@@ -324,8 +324,14 @@ class _Answer:
     def __init__(self, value):
         self._value = value
 
-    def result(self):
+    def result(self, timeout=None):
         return self._value
+
+    def done(self):
+        return True
+
+    def cancel(self):
+        return False
 
 
 def _named(data):
