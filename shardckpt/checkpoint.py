@@ -35,11 +35,13 @@ from shardckpt.io import index
 from shardckpt.io.attempts import is_attempt
 from shardckpt.io.commit import RECORD
 from shardckpt.io.documents import zarr_documents
-from shardckpt.io.host_files import read_all_tables, read_host_files, read_table
+from shardckpt.io.host_files import read_host_files, read_table
 from shardckpt.io.index_check import IndexCheck
-from shardckpt.io.reader import ChunkReader, ReadStats, Request
+from shardckpt.io.lookup import WholeTable
+from shardckpt.io.opening import open_reader
+from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.io.store import Store
-from shardckpt.io.table import ArrayChunks, merge_tables, same_places
+from shardckpt.io.table import merge_tables, same_places
 from shardckpt.io.url import parse
 from shardckpt.record import CheckpointRecord, Tombstone, format_version, open_envelope, parse_checkpoint
 from shardckpt.tree import alias_map
@@ -47,11 +49,12 @@ from shardckpt.tree import parse as parse_tree
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.dtypes import DType
+    from shardckpt.io.stats import ReadStats
     from shardckpt.io.url import Location
     from shardckpt.io.zarr_store import CheckpointStore
     from shardckpt.record import FileReference
@@ -228,15 +231,15 @@ class Checkpoint:
 
     @property
     def reader(self) -> ChunkReader:
-        """Reads chunks by the chunk table, which is read when this is first asked for; all threads share it."""
+        """Reads chunks by the chunk table, whose header is read when this is first asked for; all threads share it."""
         with self._opening:
             if self._opened is None:
-                self._opened = self._reader(*read_all_tables(self._place, self.record))
+                self._opened = open_reader(self._place, self.record)
             return self._opened
 
     @property
     def stats(self) -> ReadStats:
-        """Reads, bytes read and bytes needed of everything read through this object so far."""
+        """Reads and bytes, of chunks and of the chunk table, of everything read through this object so far."""
         return self.reader.stats
 
     def zarr_store(self) -> CheckpointStore:
@@ -275,9 +278,6 @@ class Checkpoint:
         host.values.check(data, where)
         return Fields(open_envelope(data, where), where).mapping("values")
 
-    def _reader(self, files: list[str], arrays: Mapping[str, ArrayChunks]) -> ChunkReader:
-        return ChunkReader(self._place, files, arrays, compression=self.record.compression)
-
     def __repr__(self) -> str:
         """Url and size."""
         return f"<shardckpt.Checkpoint {self.location} with {len(self.record.structure.tensors)} tensors>"
@@ -296,7 +296,6 @@ class _Verification:
         self.record = checkpoint.record
         self.store = checkpoint._store  # noqa: SLF001  (verification is a part of the checkpoint, in a class of its own)
         self.place = checkpoint._place  # noqa: SLF001
-        self.make_reader = checkpoint._reader  # noqa: SLF001
         self.progress = progress or (lambda _done, _all: None)
         self.report = VerifyReport()
         self.lanes: list[str] = []
@@ -304,9 +303,9 @@ class _Verification:
     def run(self) -> VerifyReport:
         """Metadata first, then all chunks, then what other readers go by."""
         self._record()
-        files, arrays = self._tables()
+        table = self._table()
         complete = self.report.ok
-        reader = self.make_reader(files, arrays)
+        reader = ChunkReader(self.place, table, compression=self.record.compression)
         tensors = list(self.record.structure.tensors.values())
         total = sum(t.num_chunks for t in tensors)
         done = 0
@@ -321,7 +320,7 @@ class _Verification:
         for file, error in reader.longer_files():
             self._damaged_file(file, error)
         if complete:  # else every entry of an index would be news to an incomplete table
-            self._index(files, arrays)
+            self._index(table)
         return self.report
 
     def _record(self) -> None:
@@ -345,7 +344,7 @@ class _Verification:
                     self._damaged_record(f"it names another format version than {host.key}")
                     return
 
-    def _tables(self) -> tuple[list[str], dict[str, ArrayChunks]]:
+    def _table(self) -> WholeTable:
         """The chunk table of all hosts, compared with the hosts' own; where it cannot be read, theirs as one."""
         own = self._host_tables()
         if self.record.table is None:
@@ -355,44 +354,44 @@ class _Verification:
         except ShardckptError as e:
             self._damaged_file(self.record.table.key, e)
             return own
-        files, arrays = table.files, table.arrays()
-        names = np.array([*files, ""], object)
-        for path, rows in own[1].items():
+        arrays = table.arrays()
+        names, own_names = (np.array([*files, ""], object) for files in (table.files, own.files))
+        for path, rows in own.arrays.items():
             row = arrays[path].find(rows.chunk.astype(np.int64)) if path in arrays else np.full(1, -1)
-            if (row < 0).any() or not same_places(rows, np.array([*own[0], ""], object), arrays[path], names, row):
+            if (row < 0).any() or not same_places(rows, own_names, arrays[path], names, row):
                 self._damaged_file(self.record.table.key, FormatError(f"{path}: its chunks are not where the hosts' own tables have them."))
-        return files, arrays
+        return WholeTable(table.files, arrays)
 
-    def _host_tables(self) -> tuple[list[str], dict[str, ArrayChunks]]:
+    def _host_tables(self) -> WholeTable:
         """All hosts' chunk tables that can be read, and the committer's of small tensors, as one; damage to hosts' files is reported."""
-        references = [] if self.record.small_table is None else [self.record.small_table]
+        own = [] if self.record.small_table is None else [self.record.small_table]
         others: dict[FileReference, None] = {}  # each once, though hosts that say the same share a file
         for reference in self.record.hosts:
             with self._reporting(reference.key):
                 host = read_host_files(self.place, reference)
                 self.lanes += host.lanes
-                references.append(host.table)
+                own.append(host.table)
                 others |= dict.fromkeys(part for part in (host.contents, host.values) if part is not None)
         for part in others:
             with self._reporting(part.key):
                 part.check(self.place.read(part.key), f"{self.place}/{part.key}")
         tables = []
-        for reference in references:
-            with self._reporting(reference.key):
-                tables.append(read_table(self.place, reference))
+        for table in own:
+            with self._reporting(table.key):
+                tables.append(read_table(self.place, table))
         try:
             merged = merge_tables(tables)
         except FormatError as e:
             self._damaged_file("hosts", e)
-            return [], {}
-        return merged.files, merged.arrays()
+            return WholeTable([], {})
+        return WholeTable(merged.files, merged.arrays())
 
-    def _index(self, files: list[str], arrays: Mapping[str, ArrayChunks]) -> None:
+    def _index(self, table: WholeTable) -> None:
         """Compare what stock zarr readers go by with the record and the table."""
         structure = self.record.structure
         documents = zarr_documents(structure, self.record.compression)
         pieces = {p.path: p for t in structure.tensors.values() for p in t.pieces}
-        check = IndexCheck(self.place, documents, pieces, files, arrays)
+        check = IndexCheck(self.place, documents, pieces, table.files, table.arrays)
         found = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
         self.report.damage += [Damage(None, None, f"{self.record.attempt}/{file}", reason) for file, reason in found]
 

@@ -33,6 +33,7 @@ __all__ = [
     "FileReference",
     "HostFiles",
     "HostRecord",
+    "TableReference",
     "Tombstone",
     "format_version",
     "open_envelope",
@@ -143,10 +144,44 @@ class FileReference:
 
 
 @dataclass(frozen=True, slots=True)
+class TableReference:
+    """A chunk table that a record vouches for: for its header, and that for each block of rows."""
+
+    key: str
+    """Where it is, relative to the attempt."""
+    size: int
+    """Bytes."""
+    header: int
+    """Bytes of its header."""
+    sha256: str
+    """Of the header, 64 hex digits."""
+
+    @classmethod
+    def of(cls, key: str, data: bytes, header: int) -> TableReference:
+        """Refer to a table with those contents, of which the first `header` bytes are the header."""
+        return cls(key, len(data), header, hashlib.sha256(data[:header]).hexdigest())
+
+    @classmethod
+    def from_fields(cls, read: Fields, key: str) -> TableReference:
+        """Inverse of `to_json`, of the member `key`."""
+        inner = Fields(read.mapping(key), f"{read.where}, {key}")
+        return cls(inner.inside("key", inner.value("key")), inner.integer("size"), inner.integer("header"), inner.string("sha256"))
+
+    def check(self, header: bytes, where: str) -> None:
+        """Raise FormatError unless that is the header of what was referred to."""
+        if len(header) != self.header or hashlib.sha256(header).hexdigest() != self.sha256:
+            raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"key": self.key, "size": self.size, "header": self.header, "sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True)
 class HostFiles:
     """What a reader needs of a host's record: where the host's own files are. Cheap, however many tensors there are."""
 
-    table: FileReference
+    table: TableReference
     """The host's chunk table."""
     lanes: tuple[str, ...]
     """OCDBT databases relative to the attempt (packed layout)."""
@@ -160,7 +195,7 @@ class HostFiles:
         """These parts of a host record's JSON form."""
         read = Fields(doc, where)
         return cls(
-            table=FileReference.from_fields(read, "table"),
+            table=TableReference.from_fields(read, "table"),
             lanes=tuple(read.keys("lanes")),
             contents=FileReference.from_fields(read, "contents"),
             values=None if read.value("values") is None else FileReference.from_fields(read, "values"),
@@ -245,9 +280,9 @@ class CheckpointRecord:
     metadata: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     """`tensors`, `bytes` (elements), `stored_bytes` (with padding and checksums), `chunks`."""
-    table: FileReference | None = None
+    table: TableReference | None = None
     """All hosts' chunk tables as one; None: only the hosts' own are there."""
-    small_table: FileReference | None = None
+    small_table: TableReference | None = None
     """The chunk table of what the committer wrote itself, small plain tensors; None: it wrote none."""
     fence: str | None = field(default=None, compare=False)
     """Changed to anything else, it makes the record another version of itself: committers that have seen the one
@@ -286,8 +321,8 @@ class CheckpointRecord:
             structure=Structure.from_json(doc, where),
             metadata=read.mapping("metadata"),
             totals={k: totals.integer(k) for k in ("tensors", "bytes", "stored_bytes", "chunks")},
-            table=FileReference.from_fields(read, "table") if "table" in read.doc else None,
-            small_table=FileReference.from_fields(read, "small_table") if "small_table" in read.doc else None,
+            table=TableReference.from_fields(read, "table") if "table" in read.doc else None,
+            small_table=TableReference.from_fields(read, "small_table") if "small_table" in read.doc else None,
             fence=read.string("fence") if "fence" in read.doc else None,
         )
 

@@ -19,7 +19,9 @@ from processes import Processes
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.collecting import collect, delete
-from shardckpt.errors import NotFoundError
+from shardckpt.errors import CommitError, NotFoundError
+from shardckpt.io.assemble import assemble
+from shardckpt.io.commit import discard, publish, read_prior
 from shardckpt.io.documents import zarr_documents
 from shardckpt.io.index import dump_index, packed_documents, read_values
 from shardckpt.io.store import Store
@@ -234,6 +236,30 @@ def test_a_committer_that_sleeps_and_was_left_alone_publishes(tmp_path, action):
     assert value_of(url) == 2
 
 
+def test_a_save_that_could_not_publish_its_attempt_removes_it_unless_somebody_else_is_publishing_it(tmp_path):
+    """As a save does that is told, at its very end, that the disk is full, while `shardckpt commit` has found room."""
+    url = tmp_path / "c"
+    attempt = save_without_commit(url, 2)
+    with StoppedCommitter(url, "commit") as committer:
+        discard(Store.open(url / attempt))
+        assert committer.go_on() == "committed"
+    assert value_of(url) == 2
+    attempt = save_without_commit(tmp_path / "d", 3)
+    discard(Store.open(tmp_path / "d" / attempt))
+    assert directories(tmp_path / "d") == []
+
+
+def test_an_attempt_that_was_removed_before_it_is_published_is_not(tmp_path):
+    attempt = save_without_commit(tmp_path / "c", 2)
+    store = Store.open(tmp_path / "c")
+    record = assemble(store.sub(attempt))
+    discard(store.sub(attempt))
+    with pytest.raises(CommitError, match="was removed before"):
+        publish(store, record, read_prior(store, overwrite=False))
+    with pytest.raises(NotFoundError):
+        shardckpt.open(tmp_path / "c")
+
+
 # --- which attempt --------------------------------------------------------------------------------------------------
 
 
@@ -242,8 +268,7 @@ def test_of_two_whole_attempts_the_newest_counts_and_the_other_is_overtaken(tmp_
     shutil.move(tmp_path / "c" / older, tmp_path / older)
     newest = save_without_commit(tmp_path / "c", 2)
     shutil.move(tmp_path / older, tmp_path / "c" / older)
-    if natural_key(newest) < natural_key(older):  # both began in one second, and then chance decides
-        newest, older = older, newest
+    older, newest = sorted((older, newest), key=natural_key)  # where both began in one second, chance decides
     found = {one.attempt: one for one in shardckpt.commit(tmp_path / "c")}
     assert (found[newest].state, found[older].state) == ("committed", "overtaken")
     assert found[older].reason == "a later attempt was committed"

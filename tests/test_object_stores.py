@@ -66,8 +66,7 @@ def attempts(url):
 
 
 @pytest.mark.timeout(300)  # a few seconds on a machine of its own
-@pytest.mark.parametrize("layout", ["packed", "zarr"])
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize(("processes", "layout"), [(1, "zarr"), (3, "packed")])
 def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_deleted(cloud, layout, processes):
     url, options = cloud.place(), {"layout": layout}
 

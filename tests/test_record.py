@@ -15,6 +15,7 @@ from shardckpt.record import (
     FileReference,
     HostFiles,
     HostRecord,
+    TableReference,
     Tombstone,
     open_envelope,
     parse_checkpoint,
@@ -38,7 +39,11 @@ def reference(key):
     return FileReference.of(key, key.encode())
 
 
-FILES = HostFiles(reference("hosts/00002/table"), ("hosts/00002/0", "hosts/00002/1"), reference("contents/x.json"), None)
+def table_reference(key):
+    return TableReference.of(key, key.encode(), 3)
+
+
+FILES = HostFiles(table_reference("hosts/00002/table"), ("hosts/00002/0", "hosts/00002/1"), reference("contents/x.json"), None)
 HOST = HostRecord("attempt-1", 2, 3, "f" * 64, "packed", None, FILES, 5, 1000)
 TOTALS = {"tensors": 1, "bytes": 1, "stored_bytes": 2, "chunks": 3}
 RECORD = CheckpointRecord(
@@ -51,8 +56,8 @@ RECORD = CheckpointRecord(
     STRUCTURE,
     {"x": [1]},
     TOTALS,
-    reference("table"),
-    reference("hosts/small/table"),
+    table_reference("table"),
+    table_reference("hosts/small/table"),
     "1f2e3d4c",
 )
 
@@ -94,6 +99,16 @@ def test_a_reference_vouches_for_every_byte_of_a_file():
     for other in (b"", b"1234", b"123456", b"12346"):
         with pytest.raises(FormatError, match="here: not the file that the checkpoint's record vouches for"):
             file.check(other, "here")
+
+
+def test_a_reference_vouches_for_every_byte_of_a_table_s_header():
+    """And the header for the rest."""
+    table = TableReference.of("table", b"12345", 2)
+    assert (table.size, table.header) == (5, 2)
+    table.check(b"12", "here")
+    for other in (b"", b"1", b"13", b"123", b"12345"):
+        with pytest.raises(FormatError, match="here: not the file that the checkpoint's record vouches for"):
+            table.check(other, "here")
 
 
 def test_every_bit_of_a_record_counts():
@@ -155,8 +170,10 @@ def test_an_object_with_a_key_twice_is_refused():
         ({"hosts": [{"key": "a/../../x", "size": 1, "sha256": "0"}]}, "outside the attempt"),
         ({"hosts": 3}, "'hosts' is a int"),
         ({"hosts": ["records/00000.json"]}, "'host' is a str, an object is expected"),
-        ({"table": {"key": "table", "size": -1, "sha256": "0"}}, "out of range"),
-        ({"table": {"key": "../table", "size": 1, "sha256": "0"}}, "outside the attempt"),
+        ({"table": {"key": "table", "size": -1, "header": 1, "sha256": "0"}}, "out of range"),
+        ({"table": {"key": "table", "size": 1, "header": 2**70, "sha256": "0"}}, "out of range"),
+        ({"table": {"key": "table", "size": 1, "sha256": "0"}}, "'header' is missing"),
+        ({"table": {"key": "../table", "size": 1, "header": 1, "sha256": "0"}}, "outside the attempt"),
         ({"small_table": []}, "'small_table' is a list"),
         ({"fence": 1}, "'fence' is a int"),
         ({"tensors": {}}, "disagree"),

@@ -55,7 +55,7 @@ PHASES = {
     "coverage": ((assemble, "_merged"), (assemble, "_check_coverage"), (assemble, "_check_counts")),
     "documents": ((assemble, "zarr_documents"),),
     "index": ((index, "merge_lanes"), (index, "write_plain_documents")),
-    "table": ((assemble, "_write_table"),),
+    "table": ((assemble, "write_table"),),
 }
 """Phase of `assemble` → the functions that it is made of. One within another counts as the inner one's."""
 PUBLISH, REST = "publish", "rest"

@@ -34,6 +34,7 @@ from shardckpt.io.cloud import BUCKET
 from shardckpt.io.listing import PAGE
 from shardckpt.io.pace import ALONE, Pace, Share
 from shardckpt.io.packed import MOST_UPLOADS, OBJECT_BYTES
+from shardckpt.io.together import AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,7 +159,7 @@ class _Host:
         for request in each:  # a few at a time
             under_way: deque[float] = deque()
             for _ in finished:
-                if len(under_way) >= assemble._REQUESTS:
+                if len(under_way) >= AT_ONCE:
                     self.clock.now = max(self.clock.now, under_way.popleft())
                 self.begin(request)
                 under_way.append(self.clock.now + LATENCY)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,10 +29,11 @@ from shardckpt.excerpt import numbered
 from shardckpt.io import index
 from shardckpt.io.codec import encode
 from shardckpt.io.documents import zarr_documents
-from shardckpt.io.host_files import read_table
+from shardckpt.io.host_files import read_table, write_table
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.plain import PLAIN_ROOT
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table
+from shardckpt.io.together import together
 from shardckpt.names import shown
 from shardckpt.record import FORMAT_VERSION, CheckpointRecord, FileReference, HostRecord, format_version, open_envelope
 from shardckpt.reshard.plan import chunk_boxes
@@ -56,8 +56,6 @@ SMALL_TABLE = "hosts/small/table"
 """The chunk table of the small plain tensors, for who cannot read the one of all."""
 SMALL = "small"
 """Data file of the small plain tensors' chunks (packed layout), relative to the attempt."""
-_REQUESTS = 16
-"""Small files that are read at once: on an object store each takes a round trip."""
 _NO_CHUNKS = np.empty(0, np.uint64)
 _NAMED_HOSTS = 1000
 """Missing hosts that a message may name."""
@@ -164,15 +162,9 @@ def assemble(place: Store) -> CheckpointRecord:
             "stored_bytes": sum(host.stored_bytes for host in hosts) + len(data),
             "chunks": len(table.rows),
         },
-        table=_write_table(place, TABLE, table),
-        small_table=_write_table(place, SMALL_TABLE, small_table) if small else None,
+        table=write_table(place, TABLE, table),
+        small_table=write_table(place, SMALL_TABLE, small_table) if small else None,
     )
-
-
-def _write_table(place: Store, key: str, table: Table) -> FileReference:
-    data = table.encode()
-    place.write(key, data)
-    return FileReference.of(key, data)
 
 
 def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
@@ -180,7 +172,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
     present = finished_hosts(place)
     if not present:
         raise CommitError(f"{place}: no host's record is there; none has finished, or `shardckpt gc` has collected the attempt.")
-    read = _together(lambda host: read_host_record(place, host), present)
+    read = together(lambda host: read_host_record(place, host), present)
     hosts = [record for record, _ in read]
     first = hosts[0]
     if len(present) != first.hosts or present != list(range(len(present))):
@@ -218,12 +210,12 @@ def _contents(place: Store, hosts: Sequence[HostRecord]) -> list[tuple[list[int]
         reference.check(data, where)
         return Contents.from_json(open_envelope(data, where), where)
 
-    return list(zip(said_by.values(), _together(read, said_by), strict=True))
+    return list(zip(said_by.values(), together(read, said_by), strict=True))
 
 
 def _tables(place: Store, hosts: Sequence[HostRecord]) -> list[Table]:
     """Each host's chunk table."""
-    return _together(lambda host: read_table(place, host.files.table), hosts)
+    return together(lambda host: read_table(place, host.files.table), hosts)
 
 
 def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:
@@ -311,12 +303,3 @@ def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool)
         rows.setdefault(piece.path, []).append((position, file, start, len(stored), crc))
         offset += len(stored)
     return Table.of([SMALL] if packed and chunks else [], {path: ArrayChunks.of_rows(some) for path, some in rows.items()})
-
-
-def _together(read: Callable[[Any], Any], what: Iterable[Any]) -> list[Any]:
-    """Read several small files at once."""
-    listed = list(what)
-    if len(listed) < 2:
-        return [read(one) for one in listed]
-    with ThreadPoolExecutor(min(_REQUESTS, len(listed)), "shardckpt-commit") as pool:
-        return list(pool.map(read, listed))

@@ -8,23 +8,28 @@ An attempt is a directory that is never used again. Data, then the hosts' record
    began (`replace`, a compare-and-swap). Losing that race publishes nothing.
 
 Several may commit one attempt: the process that saved, and others that found it complete. One of them wins; the
-others find their own attempt published, which is what they wanted.
+others find their own attempt published, which is what they wanted. On a local disk, where an attempt that could not
+be published is removed at once, they hold a shared lock of its directory meanwhile, and who removes it an exclusive one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import fcntl
 import hashlib
+import os
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import AlreadyExistsError, FormatError, StorageError, VersionError
+from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError, VersionError
 from shardckpt.io.attempts import is_attempt
 from shardckpt.record import CheckpointRecord, Tombstone, parse_checkpoint, seal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardckpt.io.store import Store
 
 __all__ = ["RECORD", "Prior", "discard", "new_attempt", "publish", "published_attempt", "read_prior", "remove_replaced"]
@@ -93,16 +98,19 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
 
     Raises:
         AlreadyExistsError: another attempt was published first, or the place was deleted or collected meanwhile.
+        CommitError: another process could not publish it, and has removed it.
         StorageError: the storage failed, or contradicts itself.
     """
-    data = seal(record.to_json())
+    data, place = seal(record.to_json()), store.sub(record.attempt)
     try:
-        published = store.create(RECORD, data) if prior.digest is None else store.replace(RECORD, data, prior.generation)
+        with _locked(place, fcntl.LOCK_SH):
+            gone = store.location.local is not None and not place.exists(record.hosts[0].key)
+            published = not gone and (store.create(RECORD, data) if prior.digest is None else store.replace(RECORD, data, prior.generation))
     except StorageError as e:
         if published_attempt(store) == record.attempt:
             raise StorageError(f"{store}: the checkpoint is committed, but a crash of the machine now might undo that ({e})") from e
         if store.location.local is not None:
-            discard(store.sub(record.attempt))
+            discard(place)
         raise
     if published:
         return True
@@ -110,11 +118,13 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     if _attempt(store, there) == record.attempt:
         return False
     if there is None or _digest(there) == prior.digest:
+        if gone:
+            raise CommitError(f"{place}: it was removed before it could be published, because publishing it failed elsewhere.")
         raise StorageError(
             f"cannot write {store.path_of(RECORD)}: the storage refuses, as if another save had been first, and shows none; "
             f"check that the bucket is there, then save again."
         )
-    discard(store.sub(record.attempt))
+    discard(place)
     raise AlreadyExistsError(
         f"{store}: another save committed there, or the place was deleted, while this one was running; nothing of it was kept."
     )
@@ -135,9 +145,42 @@ def _digest(data: bytes | None) -> str | None:
 
 
 def discard(place: Store) -> None:
-    """Remove an attempt that is not published and never will be; what cannot be removed stays as garbage."""
-    with contextlib.suppress(StorageError):
-        place.delete_prefix("")
+    """Remove an attempt that this process does not publish; what cannot be removed stays as garbage.
+
+    On a local disk, one that somebody else is just publishing stays. On an object store nobody knows: the caller must.
+    """
+    with contextlib.suppress(StorageError, OSError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
+        if locked or not place.list_children("records/"):
+            place.delete_prefix("")
+
+
+@contextlib.contextmanager
+def _locked(place: Store, how: int) -> Iterator[bool]:
+    """Hold a lock of an attempt's directory on a local disk; whether that can be had, and always on an object store.
+
+    Raises:
+        BlockingIOError: somebody else has it, and `how` says not to wait.
+    """
+    path = place.location.local
+    if path is None:
+        yield True
+        return
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(directory, how)
+            locked = True
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks, or without such of directories: NFS
+            locked = False
+        yield locked
+    finally:
+        os.close(directory)
 
 
 def remove_replaced(store: Store, attempt: str) -> None:

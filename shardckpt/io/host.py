@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.io.codec import close, lay_out, room_for
+from shardckpt.io.host_files import write_table
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.packed import PackedWriter
 from shardckpt.io.plain import PlainWriter
-from shardckpt.io.table import OWN_OBJECT, ArrayChunks, encode_table
+from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.record import FileReference, HostFiles, HostRecord, seal
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class HostWriter:
                 extents.length[rows].astype(np.uint32),
                 crc[rows].astype(np.uint32),
             )
-        table = encode_table(extents.files, arrays)
+        table = Table.of(extents.files, arrays)
         described = self.describe(contents)
         record = HostRecord(
             attempt=self._attempt,
@@ -116,7 +117,7 @@ class HostWriter:
             compression=self._compression,
             files=HostFiles(
                 contents=described,
-                table=self._write_own("table", table),
+                table=write_table(self._place, f"hosts/{self._host:05d}/table", table),
                 lanes=tuple(self._writer.lanes) if isinstance(self._writer, PackedWriter) else (),
                 values=None if values is None else self._write_own("values.json", values),
             ),

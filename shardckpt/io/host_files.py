@@ -1,18 +1,21 @@
-"""Reading what the records vouch for: where a host's files are, and the chunk tables."""
+"""Reading what the records vouch for: where a host's files are, and the hosts' own chunk tables."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CorruptionError, FormatError
+from shardckpt.io.lookup import WholeTable
 from shardckpt.io.table import Table, merge_tables
-from shardckpt.record import CheckpointRecord, FileReference, HostFiles, open_envelope
+from shardckpt.io.table_header import TableHeader
+from shardckpt.io.together import together
+from shardckpt.record import CheckpointRecord, FileReference, HostFiles, TableReference, open_envelope
 
 if TYPE_CHECKING:
+    from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
-    from shardckpt.io.table import ArrayChunks
 
-__all__ = ["read_all_tables", "read_host_files", "read_table"]
+__all__ = ["read_host_files", "read_host_tables", "read_table", "write_table"]
 
 
 def read_host_files(place: Store, reference: FileReference) -> HostFiles:
@@ -22,31 +25,25 @@ def read_host_files(place: Store, reference: FileReference) -> HostFiles:
     return HostFiles.from_json(open_envelope(data, where), where)
 
 
-def read_table(place: Store, reference: FileReference) -> Table:
-    """A chunk table, checked against what refers to it."""
+def read_table(place: Store, reference: TableReference, stats: ReadStats | None = None) -> Table:
+    """A whole chunk table, checked against what refers to it."""
     data, where = place.read(reference.key), f"{place}/{reference.key}"
-    reference.check(data, where)
-    return Table.decode(data, where)
+    if stats is not None:
+        stats.count_index(len(data))
+    return Table.of_body(TableHeader.vouched(data, reference, where), data, where)
 
 
-def read_all_tables(place: Store, record: CheckpointRecord) -> tuple[list[str], dict[str, ArrayChunks]]:
-    """The chunks of all hosts, from the one table of all.
+def write_table(place: Store, key: str, table: Table) -> TableReference:
+    """Write a chunk table; what vouches for it."""
+    data = table.encode()
+    place.write(key, data)
+    return TableReference.of(key, data, len(data) - table.body_bytes)
 
-    Where that is damaged or missing, from each host's own, and from the committer's of small tensors.
 
-    Args:
-        place: the attempt.
-        record: of the checkpoint.
-    """
-    try:
-        if record.table is not None:
-            table = read_table(place, record.table)
-            return table.files, table.arrays()
-    except (CorruptionError, FormatError):
-        if not record.hosts:
-            raise
-    references = [read_host_files(place, reference).table for reference in record.hosts]
+def read_host_tables(place: Store, record: CheckpointRecord, stats: ReadStats) -> WholeTable:
+    """The chunks of all hosts, from each host's own table, and the committer's of small tensors."""
+    references = [host.table for host in together(partial(read_host_files, place), record.hosts)]
     if record.small_table is not None:
         references.append(record.small_table)
-    merged = merge_tables([read_table(place, reference) for reference in references])
-    return merged.files, merged.arrays()
+    merged = merge_tables(together(partial(read_table, place, stats=stats), references))
+    return WholeTable(merged.files, merged.arrays())

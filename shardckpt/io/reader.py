@@ -14,9 +14,7 @@ of 4 MiB per thread, which is kept; on object stores `memory`. A chunk larger th
 from __future__ import annotations
 
 import os
-import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -28,17 +26,18 @@ from shardckpt.errors import CorruptionError, ShardckptError, StorageError
 from shardckpt.io.codec import decompress
 from shardckpt.io.fetch import MOST_VECTORS, Fetch, Fetched, LocalFetch, ObjectFetch
 from shardckpt.io.runs import Run, RunLimits, runs
+from shardckpt.io.stats import ReadStats
 from shardckpt.io.wanted import MOST_CHUNKS, ChunkFinder, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from shardckpt.io.lookup import Lookup
     from shardckpt.io.store import Store
-    from shardckpt.io.table import ArrayChunks
     from shardckpt.io.wanted import Chunk, Damaged
     from shardckpt.reshard.plan import Piece
 
-__all__ = ["ChunkReader", "ReadStats", "Request"]
+__all__ = ["ChunkReader", "Request"]
 
 LOCAL_LIMITS = RunLimits(nbytes=4 << 20, gap=0, chunks=MOST_VECTORS // 2 - 1)
 OBJECT_THREADS = 16
@@ -53,46 +52,34 @@ OBJECT_GAP = 64 << 10
 """Bytes between two chunks that are rather read than asked around."""
 
 
-@dataclass(slots=True)
-class ReadStats:
-    """What reading took so far."""
-
-    reads: int = 0
-    """Read calls, or requests to an object store."""
-    bytes_read: int = 0
-    """Stored bytes read, checksums and small gaps included."""
-    bytes_needed: int = 0
-    """Bytes of the boxes asked for, as they lie in memory."""
-
-
 class ChunkReader:
     """Reads boxes of the tensors of one attempt; safe to use from several threads."""
 
     def __init__(
         self,
         store: Store,
-        files: Sequence[str],
-        arrays: Mapping[str, ArrayChunks],
+        table: Lookup,
         *,
+        stats: ReadStats | None = None,
         compression: str | None = None,
         threads: int | None = None,
         memory: int = OBJECT_MEMORY,
     ) -> None:
-        """Read below `store`, the attempt, by the table `files`, `arrays`.
+        """Read below `store`, the attempt.
 
         Args:
             store: the attempt's place.
-            files: data files, relative to the attempt.
-            arrays: each array's chunks.
+            table: where the chunks are.
+            stats: where reads are counted; None: from zero.
             compression: None or "zstd".
             threads: how many read at once; by default as many as there are cores, from 2 to 8, and on object stores up to 16.
             memory: on object stores: bytes for what is under way; less of it means fewer threads.
         """
-        self.stats = ReadStats()
+        self.stats = stats or ReadStats()
         self._store = store
-        self._files = files
+        self._table = table
         self._compression = compression
-        self._finder = ChunkFinder(store, files, arrays, compression)
+        self._finder = ChunkFinder(store, table, compression)
         self._fetch_run: Fetch
         if store.location.local is not None:
             at_once = threads or max(2, min(8, os.cpu_count() or 2))
@@ -107,7 +94,6 @@ class ChunkReader:
             self._fetch_run = ObjectFetch(store)
         # One pool for all reads: its threads have scratch buffers, and fresh memory is slow.
         self._pool = ThreadPoolExecutor(at_once, "shardckpt-read")
-        self._lock = threading.Lock()
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers.
@@ -117,9 +103,8 @@ class ChunkReader:
             CorruptionError: a chunk does not hold what was written; names tensor, index range and file.
         """
         needed = sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests)
-        for request in requests:
-            self._finder.check_table(request)
-        self._count(needed=needed)
+        self._finder.prepare(requests)
+        self.stats.count(needed=needed)
         self._each_run((chunk for request in requests for chunk in self._finder.needed(request)), self._read_run)
 
     def check(self, requests: Sequence[Request], damaged: Damaged) -> None:
@@ -148,7 +133,7 @@ class ChunkReader:
 
     def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
         """The data files that have more bytes than their chunks, between them or at the end. Nothing reads those."""
-        for file, nbytes in zip(self._files, self._finder.bytes_in_files(), strict=True):
+        for file, nbytes in self._finder.bytes_in_files().items():
             try:
                 if self._store.is_longer(file, nbytes):
                     yield file, CorruptionError(f"{self._store}/{file} has more bytes than the {nbytes} of its chunks.")
@@ -205,7 +190,7 @@ class ChunkReader:
         for chunk in run.chunks:
             self._finder.check_length(chunk)
         fetched = self._fetch_run(run)
-        self._count(reads=1, read=run.nbytes)
+        self.stats.count(reads=1, read=run.nbytes)
         for one in fetched:
             chunk = one.chunk
             found = crc32c.crc32c(one.payload)
@@ -216,9 +201,3 @@ class ChunkReader:
                     f"leave the tensor out with only=."
                 )
             yield one
-
-    def _count(self, *, reads: int = 0, read: int = 0, needed: int = 0) -> None:
-        with self._lock:
-            self.stats.reads += reads
-            self.stats.bytes_read += read
-            self.stats.bytes_needed += needed

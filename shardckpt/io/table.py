@@ -1,34 +1,31 @@
 """The chunk table: where a host put each of its chunks, and what they hold.
 
-One binary file per host, little-endian throughout:
+One binary file per host, and one for all hosts, little-endian throughout: the header (`table_header`), and then for all
+chunks, array after array, each array in grid order, a row of
 
 ```
-8 bytes    magic, b"SHCKTAB1"
-u32        length of the header in bytes
-header     JSON: {"files": [name, …], "arrays": [[path, number of chunks], …]}
-columns    for all chunks, array after array, each array in grid order:
-           u64 chunk      position in the array's grid, row-major, ascending within an array
-           u32 file       index into "files"; 0xFFFFFFFF: the chunk is an object of its own
-           u64 offset     first byte in the file
-           u32 length     bytes stored, the codec's 4-byte checksum included
-           u32 crc32c     of the stored bytes before that checksum
+u64 chunk      position in the array's grid, row-major, ascending within an array
+u32 file       index into "files"; 0xFFFFFFFF: the chunk is an object of its own
+u64 offset     first byte in the file
+u32 length     bytes stored, the codec's 4-byte checksum included
+u32 crc32c     of the stored bytes before that checksum
 ```
 
-Files are named relative to the attempt. The host's record holds the table's size and SHA-256, so a reader that
-goes by the table knows for each chunk the place and the contents: two swapped data files do not pass.
+Files are named relative to the attempt. The record holds the SHA-256 of the header, which holds a digest of each block of
+rows, so a reader that goes by the table knows for each chunk the place and the contents: two swapped data files do not pass.
+In the table of all hosts every array has all chunks of its grid, so that a chunk's row is known without a look
+(`table_blocks`).
 """
 
 from __future__ import annotations
 
-import json
-import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardckpt.errors import FormatError
-from shardckpt.io.url import check_key
+from shardckpt.io.table_header import OWN_OBJECT, ROW, TableHeader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,13 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OWN_OBJECT", "ArrayChunks", "Table", "decode_table", "encode_table", "merge_tables", "same_places"]
 
-MAGIC = b"SHCKTAB1"
-OWN_OBJECT = 0xFFFFFFFF
-"""`file` of a chunk that is an object of its own (plain layout)."""
-LARGEST_OFFSET = 1 << 62
-"""Bytes; larger ones do not fit the system's calls."""
-_COLUMNS = (("chunk", "<u8"), ("file", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("crc", "<u4"))
-_ROW_BYTES = sum(np.dtype(t).itemsize for _, t in _COLUMNS)
+_COLUMNS = tuple((name, ROW[name]) for name in ROW.names or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +58,11 @@ class ArrayChunks:
         return cls(**{name: np.empty(0, dtype) for name, dtype in _COLUMNS})
 
     @classmethod
+    def of_records(cls, rows: NDArray[np.void]) -> ArrayChunks:
+        """Chunks given as an array of `ROW`."""
+        return cls(**{name: np.ascontiguousarray(rows[name]) for name, _ in _COLUMNS})
+
+    @classmethod
     def of_rows(cls, rows: Sequence[tuple[int, int, int, int, int]]) -> ArrayChunks:
         """Few chunks, given as (chunk, file, offset, length, crc), ascending."""
         return cls(**{name: np.array(column, dtype) for (name, dtype), column in zip(_COLUMNS, zip(*rows, strict=True), strict=True)})
@@ -74,6 +70,10 @@ class ArrayChunks:
     def __len__(self) -> int:
         """Number of chunks."""
         return len(self.chunk)
+
+    def take(self, row: NDArray[np.int64]) -> ArrayChunks:
+        """Some of the chunks, by row."""
+        return ArrayChunks(**{name: getattr(self, name)[row] for name, _ in _COLUMNS})
 
     def first_missing(self, num_chunks: int) -> int | None:
         """The first of a grid's chunks that the table does not have; None where it has all, and row i is chunk i.
@@ -131,23 +131,16 @@ class Table:
         Raises:
             FormatError: not a chunk table, or one that contradicts itself.
         """
-        if data[:8] != MAGIC or len(data) < 12:
-            raise FormatError(f"{where}: not a chunk table; the checkpoint was written by something else or is damaged.")
-        begin = 12 + struct.unpack("<I", data[8:12])[0]
-        files, counts = _header(data[12:begin], where)
-        total = sum(counts.values())
-        if begin + total * _ROW_BYTES != len(data):
-            raise FormatError(f"{where}: {total} chunks need {begin + total * _ROW_BYTES} bytes, the chunk table has {len(data)}.")
-        columns = {}
-        for name, dtype in _COLUMNS:
-            columns[name] = np.frombuffer(data, dtype, total, begin)
-            begin += total * np.dtype(dtype).itemsize
-        table = cls(files, counts, ArrayChunks(**columns))
-        rows = table.rows
-        if (rows.file[rows.file != OWN_OBJECT] >= len(files)).any():
-            raise FormatError(f"{where}: the chunk table refers to a file that it does not name.")
-        if (rows.offset > LARGEST_OFFSET).any():
-            raise FormatError(f"{where}: the chunk table has a chunk at byte {rows.offset.max()}, where no file reaches.")
+        return cls.of_body(TableHeader.decode(data, where), data, where)
+
+    @classmethod
+    def of_body(cls, header: TableHeader, data: bytes, where: str) -> Table:
+        """The table of that header; `data` is all of it, header included, and `where` as for `decode`."""
+        expected = header.nbytes + header.rows * ROW.itemsize
+        if expected != len(data):
+            raise FormatError(f"{where}: {header.rows} chunks need {expected} bytes, the chunk table has {len(data)}.")
+        rows = ArrayChunks.of_records(header.read_rows(memoryview(data)[header.nbytes :], 0, where))
+        table = cls(header.files, header.counts, rows)
         astray = table._not_after(rows.chunk[1:] <= rows.chunk[:-1])
         if astray is not None:
             raise FormatError(f"{where}: the chunks of {astray} are not in grid order, or one is there twice.")
@@ -174,11 +167,18 @@ class Table:
         rows = ArrayChunks(**{name: column[order] for name, column in columns.items()})
         return cls(files, dict(zip(arrays, counts, strict=True)), rows)
 
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the rows, which end the table."""
+        return len(self.rows) * ROW.itemsize
+
     def encode(self) -> bytes:
         """The table's bytes."""
-        header = json.dumps({"files": self.files, "arrays": list(self.counts.items())}, separators=(",", ":")).encode()
-        columns = [np.asarray(getattr(self.rows, name), dtype).tobytes() for name, dtype in _COLUMNS]
-        return b"".join([MAGIC, struct.pack("<I", len(header)), header, *columns])
+        rows = np.empty(len(self.rows), ROW)
+        for name, _ in _COLUMNS:
+            rows[name] = getattr(self.rows, name)
+        body = rows.tobytes()
+        return TableHeader.encode(self.files, self.counts, body) + body
 
     def arrays(self) -> dict[str, ArrayChunks]:
         """Array path → its chunks."""
@@ -213,30 +213,6 @@ def decode_table(data: bytes, where: str) -> tuple[list[str], dict[str, ArrayChu
     """Files and arrays of a table, as `Table.decode`."""
     table = Table.decode(data, where)
     return table.files, table.arrays()
-
-
-def _header(data: bytes, where: str) -> tuple[list[str], dict[str, int]]:
-    """The files, and the number of chunks of each array."""
-    try:
-        header = json.loads(data)
-        files, listing = header["files"], header["arrays"]
-        counts = {path: count for path, count in listing}  # noqa: C416  (a malformed pair must fail here)
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise FormatError(f"{where}: the chunk table's header is unreadable ({e}).") from e
-    sane = (
-        isinstance(files, list)
-        and all(isinstance(f, str) for f in files)
-        and len(counts) == len(listing)
-        and all(isinstance(p, str) and isinstance(n, int) and not isinstance(n, bool) and n >= 0 for p, n in counts.items())
-    )
-    if not sane:
-        raise FormatError(f"{where}: the chunk table's header names something that is no file, or an array twice.")
-    for file in files:
-        try:
-            check_key(file, where)
-        except FormatError as e:
-            raise FormatError(f"{where}: the chunk table's header names a file outside the attempt: {e}") from e
-    return files, counts
 
 
 def merge_tables(tables: Sequence[Table]) -> Table:

@@ -25,9 +25,10 @@ from shardckpt.io.table import OWN_OBJECT, ArrayChunks
 from shardckpt.reshard.plan import Overlaps, Piece, chunk_boxes, overlaps, touched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardckpt.box import Box, BoxArray
+    from shardckpt.io.lookup import Lookup
     from shardckpt.io.store import Store
 
 __all__ = ["MOST_CHUNKS", "Chunk", "ChunkFinder", "Damaged", "Request"]
@@ -119,18 +120,16 @@ class Chunk:
 class ChunkFinder:
     """Finds chunks by an attempt's chunk table."""
 
-    def __init__(self, place: Store, files: Sequence[str], arrays: Mapping[str, ArrayChunks], compression: str | None) -> None:
+    def __init__(self, place: Store, table: Lookup, compression: str | None) -> None:
         """Find chunks below `place`, the attempt.
 
         Args:
             place: the attempt, for messages.
-            files: data files, relative to it.
-            arrays: each array's chunks.
+            table: where they are.
             compression: None or "zstd".
         """
         self._place = place
-        self._files = files
-        self._arrays = arrays
+        self._table = table
         self._compression = compression
 
     def check_table(self, request: Request) -> None:
@@ -139,9 +138,15 @@ class ChunkFinder:
         First of all: a record that claims a trillion chunks must not make us count them.
         """
         for piece in request.pieces:
-            lost = self._arrays.get(piece.path, _NO_CHUNKS).first_missing(piece.num_chunks)
+            lost = self._table.first_missing(piece.path, piece.num_chunks)
             if lost is not None:
                 raise self._lost(request.name, chunk_boxes(piece, np.array([lost]))[0])
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Read what the table says of all the requests' chunks, together; then as `check_table`."""
+        self._table.prepare((piece, r.boxes) for r in requests for piece in touched(r.pieces, r.boxes))
+        for request in requests:
+            self.check_table(request)
 
     def needed(self, request: Request) -> Iterator[Chunk]:
         """The chunks that the request's boxes touch, each once, however many boxes share it."""
@@ -160,8 +165,9 @@ class ChunkFinder:
 
     def every(self, request: Request, damaged: Damaged) -> Iterator[Chunk]:
         """Every chunk of the request's pieces that the table has; the others are reported."""
+        arrays = self._table.whole().arrays
         for piece in request.pieces:
-            table = self._arrays.get(piece.path, _NO_CHUNKS)
+            table = arrays.get(piece.path, _NO_CHUNKS)
             inside = table.chunk < piece.num_chunks
             missing = piece.num_chunks - int(inside.sum())
             # However many there are, the first of them are among the first of all.
@@ -178,12 +184,14 @@ class ChunkFinder:
     def located(
         self, request: Request, piece: Piece, positions: NDArray[np.int64], targets: Iterable[Sequence[Target]] = repeat(())
     ) -> Iterator[Chunk]:
-        """Those chunks, which the table has, with their places and where they go."""
-        table = self._arrays.get(piece.path, _NO_CHUNKS)
-        rows = table.find(positions)
-        columns = (table.file[rows], table.offset[rows], table.length[rows], table.crc[rows])
+        """Those chunks with their places and where they go; MissingDataError where the table lacks one."""
+        try:
+            files, rows = self._table.find(piece.path, positions)
+        except KeyError as e:
+            raise self._lost(request.name, chunk_boxes(piece, np.array(e.args))[0]) from None
+        columns = (rows.file, rows.offset, rows.length, rows.crc)
         for position, file, offset, length, crc, goes_to in zip(positions.tolist(), *(c.tolist() for c in columns), targets, strict=False):
-            key = self._files[file] if file != OWN_OBJECT else f"{PLAIN_ROOT}/{chunk_object_key(piece, position)}"
+            key = files[file] if file != OWN_OBJECT else f"{PLAIN_ROOT}/{chunk_object_key(piece, position)}"
             yield Chunk(request, piece, position, key, file == OWN_OBJECT, offset, length, crc, goes_to)
 
     def check_length(self, chunk: Chunk) -> None:
@@ -197,13 +205,14 @@ class ChunkFinder:
                 f"possible; the checkpoint was not written by shardckpt, or by a broken one."
             )
 
-    def bytes_in_files(self) -> list[int]:
+    def bytes_in_files(self) -> dict[str, int]:
         """How many bytes of each data file belong to a chunk."""
-        held = np.zeros(len(self._files), np.uint64)
-        for rows in self._arrays.values():
+        table = self._table.whole()
+        held = np.zeros(len(table.files), np.uint64)
+        for rows in table.arrays.values():
             packed = rows.file != OWN_OBJECT
             np.add.at(held, rows.file[packed], rows.length[packed])
-        return [int(n) for n in held]
+        return dict(zip(table.files, held.tolist(), strict=True))
 
     def _lost(self, name: str, box: Box) -> MissingDataError:
         return MissingDataError(

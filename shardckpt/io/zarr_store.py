@@ -22,9 +22,8 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 from shardckpt.errors import OptionError
 from shardckpt.io.codec import CHECKSUM_BYTES
 from shardckpt.io.documents import zarr_documents
-from shardckpt.io.host_files import read_all_tables
 from shardckpt.io.keys import chunk_object_key
-from shardckpt.io.reader import ChunkReader
+from shardckpt.io.opening import open_reader
 from shardckpt.io.store import Store as Place
 from shardckpt.io.zarr_meta import group_json, parent_groups
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     from zarr.core.buffer import Buffer, BufferPrototype
 
+    from shardckpt.io.reader import ChunkReader
     from shardckpt.io.url import Location
     from shardckpt.record import CheckpointRecord
     from shardckpt.reshard.plan import Piece
@@ -223,9 +223,7 @@ class CheckpointStore(Store):
 
 def _reopened(place: Location, record: CheckpointRecord) -> CheckpointStore:
     """A store of the attempt at that place."""
-    store = Place.open(place)
-    files, arrays = read_all_tables(store, record)
-    return CheckpointStore(record, ChunkReader(store, files, arrays, compression=record.compression))
+    return CheckpointStore(record, open_reader(Place.open(place), record))
 
 
 def _join(path: str, name: str) -> str:

@@ -29,7 +29,7 @@ from shardckpt.reshard.chunks import grid_shape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Overlaps", "Piece", "chunk_boxes", "chunks_inside", "count_chunks", "coverage_gap", "overlaps", "touched"]
+__all__ = ["Overlaps", "Piece", "chunk_boxes", "chunk_runs", "chunks_inside", "count_chunks", "coverage_gap", "overlaps", "touched"]
 
 Ints = NDArray[np.int64]
 
@@ -108,6 +108,27 @@ def overlaps(piece: Piece, boxes: BoxArray) -> Overlaps:
         BoxArray(common_start - origin, common_stop - origin),
         BoxArray(common_start - box_origin, common_stop - box_origin),
     )
+
+
+def chunk_runs(piece: Piece, boxes: BoxArray) -> tuple[Ints, Ints]:
+    """Runs of chunks side by side in grid order that together are the chunks of `overlaps`: O(runs), however long they are.
+
+    Returns:
+        (n,) first chunk and one past the last of each run, by box; those of different boxes may have chunks in common.
+    """
+    start, shape, chunks, grid = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks, piece.grid))
+    first = np.maximum(boxes.start - start, 0)
+    last = np.minimum(boxes.stop - start, shape)
+    touching = (first < last).all(axis=1)
+    low, high = first[touching] // chunks, -(-last[touching] // chunks)
+    if not piece.grid:
+        return np.zeros(len(low), np.int64), np.ones(len(low), np.int64)
+    # Runs go along one dimension: those behind it are touched from end to end by all boxes.
+    along = int(np.flatnonzero(((low > 0) | (high < grid)).any(axis=0)).max(initial=0))
+    coords, owner = _enumerate(low[:, :along], (high - low)[:, :along])
+    row = _linear(coords + low[owner, :along], piece.grid[:along]) * piece.grid[along]
+    inner = prod(piece.grid[along + 1 :])
+    return (row + low[owner, along]) * inner, (row + high[owner, along]) * inner
 
 
 def touched(pieces: Sequence[Piece], boxes: BoxArray) -> list[Piece]:

@@ -15,9 +15,10 @@ import shardckpt
 from shardckpt.errors import CommitError, FormatError, MissingDataError
 from shardckpt.io.assemble import assemble, finished_hosts, wait_for_hosts
 from shardckpt.io.commit import publish, read_prior
+from shardckpt.io.host_files import write_table
 from shardckpt.io.store import Store
-from shardckpt.io.table import ArrayChunks, decode_table, encode_table
-from shardckpt.record import FileReference, HostRecord, open_envelope, seal
+from shardckpt.io.table import ArrayChunks, Table, decode_table
+from shardckpt.record import HostRecord, open_envelope, seal
 
 HOSTS = 3
 NAMES = {"large": "array/large", "medium": "array/medium"}
@@ -47,11 +48,11 @@ class Saved:
 
     def write_table(self, host, files, rows, *, chunks=None):
         """A host's table, and the record that vouches for it; `chunks` as the record is to count them."""
-        data = encode_table(files, {path: ArrayChunks.of_rows(some) if some else ArrayChunks.none() for path, some in rows.items()})
+        table = Table.of(files, {path: ArrayChunks.of_rows(some) if some else ArrayChunks.none() for path, some in rows.items()})
         record = self.record(host)
-        self.place.write(record.files.table.key, data)
+        reference = write_table(self.place, record.files.table.key, table)
         chunks = sum(map(len, rows.values())) if chunks is None else chunks
-        self.write_record(replace(record, files=replace(record.files, table=FileReference.of(record.files.table.key, data)), chunks=chunks))
+        self.write_record(replace(record, files=replace(record.files, table=reference), chunks=chunks))
 
     def refuses(self, match):
         with pytest.raises(CommitError, match=match) as raised:
@@ -184,9 +185,9 @@ def test_a_list_that_is_not_as_long_as_its_record_says_is_refused(saved, off):
 def test_a_list_that_is_not_the_one_its_record_vouches_for_is_refused(saved):
     key = saved.record(1).files.table.key
     whole = saved.place.read(key)
-    for data in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b""):
+    for data, why in ((whole[:-1], "bytes"), (whole[:-1] + bytes([whole[-1] ^ 1]), "not what was written"), (b"", "not the file")):
         saved.place.write(key, data)
-        with pytest.raises(FormatError, match=r"hosts/00001/table.*not the file"):
+        with pytest.raises(FormatError, match=f"hosts/00001/table.*{why}"):
             assemble(saved.place)
     saved.place.delete(key)
     with pytest.raises(MissingDataError, match="hosts/00001/table"):

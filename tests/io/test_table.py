@@ -1,5 +1,8 @@
 """The chunk table says where every chunk is, and refuses to say it wrongly."""
 
+import struct
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +10,8 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table, decode_table, encode_table, merge_tables
+from shardckpt.io.table_header import TableHeader
+from shardckpt.record import TableReference
 
 
 def rows(*chunks, file=0):
@@ -50,6 +55,28 @@ def test_a_chunk_of_two_hosts_is_refused():
         merge_tables([Table.of(["a"], {"w": rows(0, 2)}), Table.of(["b"], {"w": rows(2)})])
 
 
+def flipped(at):
+    table = bytearray(encode_table(["x"], {"w": rows(0)}))
+    table[at] ^= 1
+    return bytes(table)
+
+
+def with_json(old, new):
+    """A table of one chunk whose JSON says something else."""
+    table = encode_table(["x"], {"w": rows(0)})
+    end = 12 + struct.unpack("<I", table[8:12])[0]
+    text = table[12:end].replace(old, new)
+    return table[:8] + struct.pack("<I", len(text)) + text + table[end:]
+
+
+def with_count(n):
+    return with_json(b'["w",1]', b'["w",%d]' % n)
+
+
+def with_block(n):
+    return with_json(b'"block":128', b'"block":' + n)
+
+
 @pytest.mark.parametrize(
     ("table", "why"),
     [
@@ -61,6 +88,14 @@ def test_a_chunk_of_two_hosts_is_refused():
         (encode_table(["x"], {"w": rows(1, 0)}), "not in grid order"),
         (encode_table(["x"], {"w": rows(1, 1)}), "not in grid order"),
         (encode_table(["x"], {"w": rows(0)}).replace(b'["w",1]', b'["w",9]'), "9 chunks need"),
+        (with_count(-1), "is no file, or an array twice"),
+        (with_json(b"1]]", b"1.0]]"), "is no file, or an array twice"),
+        (with_count(10**40), "is no file, or an array twice"),
+        (with_count(2**62), "4611686018427387904 chunks need a header of"),
+        (with_count(10**5), "100000 chunks need a header of"),
+        *((with_block(n), "from 1 to 4096 rows") for n in (b"0", b"-1", b"4097", b"true", b"1.5", b'"1"', b"null")),
+        (flipped(-1), "block 0 of the chunk table is not what was written"),
+        (flipped(-29), "block 0 of the chunk table is not what was written"),  # of its digest
         (encode_table(["x"], {"w": rows(0)}).replace(b'["w",1]', b'[["",1'), "header is unreadable"),
     ],
 )
@@ -78,3 +113,24 @@ def test_any_bytes_are_a_table_or_a_format_error(garbage, at):
         decode_table(bytes(table), "here")
     except FormatError:
         return
+
+
+def test_the_first_of_several_damaged_blocks_is_named():
+    table = bytearray(encode_table(["x"], {"w": rows(*range(1000))}))
+    for row in (700, 300):
+        table[len(table) - 28 * (1000 - row)] ^= 1
+    with pytest.raises(FormatError, match="here: block 2 of the chunk table"):
+        decode_table(bytes(table), "here")
+
+
+def test_a_header_is_what_a_record_refers_to_and_no_shorter():
+    """Else its end, the digests, would be vouched for by nobody."""
+    table = Table.of(["x"], {"w": rows(*range(300))})
+    data = table.encode()
+    header = len(data) - table.body_bytes
+    assert TableHeader.vouched(data, TableReference.of("table", data, header), "here").counts == {"w": 300}
+    for nbytes in (12, header - 16, header + 28):
+        with pytest.raises(FormatError, match=r"here: (300 chunks need|the chunk table's header)"):
+            TableHeader.vouched(data, TableReference.of("table", data, nbytes), "here")
+    with pytest.raises(FormatError, match=f"300 chunks need {len(data)} bytes"):
+        TableHeader.vouched(data, replace(TableReference.of("table", data, header), size=len(data) + 28), "here")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardckpt.box import Box, BoxArray
 from shardckpt.errors import FormatError
-from shardckpt.reshard.plan import Piece, chunk_boxes, chunks_inside, count_chunks, coverage_gap, overlaps, touched
+from shardckpt.reshard.plan import Piece, chunk_boxes, chunk_runs, chunks_inside, count_chunks, coverage_gap, overlaps, touched
 
 
 @st.composite
@@ -20,6 +20,22 @@ def grids(draw):
         ends = [sorted((draw(st.integers(0, a + n + 3)), draw(st.integers(0, a + n + 3)))) for a, n in zip(start, shape, strict=True)]
         boxes.append(Box(tuple(a for a, _ in ends), tuple(b for _, b in ends)))
     return Piece("w", start, shape, chunks), boxes
+
+
+@given(grids())
+@settings(max_examples=300, deadline=None)
+def test_runs_of_chunks_are_the_chunks_that_overlap(grid):
+    piece, boxes = grid
+    starts, stops = chunk_runs(piece, BoxArray.of(boxes, len(piece.shape)))
+    together = {chunk for start, stop in zip(starts.tolist(), stops.tolist(), strict=True) for chunk in range(start, stop)}
+    assert together == set(overlaps(piece, BoxArray.of(boxes, len(piece.shape))).chunk.tolist())
+    assert (starts < stops).all()
+
+
+def test_a_box_of_whole_rows_is_one_run():
+    piece = Piece("w", (0, 0, 0), (1 << 20, 1 << 20, 8), (1, 1, 8))
+    starts, stops = chunk_runs(piece, BoxArray.of([Box((7, 0, 0), (1 << 19, 1 << 20, 8))], 3))
+    assert (starts.tolist(), stops.tolist()) == ([7 << 20], [1 << 39])
 
 
 @given(grids())

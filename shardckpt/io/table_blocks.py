@@ -1,0 +1,225 @@
+"""Where are these chunks, without reading all of a chunk table?
+
+1. The header is read once. It says how many chunks each array has; in the table of all hosts each array has all of its
+   grid, so a chunk's row is the array's first row and its position.
+2. Rows are read in *units*, which are whole blocks: one block on a local disk, and on object stores, where a request
+   costs milliseconds, so many as make 256 KiB. A table that is no larger than that is read at once, header and all.
+3. `prepare` takes the boxes of many tensors, and reads what is missing of their rows together: units side by side in one
+   request, several requests at a time.
+4. Every block is compared with its digest in the header, and every row with the place where it stands.
+5. A table that is damaged is given up for what other tables say (`spare`), from then on.
+
+Units are kept until there are 32 MiB of others that were asked for later; what one call asks for stays, however much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, islice
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.errors import CorruptionError, FormatError
+from shardckpt.io.host_files import read_table
+from shardckpt.io.lookup import WholeTable
+from shardckpt.io.store import LARGEST_WHOLE
+from shardckpt.io.table import ArrayChunks
+from shardckpt.io.table_header import ROW, TableHeader
+from shardckpt.io.together import together
+from shardckpt.reshard.plan import chunk_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.box import BoxArray
+    from shardckpt.io.stats import ReadStats
+    from shardckpt.io.store import Store
+    from shardckpt.record import TableReference
+    from shardckpt.reshard.plan import Piece
+
+__all__ = ["TableBlocks"]
+
+LEAST_REQUEST = 256 << 10
+"""Bytes that a request to an object store asks for: fewer take no less time."""
+LARGEST_REQUEST = 4 << 20
+"""Bytes; more of them are several requests at a time."""
+KEPT_BYTES = 32 << 20
+"""Bytes of rows that are kept for later."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A table's rows in its file."""
+
+    place: Store
+    reference: TableReference
+    header: TableHeader
+    rows: int
+    """Rows of a unit."""
+    begins: NDArray[np.int64]
+    """First row of each array."""
+    stats: ReadStats
+
+    @property
+    def where(self) -> str:
+        """The table's url, for messages."""
+        return self.place.path_of(self.reference.key)
+
+    @property
+    def units(self) -> int:
+        """How many there are."""
+        return -(-(self.reference.size - self.header.nbytes) // (self.rows * ROW.itemsize))
+
+    def read(self, units: range) -> NDArray[np.void]:
+        """Read neighbours; their rows."""
+        nbytes = self.rows * ROW.itemsize
+        start = self.header.nbytes + units.start * nbytes
+        stop = min(self.header.nbytes + units.stop * nbytes, self.reference.size)
+        return self.parse(_read(self.place, self.reference.key, start, stop, self.stats), units.start)
+
+    def parse(self, data: bytes | memoryview, unit: int) -> NDArray[np.void]:
+        """The rows that `data` holds, from the beginning of a unit on, each of which is where it is to be."""
+        rows = self.header.read_rows(data, unit * self.rows // self.header.block, self.where)
+        row = np.arange(unit * self.rows, unit * self.rows + len(rows))
+        # Of arrays without chunks, which begin where the next one does, the last that begins there counts.
+        position = row - self.begins[np.searchsorted(self.begins, row, side="right") - 1]
+        if (rows["chunk"] != position.astype(np.uint64)).any():
+            raise FormatError(f"{self.where}: the table of all chunks lacks some, or has them in another order.")
+        return rows
+
+
+class TableBlocks:
+    """The chunk table of all hosts, of which only that is read which is asked for."""
+
+    def __init__(self, place: Store, reference: TableReference, stats: ReadStats, spare: Callable[[], WholeTable] | None) -> None:
+        """Read the header.
+
+        Args:
+            place: the attempt.
+            reference: to the table, in the commit record.
+            stats: where reads are counted.
+            spare: reads what other tables say, for when this one is found to be damaged; None: there are none.
+
+        Raises:
+            FormatError: it is not the table that the record vouches for; MissingDataError, CorruptionError: it is gone, or too short.
+        """
+        where = place.path_of(reference.key)
+        if not reference.header <= reference.size <= LARGEST_WHOLE:
+            raise FormatError(f"{where}: the record gives the chunk table {reference.size} bytes, {reference.header} of them its header.")
+        all_of_it = reference.size <= LEAST_REQUEST
+        data = _read(place, reference.key, 0, reference.size if all_of_it else reference.header, stats)
+        header = TableHeader.vouched(data, reference, where)
+        blocks = 1 if place.location.local is not None else max(1, LEAST_REQUEST // (header.block * ROW.itemsize))
+        counts = np.fromiter(header.counts.values(), np.int64, len(header.counts))
+        begins = np.cumsum(counts) - counts
+        self._source = _Source(place, reference, header, header.block * blocks, begins, stats)
+        self._first = dict(zip(header.counts, begins.tolist(), strict=True))
+        self._units: dict[int, NDArray[np.void]] = {}
+        """Those kept, by number, the ones asked for last at the end."""
+        self._instead: WholeTable | None = None
+        self._spare = spare
+        self._lock = Lock()
+        if all_of_it:
+            self._keep(range(self._source.units), self._source.parse(memoryview(data)[header.nbytes :], 0))
+
+    def first_missing(self, path: str, num_chunks: int) -> int | None:
+        """See `Lookup`."""
+        if self._instead is not None:
+            return self._instead.first_missing(path, num_chunks)
+        count = self._source.header.counts.get(path, 0)
+        return count if count < num_chunks else None
+
+    def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
+        """See `Lookup`."""
+        if self._instead is None and len(self._units) < self._source.units:
+            self._load(sorted(set(chain.from_iterable(self._units_of(*some) for some in wanted))))
+
+    def find(self, path: str, chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+        """See `Lookup`."""
+        if self._instead is None:
+            beyond = chunks[chunks >= self._source.header.counts.get(path, 0)]
+            if len(beyond):
+                raise KeyError(int(beyond[0]))
+            unit, within = np.divmod(self._first.get(path, 0) + chunks, self._source.rows)
+            units, nth = np.unique(unit, return_inverse=True)
+            found = self._load(units.tolist())
+            if found is not None:
+                # Only the table's last unit may have fewer rows than the others, and it comes last.
+                rows = found[0] if len(found) == 1 else np.concatenate([np.empty(0, ROW), *found])
+                return self._source.header.files, ArrayChunks.of_records(rows[nth * self._source.rows + within])
+        assert self._instead is not None
+        return self._instead.find(path, chunks)
+
+    def whole(self) -> WholeTable:
+        """See `Lookup`."""
+        if self._instead is None:
+            table = read_table(self._source.place, self._source.reference, self._source.stats)
+            return WholeTable(table.files, table.arrays())
+        return self._instead
+
+    def _units_of(self, piece: Piece, boxes: BoxArray) -> Iterable[int]:
+        """Units with the rows of the chunks that boxes touch; may name some of them more than once."""
+        if not 0 < piece.num_chunks <= self._source.header.counts.get(piece.path, 0):
+            return ()
+        first = self._first[piece.path]
+        low, high = first // self._source.rows, (first + piece.num_chunks - 1) // self._source.rows
+        if high - low < 2:
+            return range(low, high + 1)
+        starts, stops = chunk_runs(piece, boxes)
+        lows, highs = (first + starts) // self._source.rows, (first + stops - 1) // self._source.rows
+        sizes = highs - lows + 1
+        units: list[int] = (np.repeat(lows - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())).tolist()
+        return units
+
+    def _load(self, units: Sequence[int]) -> list[NDArray[np.void]] | None:
+        """The rows of each of those units, which ascend; None where the table is damaged, and has been given up."""
+        with self._lock:
+            if self._instead is not None:
+                return None
+            missing = [unit for unit in units if unit not in self._units]
+            spans = list(_neighbours(missing, max(1, LARGEST_REQUEST // (self._source.rows * ROW.itemsize))))
+            try:
+                local = self._source.place.location.local is not None
+                read = [self._source.read(span) for span in spans] if local else together(self._source.read, spans)
+                for span, rows in zip(spans, read, strict=True):
+                    self._keep(span, rows)
+            except (CorruptionError, FormatError):
+                if self._spare is None:
+                    raise
+                self._instead = self._spare()
+                self._units.clear()
+                return None
+            found = []
+            for unit in units:
+                self._units[unit] = self._units.pop(unit)  # asked for last
+                found.append(self._units[unit])
+            most = max(len(found), KEPT_BYTES // (self._source.rows * ROW.itemsize))
+            for unit in list(islice(self._units, max(0, len(self._units) - most))):
+                del self._units[unit]
+        return found
+
+    def _keep(self, units: range, rows: NDArray[np.void]) -> None:
+        """Keep the rows of neighbours."""
+        n = self._source.rows
+        for i, unit in enumerate(units):
+            self._units[unit] = rows[i * n : i * n + n].copy()
+
+
+def _read(place: Store, key: str, start: int, stop: int, stats: ReadStats) -> bytes:
+    """A part of a file."""
+    data = place.read(key, start, stop)
+    stats.count_index(len(data))
+    return data
+
+
+def _neighbours(units: Sequence[int], most: int) -> Iterable[range]:
+    """Ascending numbers as ranges, none longer than `most`."""
+    begin = 0
+    for i in range(1, len(units) + 1):
+        if i == len(units) or units[i] != units[i - 1] + 1 or i - begin == most:
+            yield range(units[begin], units[i - 1] + 1)
+            begin = i
