@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,6 +48,8 @@ _HANDED_OVER = 3
 """Files' worth of memory besides those on their way, see above."""
 LANE_KEYS = 1 << 16
 """Chunks per lane: keeps the leaf within a few MiB."""
+_places_seen = Event()
+"""Set when TensorStore has shown the places of all chunks of one lane of this process, as they were put."""
 _TREE = "d/tree"
 _MANIFEST = "manifest.ocdbt"
 
@@ -218,8 +221,18 @@ class _Lane:
         self._check(keys, places)
 
     def _check(self, keys: list[bytes], places: NDArray[np.int64]) -> None:
-        """Compare what TensorStore reads with what was put."""
+        """Compare what TensorStore reads with what was put: keys, and the first time in a process places, too.
+
+        Its `dump`, which shows places, loses some 500 bytes per key for good each time (0.1.86).
+        """
         base = self.store.kvstore()
+        if _places_seen.is_set():
+            with storage_errors("read back", self.store):
+                database = ts.KvStore.open({"driver": "ocdbt", "base": base.spec()}, context=shared_context()).result()
+                listed = database.list().result()
+            if listed != keys:
+                raise CommitError(f"{self.store}: TensorStore finds {len(listed)} chunks where {len(keys)} were put.")
+            return
         with storage_errors("read back", self.store):
             root = ts.ocdbt.dump(base, context=shared_context()).result()["versions"][-1]["root"]
             entries = ts.ocdbt.dump(base, root["location"], context=shared_context()).result()["entries"]
@@ -230,3 +243,4 @@ class _Lane:
         ]
         if found != wanted:
             raise CommitError(f"{self.store}: TensorStore finds {len(found)} chunks where {len(wanted)} were put, or not in their places.")
+        _places_seen.set()
