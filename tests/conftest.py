@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("shardckpt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shardckpt")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
