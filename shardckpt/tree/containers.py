@@ -64,6 +64,8 @@ def container_of(value: object, where: str) -> Container | None:
         LeafError: a key that is neither str, int, bool nor None, or that occurs twice.
     """
     kind = type(value)
+    if value is None:  # a leaf here; to JAX, a node without children
+        return None
     if kind in _DICTS:
         return _of_dict(value, where)  # type: ignore[arg-type]
     if kind in _SEQUENCES:

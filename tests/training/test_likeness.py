@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 
+import jax  # noqa: F401
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,13 @@ def test_whatever_an_object_has_now_it_gets_what_is_stored(state, own):
     assert {name: tensor.tolist() for name, tensor in flat_of(found).tensors.items()} == {
         name: tensor.tolist() for name, tensor in flat_of(state).tensors.items()
     }
+
+
+def test_an_empty_state_has_an_empty_likeness_where_jax_is_imported_too():
+    """To JAX, None is a container without children."""
+    assert "jax" in sys.modules
+    stored, node, _ = stored_of({})
+    assert mirror(stored, node, None) == {}
 
 
 @given(STATES)
