@@ -209,7 +209,9 @@ class Attempt:
         if self.alone:
             # What is complete somebody may commit at any time (`shardckpt commit`); on a disk, where room is short, the risk is taken.
             if self._wrote and (self.store.location.local is not None or not self._vouches):
-                discard(self.place)
+                with suppress(ShardckptError):  # what cannot be read may name it
+                    if published_attempt(self.store) != self.name:
+                        discard(self.place)
         else:  # others may still be writing; `gc` collects what they leave
             self._tell(_WORD if self.commits else _FAILURE, _in_words(error))
 

@@ -154,11 +154,16 @@ class AnyOf(Retention):
 def any_of(*rules: Retention | int) -> Retention:
     """Keep what one of these keeps; a number is the latest so many.
 
+    Raises:
+        OptionError: one of them is no rule, or there are none.
+
     >>> sorted(any_of(2, EveryKth(1000)).kept([SavedStep(n) for n in (1000, 1500, 1600, 1700)]))
     [1000, 1600, 1700]
     """
-    made = [as_retention(rule) for rule in rules]
-    return AnyOf(tuple(rule for rule in made if rule is not None))
+    made = tuple(rule for rule in map(as_retention, rules) if rule is not None)
+    if not made or len(made) < len(rules):
+        raise OptionError(f"any_of{rules!r:.200}: give rules, each a number of steps or one of shardckpt.retention; None would keep all.")
+    return AnyOf(made)
 
 
 def as_retention(keep: Retention | int | None) -> Retention | None:

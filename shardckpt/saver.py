@@ -139,6 +139,8 @@ class _Save:
         self._began = self._planned = self._copied = began
         self._share: tuple[Contents, bytes | None] | None = None
         self._writer_memory = pool.limit // 4 if attempt.store.location.local is None else 0
+        self._reserved = 0
+        """Bytes of the pool that are counted for the writer."""
         self._tensors = self._nbytes = 0
 
     # --- the thread that saves
@@ -156,10 +158,11 @@ class _Save:
             self._stage.give_up(e)
             try:
                 self.join(None)
-            except RuntimeError:  # Ctrl-C came between making the thread and starting it
+            except RuntimeError:  # Ctrl-C came before it was started; should it start yet, it finds that all was given up
                 self._thread = None
                 _in_flight.discard(self)
             if self._thread is None:
+                self._release_writer()
                 self.attempt.give_up(e)
             raise
 
@@ -167,6 +170,7 @@ class _Save:
         """Copy all chunks to the stage, while copies of the frameworks' own, and the writer's, are counted too."""
         copies = min(MOST_COPIES, self.pool.limit // 4) if any(source.staged_bytes for source in share.sources.values()) else 0
         self._stage.reserve(copies + self._writer_memory)
+        self._reserved = self._writer_memory
         try:
             most = self._stage.fit(chain(*share.plan.blocks.values()), self.pool.limit - copies - self._writer_memory)
             for block, elements in read(share.plan, share.sources, copies, most=most):
@@ -174,17 +178,17 @@ class _Save:
             self._copied = time.monotonic()
             self._stage.close()
         finally:
-            self.pool.release(copies if self._thread is not None else copies + self._writer_memory)
+            self.pool.release(copies)
+
+    def _release_writer(self) -> None:
+        reserved, self._reserved = self._reserved, 0
+        self.pool.release(reserved)
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._finish, name="shardckpt-save", daemon=True)
+        # Known before it runs: who gives up waits for it, and takes nothing away under it.
+        self._thread = threading.Thread(target=self._finish, name="shardckpt-save", daemon=True)
         _in_flight.add(self)
-        try:
-            thread.start()
-        except BaseException:
-            _in_flight.discard(self)
-            raise
-        self._thread = thread
+        self._thread.start()
 
     def join(self, timeout: float | None) -> None:
         """Wait until the save's thread has ended."""
@@ -212,7 +216,7 @@ class _Save:
                 stage.fail(e)
                 raise
             finally:
-                self.pool.release(self._writer_memory)
+                self._release_writer()
             durable = time.monotonic()
             self.outcome.durable()
             if attempt.commits:

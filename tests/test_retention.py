@@ -86,3 +86,9 @@ def test_none_keeps_everything_and_a_number_the_latest():
 def test_what_is_no_rule_is_refused_by_name(make):
     with pytest.raises(OptionError, match=r"Latest|Best|EveryKth|Younger|keep="):
         make()
+
+
+@pytest.mark.parametrize("rules", [(), (None,), (None, EveryKth(10))])
+def test_any_of_nothing_is_an_error_rather_than_a_deletion(rules):
+    with pytest.raises(OptionError, match="None would keep all"):
+        any_of(*rules)

@@ -328,3 +328,33 @@ def test_the_stall_is_measured_beside_a_copy_of_the_same_bytes():
     assert (found["tensors"], found["bytes"]) == (16, 3 * 4 * 2 * (64 * 64 + 64) + 4 * 4)  # parameters, two moments, steps
     assert min(found["memcpy_s"], found["planning_s"], found["step_s"]) > 0
     assert found["stall_s"] > found["planning_s"]
+
+
+def test_an_interrupt_as_the_background_begins_leaves_a_checkpoint_that_is_whole_or_none(tmp_path):
+    """In a process of its own, over and over: Ctrl-C comes the moment when the thread that writes starts."""
+    program = """
+import signal, sys, threading, time
+import numpy as np
+import shardckpt
+from shardckpt import errors, saver
+main, finish = threading.main_thread().ident, saver._Save._finish
+def interrupted(self):
+    signal.pthread_kill(main, signal.SIGINT)
+    finish(self)
+saver._Save._finish = interrupted
+for n in range(100):
+    url = f"{sys.argv[1]}/{n}"
+    try:
+        shardckpt.save_async(url, {"w": np.arange(1000.0)})
+        threading.Event().wait(60)
+    except KeyboardInterrupt:
+        pass
+    for save in [*saver._in_flight]:
+        save.join(60)
+    try:
+        assert (shardckpt.restore(url)["w"] == np.arange(1000.0)).all()
+    except errors.NotFoundError:
+        pass
+"""
+    run = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, run.stderr

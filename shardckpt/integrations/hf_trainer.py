@@ -132,7 +132,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 f"Step {self._resumed} was to be resumed, and the Trainer begins at {state.global_step}; pass what resume() returned: "
                 f"trainer.train(resume_from_checkpoint=callback.resume(trainer))."
             )
-        manager.restore(self._state(kwargs), self._resumed)
+        manager.restore(self._state(kwargs), self._resumed, fallback=False)  # the Trainer has counted to this step already
         self._generators = Generators().state_dict()
         self._resumed = None
         if self._directory is not None:

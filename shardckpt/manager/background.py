@@ -48,7 +48,7 @@ class Background:
             rule: which steps to keep; None: all.
             tell: who hears of events.
         """
-        self.lineage = Lineage(root)
+        self.lineage = Lineage(root, overwrites=options.overwrite)
         self.last_report: SaveReport | None = None
         self.lost: int | None = None
         """The step whose save has failed last."""
@@ -115,6 +115,8 @@ class Background:
         failures = self._failures[:first]
         del self._failures[: len(failures)]
         raised = [error for error, step in failures if decide is None or decide(error, step) != "continue"]
+        for other in raised[1:]:
+            raised[0].add_note(f"Besides: {other} {' '.join(getattr(other, '__notes__', []))}")
         if raised:
             raise raised[0]
 
@@ -139,6 +141,7 @@ class Background:
             report = handle.wait()
             assert report is not None
             self.last_report = report
+            self.lost = None if self.lost == step else self.lost
             self.lineage.replaced(step, leads=self._leads)
             self.emit(events.SaveCommitted, step, report=report)
         except BaseException as e:  # noqa: BLE001  (raised where training looks for it)

@@ -56,6 +56,7 @@ class Cleaner:
         self._guard = threading.Lock()
         self._one_at_a_time = threading.Lock()
         self._collected: float | None = None
+        self._warned = False
         self.failure: StorageError | None = None
         """What kept the last round from deleting all that it should have."""
 
@@ -87,8 +88,18 @@ class Cleaner:
                 self._failed(e)
                 return
             steps[committed.step] = committed
+            later = max((info.step for info in steps.values() if info.state == "committed"), default=committed.step)
+            if later > committed.step and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%s: step %d is saved, and a restart resumes from step %d, which an earlier run has left; restore(step=…) goes back "
+                    "first, and a new training takes another root.",
+                    self._root,
+                    committed.step,
+                    later,
+                )
             if self._rule is not None:
-                for step in doomed(steps, self._rule):
+                for step in doomed(steps, self._rule, committed.step):
                     self._delete(step, steps)
             with self._guard:
                 self._steps = steps
@@ -132,12 +143,13 @@ class Cleaner:
                         _log.info("%s: %d unfinished saves removed", self._root.sub(str(step)), removed)
 
 
-def doomed(steps: dict[int, StepInfo], rule: Retention) -> list[int]:
+def doomed(steps: dict[int, StepInfo], rule: Retention, committed: int | None = None) -> list[int]:
     """The steps to delete, ascending.
 
     Args:
         steps: all that hold a checkpoint.
         rule: what to keep of those that are live.
+        committed: the step that was saved last, which stays.
     """
     live = [steps[step] for step in sorted(steps) if steps[step].state == "committed"]
     if not live:
@@ -145,4 +157,4 @@ def doomed(steps: dict[int, StepInfo], rule: Retention) -> list[int]:
     newest = live[-1].step
     kept = {newest, *rule.kept([info.saved() for info in live])}
     passed = {info.step for info in steps.values() if info.state == "superseded" and info.step < newest}
-    return sorted({info.step for info in live} - kept | passed)
+    return sorted(({info.step for info in live} - kept | passed) - {committed})

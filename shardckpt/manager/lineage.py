@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import AlreadyExistsError, ShardckptError
+from shardckpt.io.commit import published_attempt
 from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked, mark, unmark
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ __all__ = ["Lineage"]
 class Lineage:
     """What has followed from the last restore; the same on all processes, but that the leader alone tells the storage."""
 
-    def __init__(self, root: Store) -> None:
-        """Nothing was restored yet."""
+    def __init__(self, root: Store, *, overwrites: bool = False) -> None:
+        """Nothing was restored yet; `overwrites`: saves may replace any step."""
         self._root = root
+        self._overwrites = overwrites
         self.later: dict[int, str | None] = {}
         """Steps after the restored one that have not been replaced: the attempt that each one's record names, None where that
         is unreadable."""
@@ -59,6 +61,8 @@ class Lineage:
         place = self._root.sub(str(step))
         if step in self.later and is_marked(place, PINNED, self.later[step]):
             raise AlreadyExistsError(f"{place}: the step from before the rollback is pinned; `shardckpt unpin` lets it be replaced.")
+        if self._overwrites and is_marked(place, PINNED, published_attempt(place)):
+            raise AlreadyExistsError(f"{place}: the step that is there is pinned; `shardckpt unpin` lets it be replaced.")
         if self._untold is None:
             return
         if self._untold.was_superseded:

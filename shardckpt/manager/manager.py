@@ -200,7 +200,8 @@ class CheckpointManager:
                 events.SaveSkipped, step, reason="the step from before the rollback is pinned; `shardckpt unpin` lets it be replaced"
             )
             return False
-        measured = encode_metrics(metrics) if metrics is not None and self._leads else {}
+        measured = {} if metrics is None else encode_metrics(metrics)
+        measured = measured if self._leads else {}
         metadata = {**self.options.metadata, RUN: self._coordinator.run_id, **({METRICS: measured} if measured else {})}
         options = dataclasses.replace(self.options, overwrite=self.options.overwrite or self._lineage.replaces(step), metadata=metadata)
         failed = self._background.begin(step, state, options, decode_metrics({METRICS: measured}))
@@ -256,7 +257,7 @@ class CheckpointManager:
             CoordinationError: another process failed in a way of its own, or does not answer.
         """
         self._check(0 if step is None else step)
-        self._background.await_last()
+        self._background.join()  # deletions too: they know nothing yet of where training goes on
         self._background.raise_failures(self._on_failure)
 
         def read(checkpoint: Checkpoint) -> Any:

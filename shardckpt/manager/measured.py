@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["METRICS", "decode_metrics", "encode_metrics"]
 
@@ -26,13 +24,15 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     Raises:
         OptionError: a name that is no text, or a value that is no number; tensors of one element are.
     """
+    if not isinstance(metrics, Mapping):
+        raise OptionError(f"metrics={excerpt(metrics)}: give a dict of numbers by name.")
     encoded: dict[str, float | str] = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise OptionError(f"metrics: {excerpt(name)} is no name; give text.")
         try:
             number = float(value)
-        except (TypeError, ValueError, RuntimeError) as e:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as e:
             raise OptionError(f"metrics[{excerpt(name)}]={excerpt(value)}: no number ({e}); give one, or a tensor of one element.") from e
         encoded[name] = number if isfinite(number) else str(number)
     return encoded

@@ -11,6 +11,7 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import collecting, errors, pinning
+from shardckpt.manager import cleaning
 from shardckpt.retention import Best, EveryKth, Younger, any_of
 
 
@@ -172,3 +173,50 @@ def long_ago(directory):
     """Nothing below it was written lately."""
     for path in [*directory.rglob("*"), directory]:
         os.utime(path, (1e9, 1e9))
+
+
+def test_a_run_that_begins_anew_beside_later_steps_keeps_what_it_saves_and_says_so(run, caplog):
+    run.train(900, 1000, keep=2)
+    with run.manager(keep=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+            manager.wait()
+            assert manager.all_steps() == [step, 900, 1000]
+    (warning,) = [record for record in caplog.records if "another root" in record.message]
+    assert "step 1 is saved, and a restart resumes from step 1000" in warning.message
+
+
+def test_going_back_waits_for_deletions_that_know_nothing_of_it(run, monkeypatch):
+    run.train(700, 800, 900)
+    hold, begun = threading.Event(), threading.Event()
+
+    def delete(place, **options):
+        begun.set()
+        assert hold.wait(60)
+        return original(place, **options)
+
+    original = cleaning.at_one_place.delete
+    monkeypatch.setattr(cleaning.at_one_place, "delete", delete)
+    with run.manager(keep=2) as manager:
+        manager.restore()
+        manager.save(1000, state(1000))
+        assert begun.wait(60)
+        back = threading.Thread(target=manager.restore, kwargs={"step": 900})
+        back.start()
+        hold.set()
+        back.join(60)
+        for step in (910, 920, 930):
+            manager.save(step, state(step))
+            manager.wait()
+        assert manager.all_steps() == [920, 930]
+        assert manager.restore().step == 930
+
+
+def test_a_pinned_step_is_not_replaced_by_an_overwrite_either(run):
+    run.train(5)
+    pinning.pin(run.root / "5")
+    manager = run.manager(options=shardckpt.SaveOptions(overwrite=True))
+    manager.save(5, state(6))
+    with pytest.raises(errors.AlreadyExistsError, match="pinned"):
+        manager.wait()
+    assert run.holds(5)

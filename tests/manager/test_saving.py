@@ -268,3 +268,41 @@ def test_metrics_are_kept_and_the_best_step_is_found_by_them(run):
 def test_options_that_cannot_be_are_refused_by_name(run, options, match):
     with pytest.raises(errors.OptionError, match=match):
         run.manager(**options)
+
+
+def test_of_two_failures_the_first_is_raised_and_names_the_other(run, monkeypatch):
+    manager = run.manager()
+    manager.save(1, state(1))
+    manager.wait()
+
+    def refuse(_background, step):
+        raise errors.StorageError(f"no room for step {step}.")
+
+    monkeypatch.setattr(Background, "_before_publish", refuse)
+    manager.save(2, state(2))
+    manager._background.join()
+    manager._background._failures.append((errors.StorageError("step 3 was lost."), 3))
+    with pytest.raises(errors.StorageError, match="no room for step 2") as raised:
+        manager.wait()
+    assert any("step 3 was lost" in note for note in raised.value.__notes__)
+
+
+def test_a_step_that_was_lost_and_then_saved_is_not_saved_a_third_time(run, monkeypatch):
+    manager = run.manager(every=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Background, "_before_publish", lambda *_: 1 / 0)
+        assert manager.save(5, state(5), force=True)
+        with pytest.raises(ZeroDivisionError):
+            manager.wait()
+    assert manager.save(5, state(5), force=True)
+    manager.wait()
+    assert not manager.save(5, state(5), force=True)
+    assert run.holds(5)
+
+
+@pytest.mark.parametrize("metrics", [{"loss": 10**400}, {"loss": "small"}, {1: 2.0}, [1]])
+def test_metrics_that_are_no_numbers_by_name_are_refused_before_anything_is_begun(run, metrics):
+    manager = run.manager()
+    with pytest.raises(errors.OptionError, match="metrics"):
+        manager.save(1, state(1), metrics)
+    assert manager.save(1, state(1))
