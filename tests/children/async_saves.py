@@ -83,15 +83,14 @@ def killed_by_sigterm(_coordinator, url, mebibytes):
 
 
 def forked(_coordinator, url):
-    """A fork of a process with saves in flight, as data loaders make them: it cannot wait for these, and can save."""
+    """A fork of a process with saves in flight, as data loaders make them: it cannot wait for these. (TensorStore cannot be used there.)"""
     held, told = threading.Event(), os.pipe()
     saver = Saver()
     handle = saver.begin(f"{url}/parent", state(1), SaveOptions(), before_publish=lambda: held.wait(30))
     pid = os.fork()
     if pid == 0:
         error = error_of(handle.wait)
-        shardckpt.save_async(f"{url}/child", state(1, 5)).wait()
-        saver.begin(f"{url}/child too", state(1, 5), SaveOptions()).wait()
+        saver.close()  # nothing of it is waited for, either
         os.write(told[1], error[1].encode())
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
