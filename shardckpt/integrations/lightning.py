@@ -107,6 +107,7 @@ class ShardckptIO(CheckpointIO):
 
         Raises:
             StorageError: as in `shardckpt.collecting.delete`.
+            ShardckptError: what went wrong in the background with the save before; then nothing is removed.
         """
         self._doomed.append(path)
         if self._saving is None or self._saving.done():
