@@ -130,6 +130,7 @@ def test_a_gradient_scaler_goes_on_where_it_was(tmp_path):
     assert [step(fresh, bad) for bad in pattern] == [step(ours, bad) for bad in pattern]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # by JAX, where another test has imported it; the loader forks
 @pytest.mark.parametrize(("workers", "taken"), [(0, 0), (0, 1), (0, 3), (0, 5), (0, 7), (2, 0), (2, 3)])
 def test_a_loader_goes_on_at_its_place_and_every_number_drawn_is_the_one_that_would_have_been(tmp_path, workers, taken):
     """Without a generator of its own it shuffles by torch's, from which the model draws as well."""
