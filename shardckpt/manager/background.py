@@ -97,10 +97,6 @@ class Background:
         self.emit(events.SaveStaged, step, seconds=time.monotonic() - began, nbytes=handle.nbytes)
         return failed
 
-    def await_last(self) -> None:
-        """Wait until no save is in flight; deletions may still go on."""
-        self._ended.wait()
-
     def join(self) -> None:
         """Wait until nothing goes on."""
         for thread in self._threads:
