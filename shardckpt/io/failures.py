@@ -15,12 +15,8 @@ __all__ = ["storage_errors"]
 _ADVICE = {
     "permission denied": "give this user the right to write there",
     "retry attempts failed": "the service did not recover in time; try again later, or raise SHARDCKPT_RETRY_SECONDS",
-    "permission_denied": "give these credentials the right to do that there, or use others",
-    "forbidden": "give these credentials the right to do that there, or use others",
-    "accessdenied": "give these credentials the right to do that there, or use others",
     "no such bucket": "create it, or check its name and the endpoint",
     "bucket does not exist": "create it, or check its name and the endpoint",
-    "not_found": "what it needs is not there: it was removed meanwhile, or there is no such bucket; check its name and the endpoint",
     "no such file or directory": "it was removed meanwhile, perhaps by `shardckpt gc` or a deletion; begin again",
     "invalid gcs object name": "an object's whole name has at most 1024 bytes, none of them a control character; choose a shorter path",
     "invalid s3 object name": "an object's whole name has at most 1024 bytes; choose a shorter path",
@@ -33,8 +29,13 @@ _ADVICE = {
     "too many open files": "raise the limit of open files (ulimit -n)",
     "file too large": "the file system or ulimit -f allows no file of that size",
     "input/output error": "the device failed; check it before you trust what it holds",
+    "permission_denied": "give these credentials the right to do that there, or use others",
+    "forbidden": "give these credentials the right to do that there, or use others",
+    "accessdenied": "give these credentials the right to do that there, or use others",
+    "not_found": "what it needs is not there: it was removed meanwhile, or there is no such bucket; check its name and the endpoint",
 }
-"""A part of the storage's message, in lower case → what to do. The first that is found counts."""
+"""A part of the storage's message, in lower case → what to do. The first that is found counts: TensorStore's codes come last,
+since one of them stands for several causes (`PERMISSION_DENIED` for a disk that is mounted read-only)."""
 
 
 @contextmanager
