@@ -1,6 +1,6 @@
 """Which parts of a process's shards are copied at once, and which chunks are they?
 
-What a process writes of a shard, a run of chunks, is cut into boxes (`reshard.grid_runs`): its *blocks*. One block is
+What a process writes of a shard, a run of chunks, is cut into boxes (`planning.grid_runs`): its *blocks*. One block is
 copied by one call. Cutting it into its chunks can wait until they are written. Pure.
 """
 
@@ -11,14 +11,14 @@ from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.box import Box
-from shardckpt.reshard.grid_runs import run_boxes
-from shardckpt.reshard.plan import chunks_inside, count_chunks
+from shardckpt.planning.grid_runs import run_boxes
+from shardckpt.planning.plan import chunks_inside, count_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import EllipsisType
 
-    from shardckpt.reshard.plan import Piece
+    from shardckpt.planning.plan import Piece
 
 __all__ = ["Block", "blocks_of", "chunks_of", "smaller"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from shardckpt.dtypes import DType
     from shardckpt.io.reader import ChunkReader
-    from shardckpt.reshard.plan import Piece
+    from shardckpt.planning.plan import Piece
     from shardckpt.structure import TensorRecord
 
 __all__ = ["DEFAULT_MEMORY_LIMIT", "Pair", "ValueChange", "block_shape", "compare_values"]

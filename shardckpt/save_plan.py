@@ -6,7 +6,7 @@ Pure, from what the tensors say of themselves; the same on every process, as far
 2. Ask which processes hold each box. A plain host tensor says nothing of that: a large one all processes have, or
    only the one that shows it, as `host_tensors` says. Small ones may be on any processes, and nothing of them is
    written: their elements go into what the host says of the checkpoint.
-3. Deal out the chunks of every box among its holders (`reshard.writers`), and cut this process's share into what can be
+3. Deal out the chunks of every box among its holders (`planning.writers`), and cut this process's share into what can be
    copied at once (`blocks`).
 """
 
@@ -28,9 +28,9 @@ from shardckpt.errors import LeafError, OptionError, ShardingError
 from shardckpt.fields import MOST_DIMENSIONS
 from shardckpt.names import array_path, matches, piece_path, shown
 from shardckpt.placements import Placements
-from shardckpt.reshard.chunks import chunking, even_runs, smallest_chunk
-from shardckpt.reshard.plan import Piece, count_chunks
-from shardckpt.reshard.writers import Part, deal
+from shardckpt.planning.chunks import chunking, even_runs, smallest_chunk
+from shardckpt.planning.plan import Piece, count_chunks
+from shardckpt.planning.writers import Part, deal
 from shardckpt.structure import StoredLayout, TensorRecord
 
 if TYPE_CHECKING:

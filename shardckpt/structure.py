@@ -17,7 +17,7 @@ from shardckpt.mesh import Mesh
 from shardckpt.names import array_path, piece_path, shown
 from shardckpt.op_sharding import OpSharding
 from shardckpt.placements import Placements
-from shardckpt.reshard.plan import Piece, coverage_gap
+from shardckpt.planning.plan import Piece, coverage_gap
 from shardckpt.sharding import Layout, Sharding
 from shardckpt.tree import tensor_names
 from shardckpt.tree.union import union

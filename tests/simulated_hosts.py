@@ -10,7 +10,7 @@ import numpy as np
 from shardckpt.box import BoxArray, distinct_boxes
 from shardckpt.dtypes import by_name
 from shardckpt.frameworks.base import whole
-from shardckpt.reshard.writers import box_holders
+from shardckpt.planning.writers import box_holders
 from shardckpt.world import DeviceOwners, World
 
 

@@ -12,7 +12,7 @@ import pytest
 import shardckpt
 from shardckpt.dtypes import DTYPES
 from shardckpt.names import array_path
-from shardckpt.reshard import chunks
+from shardckpt.planning import chunks
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt.errors import FormatError
+from shardckpt.planning import chunks
 from shardckpt.record import Tombstone, seal
-from shardckpt.reshard import chunks
 from shardckpt.tree import flatten, tensor_names, unflatten
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -10,6 +10,7 @@ import pytest
 from shardckpt import Mesh, PartitionSpec, Sharding, dtypes
 from shardckpt.errors import FormatError, VersionError
 from shardckpt.names import array_path
+from shardckpt.planning.plan import Piece
 from shardckpt.record import (
     CheckpointRecord,
     FileReference,
@@ -21,7 +22,6 @@ from shardckpt.record import (
     parse_checkpoint,
     seal,
 )
-from shardckpt.reshard.plan import Piece
 from shardckpt.structure import Structure, TensorRecord
 
 MESH = Mesh((4, 2), ("data", "model"), [3, 1, 2, 0, 7, 5, 6, 4])

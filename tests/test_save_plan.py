@@ -17,8 +17,8 @@ from shardckpt.mesh import Mesh
 from shardckpt.options import SaveOptions
 from shardckpt.partition_spec import PartitionSpec
 from shardckpt.placements import Placements
-from shardckpt.reshard.chunks import even_runs
-from shardckpt.reshard.plan import chunks_inside, coverage_gap
+from shardckpt.planning.chunks import even_runs
+from shardckpt.planning.plan import chunks_inside, coverage_gap
 from shardckpt.save_plan import SMALL_BYTES, plan_save
 from shardckpt.sharding import Sharding
 

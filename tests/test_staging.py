@@ -16,8 +16,8 @@ from shardckpt.mesh import Mesh
 from shardckpt.options import SaveOptions
 from shardckpt.partition_spec import PartitionSpec
 from shardckpt.plan_cache import PlanCache
-from shardckpt.reshard.grid_runs import run_boxes
-from shardckpt.reshard.plan import chunks_inside
+from shardckpt.planning.grid_runs import run_boxes
+from shardckpt.planning.plan import chunks_inside
 from shardckpt.save_plan import plan_save
 from shardckpt.sharding import Sharding
 from shardckpt.staging import Stage, read

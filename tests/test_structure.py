@@ -8,7 +8,7 @@ from shardckpt import Mesh, OpSharding, PartitionSpec, Sharding, dtypes
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.names import array_path, piece_path
 from shardckpt.placements import Placements
-from shardckpt.reshard.plan import Piece
+from shardckpt.planning.plan import Piece
 from shardckpt.structure import Structure, TensorRecord
 
 

@@ -42,7 +42,7 @@ from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks, sa
 from shardckpt.box import distinct_boxes
 from shardckpt.io.codec import CHECKSUM_BYTES
 from shardckpt.io.reader import Request
-from shardckpt.reshard.plan import overlaps
+from shardckpt.planning.plan import overlaps
 from shardckpt.world import World
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from shardckpt.io.commit import RECORD, publish, read_prior
 from shardckpt.io.host import HostWriter
 from shardckpt.io.store import Store
 from shardckpt.names import array_path
-from shardckpt.reshard.plan import Piece
+from shardckpt.planning.plan import Piece
 from shardckpt.structure import Structure, TensorRecord
 
 if TYPE_CHECKING:

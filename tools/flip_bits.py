@@ -35,7 +35,7 @@ from shardckpt import Mesh, PartitionSpec, PerProcess, SaveOptions, ShardckptErr
 from shardckpt.dtypes import DTYPES
 from shardckpt.io import host as host_writer
 from shardckpt.io.packed import PackedWriter
-from shardckpt.reshard import chunks
+from shardckpt.planning import chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

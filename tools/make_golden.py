@@ -24,8 +24,8 @@ import numpy as np
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding, save_plan
 from shardckpt.dtypes import DTYPES
+from shardckpt.planning import chunks
 from shardckpt.record import FORMAT_VERSION
-from shardckpt.reshard import chunks
 
 TESTS = Path(__file__).parents[1] / "tests"
 GOLDEN = TESTS / "golden"

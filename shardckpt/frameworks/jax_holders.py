@@ -1,6 +1,6 @@
 """Which processes hold the boxes of a JAX array?
 
-What follows from the layout and from whose each device is (`reshard.writers`). Where JAX itself knows of several
+What follows from the layout and from whose each device is (`planning.writers`). Where JAX itself knows of several
 processes, two things are checked before, for processes that disagree would write a chunk twice or not at all:
 
 1. Of an array with shards in other processes, somebody has said whose the devices are.
@@ -18,7 +18,7 @@ import numpy as np
 
 from shardckpt.errors import ShardingError
 from shardckpt.names import shown
-from shardckpt.reshard.writers import box_holders
+from shardckpt.planning.writers import box_holders
 
 if TYPE_CHECKING:
     from shardckpt.frameworks.jax_layout import Shards

@@ -50,7 +50,7 @@ from shardckpt.frameworks.xla_layout import (
 )
 from shardckpt.names import shown
 from shardckpt.op_sharding import OpSharding
-from shardckpt.reshard.writers import box_holders
+from shardckpt.planning.writers import box_holders
 from shardckpt.sharding import Layout, Sharding
 
 if TYPE_CHECKING:

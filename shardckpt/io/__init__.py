@@ -2,5 +2,5 @@
 
 TensorStore and zarr live here and nowhere else in the package. What is here knows keys, bytes and byte ranges;
 it knows nothing of tensors' meaning, of frameworks or of who decides what to save. Modules above may import it;
-it imports `record`, `reshard.plan` and the pure modules below.
+it imports `record`, `planning.plan` and the pure modules below.
 """

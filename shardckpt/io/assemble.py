@@ -35,14 +35,14 @@ from shardckpt.io.plain import PLAIN_ROOT
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.io.together import together
 from shardckpt.names import shown
+from shardckpt.planning.plan import chunk_boxes
 from shardckpt.record import FORMAT_VERSION, CheckpointRecord, FileReference, HostRecord, format_version, open_envelope
-from shardckpt.reshard.plan import chunk_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shardckpt.io.store import Store
-    from shardckpt.reshard.plan import Piece
+    from shardckpt.planning.plan import Piece
     from shardckpt.structure import TensorRecord
 
     _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from shardckpt.contents import Contents
     from shardckpt.io.store import Store
-    from shardckpt.reshard.plan import Piece
+    from shardckpt.planning.plan import Piece
 
 __all__ = ["HostWriter"]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
     from shardckpt.io.table import ArrayChunks
-    from shardckpt.reshard.plan import Piece
+    from shardckpt.planning.plan import Piece
 
 __all__ = ["IndexCheck"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardckpt.io.zarr_meta import chunk_key
 
 if TYPE_CHECKING:
-    from shardckpt.reshard.plan import Piece
+    from shardckpt.planning.plan import Piece
 
 __all__ = ["chunk_object_key", "split_chunk_key"]
 
@@ -16,7 +16,7 @@ __all__ = ["chunk_object_key", "split_chunk_key"]
 def chunk_object_key(piece: Piece, position: int) -> str:
     """The key of a chunk, relative to the root of the arrays.
 
-    >>> from shardckpt.reshard.plan import Piece
+    >>> from shardckpt.planning.plan import Piece
     >>> chunk_object_key(Piece("w", (0, 0), (4, 4), (2, 2)), 3)
     'w/c/1/1'
     """
@@ -30,7 +30,7 @@ def chunk_object_key(piece: Piece, position: int) -> str:
 def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | None:
     """The array and the position of a chunk; None where no array has such a chunk.
 
-    >>> from shardckpt.reshard.plan import Piece
+    >>> from shardckpt.planning.plan import Piece
     >>> w = Piece("w", (0, 0), (4, 4), (2, 2))
     >>> split_chunk_key("w/c/1/1", {"w": w})[1]
     3

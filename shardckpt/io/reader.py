@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardckpt.io.lookup import Lookup
     from shardckpt.io.store import Store
     from shardckpt.io.wanted import Chunk, Damaged
-    from shardckpt.reshard.plan import Piece
+    from shardckpt.planning.plan import Piece
 
 __all__ = ["ChunkReader", "Request"]
 

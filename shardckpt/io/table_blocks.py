@@ -28,7 +28,7 @@ from shardckpt.io.store import LARGEST_WHOLE
 from shardckpt.io.table import ArrayChunks
 from shardckpt.io.table_header import ROW, TableHeader
 from shardckpt.io.together import together
-from shardckpt.reshard.plan import chunk_runs
+from shardckpt.planning.plan import chunk_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from shardckpt.box import BoxArray
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
+    from shardckpt.planning.plan import Piece
     from shardckpt.record import TableReference
-    from shardckpt.reshard.plan import Piece
 
 __all__ = ["TableBlocks"]
 

@@ -22,7 +22,7 @@ from shardckpt.io.codec import CHECKSUM_BYTES
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.plain import PLAIN_ROOT
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks
-from shardckpt.reshard.plan import Overlaps, Piece, chunk_boxes, overlaps, touched
+from shardckpt.planning.plan import Overlaps, Piece, chunk_boxes, overlaps, touched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from shardckpt.io.reader import ChunkReader
     from shardckpt.io.url import Location
+    from shardckpt.planning.plan import Piece
     from shardckpt.record import CheckpointRecord
-    from shardckpt.reshard.plan import Piece
     from shardckpt.structure import TensorRecord
 
 __all__ = ["CheckpointStore"]

@@ -11,7 +11,7 @@ from faults import TORTURE
 
 import shardckpt
 from shardckpt.io.table import ArrayChunks, decode_table
-from shardckpt.reshard.plan import chunk_boxes
+from shardckpt.planning.plan import chunk_boxes
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shardckpt.io.keys import chunk_object_key, split_chunk_key
-from shardckpt.reshard.plan import Piece
+from shardckpt.planning.plan import Piece
 
 ARRAYS = [Piece("w", (0, 0), (5, 4), (2, 2)), Piece("s", (), (), ()), Piece("a/c/b", (), (), ()), Piece("a/c/0", (0,), (3,), (1,))]
 PIECES = {piece.path: piece for piece in ARRAYS}

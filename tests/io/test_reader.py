@@ -26,7 +26,7 @@ from shardckpt.io.reader import LOCAL_LIMITS, ChunkReader, Request
 from shardckpt.io.runs import RunLimits, runs
 from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks
-from shardckpt.reshard.plan import Piece
+from shardckpt.planning.plan import Piece
 
 placed = st.builds(
     lambda file, offset, length: SimpleNamespace(file=file, offset=offset, length=length, stop=offset + length),
@@ -236,7 +236,7 @@ from shardckpt.io.lookup import WholeTable
 from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks
-from shardckpt.reshard.plan import Piece
+from shardckpt.planning.plan import Piece
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
 store = Store.open(sys.argv[1])

@@ -20,8 +20,8 @@ from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks, Table
 from shardckpt.io.table_blocks import TableBlocks
 from shardckpt.io.table_header import ROW
+from shardckpt.planning.plan import Piece
 from shardckpt.record import CheckpointRecord, seal
-from shardckpt.reshard.plan import Piece
 from shardckpt.structure import Structure, TensorRecord
 
 TENSORS, CHUNKS = 250, 4000

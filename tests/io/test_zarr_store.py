@@ -17,7 +17,7 @@ import shardckpt
 from shardckpt.dtypes import DTYPES
 from shardckpt.errors import CorruptionError, MissingDataError, OptionError
 from shardckpt.names import array_path
-from shardckpt.reshard import chunks
+from shardckpt.planning import chunks
 
 LAYOUTS = ["packed", "zarr"]
 

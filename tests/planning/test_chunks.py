@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.box import Box, BoxArray
-from shardckpt.reshard.chunks import (
+from shardckpt.planning.chunks import (
     LARGEST_CHUNK,
     LARGEST_COMMON_CHUNK,
     MOST_CHUNKS,
@@ -19,7 +19,7 @@ from shardckpt.reshard.chunks import (
     grid_shape,
     smallest_chunk,
 )
-from shardckpt.reshard.plan import Piece, overlaps
+from shardckpt.planning.plan import Piece, overlaps
 
 
 @st.composite

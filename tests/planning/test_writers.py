@@ -13,7 +13,7 @@ from shardckpt.errors import ShardingError
 from shardckpt.mesh import Mesh
 from shardckpt.op_sharding import OpSharding
 from shardckpt.partition_spec import PartitionSpec
-from shardckpt.reshard.writers import Part, box_holders, deal
+from shardckpt.planning.writers import Part, box_holders, deal
 from shardckpt.sharding import Sharding
 from shardckpt.world import DeviceOwners, World
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from shardckpt.box import Box, BoxArray
 from shardckpt.errors import FormatError
-from shardckpt.reshard.chunks import grid_shape
+from shardckpt.planning.chunks import grid_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

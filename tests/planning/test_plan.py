@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardckpt.box import Box, BoxArray
 from shardckpt.errors import FormatError
-from shardckpt.reshard.plan import Piece, chunk_boxes, chunk_runs, chunks_inside, count_chunks, coverage_gap, overlaps, touched
+from shardckpt.planning.plan import Piece, chunk_boxes, chunk_runs, chunks_inside, count_chunks, coverage_gap, overlaps, touched
 
 
 @st.composite
