@@ -1,6 +1,6 @@
 """Saving in the background: one thread per save, and buffers and plans that are kept from save to save.
 
-On the thread that saves: plan, copy chunk after chunk to the stage (`staging`). On the save's own thread: take the chunks
+On the thread that saves: plan, copy all blocks to the stage (`staging`). On the save's own thread: take the chunks
 off, write them and the record, commit or wait for the commit. What is asked of a storage, or of another process, is asked
 there.
 
