@@ -5,6 +5,7 @@ all that there is to say; so any process can commit it, later, from the records 
 the newest complete one counts. An attempt is overtaken once the place no longer has the commit record that the
 save found: something else was committed there since, or the attempt's place was collected. What a run has left that no longer
 saves there (`io.job`), or what would replace a pinned checkpoint, may be what was refused publication: that is not committed.
+Before the first save after a rollback is published, the steps that this supersedes are marked (`io.rollback`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import publish, read_prior, remove_replaced
 from shardckpt.io.job import RUN, holder
 from shardckpt.io.markers import PINNED, is_marked
+from shardckpt.io.rollback import Rollback
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.names import natural_key
@@ -71,13 +73,14 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
     with ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
-        run_id = holder(store)
-        futures = [pool.submit(_commit_one, name, place, run_id) for name, place in places(store, children)]
+        above = store.location.parent
+        around = None if above is None else Store.open(above)
+        futures = [pool.submit(_commit_one, name, place, around if name == "." else store) for name, place in places(store, children)]
     return [outcome for future in futures for outcome in future.result()]  # one that failed keeps none of the others from it
 
 
-def _commit_one(name: str, store: Store, run_id: str | None = None) -> list[Outcome]:
-    """Commit the newest complete attempt at one checkpoint, where `run_id` is the run that saves now, if one does."""
+def _commit_one(name: str, store: Store, root: Store | None = None) -> list[Outcome]:
+    """Commit the newest complete attempt at one checkpoint; `root` is the directory that it lies in."""
     found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
     if not found:
         return []
@@ -92,11 +95,11 @@ def _commit_one(name: str, store: Store, run_id: str | None = None) -> list[Outc
         if any(outcome.state == "committed" for outcome in outcomes):
             outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))
         else:
-            outcomes.append(_attempted(name, store, attempt, prior, run_id))
+            outcomes.append(_attempted(name, store, attempt, prior, root))
     return outcomes
 
 
-def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str | None) -> Outcome:
+def _attempted(name: str, store: Store, attempt: str, prior: Prior, root: Store | None) -> Outcome:
     """Commit one attempt, if that can be."""
 
     def outcome(state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = "") -> Outcome:
@@ -116,7 +119,9 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str 
                 "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
             )
         record = assemble(place)
-        _check_may_be_published(store, record, prior, run_id)
+        _check_may_be_published(store, record, prior, root)
+        if root is not None and RUN in record.metadata and (rollback := Rollback.of(record.metadata)) is not None:
+            rollback.tell(root)
         publish(store, record, prior)
     except AlreadyExistsError as e:
         return outcome("overtaken", str(e))
@@ -129,7 +134,7 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str 
     return outcome("committed")
 
 
-def _check_may_be_published(store: Store, record: CheckpointRecord, prior: Prior, run_id: str | None) -> None:
+def _check_may_be_published(store: Store, record: CheckpointRecord, prior: Prior, root: Store | None) -> None:
     """Refuse what its own committer may have been refused.
 
     Raises:
@@ -137,7 +142,8 @@ def _check_may_be_published(store: Store, record: CheckpointRecord, prior: Prior
         CommitError: it would replace a checkpoint that is pinned.
     """
     saved_by = record.metadata.get(RUN)
-    if run_id is not None and saved_by not in (None, run_id):
+    run_id = None if saved_by is None or root is None else holder(root)
+    if run_id not in (None, saved_by):
         raise OtherJobError(f"{store}: run {saved_by} has left the attempt {record.attempt}, and run {run_id} saves there since.")
     if isinstance(prior.record, CheckpointRecord) and is_marked(store, PINNED, prior.record.attempt):
         raise CommitError(f"{store}: the attempt {record.attempt} would replace a checkpoint that is pinned; `shardckpt unpin` it first.")

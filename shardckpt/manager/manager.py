@@ -14,6 +14,7 @@ from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.job import RUN
+from shardckpt.io.rollback import ROLLBACK
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.manager.background import Background
@@ -54,7 +55,8 @@ class Restored:
     """As `shardckpt.restore` returns it."""
     step: int
     metadata: dict[str, Any]
-    """What was given to `SaveOptions(metadata=…)`, the step's `metrics`, and the `run_id` of the run that saved it."""
+    """What was given to `SaveOptions(metadata=…)`, the step's `metrics`, the `run_id` of the run that saved it, and the `rollback` that
+    it was the first save after."""
 
 
 class CheckpointManager:
@@ -123,7 +125,7 @@ class CheckpointManager:
             raise OptionError(f"CheckpointManager(lead_time={excerpt(lead_time)}): give seconds, 0 or more.")
         self.options = checked_options(options)
         """Of every save."""
-        if taken := {RUN, METRICS} & self.options.metadata.keys():
+        if taken := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():
             raise OptionError(f"SaveOptions(metadata=…): {min(taken)!r} is a member that a CheckpointManager sets; name yours otherwise.")
         policy = as_policy(every) if preemption is None else any_of(as_policy(every), preemption)
         self._rule = as_retention(keep)
@@ -203,6 +205,8 @@ class CheckpointManager:
         measured = {} if metrics is None else encode_metrics(metrics)
         measured = measured if self._leads else {}
         metadata = {**self.options.metadata, RUN: self._coordinator.run_id, **({METRICS: measured} if measured else {})}
+        if self._leads:
+            metadata |= self._lineage.metadata()
         options = dataclasses.replace(self.options, overwrite=self.options.overwrite or self._lineage.replaces(step), metadata=metadata)
         failed = self._background.begin(step, state, options, decode_metrics({METRICS: measured}))
         self._decisions.saved(step)
