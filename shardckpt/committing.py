@@ -4,7 +4,7 @@ The process that commits may die after all hosts have finished. What they wrote 
 all that there is to say; so any process can commit it, later, from the records alone. Of several attempts at one place
 the newest complete one counts. An attempt is overtaken once the place no longer has the commit record that the
 save found: something else was committed there since, or the attempt's place was collected. What a run has left that no longer
-saves there (`io.job`), or what would replace a pinned checkpoint, may be what was refused publication: that is not committed.
+saves there, or what would replace a pinned checkpoint, may be what was refused publication: that is not committed (`io.leftover`).
 Before the first save after a rollback is published, the steps that this supersedes are marked (`io.rollback`).
 """
 
@@ -14,13 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.errors import AlreadyExistsError, CommitError, NotFoundError, OtherJobError, ShardckptError, StorageError
+from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
 from shardckpt.excerpt import numbered
 from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import publish, read_prior, remove_replaced
-from shardckpt.io.job import RUN, holder
-from shardckpt.io.markers import PINNED, is_marked
+from shardckpt.io.leftover import check_leftover, run_root
 from shardckpt.io.rollback import Rollback
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -73,14 +72,12 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
     with ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
-        above = store.location.parent
-        around = None if above is None else Store.open(above)
-        futures = [pool.submit(_commit_one, name, place, around if name == "." else store) for name, place in places(store, children)]
+        futures = [pool.submit(_commit_one, name, place) for name, place in places(store, children)]
     return [outcome for future in futures for outcome in future.result()]  # one that failed keeps none of the others from it
 
 
-def _commit_one(name: str, store: Store, root: Store | None = None) -> list[Outcome]:
-    """Commit the newest complete attempt at one checkpoint; `root` is the directory that it lies in."""
+def _commit_one(name: str, store: Store) -> list[Outcome]:
+    """Commit the newest complete attempt at one checkpoint."""
     found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
     if not found:
         return []
@@ -95,17 +92,18 @@ def _commit_one(name: str, store: Store, root: Store | None = None) -> list[Outc
         if any(outcome.state == "committed" for outcome in outcomes):
             outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))
         else:
-            outcomes.append(_attempted(name, store, attempt, prior, root))
+            outcomes.append(_attempted(name, store, attempt, prior))
     return outcomes
 
 
-def _attempted(name: str, store: Store, attempt: str, prior: Prior, root: Store | None) -> Outcome:
+def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
     """Commit one attempt, if that can be."""
 
     def outcome(state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = "") -> Outcome:
         return Outcome(name, store.location, attempt, state, reason)
 
     place = store.sub(attempt)
+    replaces = prior.record.attempt if isinstance(prior.record, CheckpointRecord) else None
     present = finished_hosts(place)
     if not present:
         return outcome("incomplete", "no host has finished")
@@ -119,8 +117,9 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior, root: Store 
                 "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
             )
         record = assemble(place)
-        _check_may_be_published(store, record, prior, root)
-        if root is not None and RUN in record.metadata and (rollback := Rollback.of(record.metadata)) is not None:
+        check_leftover(store, attempt, record.metadata, replaces)
+        root, rollback = run_root(store, record.metadata), Rollback.of(record.metadata)
+        if root is not None and rollback is not None:
             rollback.tell(root)
         publish(store, record, prior)
     except AlreadyExistsError as e:
@@ -129,21 +128,6 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior, root: Store 
         raise
     except ShardckptError as e:
         return outcome("refused", str(e))
-    if isinstance(prior.record, CheckpointRecord):
-        remove_replaced(store, prior.record.attempt)
+    if replaces is not None:
+        remove_replaced(store, replaces)
     return outcome("committed")
-
-
-def _check_may_be_published(store: Store, record: CheckpointRecord, prior: Prior, root: Store | None) -> None:
-    """Refuse what its own committer may have been refused.
-
-    Raises:
-        OtherJobError: it is of a run that no longer saves there.
-        CommitError: it would replace a checkpoint that is pinned.
-    """
-    saved_by = record.metadata.get(RUN)
-    run_id = None if saved_by is None or root is None else holder(root)
-    if run_id not in (None, saved_by):
-        raise OtherJobError(f"{store}: run {saved_by} has left the attempt {record.attempt}, and run {run_id} saves there since.")
-    if isinstance(prior.record, CheckpointRecord) and is_marked(store, PINNED, prior.record.attempt):
-        raise CommitError(f"{store}: the attempt {record.attempt} would replace a checkpoint that is pinned; `shardckpt unpin` it first.")

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.errors import FormatError, MissingDataError
-from shardckpt.fields import Fields
+from shardckpt.errors import FormatError
 from shardckpt.io.commit import RECORD
-from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked
+from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked, read_sealed
 from shardckpt.manager.measured import decode_metrics
-from shardckpt.record import open_envelope
 from shardckpt.retention import SavedStep
 
 if TYPE_CHECKING:
@@ -81,13 +79,8 @@ def read_step(root: Store, step: int) -> StepInfo | None:
     """What is known of one step; None where there is no checkpoint."""
     store = root.sub(str(step))
     try:
-        data = store.read(RECORD)
-    except MissingDataError:
-        return None
-    where = store.path_of(RECORD)
-    try:
-        record = Fields(open_envelope(data, where), where)
-        if "tombstone" in record.doc:
+        record = read_sealed(store, RECORD)
+        if record is None or "tombstone" in record.doc:
             return None
         attempt, created, metadata = record.string("attempt"), record.string("created"), record.mapping("metadata")
     except FormatError:
