@@ -19,6 +19,7 @@ from shardckpt.excerpt import numbered
 from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import publish, read_prior, remove_replaced
+from shardckpt.io.deleted import deleted_steps, step_of
 from shardckpt.io.leftover import check_leftover, run_root
 from shardckpt.io.rollback import Rollback
 from shardckpt.io.store import Store
@@ -72,7 +73,8 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
     with ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
-        futures = [pool.submit(_commit_one, name, place) for name, place in places(store, children)]
+        deleted = deleted_steps(store)
+        futures = [pool.submit(_commit_one, name, place) for name, place in places(store, children) if step_of(name) not in deleted]
     return [outcome for future in futures for outcome in future.result()]  # one that failed keeps none of the others from it
 
 

@@ -42,9 +42,9 @@ class Rollback:
     def of(cls, metadata: Mapping[str, Any]) -> Self | None:
         """What a checkpoint's metadata says; None where that is nothing, or is a user's own and something else."""
         match metadata.get(ROLLBACK):
-            case {"to": int(step), "revived": bool(revived), "supersedes": {**later}}:
-                if all(key.isascii() and key.isdecimal() and isinstance(attempt, str | None) for key, attempt in later.items()):
-                    return cls(step, revived, {int(key): attempt for key, attempt in later.items()})
+            case {"to": int(step), "revived": bool(revived), "supersedes": dict(supersedes)}:
+                later = {int(key): attempt for key, attempt in supersedes.items() if key.isascii() and key.isdecimal()}
+                return cls(step, revived, {key: attempt if isinstance(attempt, str) else None for key, attempt in later.items()})
         return None
 
     def tell(self, root: Store) -> None:

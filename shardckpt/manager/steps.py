@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import FormatError
 from shardckpt.io.commit import RECORD
+from shardckpt.io.deleted import deleted_steps, step_of
 from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked, read_sealed
 from shardckpt.manager.measured import decode_metrics
 from shardckpt.retention import SavedStep
@@ -59,9 +60,10 @@ class StepInfo:
 
 
 def step_numbers(root: Store) -> list[int]:
-    """The steps that have a directory below `root`, ascending; whether they hold a checkpoint or not."""
-    names = (child[:-1] for child in root.list_children() if child.endswith("/"))
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
+    """The steps that have a directory below `root`, ascending, but for those that are known to be deleted for good."""
+    deleted = deleted_steps(root)
+    names = (step_of(child[:-1]) for child in root.list_children() if child.endswith("/"))
+    return sorted(step for step in names if step is not None and step not in deleted)
 
 
 def list_steps(root: Store) -> list[StepInfo]:
