@@ -107,6 +107,8 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         StorageError: the storage failed, or contradicts itself.
     """
     data, place = seal(record.to_json()), store.sub(record.attempt)
+    if prior.record is None:  # somebody may have removed a tombstone by hand
+        strike(store)
     try:
         with _locked(place, fcntl.LOCK_SH):
             gone = store.location.local is not None and not place.exists(record.hosts[0].key)

@@ -8,8 +8,10 @@ place holds no checkpoint, and none that lacks only its publication. It is kept 
   save that began before can publish; then writes that it is done, if the file is still the one of before.
 - Who begins a save and finds a tombstone takes the step out (`strike`), before it writes anything.
 
-A save that found the tombstone of before publishes nothing. One that found the new version came after the first write, so
-it has changed the file, and who sums up does so before its last write, or has the step taken out again after it.
+A save that found the tombstone of before publishes nothing. One that found the new version looks at the file after the first
+write: so it changes the file before the last write, which then fails, or takes the step out again after it.
+
+Who publishes where there was no record at all takes the step out, too: somebody may have removed the tombstone by hand.
 
 On a disk a look costs little, and people put checkpoints into directories by hand: there is no such file.
 """
@@ -91,10 +93,12 @@ def sum_up(root: Store, steps: Iterable[int], fence: Callable[[Store], bool]) ->
     Raises:
         StorageError: the storage failed.
     """
+    if root.location.local is not None:
+        return
     for _ in range(_ROUNDS):
         before = _Ledger.read(root)
         begun = frozenset(steps) - before.done
-        if root.location.local is not None or not begun or not before.replaced(root, before.done, before.begun | begun):
+        if not begun or not before.replaced(root, before.done, before.begun | begun):
             return
         now = _Ledger.read(root)
         buried = {step for step in begun & now.begun if fence(root.sub(str(step)))}
