@@ -21,6 +21,7 @@ from shardckpt.io.ages import last_written
 from shardckpt.io.assemble import finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import RECORD
+from shardckpt.io.deleted import deleted_steps, step_of
 from shardckpt.io.leftover import check_leftover
 from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked
 from shardckpt.io.store import Store
@@ -110,8 +111,10 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
         except StorageError as e:
             return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
 
+    deleted = frozenset() if everything else deleted_steps(store)
     with ThreadPoolExecutor(_AT_ONCE, "shardckpt-catalog") as pool:
-        return [entry for some in pool.map(at, places(store, children)) for entry in some]
+        found = pool.map(at, (named for named in places(store, children) if step_of(named[0]) not in deleted))
+        return [entry for some in found for entry in some]
 
 
 def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:

@@ -18,6 +18,7 @@ On a disk a look costs little, and people put checkpoints into directories by ha
 
 from __future__ import annotations
 
+import re
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ __all__ = ["DELETED", "deleted_steps", "step_of", "strike", "sum_up"]
 
 DELETED = "deleted.json"
 """Relative to the run's root."""
+_STEP = re.compile(r"0|[1-9]\d{0,17}", re.ASCII)
 _ROUNDS = 10
 """How often to begin anew because the file has changed."""
 
@@ -70,7 +72,7 @@ class _Ledger:
 
 def step_of(name: str) -> int | None:
     """The step whose checkpoint's directory has that name: the number in plain decimal; None: it is no step's."""
-    return int(name) if name.isascii() and name.isdecimal() and str(int(name)) == name else None
+    return int(name) if _STEP.fullmatch(name) else None
 
 
 def deleted_steps(root: Store) -> frozenset[int]:

@@ -7,6 +7,7 @@ its marker (`markers`), in ascending order: as long as one of them lacks it, the
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +22,7 @@ __all__ = ["ROLLBACK", "Rollback"]
 
 ROLLBACK = "rollback"
 """The member of a checkpoint's metadata."""
+_STEP = re.compile(r"\d{1,18}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Rollback:
         """What a checkpoint's metadata says; None where that is nothing, or is a user's own and something else."""
         match metadata.get(ROLLBACK):
             case {"to": int(step), "revived": bool(revived), "supersedes": dict(supersedes)}:
-                later = {int(key): attempt for key, attempt in supersedes.items() if key.isascii() and key.isdecimal()}
+                later = {int(key): attempt for key, attempt in supersedes.items() if _STEP.fullmatch(key)}
                 return cls(step, revived, {key: attempt if isinstance(attempt, str) else None for key, attempt in later.items()})
         return None
 

@@ -6,7 +6,6 @@
 3. Superseded steps go once training has got past them: until then a rollback can be taken back.
 4. Each deletion puts a tombstone in place of the commit record before data goes (`io.collect`). What a killed process
    has left is collected later: attempts of no checkpoint into which nothing has been written for a grace period.
-
 5. What is deleted is summed up once there is enough of it (`io.deleted`), so that a later start need not look at each.
 
 A step whose deletion failed is tried again after each save.
