@@ -21,6 +21,8 @@ from shardckpt.io.ages import last_written
 from shardckpt.io.assemble import finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import RECORD
+from shardckpt.io.deleted import deleted_steps, step_of
+from shardckpt.io.leftover import check_leftover
 from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked
 from shardckpt.io.store import Store
 from shardckpt.io.url import Location, parse
@@ -66,7 +68,7 @@ class CatalogEntry:
     hosts: int | None = None
     """Of an unfinished attempt: how many there are. None while not one has finished: only those know."""
     committable: bool = False
-    """Of an unfinished attempt: whether it lacks nothing but its commit, and nothing has come in between."""
+    """Of an unfinished attempt: whether it lacks nothing but its commit, and nothing speaks against that (`io.leftover`)."""
     pinned: bool = False
     """Of a checkpoint: whether it is kept from being deleted."""
     superseded: bool = False
@@ -109,8 +111,10 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
         except StorageError as e:
             return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
 
+    deleted = frozenset() if everything else deleted_steps(store)
     with ThreadPoolExecutor(_AT_ONCE, "shardckpt-catalog") as pool:
-        return [entry for some in pool.map(at, places(store, children)) for entry in some]
+        found = pool.map(at, (named for named in places(store, children) if step_of(named[0]) not in deleted))
+        return [entry for some in found for entry in some]
 
 
 def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:
@@ -128,12 +132,12 @@ def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:
     if everything:
         published = None if entry is None else entry.attempt
         digest = None if data is None else sha256(data).hexdigest()
-        entries += [_unfinished(place, name, attempt, digest) for attempt in attempts(place, children) if attempt != published]
+        entries += [_unfinished(place, name, attempt, published, digest) for attempt in attempts(place, children) if attempt != published]
     return entries
 
 
-def _unfinished(place: Store, name: str, attempt: str, digest: str | None) -> CatalogEntry:
-    """How far an attempt has come; `digest` is of the commit record as it is now."""
+def _unfinished(place: Store, name: str, attempt: str, published: str | None, digest: str | None) -> CatalogEntry:
+    """How far an attempt has come; `published` is the one of the commit record as it is now, and `digest` that record's."""
     inside = place.sub(attempt)
     last = last_written(place, f"{attempt}/")
     finished = finished_hosts(inside)
@@ -141,7 +145,12 @@ def _unfinished(place: Store, name: str, attempt: str, digest: str | None) -> Ca
     with contextlib.suppress(ShardckptError):  # whoever wants to commit it is told what is wrong with its records
         if finished:
             first, _ = read_host_record(inside, finished[0])
-            hosts, committable = first.hosts, finished == list(range(first.hosts)) and first.prior == digest
+            hosts = first.hosts
+            if finished == list(range(hosts)) and first.prior == digest:
+                contents = first.files.contents
+                metadata = _typed(open_envelope(inside.read(contents.key), inside.path_of(contents.key)), "metadata", dict, name)
+                check_leftover(place, attempt, metadata, published)
+                committable = True
     return CatalogEntry(
         name,
         place.location,

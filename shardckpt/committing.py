@@ -4,7 +4,8 @@ The process that commits may die after all hosts have finished. What they wrote 
 all that there is to say; so any process can commit it, later, from the records alone. Of several attempts at one place
 the newest complete one counts. An attempt is overtaken once the place no longer has the commit record that the
 save found: something else was committed there since, or the attempt's place was collected. What a run has left that no longer
-saves there (`io.job`), or what would replace a pinned checkpoint, may be what was refused publication: that is not committed.
+saves there, or what would replace a pinned checkpoint, may be what was refused publication: that is not committed (`io.leftover`).
+Before the first save after a rollback is published, the steps that this supersedes are marked (`io.rollback`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.errors import AlreadyExistsError, CommitError, NotFoundError, OtherJobError, ShardckptError, StorageError
+from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
 from shardckpt.excerpt import numbered
 from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import publish, read_prior, remove_replaced
-from shardckpt.io.job import RUN, holder
-from shardckpt.io.markers import PINNED, is_marked
+from shardckpt.io.deleted import deleted_steps, step_of
+from shardckpt.io.leftover import check_leftover, run_root
+from shardckpt.io.rollback import Rollback
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.names import natural_key
@@ -71,13 +73,13 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
     with ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
-        run_id = holder(store)
-        futures = [pool.submit(_commit_one, name, place, run_id) for name, place in places(store, children)]
+        deleted = deleted_steps(store)
+        futures = [pool.submit(_commit_one, name, place) for name, place in places(store, children) if step_of(name) not in deleted]
     return [outcome for future in futures for outcome in future.result()]  # one that failed keeps none of the others from it
 
 
-def _commit_one(name: str, store: Store, run_id: str | None = None) -> list[Outcome]:
-    """Commit the newest complete attempt at one checkpoint, where `run_id` is the run that saves now, if one does."""
+def _commit_one(name: str, store: Store) -> list[Outcome]:
+    """Commit the newest complete attempt at one checkpoint."""
     found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
     if not found:
         return []
@@ -92,17 +94,18 @@ def _commit_one(name: str, store: Store, run_id: str | None = None) -> list[Outc
         if any(outcome.state == "committed" for outcome in outcomes):
             outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))
         else:
-            outcomes.append(_attempted(name, store, attempt, prior, run_id))
+            outcomes.append(_attempted(name, store, attempt, prior))
     return outcomes
 
 
-def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str | None) -> Outcome:
+def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
     """Commit one attempt, if that can be."""
 
     def outcome(state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = "") -> Outcome:
         return Outcome(name, store.location, attempt, state, reason)
 
     place = store.sub(attempt)
+    replaces = prior.record.attempt if isinstance(prior.record, CheckpointRecord) else None
     present = finished_hosts(place)
     if not present:
         return outcome("incomplete", "no host has finished")
@@ -116,7 +119,10 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str 
                 "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
             )
         record = assemble(place)
-        _check_may_be_published(store, record, prior, run_id)
+        check_leftover(store, attempt, record.metadata, replaces)
+        root, rollback = run_root(store, record.metadata), Rollback.of(record.metadata)
+        if root is not None and rollback is not None:
+            rollback.tell(root)
         publish(store, record, prior)
     except AlreadyExistsError as e:
         return outcome("overtaken", str(e))
@@ -124,20 +130,6 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str 
         raise
     except ShardckptError as e:
         return outcome("refused", str(e))
-    if isinstance(prior.record, CheckpointRecord):
-        remove_replaced(store, prior.record.attempt)
+    if replaces is not None:
+        remove_replaced(store, replaces)
     return outcome("committed")
-
-
-def _check_may_be_published(store: Store, record: CheckpointRecord, prior: Prior, run_id: str | None) -> None:
-    """Refuse what its own committer may have been refused.
-
-    Raises:
-        OtherJobError: it is of a run that no longer saves there.
-        CommitError: it would replace a checkpoint that is pinned.
-    """
-    saved_by = record.metadata.get(RUN)
-    if run_id is not None and saved_by not in (None, run_id):
-        raise OtherJobError(f"{store}: run {saved_by} has left the attempt {record.attempt}, and run {run_id} saves there since.")
-    if isinstance(prior.record, CheckpointRecord) and is_marked(store, PINNED, prior.record.attempt):
-        raise CommitError(f"{store}: the attempt {record.attempt} would replace a checkpoint that is pinned; `shardckpt unpin` it first.")

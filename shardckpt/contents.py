@@ -11,7 +11,7 @@ import base64
 import binascii
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CommitError
 from shardckpt.excerpt import excerpt, numbered
@@ -21,9 +21,11 @@ from shardckpt.record import FileReference, seal
 from shardckpt.structure import Structure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["Contents"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,35 +51,27 @@ class Contents:
         Raises:
             CommitError: processes contradict each other; names what about, and which ones.
         """
-        small: dict[str, bytes] = {}
-        samples: dict[str, int] = {}
-        said_by: dict[str, Sequence[int]] = {}
-        metadata: dict[str, Any] = {}
-        given_by: dict[str, Sequence[int]] = {}
-        for processes, part in parts:
-            for key, value in part.metadata.items():
-                if metadata.setdefault(key, value) != value:
-                    raise CommitError(
-                        f"SaveOptions(metadata=…): {excerpt(key)} differs between {numbered('process', given_by[key])} and "
-                        f"{numbered('process', processes)}; give all the same, or one of them alone, and put what differs into the state "
-                        f"as shardckpt.PerProcess. Nothing was published."
-                    )
-                given_by.setdefault(key, processes)
-            for name, elements in part.small.items():
-                if small.setdefault(name, elements) != elements:
-                    raise CommitError(
-                        f"{shown(name)}: this small plain tensor has other elements on {numbered('process', said_by[name])} than on "
-                        f"{numbered('process', processes)}; make them equal, or wrap it in shardckpt.PerProcess. Nothing was published."
-                    )
-                said_by.setdefault(name, processes)
-            for name, sample in part.samples.items():
-                if samples.setdefault(name, sample) != sample:
-                    raise CommitError(
-                        f"{shown(name)}: this plain tensor has other elements on {numbered('process', said_by[name])} than on "
-                        f"{numbered('process', processes)}, and all write a part of it; make them equal, or give each its own name "
-                        f'and SaveOptions(host_tensors="local"). Nothing was published.'
-                    )
-                said_by.setdefault(name, processes)
+        metadata = _agreed(
+            [(processes, part.metadata) for processes, part in parts],
+            lambda key, one, other: (
+                f"SaveOptions(metadata=…): {excerpt(key)} differs between {one} and {other}; give all the same, or one of "
+                f"them alone, and put what differs into the state as shardckpt.PerProcess."
+            ),
+        )
+        small = _agreed(
+            [(processes, part.small) for processes, part in parts],
+            lambda name, one, other: (
+                f"{shown(name)}: this small plain tensor has other elements on {one} than on {other}; make them equal "
+                f"(a BatchNorm's statistics are, with SyncBatchNorm), or wrap it in shardckpt.PerProcess."
+            ),
+        )
+        samples = _agreed(
+            [(processes, part.samples) for processes, part in parts],
+            lambda name, one, other: (
+                f"{shown(name)}: this plain tensor has other elements on {one} than on {other}, and all write a part of "
+                f'it; make them equal, or give each its own name and SaveOptions(host_tensors="local").'
+            ),
+        )
         structure = Structure.union([(processes, part.structure) for processes, part in parts])
         return cls(structure, small, metadata, samples)
 
@@ -106,3 +100,17 @@ class Contents:
                 read.fail(f"chunks of {shown(name)} are larger than the tensor")  # the committer would have to fill them up
         samples = Fields(read.mapping("samples") if "samples" in read.doc else {}, where)
         return cls(structure, small, read.mapping("metadata"), {name: samples.integer(name) for name in samples.doc})
+
+
+def _agreed(parts: Sequence[tuple[Sequence[int], Mapping[str, T]]], contradiction: Callable[[str, str, str], str]) -> dict[str, T]:
+    """All that any process says; `contradiction` says what is wrong where two say different things: the name, and who they are."""
+    found: dict[str, T] = {}
+    said_by: dict[str, Sequence[int]] = {}
+    for processes, part in parts:
+        for name, value in part.items():
+            if found.setdefault(name, value) != value:
+                raise CommitError(
+                    f"{contradiction(name, numbered('process', said_by[name]), numbered('process', processes))} Nothing was published."
+                )
+            said_by.setdefault(name, processes)
+    return found

@@ -12,11 +12,13 @@ anything any more. Whatever changes the storage is checked at once:
 - An attempt becomes the checkpoint once at most, and only if the record has not changed since any of its hosts began: so
   not if another one was published, if the checkpoint was deleted, or if the place was collected in between.
 - Nobody deletes a checkpoint that came after the one that was to be deleted.
+- Where the step is said to be deleted for good, it is, and no save that may still publish has anything there.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import uuid
 from contextlib import contextmanager
@@ -33,15 +35,17 @@ from shardckpt.io import assemble
 from shardckpt.io import collect as collecting
 from shardckpt.io.attempts import is_attempt
 from shardckpt.io.commit import RECORD
+from shardckpt.io.deleted import DELETED
 from shardckpt.io.markers import PINNED, SUPERSEDED
 from shardckpt.io.store import Store
 from shardckpt.record import Tombstone, parse_checkpoint
 from shardckpt.world import World
 
-__all__ = ["Actor", "Host", "Stage", "finish"]
+__all__ = ["GRACE", "STEP", "Actor", "Host", "Stage", "finish"]
 
 GRACE = 100
 MARKERS = (PINNED, SUPERSEDED)
+STEP = 7
 LONG = 1e9
 """Seconds, longer than anybody waits for another process."""
 
@@ -153,7 +157,7 @@ class Stage:
     """A checkpoint's place, its clock, and everything that has happened there."""
 
     def __init__(self):
-        self.url = f"memory://{uuid.uuid4().hex}/c"
+        self.url = f"memory://{uuid.uuid4().hex}/{STEP}"
         self.jobs = 0
         self.clock = 0.0
         self.local = threading.local()
@@ -177,6 +181,7 @@ class Stage:
         stage = cls()
         with pytest.MonkeyPatch.context() as patch:
             stage.store = Store.open(stage.url)
+            stage.root = Store.open(stage.store.location.parent)
             stage.original = SimpleNamespace(**{name: getattr(ts.KvStore, name) for name in ("read", "write", "list")})
             for name in ("read", "write", "list", "delete_range"):
                 patch.setattr(ts.KvStore, name, stage._instead_of(name))
@@ -243,6 +248,10 @@ class Stage:
             if path == RECORD and (actor := self._actor()) is not None:
                 actor.lost = _named(value)
             return _Answer(SimpleNamespace(generation=b""))
+        if path.endswith(DELETED):
+            self.original.write(kv, key, value).result()
+            self._check_deleted()
+            return _Answer(SimpleNamespace(generation=_generation(self.original.read(kv, key).result())))
         if value is None:
             if present.state == "value" and path not in MARKERS:
                 self._before_deletion(path)
@@ -257,6 +266,7 @@ class Stage:
         self.times.pop(path, None)
         if value is not None:
             self.times[path] = self.clock
+        self._check_deleted()
         return _Answer(SimpleNamespace(generation=_generation(self.original.read(kv, key).result())))
 
     def _list(self, kv, *arguments):
@@ -311,6 +321,15 @@ class Stage:
         elif (actor := self._actor()) is not None:
             assert actor.saw[-1] == self.changes, "who deletes or collects has seen what it deletes"
         self.history.append(named)
+
+    def _check_deleted(self):
+        read = self.original.read(self.root.kvstore(), DELETED).result()
+        if read.state == "value" and STEP in json.loads(read.value)["record"]["done"]:
+            assert self.named is None, "a step that is deleted for good is no checkpoint"
+            assert RECORD in self.times, "its tombstone stays"
+            for attempt in self.attempts():
+                seen = {saver.saw[0] for saver in self.savers[attempt] if saver.saw}
+                assert seen != {self.changes}, "nobody who has written there may still publish"
 
     def check_end(self):
         """When nobody works any more, a last collection leaves one whole checkpoint, or none."""

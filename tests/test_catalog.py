@@ -9,6 +9,7 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.catalog import catalog
 from shardckpt.collecting import collect
+from shardckpt.coordination.single import SingleProcess
 from shardckpt.errors import NotFoundError, UrlError
 from shardckpt.record import Tombstone, seal
 
@@ -90,6 +91,16 @@ def test_an_attempt_whose_save_found_another_record_cannot_be_committed(tmp_path
     (tmp_path / "1" / "checkpoint.json").write_bytes(seal(Tombstone("collected").to_json()))
     entry = catalog(tmp_path, everything=True)[1]
     assert (entry.finished, entry.hosts, entry.committable) == (1, 1, False)
+
+
+def test_an_attempt_that_commit_would_refuse_is_not_recommended_to_it(tmp_path):
+    for step in (1, 2):
+        with shardckpt.CheckpointManager(tmp_path, coordinator=SingleProcess()) as manager:
+            manager.save(step, {"w": 1}, force=True)
+    (tmp_path / "1" / "checkpoint.json").unlink()  # complete, and of a run that another has taken over from
+    left, _ = catalog(tmp_path, everything=True)
+    assert (left.state, left.finished, left.committable) == ("uncommitted", 1, False)
+    assert [outcome.state for outcome in shardckpt.commit(tmp_path)] == ["refused"]
 
 
 def test_an_attempt_whose_records_make_no_sense_is_listed_all_the_same(tmp_path):

@@ -34,7 +34,7 @@ import numpy as np
 import tensorstore  # noqa: F401  (imported before the forks)
 
 import shardckpt
-from shardckpt import collecting, events, manager, policies, retention, saver  # noqa: F401
+from shardckpt import attempt, collecting, events, manager, policies, retention, saver  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "children"))
 from fork_server import DirectoryCoordinator
@@ -48,6 +48,8 @@ COMING = 8.0
 """Seconds for which processes wait for each other at the start."""
 PATIENCE = 60.0
 """Seconds that a job may take to end once it was told to."""
+attempt._COMMITTING = COMING
+"""Seconds for which those wait for the committer's word whose process 0 was killed."""
 
 
 def made(run: int, step: int, elements: int) -> dict[str, Any]:

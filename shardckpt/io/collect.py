@@ -20,7 +20,7 @@ To delete a checkpoint, a tombstone takes the place of its record on the same co
 then its attempt goes.
 
 Whoever is stopped on the way leaves a checkpoint that is whole, or none, and attempts that the next collection takes.
-Tombstones stay for ever: no time is long enough for a committer that sleeps.
+Tombstones stay for ever: no time is long enough for a committer that sleeps. `deleted` sums them up, so that nobody need read them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
 
-__all__ = ["Collected", "collect", "delete", "renew"]
+__all__ = ["Collected", "collect", "delete", "fence_tombstone", "renew"]
 
 _ROUNDS = 10
 """How often to begin anew because the record has changed; each time somebody else has got something done."""
@@ -173,6 +173,24 @@ def renew(store: Store, attempt: str) -> bool:
         if record.fence(store):
             return True
     raise StorageError(f"cannot mark {store}: {_CONTENDED}; try again.")
+
+
+def fence_tombstone(store: Store) -> bool:
+    """Make a tombstone another version of itself, so that no save that began before can publish anything there.
+
+    Returns:
+        Whether there is one, and no attempt beside it.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    if any(child.endswith("/") for child in store.list_children()):
+        return False
+    try:
+        record = _Record.of(store, *store.read_versioned(RECORD))
+    except FormatError:
+        return False
+    return record.doc is not None and "tombstone" in record.doc and record.fence(store)
 
 
 def _bury(store: Store, reason: str) -> str | None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError, VersionError
 from shardckpt.io.attempts import is_attempt
+from shardckpt.io.deleted import strike
 from shardckpt.record import CheckpointRecord, Tombstone, parse_checkpoint, seal
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ def new_attempt() -> str:
 
 
 def read_prior(store: Store, *, overwrite: bool) -> Prior:
-    """The present commit record.
+    """The present commit record, for who begins a save there or commits one.
+
+    Where it is a tombstone, the step is no longer among those that are deleted for good (`io.deleted`).
 
     Raises:
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is False.
@@ -76,6 +79,8 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
         record = Tombstone("unreadable")
     if isinstance(record, CheckpointRecord) and not overwrite:
         raise AlreadyExistsError(f"{store}: a checkpoint is committed there already; save elsewhere, or with SaveOptions(overwrite=True).")
+    if isinstance(record, Tombstone):
+        strike(store)
     return Prior(record, generation, _digest(data))
 
 
@@ -102,6 +107,8 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         StorageError: the storage failed, or contradicts itself.
     """
     data, place = seal(record.to_json()), store.sub(record.attempt)
+    if prior.record is None:  # somebody may have removed a tombstone by hand
+        strike(store)
     try:
         with _locked(place, fcntl.LOCK_SH):
             gone = store.location.local is not None and not place.exists(record.hosts[0].key)

@@ -19,7 +19,7 @@ from shardckpt.record import open_envelope, seal
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
-__all__ = ["PINNED", "SUPERSEDED", "is_marked", "mark", "unmark"]
+__all__ = ["PINNED", "SUPERSEDED", "is_marked", "mark", "read_sealed", "unmark"]
 
 PINNED = "pinned.json"
 """The checkpoint is not deleted; relative to it."""
@@ -45,14 +45,20 @@ def is_marked(store: Store, marker: str, attempt: str | None) -> bool:
     damaged pin still pins.
     """
     try:
-        data = store.read(marker)
-    except MissingDataError:
-        return False
-    where = store.path_of(marker)
-    try:
-        return attempt in (None, Fields(open_envelope(data, where), where).string("attempt"))
+        said = read_sealed(store, marker)
+        return said is not None and attempt in (None, said.string("attempt"))
     except FormatError:
         return marker == PINNED
+
+
+def read_sealed(store: Store, key: str) -> Fields | None:
+    """What a small sealed file says; None where there is none. Raises FormatError for one that is damaged."""
+    try:
+        data = store.read(key)
+    except MissingDataError:
+        return None
+    where = store.path_of(key)
+    return Fields(open_envelope(data, where), where)
 
 
 def unmark(store: Store, marker: str) -> None:

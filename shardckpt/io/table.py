@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["OWN_OBJECT", "ArrayChunks", "Table", "decode_table", "encode_table", "merge_tables", "same_places"]
+__all__ = ["OWN_OBJECT", "ArrayChunks", "Table", "merge_tables", "same_places"]
 
 _COLUMNS = tuple((name, ROW[name]) for name in ROW.names or ())
 
@@ -202,17 +202,6 @@ class Table:
         inside[ends[(ends > 0) & (ends <= len(wrong))] - 1] = False
         rows = np.flatnonzero(wrong & inside)
         return None if not len(rows) else list(self.counts)[int(np.searchsorted(ends, rows[0] + 1, side="right"))]
-
-
-def encode_table(files: Sequence[str], arrays: Mapping[str, ArrayChunks]) -> bytes:
-    """The table's bytes; `arrays` in the order in which they are stored."""
-    return Table.of(files, arrays).encode()
-
-
-def decode_table(data: bytes, where: str) -> tuple[list[str], dict[str, ArrayChunks]]:
-    """Files and arrays of a table, as `Table.decode`."""
-    table = Table.decode(data, where)
-    return table.files, table.arrays()
 
 
 def merge_tables(tables: Sequence[Table]) -> Table:

@@ -92,6 +92,12 @@ class Location:
         return Location(self.scheme, "/".join([self.path.rstrip("/"), *parts]))
 
     @property
+    def parent(self) -> Location | None:
+        """The location above this one; None where it is the highest."""
+        above = self.path.rpartition("/")[0] or ("/" if self.scheme == "file" else "")
+        return Location(self.scheme, above) if above not in ("", self.path) else None
+
+    @property
     def name(self) -> str:
         """The last name of the path."""
         return self.path.rpartition("/")[2]

@@ -1,8 +1,8 @@
 """Which of the steps that are there belong to the training that goes on now?
 
 After step s was restored, all later ones are superseded: they are replaced when training reaches them again. The manager
-knows that at once; the storage is told just before the first save after it is published, so that who only looks at an old
-step changes nothing. A superseded step that is restored belongs to the training again.
+knows that at once; the storage is told just before the first save after it is published (`io.rollback`), so that who only
+looks at an old step changes nothing. A superseded step that is restored belongs to the training again.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import AlreadyExistsError, ShardckptError
 from shardckpt.io.commit import published_attempt
-from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked, mark, unmark
+from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked, unmark
+from shardckpt.io.rollback import ROLLBACK, Rollback
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Any
 
     from shardckpt.io.store import Store
     from shardckpt.manager.resuming import Resumed
@@ -36,12 +38,18 @@ class Lineage:
         """Steps after the restored one that have not been replaced: the attempt that each one's record names, None where that
         is unreadable."""
         self._pinned: frozenset[int] = frozenset()
-        self._untold: Resumed | None = None
-        """The restore of which the storage does not know."""
+        self._untold: Rollback | None = None
+        """The one of which the storage does not know."""
 
     def resume(self, found: Resumed) -> None:
         """Training goes on after a step that was restored."""
-        self.later, self._pinned, self._untold = dict(found.later), found.pinned, found
+        self.later, self._pinned = dict(found.later), found.pinned
+        self._untold = Rollback(found.step, found.was_superseded, found.later) if found.was_superseded or found.later else None
+
+    def metadata(self) -> dict[str, Any]:
+        """What a save that begins now says of the rollback, for whoever publishes it."""
+        untold = self._untold
+        return {} if untold is None else {ROLLBACK: untold.to_json()}
 
     def replaces(self, step: int) -> bool:
         """Whether a save of this step takes the place of one from before the rollback."""
@@ -63,13 +71,9 @@ class Lineage:
             raise AlreadyExistsError(f"{place}: the step from before the rollback is pinned; `shardckpt unpin` lets it be replaced.")
         if self._overwrites and is_marked(place, PINNED, published_attempt(place)):
             raise AlreadyExistsError(f"{place}: the step that is there is pinned; `shardckpt unpin` lets it be replaced.")
-        if self._untold is None:
-            return
-        if self._untold.was_superseded:
-            unmark(self._root.sub(str(self._untold.step)), SUPERSEDED)
-        for later, attempt in self.later.items():
-            mark(self._root.sub(str(later)), SUPERSEDED, attempt or "")
-        self._untold = None
+        if self._untold is not None:
+            self._untold.tell(self._root)
+            self._untold = None
 
     def replaced(self, step: int, *, leads: bool) -> None:
         """A step is committed."""

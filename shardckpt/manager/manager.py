@@ -14,6 +14,7 @@ from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.job import RUN
+from shardckpt.io.rollback import ROLLBACK
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.manager.background import Background
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointManager", "Restored"]
 
+_PROTECTED = "the step from before the rollback is pinned; `shardckpt unpin` lets it be replaced"
 _managers: Counter[str] = Counter()
 """How many a run has made in this process: all of its processes make equally many, in the same order."""
 
@@ -54,7 +56,8 @@ class Restored:
     """As `shardckpt.restore` returns it."""
     step: int
     metadata: dict[str, Any]
-    """What was given to `SaveOptions(metadata=…)`, the step's `metrics`, and the `run_id` of the run that saved it."""
+    """What was given to `SaveOptions(metadata=…)`, the step's `metrics`, the `run_id` of the run that saved it, and the `rollback` that
+    it was the first save after."""
 
 
 class CheckpointManager:
@@ -123,7 +126,7 @@ class CheckpointManager:
             raise OptionError(f"CheckpointManager(lead_time={excerpt(lead_time)}): give seconds, 0 or more.")
         self.options = checked_options(options)
         """Of every save."""
-        if taken := {RUN, METRICS} & self.options.metadata.keys():
+        if taken := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():
             raise OptionError(f"SaveOptions(metadata=…): {min(taken)!r} is a member that a CheckpointManager sets; name yours otherwise.")
         policy = as_policy(every) if preemption is None else any_of(as_policy(every), preemption)
         self._rule = as_retention(keep)
@@ -154,6 +157,8 @@ class CheckpointManager:
         self._preempted = False
         self._skipped: int | None = None
         """The step that was skipped last."""
+        self._owed = False
+        """Whether a step was due that could not be saved, so that the next one is."""
         self._closed = False
 
     # --- saving
@@ -162,9 +167,10 @@ class CheckpointManager:
         """Whether `save` would save this step; `save` asks itself.
 
         Raises:
+            OptionError: the step is smaller than the last one that was asked about, saved or restored.
             CoordinationError: process 0 does not decide.
         """
-        self._check(step)
+        self._check_ascends(step)
         return self._due(step)
 
     def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None, *, force: bool = False) -> bool:
@@ -174,51 +180,63 @@ class CheckpointManager:
         returns. All processes call it, with the same step.
 
         Args:
-            step: the step that was completed, 0 or more; larger than the last one.
+            step: the step that was completed, 0 or more; not smaller than the one that was asked about, saved or restored last.
             state: as for `shardckpt.save`, or what `shardckpt.train_state` made.
             metrics: numbers by name, for `best_step` and rules of retention; process 0's count.
             force: save although it is not due.
 
         Returns:
-            Whether it is being saved. False with `force` only where the step is there already.
+            Whether it is being saved. Where it is not although it is due, or forced, a `SaveSkipped` event says why: the
+            step is saved already; it is from before a rollback and pinned, and the next step is saved in its place if it
+            was due; or the last save is in flight, and `in_flight="skip"`.
 
         Raises:
+            OptionError: the step is smaller than the last one that was asked about, saved or restored.
             ShardckptError: what made an earlier save fail, after this one has begun: all processes save the same steps.
             LeafError, ShardingError, OptionError: the state cannot be saved; nothing was begun.
             OtherJobError: another job saves to this root.
         """
-        self._check(step)
-        due = self._due(step)
-        if not (due or force) or (step == self._last and step != self._background.lost):
+        self._check_ascends(step)
+        if not (self._due(step) or force):
             return False
-        if self._last is not None and step < self._last:
-            raise OptionError(
-                f"save(step={step}): step {self._last} was saved or restored before; steps ascend, restore(step=…) goes back."
-            )
-        if self._lineage.protects(step):
-            self._background.emit(
-                events.SaveSkipped, step, reason="the step from before the rollback is pinned; `shardckpt unpin` lets it be replaced"
-            )
+        if step == self._last and step != self._background.lost:
+            self._skip(step, "it is saved already")
+            return False
+        if self._lineage.protects(step):  # it is forced
+            self._skip(step, _PROTECTED)
             return False
         measured = {} if metrics is None else encode_metrics(metrics)
         measured = measured if self._leads else {}
         metadata = {**self.options.metadata, RUN: self._coordinator.run_id, **({METRICS: measured} if measured else {})}
+        if self._leads:
+            metadata |= self._lineage.metadata()
         options = dataclasses.replace(self.options, overwrite=self.options.overwrite or self._lineage.replaces(step), metadata=metadata)
         failed = self._background.begin(step, state, options, decode_metrics({METRICS: measured}))
         self._decisions.saved(step)
-        self._last = step
+        self._last, self._owed = step, False
         self._background.raise_failures(self._on_failure, failed)
         return True
 
     def _due(self, step: int) -> bool:
+        """Whether a step is saved without being forced; the same on all processes."""
         decision = self._decisions.at(step)
+        if decision.skipped:
+            self._skip(step, "the save before it is still in flight")
+        if self._lineage.protects(step):
+            if decision.save or self._owed:
+                self._skip(step, f"{_PROTECTED}; the next step is saved in its place")
+                self._owed = True
+            return False
         if decision.notice is not None and not self._preempted:
             self._preempted = True
             self._events.emit(events.PreemptionNoticed(url=str(self._root), step=step, source=decision.notice))
-        if decision.skipped and step != self._skipped:
+        return decision.save or self._owed
+
+    def _skip(self, step: int, reason: str) -> None:
+        """Tell, once, that a step is not saved."""
+        if step != self._skipped:
             self._skipped = step
-            self._background.emit(events.SaveSkipped, step, reason="the save before it is still in flight")
-        return decision.save
+            self._background.emit(events.SaveSkipped, step, reason=reason)
 
     # --- restoring
 
@@ -287,7 +305,7 @@ class CheckpointManager:
         )
         if found is None:
             return None
-        self._last = found.step
+        self._last, self._owed = found.step, False
         self._lineage.resume(found)
         self._background.cleaner.forget()
         self._decisions.restart(found.step)
@@ -398,6 +416,14 @@ class CheckpointManager:
             error.add_note(f"Besides, a checkpoint was not saved: {failure}")
 
     # --- inside
+
+    def _check_ascends(self, step: int) -> None:
+        self._check(step)
+        if (before := self._decisions.previous) is not None and step < before:
+            raise OptionError(
+                f"{self._root}: step {step} after step {before}, which was asked about, saved or restored before; steps ascend: go on from "
+                f"there, or go back with restore(step=…)."
+            )
 
     def _check(self, step: object) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:

@@ -104,8 +104,13 @@ def resume(
             later = {int(s): attempt for s, attempt in chosen["later"]}
             return Resumed(chosen["step"], state, metadata, chosen["superseded"], later, frozenset(chosen["pinned"]))
         error, all_damage = failure or worst[0], worst[1]
-        if not fallback or not all_damage:
+        if not all_damage:
             raise error
+        if not fallback:
+            raise type(error)(
+                f"{error} restore(fallback=True) goes back from step {chosen['step']}, which is damaged, to the newest one that is sound, "
+                f"restore(step=…) to one of your choice."
+            ) from error
         fell_back(chosen["step"], str(error))
         damaged, below = damaged or error, chosen["step"]
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.errors import FormatError, MissingDataError
-from shardckpt.fields import Fields
+from shardckpt.errors import FormatError
 from shardckpt.io.commit import RECORD
-from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked
+from shardckpt.io.deleted import deleted_steps, step_of
+from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked, read_sealed
 from shardckpt.manager.measured import decode_metrics
-from shardckpt.record import open_envelope
 from shardckpt.retention import SavedStep
 
 if TYPE_CHECKING:
@@ -61,9 +60,10 @@ class StepInfo:
 
 
 def step_numbers(root: Store) -> list[int]:
-    """The steps that have a directory below `root`, ascending; whether they hold a checkpoint or not."""
-    names = (child[:-1] for child in root.list_children() if child.endswith("/"))
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
+    """The steps that have a directory below `root`, ascending, but for those that are known to be deleted for good."""
+    deleted = deleted_steps(root)
+    names = (step_of(child[:-1]) for child in root.list_children() if child.endswith("/"))
+    return sorted(step for step in names if step is not None and step not in deleted)
 
 
 def list_steps(root: Store) -> list[StepInfo]:
@@ -81,13 +81,8 @@ def read_step(root: Store, step: int) -> StepInfo | None:
     """What is known of one step; None where there is no checkpoint."""
     store = root.sub(str(step))
     try:
-        data = store.read(RECORD)
-    except MissingDataError:
-        return None
-    where = store.path_of(RECORD)
-    try:
-        record = Fields(open_envelope(data, where), where)
-        if "tombstone" in record.doc:
+        record = read_sealed(store, RECORD)
+        if record is None or "tombstone" in record.doc:
             return None
         attempt, created, metadata = record.string("attempt"), record.string("created"), record.mapping("metadata")
     except FormatError:

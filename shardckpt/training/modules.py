@@ -5,8 +5,10 @@
 2. Values are the module's own Parameters and buffers, DTensors under FSDP2. They are restored in place; torch_xla's,
    which are restored as new tensors, and those of a module on the meta device go into the same Parameters, which an
    optimizer may hold already.
-3. Under DDP every process has buffers (a BatchNorm's statistics) of its own, and those of its group's rank 0 count:
-   DDP gives them to the others before each step. The others leave them out of what they save.
+3. Where processes train copies of a module, each has buffers (a BatchNorm's statistics) of its own, and those of the first
+   one count. Under DDP that is its group's rank 0, which gives them to the others before each step; of a module whose own
+   parameters are DTensors (FSDP2) the first of their mesh. The others leave them out of what they save: those that are small.
+   Large ones all processes write together, so they have to agree on them.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt.errors import LeafError
 from shardckpt.names import shown
+from shardckpt.save_plan import SMALL_BYTES
 from shardckpt.training.likeness import LEFT_OUT, child, mirror
 
 if TYPE_CHECKING:
@@ -52,7 +56,8 @@ class NamedModule:
         self._hidden = set()
         """Paths that are no part of names."""
         self.replica = False
-        """Whether another process's buffers are the true ones, and not saved here."""
+        """Whether another process's buffers are the true ones, under DDP."""
+        copies: list[torch.nn.Module] = []
         distributed: Any = torch.distributed
         for path, part in module.named_modules():
             if isinstance(part, DistributedDataParallel):
@@ -63,12 +68,16 @@ class NamedModule:
                     f"{shown(key)} is wrapped in FullyShardedDataParallel, whose parameters are flat pieces of several; "
                     f"use torch.distributed.fsdp.fully_shard, or save what torch's get_model_state_dict gives."
                 )
+            elif _is_copy(part):
+                copies.append(part)
+        self._copied = {id(buffer) for part in copies for buffer in part.buffers(recurse=False)}
+        """Buffers of which another process has the true ones."""
         self._held = module.state_dict(keep_vars=True)  # also makes FSDP2 show its shards
 
     def collect(self) -> dict[str, Any]:
         """The module's own tensors, and what else its `state_dict` has, by name."""
-        elsewhere = {id(buffer) for buffer in self.module.buffers()} if self.replica else set()
-        return {self._clean(name): value for name, value in self._held.items() if id(value) not in elsewhere}
+        copied = {id(buffer) for buffer in self.module.buffers()} if self.replica else self._copied
+        return {self._clean(name): value for name, value in self._held.items() if id(value) not in copied or not _is_left_out(value)}
 
     def parameter_names(self) -> dict[int, str]:
         """By the id of each Parameter its name; of several the first."""
@@ -107,6 +116,17 @@ class NamedModule:
             return name
         parts = name.split(".")
         return ".".join(part for i, part in enumerate(parts) if part not in _WRAPPERS and ".".join(parts[: i + 1]) not in self._hidden)
+
+
+def _is_copy(part: torch.nn.Module) -> bool:
+    """Whether a module's own parameters are DTensors, and this process is not the first of their mesh."""
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in part.parameters(recurse=False)]
+    return any(isinstance(mesh, DeviceMesh) and any(mesh.get_coordinate() or ()) for mesh in meshes)
+
+
+def _is_left_out(buffer: torch.Tensor) -> bool:
+    """Whether one process alone can save a buffer: it is small, and no DTensor."""
+    return buffer.nbytes < SMALL_BYTES and getattr(buffer, "device_mesh", None) is None
 
 
 def _replace(own: Any, value: Any) -> None:

@@ -200,6 +200,34 @@ def clean_until_killed(coordinator, root, k):
     return killer.left
 
 
+def roll_back_until_killed(coordinator, root, to, step, k):
+    """Go back, save a step, and have process 0 die on the way; how many operations were left to k.
+
+    Of several processes it dies when all have written.
+    """
+    from shardckpt import attempt
+    from shardckpt.manager.lineage import Lineage
+
+    attempt._COMMITTING = 1.0
+    killer = Killer(k)
+    if coordinator.world.processes > 1:
+        Lineage.tell_storage = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with manager(coordinator, root, [1], commit_timeout=1) as mgr:
+        mgr.restore(step=to)
+        if coordinator.world.process == 0:
+            killer.arm()
+        mgr.save(step, state(coordinator, step) | {"again": True})
+    return killer.left
+
+
+def commit_until_killed(_coordinator, root, k):
+    """Commit what was left, and die on the way; how many operations were left to k."""
+    killer = Killer(k)
+    killer.arm()
+    shardckpt.commit(root)
+    return killer.left
+
+
 def save_with_metrics(coordinator, root, losses):
     """Each process has another loss; which step is the best, and what is kept with it."""
     loss = retention.Best(1, "loss")

@@ -138,6 +138,41 @@ def managed(coordinator, kind, root, last, kill):
     return {"from": None if found is None else found.step, "same": found is not None and found.state is run.state, "seen": seen}
 
 
+class Normed(nn.Module):
+    """With statistics of all kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.norm, self.out = nn.Linear(WIDTH, 10), nn.BatchNorm1d(10), nn.Linear(10, 1)
+        self.register_buffer("positions", torch.arange(20_000.0))
+
+    def forward(self, x):
+        return self.out(self.norm(self.into(x)))
+
+
+def normalized(coordinator, kind, url, save):
+    """Train with statistics that differ from rank to rank, and save; or restore. What each rank's are, in the end and before."""
+    join(coordinator)
+    torch.manual_seed(0)
+    model, mesh = Normed(), (dist.get_world_size(),) if dist.is_initialized() else None
+    if kind == "DDP" and mesh:
+        model = DistributedDataParallel(model)
+    elif mesh:
+        fully_shard(model.norm, mesh=init_device_mesh("cpu", mesh))
+        fully_shard(model, mesh=init_device_mesh("cpu", mesh))
+    state = shardckpt.train_state(model=model, rng=False)
+    if save:
+        torch.manual_seed(coordinator.world.process)
+        for _ in range(3):
+            model(torch.randn(BATCH, WIDTH)).sum().backward()
+        shardckpt.save(url, state)
+    else:
+        shardckpt.restore(url, state)
+    found = {name.removeprefix("module."): buffer.tolist() for name, buffer in model.named_buffers() if "norm" in name}
+    leave(coordinator)
+    return found
+
+
 def meshed(coordinator, shape, options):
     """Of a transformer over a mesh of that shape: what it holds where it is saved or restored, and the losses after that."""
     join(coordinator)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chunk_tables import decode_table
 from processes import Processes
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
-from shardckpt.io.table import decode_table
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 EXAMPLE = re.compile(r"^```\n\$ shardckpt (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -7,10 +7,11 @@ from math import prod
 
 import numpy as np
 import pytest
+from chunk_tables import decode_table
 from faults import TORTURE
 
 import shardckpt
-from shardckpt.io.table import ArrayChunks, decode_table
+from shardckpt.io.table import ArrayChunks
 from shardckpt.planning.plan import chunk_boxes
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]

@@ -7,10 +7,9 @@ import math
 import struct
 
 import numpy as np
+from chunk_tables import decode_table, encode_table
 from forgery import MIB
 from hypothesis import note
-
-from shardckpt.io.table import decode_table, encode_table
 
 NASTY = [
     *(

@@ -6,12 +6,12 @@ import shutil
 
 import numpy as np
 import pytest
+from chunk_tables import decode_table, encode_table
 from forgery import TRUTH, Forgery, use_in_every_way
 
 import shardckpt
 from shardckpt import SaveOptions, ShardckptError, errors
 from shardckpt.io import ocdbt
-from shardckpt.io.table import decode_table, encode_table
 
 LAYOUTS = ["packed", "zarr"]
 ESCAPES = [

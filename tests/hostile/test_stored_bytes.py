@@ -5,6 +5,7 @@ import os
 import crc32c
 import numpy as np
 import pytest
+from chunk_tables import decode_table, encode_table
 from flip_bits import file_kinds
 from forgery import MIB, Forgery, at_most, use_in_every_way
 from numcodecs.zstd import Zstd
@@ -12,7 +13,6 @@ from numcodecs.zstd import Zstd
 import shardckpt
 from shardckpt import ShardckptError, errors
 from shardckpt.io import ocdbt
-from shardckpt.io.table import decode_table, encode_table
 
 
 def test_a_frame_that_unpacks_to_more_than_its_chunk_is_refused_without_unpacking_it(tmp_path):

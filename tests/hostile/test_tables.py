@@ -6,11 +6,11 @@ import struct
 
 import numpy as np
 import pytest
+from chunk_tables import decode_table, encode_table
 from forgery import MIB, TRUTH, at_most, table_reference
 
 import shardckpt
 from shardckpt import ShardckptError, errors
-from shardckpt.io.table import decode_table, encode_table
 from shardckpt.io.table_header import ROW
 
 

@@ -10,27 +10,14 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import Processes
 
 import shardckpt
 
+CHILDREN = "integration_hf_trainer"
 STEPS, SAVED, DIES = 12, 6, 8
 """The last step, the last one that is saved before the end, and where that is."""
 LIMIT = 2
 """Steps that are kept, by the Trainer's own argument."""
-
-
-@pytest.fixture(scope="module")
-def job():
-    """Runs a function of the module in each process of a job; what they returned."""
-    with Processes("integration_hf_trainer", env={"PYTHONWARNINGS": "ignore", "USE_TORCH_XLA": "0"}) as processes:
-
-        def run(function, ranks, *arguments):
-            answers = processes.run(function, ranks, *arguments, timeout=100)
-            assert not [a for a in answers if "error" in a], answers
-            return answers
-
-        yield run
 
 
 @pytest.fixture(scope="module")

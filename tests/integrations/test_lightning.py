@@ -9,27 +9,14 @@ import json
 import shutil
 
 import pytest
-from processes import Processes
 
 import shardckpt
 
+CHILDREN = "integration_lightning"
 EPOCHS, STEPS = 5, 4
 """Of an epoch."""
 DIES = 2 * STEPS + 2
 """In the middle of the third epoch."""
-
-
-@pytest.fixture(scope="module")
-def job():
-    """Runs a function of the module in each process of a job; what they returned."""
-    with Processes("integration_lightning", env={"PYTHONWARNINGS": "ignore"}) as processes:
-
-        def run(function, ranks, *arguments):
-            answers = processes.run(function, ranks, *arguments, timeout=100)
-            assert not [a for a in answers if "error" in a], answers
-            return answers
-
-        yield run
 
 
 @pytest.fixture(scope="module")

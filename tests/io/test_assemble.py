@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from chunk_tables import decode_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import Processes
@@ -17,7 +18,7 @@ from shardckpt.io.assemble import assemble, finished_hosts, wait_for_hosts
 from shardckpt.io.commit import publish, read_prior
 from shardckpt.io.host_files import write_table
 from shardckpt.io.store import Store
-from shardckpt.io.table import ArrayChunks, Table, decode_table
+from shardckpt.io.table import ArrayChunks, Table
 from shardckpt.record import HostRecord, open_envelope, seal
 
 HOSTS = 3

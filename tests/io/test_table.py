@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from chunk_tables import decode_table, encode_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError
-from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table, decode_table, encode_table, merge_tables
+from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table, merge_tables
 from shardckpt.io.table_header import TableHeader
 from shardckpt.record import TableReference
 

@@ -9,6 +9,11 @@ from pathlib import Path
 import jsonschema
 from training_runs import state
 
+from shardckpt.io.collect import fence_tombstone
+from shardckpt.io.deleted import sum_up
+from shardckpt.io.store import Store
+from shardckpt.record import Tombstone, seal
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -29,8 +34,21 @@ def test_the_code_of_the_guide_runs_and_does_what_it_says(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_markers_and_the_file_of_the_job_conform_to_the_schema(run):
+def validate(document, kind):
     schema = json.loads((DOCS / "format.schema.json").read_text())
+    jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{kind}"}).validate(document)
+
+
+def test_the_file_of_deleted_steps_conforms_to_the_schema():
+    root = Store.open("memory://documents")
+    root.sub("3").write("checkpoint.json", seal(Tombstone("deleted").to_json()))
+    sum_up(root, [3, 4], fence_tombstone)
+    document = json.loads(root.read("deleted.json"))
+    validate(document, "deletedFile")
+    assert (document["record"]["done"], document["record"]["begun"]) == ([3], [])
+
+
+def test_markers_and_the_file_of_the_job_conform_to_the_schema(run):
     run.train(1, 2)
     with run.manager() as manager:
         manager.pin(1)
@@ -38,5 +56,5 @@ def test_markers_and_the_file_of_the_job_conform_to_the_schema(run):
         manager.save(3, state(3))
     for file, kind in (("1/pinned.json", "markerFile"), ("2/superseded.json", "markerFile"), ("job.json", "jobFile")):
         document = json.loads((run.root / file).read_text())
-        jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{kind}"}).validate(document)
+        validate(document, kind)
         assert kind == "jobFile" or (run.root / file).with_name(document["record"]["attempt"]).is_dir()

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 
 import pytest
 from processes import CHILDREN
@@ -11,7 +12,9 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import collecting, errors, pinning
+from shardckpt.io.store import Store
 from shardckpt.manager import cleaning
+from shardckpt.record import Tombstone, seal
 from shardckpt.retention import Best, EveryKth, Younger, any_of
 
 
@@ -24,6 +27,39 @@ def test_the_latest_are_kept_and_the_others_deleted_behind_the_training(run):
         assert left == {"checkpoint.json"}  # a tombstone
         with pytest.raises(errors.NotFoundError, match="not kept any more"):
             shardckpt.open(run.root / str(step))
+
+
+def test_a_start_looks_at_what_is_kept_and_not_at_all_that_was_ever_deleted(monkeypatch):
+    """Where each look takes a request: not on a disk."""
+    root = Store.open(f"memory://{uuid.uuid4().hex}/run")
+    looks = []
+    for name in ("_fetch", "list_children"):
+        monkeypatch.setattr(Store, name, _noted(looks, getattr(Store, name)))
+    started_with = []
+    for step in range(300, 303):
+        with shardckpt.CheckpointManager(root.location.url, every=1, keep=1) as manager:
+            looks.clear()
+            manager.restore()
+            started_with.append(len(looks))
+            for deleted in range(100) if step == 300 else ():  # each has been saved and deleted by an earlier run
+                root.sub(str(deleted)).write("checkpoint.json", seal(Tombstone("deleted", str(deleted)).to_json()))
+            manager.save(step, state(step))
+            manager.wait()
+            assert manager.all_steps() == [step]
+    first, *later = started_with
+    assert all(looks <= first + 20 for looks in later)
+    shardckpt.save(f"{root}/5", state(5))
+    root.sub("7").delete("checkpoint.json")  # by hand
+    shardckpt.save(f"{root}/7", state(7))
+    assert shardckpt.CheckpointManager(root.location.url).all_steps() == [5, 7, 302]
+
+
+def _noted(looks, function):
+    def noted(*arguments, **options):
+        looks.append(arguments)
+        return function(*arguments, **options)
+
+    return noted
 
 
 def test_without_a_rule_everything_is_kept(run):

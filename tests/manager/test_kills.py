@@ -43,6 +43,47 @@ def test_a_manager_that_is_killed_anywhere_loses_nothing_and_the_next_one_cleans
         shutil.rmtree(root)
 
 
+def latest_after_a_rollback(root, step):
+    """The latest step, which is never one that the rollback to 2 has left behind once its first save is published."""
+    saved_again = (root / str(step) / "checkpoint.json").exists() and "again" in shardckpt.restore(root / str(step))
+    latest = shardckpt.CheckpointManager(root).latest_step()
+    assert latest == step if saved_again else latest in (2, 4)
+    return latest
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_rollback_whose_first_save_somebody_else_commits_is_a_rollback_all_the_same(job, tmp_path, step):
+    """A run with steps 0 to 4 goes back to 2 and dies anywhere in its first save; then who commits what it left dies anywhere."""
+    base = tmp_path / "base"
+    job.run("train", 1, base, [1], 5)
+    (left,) = job.run("roll_back_until_killed", 1, shutil.copytree(base, tmp_path / "whole"), 2, step, 10_000)
+    assert latest_after_a_rollback(tmp_path / "whole", step) == step
+    ends = set()
+    operations = 10_000 - left
+    for k in (*range(0, operations - 11, 15), *range(operations - 11, operations)):
+        root = shutil.copytree(base, tmp_path / str(k))
+        assert job.run("roll_back_until_killed", 1, root, 2, step, k) == [{"signal": 9}]
+        latest_after_a_rollback(root, step)
+        job.run("commit_until_killed", 1, root, k % 8)
+        latest_after_a_rollback(root, step)
+        shardckpt.commit(root)
+        ends.add(latest_after_a_rollback(root, step))
+        assert {1, 2, 3, 4} <= {*shardckpt.CheckpointManager(root).all_steps(superseded=True)}
+        shutil.rmtree(root)
+    assert ends == {4, step}  # not saved at all, or saved again; never the step that the run went back to
+
+
+def test_it_is_too_where_the_other_processes_of_the_job_live_on(job, tmp_path):
+    job.run("train", 2, tmp_path, [1], 5)
+    killed, told = job.run("roll_back_until_killed", 2, tmp_path, 2, 7, 10_000)
+    assert (killed, told["error"]) == ({"signal": 9}, "CommitError")
+    assert listed(tmp_path) == [1, 2, 3, 4]
+    (outcome,) = shardckpt.commit(tmp_path / "7")  # by itself: the run's root is the directory above
+    assert outcome.state == "committed"
+    assert latest_after_a_rollback(tmp_path, 7) == 7
+    assert listed(tmp_path) == [1, 2, 7]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_trainings_that_lose_a_process_anywhere_go_on_from_what_was_committed_last(job, tmp_path, seed):
     """Each time on another number of processes, by another policy; the victim and its last operation are drawn."""

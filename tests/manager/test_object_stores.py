@@ -17,7 +17,10 @@ from fault_proxy import FaultProxy
 import shardckpt
 from shardckpt import errors
 from shardckpt.coordination.single import SingleProcess
-from shardckpt.io.store import shared_context
+from shardckpt.io.collect import fence_tombstone
+from shardckpt.io.deleted import sum_up
+from shardckpt.io.store import Store, shared_context
+from shardckpt.manager.steps import step_numbers
 
 
 @pytest.fixture(params=["gs", "s3"])
@@ -55,3 +58,17 @@ def test_a_run_in_a_bucket(root):
         with pytest.raises(errors.OtherJobError):
             first.wait()
     assert shardckpt.CheckpointManager(root).restore().step == 6
+
+
+def test_steps_that_are_deleted_are_summed_up_until_one_is_saved_again(root):
+    with shardckpt.CheckpointManager(root, every=1, keep=1, coordinator=SingleProcess()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.wait()
+    place = Store.open(root)
+    assert step_numbers(place) == [1, 2, 3]
+    sum_up(place, [1, 2, 3], fence_tombstone)
+    assert step_numbers(place) == [3]
+    shardckpt.save(f"{root}/1", state(1))
+    assert step_numbers(place) == [1, 3]
+    assert shardckpt.CheckpointManager(root).all_steps() == [1, 3]

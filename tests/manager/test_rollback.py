@@ -6,6 +6,7 @@ from training_runs import state
 import shardckpt
 from shardckpt import errors
 from shardckpt.coordination.single import SingleProcess
+from shardckpt.policies import OnPreemption, any_of
 
 
 @pytest.fixture
@@ -90,15 +91,40 @@ def test_without_a_rollback_a_step_that_is_there_is_not_replaced(run):
     assert "again" not in shardckpt.restore(run.root / "100")
 
 
-def test_a_pinned_step_is_not_replaced_but_skipped_with_an_event(run):
+@pytest.fixture
+def before_a_pin(run):
+    """A manager that saves every 50 steps, and has gone back from step 1000, which is pinned, to 900."""
     run.train(900, 1000)
     run.manager().pin(1000)
-    with run.manager(every=50) as manager:
+    with run.manager(every=any_of(50, OnPreemption(signals=(), file=run.root / "notice"))) as manager:
         manager.restore(step=900)
-        assert [manager.save(step, state(step)) for step in (950, 1000, 1050)] == [True, False, True]
-        manager.wait()
-    assert [(e.step, "pinned" in e.reason) for e in run.told("SaveSkipped")] == [(1000, True)]
+        yield manager
     assert run.holds(1000)
+    assert "again" not in shardckpt.restore(run.root / "1000")
+
+
+def saved(manager, steps):
+    return [step for step in steps if manager.save(step, {**state(step), "again": True})]
+
+
+def test_a_pinned_step_is_not_replaced_and_the_next_one_is_saved_in_its_place(run, before_a_pin):
+    assert saved(before_a_pin, range(901, 1102)) == [950, 1001, 1050, 1100]
+    assert [(e.step, "pinned" in e.reason, "next step" in e.reason) for e in run.told("SaveSkipped")] == [(1000, True, True)]
+
+
+def test_nor_is_it_where_it_is_forced_which_an_event_says(run, before_a_pin):
+    assert not before_a_pin.save(1000, state(1000), force=True)
+    assert [e.step for e in run.told("SaveSkipped")] == [1000]
+
+
+def test_a_job_that_is_stopped_at_a_pinned_step_ends_at_the_one_after_it_which_is_saved(run, before_a_pin):
+    (run.root / "notice").touch()
+    assert saved(before_a_pin, [1000]) == []
+    assert not before_a_pin.reached_preemption
+    assert saved(before_a_pin, [1001]) == [1001]
+    assert before_a_pin.reached_preemption
+    before_a_pin.wait()
+    assert before_a_pin.latest_step() == 1001
 
 
 def test_nor_is_one_that_is_pinned_at_the_last_moment(run, rolled_back):
@@ -125,7 +151,7 @@ def damage(run, step):
 def test_a_damaged_newest_step_is_an_error(run):
     run.train(900, 1000)
     damage(run, 1000)
-    with pytest.raises(errors.CorruptionError, match="1000"):
+    with pytest.raises(errors.CorruptionError, match=r"/1000/.*/hosts/.*restore\(fallback=True\) .*step 1000.* restore\(step=…\)"):
         run.manager().restore()
 
 

@@ -72,19 +72,32 @@ def test_a_step_is_saved_without_being_due_only_when_forced(run):
         assert not manager.save(1, state(1))
         assert manager.save(1, state(1), force=True)
         assert not manager.save(1, state(1), force=True)
+        assert [(e.step, e.reason) for e in run.told("SaveSkipped")] == [(1, "it is saved already")]
         assert not manager.should_save(2)
     assert run.holds(1)
 
 
 def test_steps_ascend(run):
-    with run.manager() as manager:
+    with run.manager(every=5) as manager:
         manager.save(5, state(5))
-        assert not manager.save(4, state(4))
-        with pytest.raises(errors.OptionError, match=r"save\(step=4\): step 5 was saved .* steps ascend"):
-            manager.save(4, state(4), force=True)
+        for asks in (
+            manager.should_save,
+            lambda step: manager.save(step, state(step)),
+            lambda step: manager.save(step, state(step), force=True),
+        ):
+            with pytest.raises(errors.OptionError, match=r"step 4 after step 5, .* steps ascend"):
+                asks(4)
         for bad in (-1, True, 2.0, "7"):
             with pytest.raises(errors.OptionError, match="step="):
                 manager.save(bad, state(1))
+
+
+def test_a_loop_that_begins_anew_after_a_restore_is_told_at_once(run):
+    run.train(5)
+    with run.manager() as manager:
+        assert manager.restore().step == 5
+        with pytest.raises(errors.OptionError, match=r"step 0 after step 5, .* go back with restore\(step=…\)"):
+            manager.save(0, state(0))
 
 
 def test_should_save_says_what_save_will_do(run):

@@ -83,6 +83,14 @@ def test_buffers_under_ddp_are_those_of_rank_0(ranks, whole, tmp_path):
     assert {"model/norm.running_mean", "ema/module.norm.running_mean", "ema/n_averaged"} <= {*names}
 
 
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_statistics_that_differ_from_rank_to_rank_are_saved_of_the_first_and_restored_on_all(ranks, tmp_path, kind):
+    first, second = ranks("normalized", 2, kind, tmp_path / "run", True)
+    assert first["norm.running_mean"] != second["norm.running_mean"]
+    for processes in (3, 1):
+        assert ranks("normalized", processes, kind, tmp_path / "run", False) == [first] * processes
+
+
 def test_more_processes_than_saved_derive_generators_of_their_own_the_same_each_time(ranks, saved):
     first, again = (ranks("elastic", 3, saved, "derive") for _ in range(2))
     assert first == again

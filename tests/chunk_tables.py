@@ -1,0 +1,18 @@
+"""Chunk tables as bytes, and as what they say."""
+
+from __future__ import annotations
+
+from shardckpt.io.table import Table
+
+__all__ = ["decode_table", "encode_table"]
+
+
+def encode_table(files, arrays):
+    """The table's bytes; `arrays` in the order in which they are stored."""
+    return Table.of(files, arrays).encode()
+
+
+def decode_table(data, where):
+    """Files and arrays of a table."""
+    table = Table.decode(data, where)
+    return table.files, table.arrays()
