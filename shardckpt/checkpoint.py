@@ -32,12 +32,15 @@ from shardckpt.excerpt import excerpt
 from shardckpt.fields import Fields
 from shardckpt.io import index
 from shardckpt.io.attempts import is_attempt
+from shardckpt.io.base_places import base_location
+from shardckpt.io.based_reader import BasedReader
 from shardckpt.io.commit import RECORD
 from shardckpt.io.host_files import read_host_files
 from shardckpt.io.opening import open_reader
 from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
+from shardckpt.names import array_path, piece_path
 from shardckpt.record import CheckpointRecord, Tombstone, open_envelope, parse_checkpoint
 from shardckpt.tree import alias_map
 from shardckpt.tree import parse as parse_tree
@@ -45,7 +48,7 @@ from shardckpt.verification import verify
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -79,6 +82,8 @@ class TensorInfo:
     """Bytes of its elements."""
     tied_names: tuple[str, ...]
     """Other names of the same tensor."""
+    base: str | None = None
+    """The checkpoint that holds its elements (path or url), where this one has left them there; None: this one."""
 
 
 def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.open, as in gzip.open)
@@ -103,7 +108,7 @@ class Checkpoint:
         self.parsed_tree = parse_tree(self.record.structure.tree)
         """The tree, read: for `shardckpt.tree`, whose functions would each read it anew."""
         self._opening = Lock()
-        self._opened: ChunkReader | None = None
+        self._opened: ChunkReader | BasedReader | None = None
         self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
         with _opening:
             _opened.add(self)
@@ -147,6 +152,7 @@ class Checkpoint:
             num_chunks=t.num_chunks,
             nbytes=t.nbytes,
             tied_names=tuple(n for n in self._names_of[t.name] if n != name),
+            base=None if t.base is None else str(base_location(self.location, t.base.base)),
         )
 
     def read(self, name: str, box: Box | None = None) -> NDArray[Any]:
@@ -156,7 +162,8 @@ class Checkpoint:
             NamesMismatchError: no such tensor.
             ShapeMismatchError: the box lies outside it.
             OptionError: that is no box.
-            CorruptionError: stored bytes are damaged or missing.
+            CorruptionError: stored bytes are damaged or missing; MissingDataError where the base is gone that has them.
+            ReplacedError: another checkpoint has taken the base's place.
         """
         t = self.tensor(name)
         box = Box.full(t.shape) if box is None else box
@@ -197,8 +204,22 @@ class Checkpoint:
             what = "replaced" if isinstance(now, CheckpointRecord) else "deleted"
             raise ReplacedError(f"{self.location}: the checkpoint was {what} while it was being read; open it again.") from e
 
+    def bases(self) -> list[str]:
+        """The checkpoints (paths or urls) in which tensors of this one lie; they are opened when such a tensor is read."""
+        return [str(base_location(self.location, base)) for base in self.record.structure.bases]
+
+    def open_bases(self, tensors: Iterable[TensorRecord]) -> None:
+        """Open the bases of some tensors, so that what is wrong with one is known before anything is read.
+
+        Raises:
+            MissingDataError, ReplacedError, FormatError: a base is gone, is another one now, or does not hold the tensor.
+        """
+        elsewhere = [tensor for tensor in tensors if tensor.base is not None]
+        if elsewhere and isinstance(self.reader, BasedReader):
+            self.reader.open(elsewhere)
+
     @property
-    def reader(self) -> ChunkReader:
+    def reader(self) -> ChunkReader | BasedReader:
         """Reads chunks by the chunk table, whose header is read when this is first asked for; all threads share it."""
         with self._opening:
             if self._opened is None:
@@ -217,12 +238,22 @@ class Checkpoint:
         return CheckpointStore(self.record, self.reader)
 
     def stock_spec(self, name: str) -> dict[str, Any]:
-        """The spec with which stock TensorStore opens the array of a tensor (its first piece)."""
-        return index.stock_spec(self.location, self.record.attempt, self.tensor(name).pieces[0].path, self.record.layout)
+        """The spec with which stock TensorStore opens the array of a tensor (its first piece), in whichever checkpoint it lies."""
+        return index.stock_spec(*self._stock_array(name))
 
     def stock_url(self, name: str) -> str:
         """The same as a url, for people to paste."""
-        return index.stock_url(self.location, self.record.attempt, self.tensor(name).pieces[0].path, self.record.layout)
+        return index.stock_url(*self._stock_array(name))
+
+    def _stock_array(self, name: str) -> tuple[Location, str, str, str]:
+        """Checkpoint, attempt, array's path and layout of a tensor's first piece."""
+        t = self.tensor(name)
+        piece = t.pieces[0]
+        if t.base is None:
+            return self.location, self.record.attempt, piece.path, self.record.layout
+        whole = piece.path == array_path(t.name)
+        path = array_path(t.base.name) if whole else piece_path(t.base.name, t.shape, piece.start)
+        return base_location(self.location, t.base.base), t.base.base.attempt, path, t.base.base.layout
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read everything and compare it with what was written; nothing damaged stops it.
@@ -232,8 +263,8 @@ class Checkpoint:
 
         Returns:
             What was checked, and the damage: by tensor and index range for chunks, by file for metadata. Covers
-            every chunk, that each is in its place, the host records, the chunk tables, and what stock zarr
-            readers go by (the merged index, the zarr.json documents).
+            every chunk, in bases too those of the tensors that lie there, that each is in its place, the host records,
+            the chunk tables, and what stock zarr readers go by (the merged index, the zarr.json documents).
         """
         return verify(self._store, self.record, progress)
 

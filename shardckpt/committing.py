@@ -17,6 +17,7 @@ from shardckpt.errors import AlreadyExistsError, CommitError, NotFoundError, Oth
 from shardckpt.excerpt import numbered
 from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
+from shardckpt.io.base_places import check_bases
 from shardckpt.io.commit import publish, read_prior, remove_replaced
 from shardckpt.io.job import RUN, holder
 from shardckpt.io.markers import PINNED, is_marked
@@ -117,6 +118,7 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str 
             )
         record = assemble(place)
         _check_may_be_published(store, record, prior, run_id)
+        check_bases(store.location, record)
         publish(store, record, prior)
     except AlreadyExistsError as e:
         return outcome("overtaken", str(e))

@@ -11,7 +11,10 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LARGEST_DIMENSION", "MOST_DIMENSIONS", "Fields"]
+__all__ = ["COMPRESSIONS", "LARGEST_DIMENSION", "LAYOUTS", "MOST_DIMENSIONS", "Fields"]
+
+LAYOUTS = ("packed", "zarr")
+COMPRESSIONS = (None, "zstd")
 
 MOST_DIMENSIONS = 32
 """Of a tensor."""

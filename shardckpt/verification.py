@@ -1,7 +1,7 @@
 """Is everything in a checkpoint as it was written?
 
 1. The records, and all chunk tables, against what vouches for them; the table of all hosts against the hosts' own.
-2. Every chunk against the table.
+2. Every chunk against the table; of a tensor that lies in a base, against the base's.
 3. What stock zarr readers go by against record and table.
 
 Nothing damaged stops it: all is reported.
@@ -9,7 +9,7 @@ Nothing damaged stops it: all is reported.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from shardckpt.io.documents import zarr_documents
 from shardckpt.io.host_files import read_host_files, read_table
 from shardckpt.io.index_check import IndexCheck
 from shardckpt.io.lookup import WholeTable
+from shardckpt.io.opening import open_reader
 from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.io.table import merge_tables, same_places
 from shardckpt.record import CheckpointRecord, format_version, parse_checkpoint
@@ -45,7 +46,7 @@ class Damage:
     box: Box | None
     """Index range of the tensor that is lost."""
     file: str
-    """Relative to the checkpoint."""
+    """Relative to the checkpoint; of a tensor in a base, the base's url or a file below it."""
     reason: str
 
 
@@ -54,7 +55,7 @@ class VerifyReport:
     """What `Checkpoint.verify` found."""
 
     chunks: int = 0
-    """Chunks compared with their checksums."""
+    """Chunks compared with their checksums, those in bases too."""
     bytes_read: int = 0
     damage: list[Damage] = field(default_factory=list)
 
@@ -85,50 +86,50 @@ class _Verification:
         self.progress = progress or (lambda _done, _all: None)
         self.report = VerifyReport()
         self.lanes: list[str] = []
+        self.versions: list[tuple[int, int]] = []
+        """Of the format, that the hosts' files name."""
 
     def run(self) -> VerifyReport:
         """Metadata first, then all chunks, then what other readers go by."""
-        self._record()
+        version = self._record()
         table = self._table()
+        if version is not None and self.versions and version != max(self.versions):
+            self._damaged_record("it names another format version than the hosts' files")
         complete = self.report.ok
         reader = ChunkReader(self.place, table, compression=self.record.compression)
-        tensors = list(self.record.structure.tensors.values())
-        total = sum(t.num_chunks for t in tensors)
+        everything = list(self.record.structure.tensors.values())
+        tensors = [t for t in everything if t.base is None]
+        total = sum(t.num_chunks for t in everything)
         done = 0
         self.progress(0, total)
         for some in _groups(tensors):
-            none = [Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([], len(t.shape)), []) for t in some]
-            reader.check(none, self._damaged_chunk)
+            reader.check(_requests(some), self._damaged_chunk)
             done += sum(t.num_chunks for t in some)
             self.progress(done, total)
         self.report.chunks = total
         self.report.bytes_read = reader.stats.bytes_read
+        if done < total:
+            self._in_bases([t for t in everything if t.base is not None])
+            self.progress(total, total)
         for file, error in reader.longer_files():
             self._damaged_file(file, error)
         if complete:  # else every entry of an index would be news to an incomplete table
             self._index(table)
         return self.report
 
-    def _record(self) -> None:
-        """Compare the commit record as it is now with what was opened; its version with the host records'.
+    def _record(self) -> tuple[int, int] | None:
+        """Compare the commit record as it is now with what was opened; the format version that it names.
 
-        No digest covers the version, but host records are covered whole, and one shardckpt writes them all.
+        No digest covers the version, but the hosts' files are covered whole, and the newest of theirs is the record's.
         """
         try:
             data = self.store.read(RECORD)
             if parse_checkpoint(data, RECORD) != self.record:
                 self._damaged_record("it is not the record that was there when the checkpoint was opened")
-            version = format_version(data, RECORD)
+            return format_version(data, RECORD)
         except ShardckptError as e:
             self._damaged_record(str(e))
-            return
-        for host in self.record.hosts:
-            with suppress(ShardckptError):  # reported when it is read for its tables
-                their_data = self.place.read(host.key)
-                host.check(their_data, host.key)
-                if format_version(their_data, host.key) != version:
-                    self._damaged_record(f"it names another format version than {host.key}")
-                    return
+            return None
 
     def _table(self) -> WholeTable:
         """The chunk table of all hosts, compared with the hosts' own; where it cannot be read, theirs as one."""
@@ -160,7 +161,9 @@ class _Verification:
                 others |= dict.fromkeys(part for part in (host.contents, host.values) if part is not None)
         for part in others:
             with self._reporting(part.key):
-                part.check(self.place.read(part.key), f"{self.place}/{part.key}")
+                data = self.place.read(part.key)
+                part.check(data, f"{self.place}/{part.key}")
+                self.versions.append(format_version(data, part.key))
         tables = []
         for table in own:
             with self._reporting(table.key):
@@ -176,7 +179,7 @@ class _Verification:
         """Compare what stock zarr readers go by with the record and the table."""
         structure = self.record.structure
         documents = zarr_documents(structure, self.record.compression)
-        pieces = {p.path: p for t in structure.tensors.values() for p in t.pieces}
+        pieces = {p.path: p for t in structure.tensors.values() if t.base is None for p in t.pieces}
         check = IndexCheck(self.place, documents, pieces, table.files, table.arrays)
         found = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
         self.report.damage += [Damage(None, None, f"{self.record.attempt}/{file}", reason) for file, reason in found]
@@ -189,6 +192,22 @@ class _Verification:
         except ShardckptError as e:
             self._damaged_file(file, e)
 
+    def _in_bases(self, tensors: Sequence[TensorRecord]) -> None:
+        """Compare tensors with what is in their bases; of one that cannot be had at all, that is reported."""
+        reader = open_reader(self.place, self.record)
+        for tensor in tensors:
+            assert tensor.base is not None
+            url = tensor.base.base.url
+
+            def damaged(name: str, box: Box, file: str, error: ShardckptError, url: str = url) -> None:
+                self.report.damage.append(Damage(name, box, f"{url}/{file}", str(error)))
+
+            try:
+                reader.check(_requests([tensor]), damaged)
+            except ShardckptError as e:
+                self.report.damage.append(Damage(tensor.name, Box.full(tensor.shape), url, str(e)))
+        self.report.bytes_read += reader.stats.bytes_read
+
     def _damaged_chunk(self, tensor: str, box: Box, file: str, error: ShardckptError) -> None:
         self.report.damage.append(Damage(tensor, box, f"{self.record.attempt}/{file}", str(error)))
 
@@ -197,6 +216,11 @@ class _Verification:
 
     def _damaged_file(self, file: str, error: ShardckptError) -> None:
         self.report.damage.append(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
+
+
+def _requests(tensors: Sequence[TensorRecord]) -> list[Request]:
+    """All of those tensors, to be checked and not to be kept."""
+    return [Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([], len(t.shape)), []) for t in tensors]
 
 
 def _groups(tensors: Sequence[TensorRecord], limit: int = 512 << 20) -> list[list[TensorRecord]]:

@@ -101,7 +101,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         CommitError: another process could not publish it, and has removed it.
         StorageError: the storage failed, or contradicts itself.
     """
-    data, place = seal(record.to_json()), store.sub(record.attempt)
+    data, place = seal(record.to_json(), record.version), store.sub(record.attempt)
     try:
         with _locked(place, fcntl.LOCK_SH):
             gone = store.location.local is not None and not place.exists(record.hosts[0].key)
