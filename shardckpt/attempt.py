@@ -34,7 +34,7 @@ from shardckpt.io.host import HostWriter
 from shardckpt.io.url import parse
 from shardckpt.per_process import encode_values
 from shardckpt.record import CheckpointRecord, HostRecord, seal
-from shardckpt.save_plan import SavePlan, plan_save
+from shardckpt.save_plan import SavePlan, plan_save, skipped_names
 from shardckpt.skipping import left_in_base
 from shardckpt.space import check_space
 from shardckpt.staging import stored
@@ -76,7 +76,7 @@ class Share:
 
     plan: SavePlan
     sources: Mapping[str, Source]
-    """Its tensors, of which nothing has been taken yet but what is in `contents`."""
+    """Its tensors but for those that it skips. Nothing of them has been taken yet but what is in `contents`."""
     contents: Contents
     values: bytes | None
     """The file of what this process owns by itself; None: nothing."""
@@ -114,7 +114,7 @@ class Attempt:
         """
         flat = flatten(collected(state), frameworks.is_tensor, frameworks.identity, frameworks.meaning)
         tensors = frameworks.reduce_partial(flat.tensors) if self.options.reduce_partial else flat.tensors
-        sources = frameworks.sources(tensors, self.world)
+        sources = frameworks.sources(tensors, self.world, unread=skipped_names(tensors, self.options.skip))
         planned = plan(sources, self.options, self.world)
         self._nbytes, self._skipped = planned.nbytes, planned.skipped
         if self._skipped:
@@ -122,7 +122,8 @@ class Attempt:
         values = encode_values(flat.per_process)
         structure, metadata = Structure(flat.tree, planned.tensors), deepcopy(dict(self.options.metadata))
         contents = Contents(structure, _small(planned, sources), metadata, _samples(planned, sources))
-        return Share(planned, sources, contents, seal({"values": values}) if values else None)
+        written = {name: source for name, source in sources.items() if name not in self._skipped}
+        return Share(planned, written, contents, seal({"values": values}) if values else None)
 
     def write(self, contents: Contents, values: bytes | None, fill: Callable[[HostWriter], None], memory: int) -> HostRecord:
         """Write this process's share, and its record.

@@ -34,7 +34,7 @@ from shardckpt.reshard.writers import Part, deal
 from shardckpt.structure import StoredLayout, TensorRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.box import Box
     from shardckpt.frameworks.base import Source
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardckpt.sharding import Layout
     from shardckpt.world import World
 
-__all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save"]
+__all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save", "skipped_names"]
 
 SMALL_BYTES = 64 << 10
 """Plain tensors of fewer bytes are told of rather than written, in a job of several processes."""
@@ -95,7 +95,7 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
         LeafError, ShardingError: a tensor that cannot be stored, by name.
         OptionError: a pattern in `shardings` that no plain tensor goes by, or one in `skip` that no tensor goes by.
     """
-    skipped = _skipped(sources, options.skip)
+    skipped = skipped_names(sources, options.skip)
     tensors = tensor_records(sources, options, world, skipped)
     everyone = tuple(range(world.processes))
     small, shared = [], []
@@ -138,11 +138,16 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
     return SavePlan(tensors, writes, small, shared, blocks, skipped)
 
 
-def _skipped(sources: Mapping[str, Source], patterns: Sequence[str]) -> frozenset[str]:
-    """The tensors that are left out."""
+def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[str]:
+    """The tensors that are left out, of all those names.
+
+    Raises:
+        OptionError: a pattern that no tensor goes by.
+    """
     found: set[str] = set()
+    names = [*names]
     for pattern in patterns:
-        fitting = [name for name in sources if matches(pattern, name)]
+        fitting = [name for name in names if matches(pattern, name)]
         if not fitting:
             raise OptionError(f"skip: {pattern!r} matches no tensor; patterns are matched with whole names.")
         found.update(fitting)
