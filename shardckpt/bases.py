@@ -43,8 +43,7 @@ class Base:
         url = read.string("url")
         if not _URL.fullmatch(url):
             read.fail("'url' is neither ../ and a path nor the url of a storage")
-        attempt = read.inside("attempt", read.value("attempt"))
-        return cls(attempt, read.one_of("layout", LAYOUTS), read.one_of("compression", COMPRESSIONS), url)
+        return cls(read.attempt(), read.one_of("layout", LAYOUTS), read.one_of("compression", COMPRESSIONS), url)
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""

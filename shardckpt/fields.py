@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMPRESSIONS", "LARGEST_DIMENSION", "LAYOUTS", "MOST_DIMENSIONS", "Fields"]
 
+_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 LAYOUTS = ("packed", "zarr")
 COMPRESSIONS = (None, "zstd")
 
@@ -101,6 +103,13 @@ class Fields:
         for v in values:
             self.inside(key, v)
         return values
+
+    def attempt(self) -> str:
+        """The member `attempt`: the name of one."""
+        attempt = self.string("attempt")
+        if not _ATTEMPT.fullmatch(attempt) or attempt.endswith(".__lock"):
+            self.fail(f"the attempt {excerpt(attempt)} is not a plain directory name")
+        return attempt
 
     def inside(self, key: str, path: Any) -> str:
         """`path`, if it names something below the attempt."""

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.errors import FormatError, VersionError
-from shardckpt.excerpt import excerpt
 from shardckpt.fields import COMPRESSIONS, LAYOUTS, Fields
 from shardckpt.structure import Structure
 
@@ -49,7 +48,6 @@ BASES_VERSION = (2, 0)
 MOST_HOSTS = 1 << 20
 """Of one save: bounds what it takes to say which are missing."""
 _ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
-_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 
 
 def seal(record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION) -> bytes:
@@ -252,7 +250,7 @@ class HostRecord:
         """Inverse of `to_json`."""
         read = Fields(doc, where)
         return cls(
-            attempt=_attempt(read),
+            attempt=read.attempt(),
             host=read.integer("host"),
             hosts=_hosts(read),
             prior=None if read.value("prior") is None else read.string("prior"),
@@ -318,7 +316,7 @@ class CheckpointRecord:
         hosts = read.sequence("hosts")
         totals = Fields(read.mapping("totals"), where)
         return cls(
-            attempt=_attempt(read),
+            attempt=read.attempt(),
             created=read.string("created"),
             writer=read.string("writer"),
             layout=read.one_of("layout", LAYOUTS),
@@ -360,10 +358,3 @@ def _hosts(read: Fields) -> int:
     if not 0 < hosts <= MOST_HOSTS:
         read.fail(f"'hosts' is {hosts}, from 1 to {MOST_HOSTS} are expected")
     return hosts
-
-
-def _attempt(read: Fields) -> str:
-    attempt = read.string("attempt")
-    if not _ATTEMPT.fullmatch(attempt) or attempt.endswith(".__lock"):
-        read.fail(f"the attempt {excerpt(attempt)} is not a plain directory name")
-    return attempt
