@@ -7,8 +7,8 @@ are the places: a directory of checkpoints, or one of them.
 from __future__ import annotations
 
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from shardckpt.bases import bases_of, names_beside
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, OptionError, StorageError
@@ -20,9 +20,6 @@ from shardckpt.io.commit import RECORD, published_attempt
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.record import open_envelope
-
-if TYPE_CHECKING:
-    import os
 
 __all__ = ["GRACE", "Collected", "collect", "delete"]
 
@@ -105,19 +102,23 @@ def _check_no_base(store: Store) -> None:
     location = store.location
     try:
         attempt = published_attempt(store)
+        if attempt is None:
+            return
     except FormatError:
-        attempt = "unreadable"
-    if attempt is None or location.parent is None:
+        attempt = None  # not known: whoever names the place counts
+    if location.parent is None:
         return
     root = Store.open(location.parent)
 
     def names_it(name: str) -> bool:
         place = root.sub(name)
+        if place.location.local is not None and not os.access(place.location.local, os.X_OK):
+            return False  # somebody else's, in a directory that is everybody's
         try:
             bases = bases_of(open_envelope(place.read(RECORD), place.path_of(RECORD)), place.path_of(RECORD))
         except (MissingDataError, FormatError):  # no checkpoint, or one that cannot be read without deleting anything
             return False
-        return location.name in names_beside(base for base in bases if attempt in (base.attempt, "unreadable"))
+        return location.name in names_beside(base for base in bases if attempt in (None, base.attempt))
 
     others = [name for name, _ in places(root, root.list_children()) if name not in (".", location.name)]
     with ThreadPoolExecutor(_AT_ONCE, "shardckpt-bases") as pool:

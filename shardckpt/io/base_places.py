@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["base_location", "base_record", "base_url", "check_bases", "holder"]
 
 
+_READ_WITHOUT = "put the base back to that place, or leave the tensor out with only="
+
+
 def base_url(checkpoint: Location, base: Location) -> str:
     """How a checkpoint names a base.
 
@@ -71,13 +74,14 @@ def base_location(checkpoint: Location, base: Base) -> Location:
     return next((place for place in places if place.local is not None and (place.local / RECORD).exists()), places[0])
 
 
-def base_record(checkpoint: Location, base: Base, of: str) -> tuple[Store, CheckpointRecord]:
+def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_WITHOUT) -> tuple[Store, CheckpointRecord]:
     """Open a base.
 
     Args:
         checkpoint: that names it.
         base: as it is named.
         of: whose elements are wanted, for messages.
+        advice: what to do if it is not there, likewise.
 
     Returns:
         The place of the base's attempt, and its commit record.
@@ -98,13 +102,10 @@ def base_record(checkpoint: Location, base: Base, of: str) -> tuple[Store, Check
         raise type(e)(f"{wanted}, which cannot be read: {e}") from e
     if not isinstance(found, CheckpointRecord):
         was = "no checkpoint is there" if found is None else f"that was deleted ({found.reason})"
-        raise MissingDataError(
-            f"{wanted} (attempt {base.attempt}), and {was}; put the base back to that place, or leave the tensor out with only=."
-        )
+        raise MissingDataError(f"{wanted} (attempt {base.attempt}), and {was}; {advice}.")
     if found.attempt != base.attempt:
         raise ReplacedError(
-            f"{wanted}, attempt {base.attempt}, and another checkpoint has taken its place (attempt {found.attempt}); put the old one "
-            f"back, or leave the tensor out with only=."
+            f"{wanted} (attempt {base.attempt}), and another checkpoint has taken its place (attempt {found.attempt}); {advice}."
         )
     if (found.layout, found.compression) != (base.layout, base.compression):
         raise FormatError(f"{wanted}, and their records disagree about layout or compression; one of them was not written by shardckpt.")
@@ -142,7 +143,7 @@ def check_bases(checkpoint: Location, record: CheckpointRecord) -> None:
     of = {tensor.base.base: name for name, tensor in record.structure.tensors.items() if tensor.base is not None}
     for base, name in of.items():
         try:
-            base_record(checkpoint, base, shown(name))
+            base_record(checkpoint, base, shown(name), "save with another base, or without skip=")
         except ShardckptError as e:
             raise CommitError(f"{e} Nothing was published.") from e
 
