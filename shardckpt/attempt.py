@@ -3,7 +3,8 @@
 1. Take: flatten the state; every tensor leaf becomes a source that knows its shape, dtype, layout, which distinct boxes
    this process holds, and which processes hold them too. Plan (`save_plan`) each tensor's chunks, and those that this
    process writes. Take whatever is small. No process asks another one, and none asks the storage.
-2. Write this process's chunks, in grid order, until all is durable; then the chunk table and the host's record.
+2. Find what this process skips in the base (`skipping`). Write its chunks, in grid order, until all is durable; then the
+   chunk table and the host's record.
 3. Process 0 waits for the records of all hosts and commits. The others look, from time to time, whether it has.
 
 The first is for the thread that saves. The others may be done by another thread, which needs nothing of the state.
@@ -15,7 +16,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -27,11 +28,14 @@ from shardckpt import frameworks
 from shardckpt.contents import Contents
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError
 from shardckpt.io.assemble import assemble, wait_for_hosts
+from shardckpt.io.base_places import base_location, base_url, check_bases
 from shardckpt.io.commit import Prior, discard, new_attempt, publish, published_attempt, read_prior, remove_replaced
 from shardckpt.io.host import HostWriter
+from shardckpt.io.url import parse
 from shardckpt.per_process import encode_values
 from shardckpt.record import CheckpointRecord, HostRecord, seal
-from shardckpt.save_plan import SavePlan, plan_save
+from shardckpt.save_plan import SavePlan, plan_save, skipped_names
+from shardckpt.skipping import left_in_base
 from shardckpt.space import check_space
 from shardckpt.staging import stored
 from shardckpt.structure import Structure
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from shardckpt.coordination import Coordinator
     from shardckpt.frameworks.base import Source
     from shardckpt.io.store import Store
+    from shardckpt.io.url import Location
     from shardckpt.options import SaveOptions
     from shardckpt.world import World
 
@@ -71,7 +76,7 @@ class Share:
 
     plan: SavePlan
     sources: Mapping[str, Source]
-    """Its tensors, of which nothing has been taken yet but what is in `contents`."""
+    """Its tensors but for those that it skips. Nothing of them has been taken yet but what is in `contents`."""
     contents: Contents
     values: bytes | None
     """The file of what this process owns by itself; None: nothing."""
@@ -90,6 +95,9 @@ class Attempt:
         self.name = new_attempt() if self.alone else _next_attempt(coordinator, store)
         self.place = store.sub(self.name)
         self.prior: Prior | None = None
+        self.bases: tuple[str, ...] = ()
+        """The checkpoints in which tensors lie that this process has skipped, once it has found them."""
+        self._skipped: frozenset[str] = frozenset()
         self._nbytes = 0
         """That this process writes."""
         self._wrote = False
@@ -106,13 +114,16 @@ class Attempt:
         """
         flat = flatten(collected(state), frameworks.is_tensor, frameworks.identity, frameworks.meaning)
         tensors = frameworks.reduce_partial(flat.tensors) if self.options.reduce_partial else flat.tensors
-        sources = frameworks.sources(tensors, self.world)
+        sources = frameworks.sources(tensors, self.world, unread=skipped_names(tensors, self.options.skip))
         planned = plan(sources, self.options, self.world)
-        self._nbytes = planned.nbytes
+        self._nbytes, self._skipped = planned.nbytes, planned.skipped
+        if self._skipped:
+            base_url(self.store.location, self._base)  # raises for what cannot be a base
         values = encode_values(flat.per_process)
         structure, metadata = Structure(flat.tree, planned.tensors), deepcopy(dict(self.options.metadata))
         contents = Contents(structure, _small(planned, sources), metadata, _samples(planned, sources))
-        return Share(planned, sources, contents, seal({"values": values}) if values else None)
+        written = {name: source for name, source in sources.items() if name not in self._skipped}
+        return Share(planned, written, contents, seal({"values": values}) if values else None)
 
     def write(self, contents: Contents, values: bytes | None, fill: Callable[[HostWriter], None], memory: int) -> HostRecord:
         """Write this process's share, and its record.
@@ -128,6 +139,7 @@ class Attempt:
         self._check_not_given_up()  # after what may be wrong with this process's own part: it is told that rather
         if self.options.compression is None:  # else nobody knows
             check_space(self.store, self._nbytes)
+        contents = self._with_bases(contents)
         self._wrote = True
         writer = HostWriter(
             self.place.among(*us),
@@ -160,6 +172,11 @@ class Attempt:
     def publish(self, record: CheckpointRecord) -> None:
         """Make the attempt the checkpoint, and tell the others."""
         assert self.prior is not None
+        try:
+            check_bases(self.store.location, record)
+        except BaseException as e:
+            self.give_up(e)
+            raise
         try:
             publish(self.store, record, self.prior)
         except BaseException as e:
@@ -214,6 +231,19 @@ class Attempt:
                         discard(self.place)
         else:  # others may still be writing; `gc` collects what they leave
             self._tell(_WORD if self.commits else _FAILURE, _in_words(error))
+
+    @property
+    def _base(self) -> Location:
+        assert self.options.base is not None  # options that skip have one
+        return parse(self.options.base)
+
+    def _with_bases(self, contents: Contents) -> Contents:
+        """What this process says of its state, with all that it skips found in the base."""
+        if not self._skipped:
+            return contents
+        structure = left_in_base(contents.structure, self._skipped, self.store.location, self._base)
+        self.bases = tuple(str(base_location(self.store.location, base)) for base in structure.bases)
+        return replace(contents, structure=structure)
 
     def _check_not_given_up(self) -> None:
         """Refuse an attempt that others have ended before this process begins it.

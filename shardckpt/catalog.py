@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardckpt.bases import bases_of
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError
 from shardckpt.fields import LARGEST_DIMENSION
 from shardckpt.io.ages import last_written
@@ -69,6 +70,8 @@ class CatalogEntry:
     """Of an unfinished attempt: how many there are. None while not one has finished: only those know."""
     committable: bool = False
     """Of an unfinished attempt: whether it lacks nothing but its commit, and nothing speaks against that (`io.leftover`)."""
+    bases: tuple[str, ...] = ()
+    """Of a checkpoint: the urls of others in which tensors of it lie, as its record has them: `../0` is the one called 0 beside it."""
     pinned: bool = False
     """Of a checkpoint: whether it is kept from being deleted."""
     superseded: bool = False
@@ -186,6 +189,7 @@ def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> 
         tensors=_typed(totals, "tensors", int, where),
         nbytes=_typed(totals, "bytes", int, where),
         stored_bytes=_typed(totals, "stored_bytes", int, where),
+        bases=tuple(base.url for base in bases_of(doc, where)),
     )
 
 

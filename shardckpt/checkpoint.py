@@ -6,8 +6,8 @@ chunk is wanted.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -26,30 +26,29 @@ from shardckpt.errors import (
     OptionError,
     ReplacedError,
     ShapeMismatchError,
-    ShardckptError,
     UncommittedError,
 )
 from shardckpt.excerpt import excerpt
 from shardckpt.fields import Fields
 from shardckpt.io import index
 from shardckpt.io.attempts import is_attempt
+from shardckpt.io.base_places import base_location
+from shardckpt.io.based_reader import BasedReader
 from shardckpt.io.commit import RECORD
-from shardckpt.io.documents import zarr_documents
-from shardckpt.io.host_files import read_host_files, read_table
-from shardckpt.io.index_check import IndexCheck
-from shardckpt.io.lookup import WholeTable
+from shardckpt.io.host_files import read_host_files
 from shardckpt.io.opening import open_reader
 from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.io.store import Store
-from shardckpt.io.table import merge_tables, same_places
 from shardckpt.io.url import parse
-from shardckpt.record import CheckpointRecord, Tombstone, format_version, open_envelope, parse_checkpoint
+from shardckpt.names import array_path, piece_path
+from shardckpt.record import CheckpointRecord, Tombstone, open_envelope, parse_checkpoint
 from shardckpt.tree import alias_map
 from shardckpt.tree import parse as parse_tree
+from shardckpt.verification import verify
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -57,10 +56,10 @@ if TYPE_CHECKING:
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.url import Location
     from shardckpt.io.zarr_store import CheckpointStore
-    from shardckpt.record import FileReference
     from shardckpt.structure import StoredLayout, TensorRecord
+    from shardckpt.verification import VerifyReport
 
-__all__ = ["Checkpoint", "Damage", "TensorInfo", "VerifyReport", "open", "open_in_this_process"]
+__all__ = ["Checkpoint", "TensorInfo", "empty", "open", "open_in_this_process"]
 
 _opened: WeakSet[Checkpoint] = WeakSet()
 _opening = Lock()
@@ -83,34 +82,8 @@ class TensorInfo:
     """Bytes of its elements."""
     tied_names: tuple[str, ...]
     """Other names of the same tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Something that is not as it was written."""
-
-    tensor: str | None
-    """Name, or None where a metadata file is concerned."""
-    box: Box | None
-    """Index range of the tensor that is lost."""
-    file: str
-    """Relative to the checkpoint."""
-    reason: str
-
-
-@dataclass(slots=True)
-class VerifyReport:
-    """What `Checkpoint.verify` found."""
-
-    chunks: int = 0
-    """Chunks compared with their checksums."""
-    bytes_read: int = 0
-    damage: list[Damage] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything is as it was written."""
-        return not self.damage
+    base: str | None = None
+    """The checkpoint that holds its elements (path or url), where this one has left them there; None: this one."""
 
 
 def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.open, as in gzip.open)
@@ -135,7 +108,7 @@ class Checkpoint:
         self.parsed_tree = parse_tree(self.record.structure.tree)
         """The tree, read: for `shardckpt.tree`, whose functions would each read it anew."""
         self._opening = Lock()
-        self._opened: ChunkReader | None = None
+        self._opened: ChunkReader | BasedReader | None = None
         self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
         with _opening:
             _opened.add(self)
@@ -179,6 +152,7 @@ class Checkpoint:
             num_chunks=t.num_chunks,
             nbytes=t.nbytes,
             tied_names=tuple(n for n in self._names_of[t.name] if n != name),
+            base=None if t.base is None else str(base_location(self.location, t.base.base)),
         )
 
     def read(self, name: str, box: Box | None = None) -> NDArray[Any]:
@@ -188,7 +162,8 @@ class Checkpoint:
             NamesMismatchError: no such tensor.
             ShapeMismatchError: the box lies outside it.
             OptionError: that is no box.
-            CorruptionError: stored bytes are damaged or missing.
+            CorruptionError: stored bytes are damaged or missing; MissingDataError where the base is gone that has them.
+            ReplacedError: another checkpoint has taken the base's place.
         """
         t = self.tensor(name)
         box = Box.full(t.shape) if box is None else box
@@ -229,8 +204,22 @@ class Checkpoint:
             what = "replaced" if isinstance(now, CheckpointRecord) else "deleted"
             raise ReplacedError(f"{self.location}: the checkpoint was {what} while it was being read; open it again.") from e
 
+    def bases(self) -> list[str]:
+        """The checkpoints (paths or urls) in which tensors of this one lie; they are opened when such a tensor is read."""
+        return [str(base_location(self.location, base)) for base in self.record.structure.bases]
+
+    def open_bases(self, tensors: Iterable[TensorRecord]) -> None:
+        """Open the bases of some tensors, so that what is wrong with one is known before anything is read.
+
+        Raises:
+            MissingDataError, ReplacedError, FormatError: a base is gone, is another one now, or does not hold the tensor.
+        """
+        elsewhere = [tensor for tensor in tensors if tensor.base is not None]
+        if elsewhere and isinstance(self.reader, BasedReader):
+            self.reader.open(elsewhere)
+
     @property
-    def reader(self) -> ChunkReader:
+    def reader(self) -> ChunkReader | BasedReader:
         """Reads chunks by the chunk table, whose header is read when this is first asked for; all threads share it."""
         with self._opening:
             if self._opened is None:
@@ -249,12 +238,22 @@ class Checkpoint:
         return CheckpointStore(self.record, self.reader)
 
     def stock_spec(self, name: str) -> dict[str, Any]:
-        """The spec with which stock TensorStore opens the array of a tensor (its first piece)."""
-        return index.stock_spec(self.location, self.record.attempt, self.tensor(name).pieces[0].path, self.record.layout)
+        """The spec with which stock TensorStore opens the array of a tensor (its first piece), in whichever checkpoint it lies."""
+        return index.stock_spec(*self._stock_array(name))
 
     def stock_url(self, name: str) -> str:
         """The same as a url, for people to paste."""
-        return index.stock_url(self.location, self.record.attempt, self.tensor(name).pieces[0].path, self.record.layout)
+        return index.stock_url(*self._stock_array(name))
+
+    def _stock_array(self, name: str) -> tuple[Location, str, str, str]:
+        """Checkpoint, attempt, array's path and layout of a tensor's first piece."""
+        t = self.tensor(name)
+        piece = t.pieces[0]
+        if t.base is None:
+            return self.location, self.record.attempt, piece.path, self.record.layout
+        whole = piece.path == array_path(t.name)
+        path = array_path(t.base.name) if whole else piece_path(t.base.name, t.shape, piece.start)
+        return base_location(self.location, t.base.base), t.base.base.attempt, path, t.base.base.layout
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read everything and compare it with what was written; nothing damaged stops it.
@@ -264,10 +263,10 @@ class Checkpoint:
 
         Returns:
             What was checked, and the damage: by tensor and index range for chunks, by file for metadata. Covers
-            every chunk, that each is in its place, the host records, the chunk tables, and what stock zarr
-            readers go by (the merged index, the zarr.json documents).
+            every chunk, in bases too those of the tensors that lie there, that each is in its place, the host records,
+            the chunk tables, and what stock zarr readers go by (the merged index, the zarr.json documents).
         """
-        return _Verification(self, progress).run()
+        return verify(self._store, self.record, progress)
 
     def process_values(self, process: int) -> dict[str, Any]:
         """What a process owned by itself when it saved (`PerProcess`), by name, not decoded."""
@@ -289,130 +288,6 @@ def open_in_this_process(location: Location) -> bool:
         return any(checkpoint.location == location for checkpoint in _opened)
 
 
-class _Verification:
-    """One run of `verify`."""
-
-    def __init__(self, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None) -> None:
-        self.record = checkpoint.record
-        self.store = checkpoint._store  # noqa: SLF001  (verification is a part of the checkpoint, in a class of its own)
-        self.place = checkpoint._place  # noqa: SLF001
-        self.progress = progress or (lambda _done, _all: None)
-        self.report = VerifyReport()
-        self.lanes: list[str] = []
-
-    def run(self) -> VerifyReport:
-        """Metadata first, then all chunks, then what other readers go by."""
-        self._record()
-        table = self._table()
-        complete = self.report.ok
-        reader = ChunkReader(self.place, table, compression=self.record.compression)
-        tensors = list(self.record.structure.tensors.values())
-        total = sum(t.num_chunks for t in tensors)
-        done = 0
-        self.progress(0, total)
-        for some in _groups(tensors):
-            none = [Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([], len(t.shape)), []) for t in some]
-            reader.check(none, self._damaged_chunk)
-            done += sum(t.num_chunks for t in some)
-            self.progress(done, total)
-        self.report.chunks = total
-        self.report.bytes_read = reader.stats.bytes_read
-        for file, error in reader.longer_files():
-            self._damaged_file(file, error)
-        if complete:  # else every entry of an index would be news to an incomplete table
-            self._index(table)
-        return self.report
-
-    def _record(self) -> None:
-        """Compare the commit record as it is now with what was opened; its version with the host records'.
-
-        No digest covers the version, but host records are covered whole, and one shardckpt writes them all.
-        """
-        try:
-            data = self.store.read(RECORD)
-            if parse_checkpoint(data, RECORD) != self.record:
-                self._damaged_record("it is not the record that was there when the checkpoint was opened")
-            version = format_version(data, RECORD)
-        except ShardckptError as e:
-            self._damaged_record(str(e))
-            return
-        for host in self.record.hosts:
-            with suppress(ShardckptError):  # reported when it is read for its tables
-                their_data = self.place.read(host.key)
-                host.check(their_data, host.key)
-                if format_version(their_data, host.key) != version:
-                    self._damaged_record(f"it names another format version than {host.key}")
-                    return
-
-    def _table(self) -> WholeTable:
-        """The chunk table of all hosts, compared with the hosts' own; where it cannot be read, theirs as one."""
-        own = self._host_tables()
-        if self.record.table is None:
-            return own
-        try:
-            table = read_table(self.place, self.record.table)
-        except ShardckptError as e:
-            self._damaged_file(self.record.table.key, e)
-            return own
-        arrays = table.arrays()
-        names, own_names = (np.array([*files, ""], object) for files in (table.files, own.files))
-        for path, rows in own.arrays.items():
-            row = arrays[path].find(rows.chunk.astype(np.int64)) if path in arrays else np.full(1, -1)
-            if (row < 0).any() or not same_places(rows, own_names, arrays[path], names, row):
-                self._damaged_file(self.record.table.key, FormatError(f"{path}: its chunks are not where the hosts' own tables have them."))
-        return WholeTable(table.files, arrays)
-
-    def _host_tables(self) -> WholeTable:
-        """All hosts' chunk tables that can be read, and the committer's of small tensors, as one; damage to hosts' files is reported."""
-        own = [] if self.record.small_table is None else [self.record.small_table]
-        others: dict[FileReference, None] = {}  # each once, though hosts that say the same share a file
-        for reference in self.record.hosts:
-            with self._reporting(reference.key):
-                host = read_host_files(self.place, reference)
-                self.lanes += host.lanes
-                own.append(host.table)
-                others |= dict.fromkeys(part for part in (host.contents, host.values) if part is not None)
-        for part in others:
-            with self._reporting(part.key):
-                part.check(self.place.read(part.key), f"{self.place}/{part.key}")
-        tables = []
-        for table in own:
-            with self._reporting(table.key):
-                tables.append(read_table(self.place, table))
-        try:
-            merged = merge_tables(tables)
-        except FormatError as e:
-            self._damaged_file("hosts", e)
-            return WholeTable([], {})
-        return WholeTable(merged.files, merged.arrays())
-
-    def _index(self, table: WholeTable) -> None:
-        """Compare what stock zarr readers go by with the record and the table."""
-        structure = self.record.structure
-        documents = zarr_documents(structure, self.record.compression)
-        pieces = {p.path: p for t in structure.tensors.values() for p in t.pieces}
-        check = IndexCheck(self.place, documents, pieces, table.files, table.arrays)
-        found = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
-        self.report.damage += [Damage(None, None, f"{self.record.attempt}/{file}", reason) for file, reason in found]
-
-    @contextmanager
-    def _reporting(self, file: str) -> Iterator[None]:
-        """Report what is raised inside as damage to a file, and go on."""
-        try:
-            yield
-        except ShardckptError as e:
-            self._damaged_file(file, e)
-
-    def _damaged_chunk(self, tensor: str, box: Box, file: str, error: ShardckptError) -> None:
-        self.report.damage.append(Damage(tensor, box, f"{self.record.attempt}/{file}", str(error)))
-
-    def _damaged_record(self, reason: str) -> None:
-        self.report.damage.append(Damage(None, None, RECORD, reason))
-
-    def _damaged_file(self, file: str, error: ShardckptError) -> None:
-        self.report.damage.append(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
-
-
 def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Memory for a tensor.
 
@@ -423,19 +298,6 @@ def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[An
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as e:
         raise BudgetError(f"{name}: there is no memory for an array of {shape} ({e}); read a box of it, or leave it out with only=.") from e
-
-
-def _groups(tensors: Sequence[TensorRecord], limit: int = 512 << 20) -> list[list[TensorRecord]]:
-    """Consecutive tensors whose bytes are about `limit` together: how often progress is told."""
-    groups: list[list[TensorRecord]] = []
-    size = limit
-    for tensor in tensors:
-        if size >= limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    return groups
 
 
 def _read_record(store: Store) -> CheckpointRecord:

@@ -7,24 +7,26 @@ are the places: a directory of checkpoints, or one of them.
 from __future__ import annotations
 
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
-from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
+from shardckpt.bases import bases_of, names_beside
+from shardckpt.errors import FormatError, MissingDataError, NotFoundError, OptionError, StorageError
 from shardckpt.excerpt import excerpt
 from shardckpt.io import collect as at_one_place
 from shardckpt.io.attempts import places
 from shardckpt.io.collect import Collected
+from shardckpt.io.commit import RECORD, published_attempt
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-
-if TYPE_CHECKING:
-    import os
+from shardckpt.record import open_envelope
 
 __all__ = ["GRACE", "Collected", "collect", "delete"]
 
 GRACE = 24 * 3600.0
 """Seconds for which nothing may have been written into an attempt that is collected, unless told otherwise."""
+_NAMED = 10
+"""Checkpoints that a message names."""
 _AT_ONCE = 16
 """Places that are looked at together: on an object store each question takes a round trip."""
 
@@ -84,12 +86,48 @@ def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: fl
 
     Raises:
         NotFoundError: no checkpoint there.
+        OptionError: it is pinned, or checkpoints beside it have left tensors in it; names them.
         ReplacedError: another one took its place just now; nothing was deleted.
         VersionError: it is a newer version's.
         StorageError: the storage failed; where the message does not speak of deleting the record, it is deleted and data may be left.
     """
     _check_seconds(grace)
-    return at_one_place.delete(Store.open(parse(url)), reason=reason, grace=grace)
+    store = Store.open(parse(url))
+    _check_no_base(store)
+    return at_one_place.delete(store, reason=reason, grace=grace)
+
+
+def _check_no_base(store: Store) -> None:
+    """Refuse to delete what checkpoints in the same directory name as their base. Of others nobody knows."""
+    location = store.location
+    try:
+        attempt = published_attempt(store)
+        if attempt is None:
+            return
+    except FormatError:
+        attempt = None  # not known: whoever names the place counts
+    if location.parent is None:
+        return
+    root = Store.open(location.parent)
+
+    def names_it(name: str) -> bool:
+        place = root.sub(name)
+        if place.location.local is not None and not os.access(place.location.local, os.X_OK):
+            return False  # somebody else's, in a directory that is everybody's
+        try:
+            bases = bases_of(open_envelope(place.read(RECORD), place.path_of(RECORD)), place.path_of(RECORD))
+        except (MissingDataError, FormatError):  # no checkpoint, or one that cannot be read without deleting anything
+            return False
+        return location.name in names_beside(base for base in bases if attempt in (None, base.attempt))
+
+    others = [name for name, _ in places(root, root.list_children()) if name not in (".", location.name)]
+    with ThreadPoolExecutor(_AT_ONCE, "shardckpt-bases") as pool:
+        naming = [name for name, found in zip(others, pool.map(names_it, others), strict=True) if found]
+    if naming:
+        raise OptionError(
+            f"{location} is the base of checkpoints beside it, which have left tensors in it: {', '.join(naming[:_NAMED])}"
+            f"{', …' if len(naming) > _NAMED else ''}; so it is not deleted. Delete those first, or save them again without skip=."
+        )
 
 
 def _check_seconds(grace: object) -> None:

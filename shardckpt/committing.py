@@ -18,6 +18,7 @@ from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, 
 from shardckpt.excerpt import numbered
 from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
+from shardckpt.io.base_places import check_bases
 from shardckpt.io.commit import publish, read_prior, remove_replaced
 from shardckpt.io.deleted import deleted_steps, step_of
 from shardckpt.io.leftover import check_leftover, run_root
@@ -120,6 +121,7 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
             )
         record = assemble(place)
         check_leftover(store, attempt, record.metadata, replaces)
+        check_bases(store.location, record)
         root, rollback = run_root(store, record.metadata), Rollback.of(record.metadata)
         if root is not None and rollback is not None:
             rollback.tell(root)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from shardckpt.dtypes import DType
+    from shardckpt.io.based_reader import BasedReader
     from shardckpt.io.reader import ChunkReader
     from shardckpt.planning.plan import Piece
     from shardckpt.structure import TensorRecord
@@ -79,7 +80,11 @@ class _Block:
 
 
 def compare_values(
-    a: ChunkReader, b: ChunkReader, pairs: Sequence[Pair], limit: int, progress: Callable[[int, int], None] | None = None
+    a: ChunkReader | BasedReader,
+    b: ChunkReader | BasedReader,
+    pairs: Sequence[Pair],
+    limit: int,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[ValueChange]:
     """Compare pairs of tensors, and yield those that differ, in order.
 
@@ -159,7 +164,7 @@ def _block_box(piece: Piece, sides: Sequence[int], grid: Sequence[int], k: int) 
     return Box(tuple(start), tuple(min(a + side, end) for a, side, end in zip(start, sides, piece.box.stop, strict=True)))
 
 
-def _read(reader: ChunkReader, batch: Sequence[_Block], side: str) -> list[NDArray[Any]]:
+def _read(reader: ChunkReader | BasedReader, batch: Sequence[_Block], side: str) -> list[NDArray[Any]]:
     """The elements of a batch's blocks, as they are stored."""
     requests = []
     for block in batch:

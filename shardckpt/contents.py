@@ -17,7 +17,7 @@ from shardckpt.errors import CommitError
 from shardckpt.excerpt import excerpt, numbered
 from shardckpt.fields import Fields
 from shardckpt.names import shown
-from shardckpt.record import FileReference, seal
+from shardckpt.record import BASES_VERSION, FORMAT_VERSION, FileReference, seal
 from shardckpt.structure import Structure
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class Contents:
         """The file that says so, and the reference to it."""
         small = {name: base64.b64encode(elements).decode() for name, elements in self.small.items()}
         samples = {"samples": self.samples} if self.samples else {}
-        data = seal({"metadata": self.metadata, "small": small, **samples, "structure": self.structure.to_json()})
+        version = BASES_VERSION if self.structure.bases else FORMAT_VERSION
+        data = seal({"metadata": self.metadata, "small": small, **samples, "structure": self.structure.to_json()}, version)
         return FileReference.of(f"contents/{hashlib.sha256(data).hexdigest()}.json", data), data
 
     @classmethod

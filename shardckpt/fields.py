@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,7 +12,11 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LARGEST_DIMENSION", "MOST_DIMENSIONS", "Fields"]
+__all__ = ["COMPRESSIONS", "LARGEST_DIMENSION", "LAYOUTS", "MOST_DIMENSIONS", "Fields"]
+
+_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+LAYOUTS = ("packed", "zarr")
+COMPRESSIONS = (None, "zstd")
 
 MOST_DIMENSIONS = 32
 """Of a tensor."""
@@ -98,6 +103,13 @@ class Fields:
         for v in values:
             self.inside(key, v)
         return values
+
+    def attempt(self) -> str:
+        """The member `attempt`: the name of one."""
+        attempt = self.string("attempt")
+        if not _ATTEMPT.fullmatch(attempt) or attempt.endswith(".__lock"):
+            self.fail(f"the attempt {excerpt(attempt)} is not a plain directory name")
+        return attempt
 
     def inside(self, key: str, path: Any) -> str:
         """`path`, if it names something below the attempt."""

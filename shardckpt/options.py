@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 
 if TYPE_CHECKING:
+    import os
+
     from shardckpt.sharding import Layout
 
 __all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "checked_options", "parse_bytes"]
@@ -48,6 +50,11 @@ class SaveOptions:
     """Bytes, or a string such as "512MiB": host memory for staging and for chunks on their way to storage."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Any JSON object, kept with the checkpoint: `shardckpt.open(url).metadata`."""
+    base: str | os.PathLike[str] | None = None
+    """Path or url of a checkpoint, in the same kind of storage, that holds what is skipped. It has to stay there."""
+    skip: str | Sequence[str] = ()
+    """Name patterns: tensors whose names match are neither copied nor written, but recorded as lying in the base, whose tensors of
+    those names have to have the same shape and dtype. That their elements are equal is taken for granted: skip what is frozen."""
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -64,6 +71,7 @@ class SaveOptions:
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
             raise OptionError(f"SaveOptions(commit_timeout={seconds!r}): give a positive number of seconds.")
         _check_shardings(self.shardings)
+        object.__setattr__(self, "skip", _patterns(self.skip, self.base))
         if self.budget < LEAST_MEMORY_LIMIT:
             raise OptionError(f"SaveOptions(memory_limit={self.budget}): at least {LEAST_MEMORY_LIMIT} bytes (16MiB) are needed.")
         try:
@@ -82,17 +90,16 @@ class SaveOptions:
         return self.memory_limit
 
 
-def checked_options(options: SaveOptions | None) -> SaveOptions:
-    """What a caller gave as `options`, or all that is the default.
+def checked_options(options: SaveOptions | None, skip: str | Sequence[str] | None = None) -> SaveOptions:
+    """What a caller gave as `options`, or all that is the default; with `skip`, where that is given too.
 
     Raises:
-        OptionError: neither None nor options.
+        OptionError: neither None nor options; or what cannot be skipped.
     """
-    if options is None:
-        return SaveOptions()
+    options = SaveOptions() if options is None else options
     if not isinstance(options, SaveOptions):
         raise OptionError(f"save(options=…): a {type(options).__name__} is no SaveOptions; give shardckpt.SaveOptions(…).")
-    return options
+    return options if skip is None else replace(options, skip=skip)
 
 
 def parse_bytes(value: int | str, what: str) -> int:
@@ -123,6 +130,18 @@ def check_flag(value: object, what: str) -> None:
     """
     if not isinstance(value, bool):
         raise OptionError(f"{what}={excerpt(value)}: give True or False.")
+
+
+def _patterns(skip: object, base: object) -> tuple[str, ...]:
+    """What is to be skipped, as patterns."""
+    if base is not None and not isinstance(base, str) and not hasattr(base, "__fspath__"):
+        raise OptionError(f"SaveOptions(base={excerpt(base)}): give the path or url of a checkpoint.")
+    patterns = (skip,) if isinstance(skip, str) else skip
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(f"skip={excerpt(skip)}: give patterns that names of tensors are matched with, as text.")
+    if patterns and base is None:
+        raise OptionError(f"skip={excerpt(skip)} needs a base, in which those tensors lie; give SaveOptions(base=url) with it.")
+    return tuple(patterns)
 
 
 def _check_shardings(shardings: object) -> None:

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.errors import FormatError, VersionError
-from shardckpt.excerpt import excerpt
-from shardckpt.fields import Fields
+from shardckpt.fields import COMPRESSIONS, LAYOUTS, Fields
 from shardckpt.structure import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "BASES_VERSION",
     "FORMAT_VERSION",
     "CheckpointRecord",
     "FileReference",
@@ -42,20 +42,19 @@ __all__ = [
 ]
 
 FORMAT_VERSION = (1, 0)
-"""Major and minor. Readers refuse a newer major; a newer minor only adds what they may ignore."""
-LAYOUTS = ("packed", "zarr")
-COMPRESSIONS = (None, "zstd")
+"""Major and minor, of all that needs no newer one. Readers refuse a newer major; a newer minor only adds what they may ignore."""
+BASES_VERSION = (2, 0)
+"""Of contents and commit records with tensors that lie in other checkpoints. The newest that is read."""
 MOST_HOSTS = 1 << 20
 """Of one save: bounds what it takes to say which are missing."""
 _ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
-_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 
 
-def seal(record: Mapping[str, Any]) -> bytes:
+def seal(record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION) -> bytes:
     """A record's bytes, digest included."""
     body = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
     digest = hashlib.sha256(body).hexdigest()
-    major, minor = FORMAT_VERSION
+    major, minor = version
     return f'{{"format":"shardckpt","version":[{major},{minor}],"sha256":"{digest}","record":'.encode() + body + b"}\n"
 
 
@@ -68,8 +67,8 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
     """
     match = _head(data, where)
     version = int(match[1]), int(match[2])
-    if version[0] > FORMAT_VERSION[0]:
-        ours = ".".join(map(str, FORMAT_VERSION))
+    if version[0] > BASES_VERSION[0]:
+        ours = ".".join(map(str, BASES_VERSION))
         raise VersionError(
             f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({ours}); upgrade shardckpt."
         )
@@ -251,7 +250,7 @@ class HostRecord:
         """Inverse of `to_json`."""
         read = Fields(doc, where)
         return cls(
-            attempt=_attempt(read),
+            attempt=read.attempt(),
             host=read.integer("host"),
             hosts=_hosts(read),
             prior=None if read.value("prior") is None else read.string("prior"),
@@ -279,7 +278,7 @@ class CheckpointRecord:
     structure: Structure
     metadata: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
-    """`tensors`, `bytes` (elements), `stored_bytes` (with padding and checksums), `chunks`."""
+    """`tensors` and `bytes` (elements) of all, those in bases too; `stored_bytes` (with padding and checksums) and `chunks` of its own."""
     table: TableReference | None = None
     """All hosts' chunk tables as one; None: only the hosts' own are there."""
     small_table: TableReference | None = None
@@ -287,6 +286,11 @@ class CheckpointRecord:
     fence: str | None = field(default=None, compare=False)
     """Changed to anything else, it makes the record another version of itself: committers that have seen the one
     before can no longer replace it."""
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of the format: the oldest that can say this."""
+        return BASES_VERSION if self.structure.bases else FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -312,7 +316,7 @@ class CheckpointRecord:
         hosts = read.sequence("hosts")
         totals = Fields(read.mapping("totals"), where)
         return cls(
-            attempt=_attempt(read),
+            attempt=read.attempt(),
             created=read.string("created"),
             writer=read.string("writer"),
             layout=read.one_of("layout", LAYOUTS),
@@ -354,10 +358,3 @@ def _hosts(read: Fields) -> int:
     if not 0 < hosts <= MOST_HOSTS:
         read.fail(f"'hosts' is {hosts}, from 1 to {MOST_HOSTS} are expected")
     return hosts
-
-
-def _attempt(read: Fields) -> str:
-    attempt = read.string("attempt")
-    if not _ATTEMPT.fullmatch(attempt) or attempt.endswith(".__lock"):
-        read.fail(f"the attempt {excerpt(attempt)} is not a plain directory name")
-    return attempt

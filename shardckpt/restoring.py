@@ -94,7 +94,8 @@ def restore(
         LeafError, ShardingError: a leaf that cannot be restored into, by name; nothing was read.
         OptionError: an option that cannot be.
         ReplacedError: the checkpoint was replaced or deleted while it was being read.
-        CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined.
+        CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined. A base that is gone
+            is a MissingDataError before anything is read.
     """
     check_flag(strict, "strict")
     check_flag(cast, "cast")
@@ -330,6 +331,7 @@ def _run(
         in_place: whether memory that is filled is the caller's, who is told so if that fails.
         progress: told how many bytes are placed, and how many there are.
     """
+    checkpoint.open_bases(job.tensor for job in jobs)
     restored: dict[str, object] = {}
     done, total = 0, sum(job.nbytes for job in jobs)
     tell = progress or (lambda _done, _total: None)

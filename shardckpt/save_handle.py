@@ -47,6 +47,8 @@ class SaveReport:
     """On the process that commits, until the checkpoint was published; 0 on the others."""
     streamed: bool
     """Whether the buffers did not suffice, so that the call went on while part of the state was written."""
+    bases: tuple[str, ...] = ()
+    """The other checkpoints in which tensors lie that were skipped."""
 
     @property
     def stall_s(self) -> float:

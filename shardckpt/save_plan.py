@@ -2,7 +2,7 @@
 
 Pure, from what the tensors say of themselves; the same on every process, as far as two processes know the same tensor.
 
-1. Choose each tensor's chunks from its shape and layout alone.
+1. Choose each tensor's chunks from its shape and layout alone; a tensor that is skipped has none here.
 2. Ask which processes hold each box. A plain host tensor says nothing of that: a large one all processes have, or
    only the one that shows it, as `host_tensors` says. Small ones may be on any processes, and nothing of them is
    written: their elements go into what the host says of the checkpoint.
@@ -34,7 +34,7 @@ from shardckpt.planning.writers import Part, deal
 from shardckpt.structure import StoredLayout, TensorRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.box import Box
     from shardckpt.frameworks.base import Source
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardckpt.sharding import Layout
     from shardckpt.world import World
 
-__all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save"]
+__all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save", "skipped_names"]
 
 SMALL_BYTES = 64 << 10
 """Plain tensors of fewer bytes are told of rather than written, in a job of several processes."""
@@ -79,6 +79,8 @@ class SavePlan:
     """Large plain tensors that all processes have, each of which writes a part."""
     blocks: dict[str, list[Block]]
     """The same as `writes`, cut into what is copied at once."""
+    skipped: frozenset[str] = frozenset()
+    """Tensors that lie in the base: they have no pieces yet, which are those in there."""
 
     @property
     def nbytes(self) -> int:
@@ -91,14 +93,15 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
 
     Raises:
         LeafError, ShardingError: a tensor that cannot be stored, by name.
-        OptionError: a pattern in `shardings` that no plain tensor goes by.
+        OptionError: a pattern in `shardings` that no plain tensor goes by, or one in `skip` that no tensor goes by.
     """
-    tensors = tensor_records(sources, options, world)
+    skipped = skipped_names(sources, options.skip)
+    tensors = tensor_records(sources, options, world, skipped)
     everyone = tuple(range(world.processes))
     small, shared = [], []
     parts: list[Part] = []
     places: list[tuple[str, int, Piece, Box]] = []
-    for name, source in sources.items():
+    for name, source in ((name, source) for name, source in sources.items() if name not in skipped):
         tensor, boxes = tensors[name], source.boxes
         holders = source.holders
         if holders is None:
@@ -132,18 +135,39 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
             writes.setdefault(name, []).append(Write(i, piece, share))
             corner, itemsize = sources[name].boxes[i].start, tensors[name].dtype.storage.itemsize
             blocks.setdefault(name, []).extend(blocks_of(i, corner, piece, common, share, itemsize))
-    return SavePlan(tensors, writes, small, shared, blocks)
+    return SavePlan(tensors, writes, small, shared, blocks, skipped)
 
 
-def tensor_records(sources: Mapping[str, Source], options: SaveOptions, world: World) -> dict[str, TensorRecord]:
-    """How each tensor will be stored."""
-    smallest = _smallest_chunks(sources, world)
+def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[str]:
+    """The tensors that are left out, of all those names.
+
+    Raises:
+        OptionError: a pattern that no tensor goes by.
+    """
+    found: set[str] = set()
+    names = [*names]
+    for pattern in patterns:
+        fitting = [name for name in names if matches(pattern, name)]
+        if not fitting:
+            raise OptionError(f"skip: {pattern!r} matches no tensor; patterns are matched with whole names.")
+        found.update(fitting)
+    return frozenset(found)
+
+
+def tensor_records(
+    sources: Mapping[str, Source], options: SaveOptions, world: World, skipped: frozenset[str] = frozenset()
+) -> dict[str, TensorRecord]:
+    """How each tensor will be stored; those that are skipped have no pieces yet."""
+    smallest = _smallest_chunks({name: source for name, source in sources.items() if name not in skipped}, world)
     records = {}
     for (name, source), layout in zip(sources.items(), _layouts(sources, options.shardings), strict=True):
         if len(source.shape) > MOST_DIMENSIONS:
             raise LeafError(f"{shown(name)} has {len(source.shape)} dimensions, and at most {MOST_DIMENSIONS} can be stored; reshape it.")
         if len(array_path(name)) > LONGEST_PATH:
             raise LeafError(f"{shown(name)} has a name of {len(name):,} characters, too long to be stored; use shorter keys.")
+        if name in skipped:
+            records[name] = TensorRecord(name, source.shape, source.dtype, layout, ())
+            continue
         try:
             pieces = _pieces(source, layout, smallest[name])
         except ShardingError as e:

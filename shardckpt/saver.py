@@ -241,6 +241,7 @@ class _Save:
             waiting_s=waited - durable,
             committing_s=ended - waited,
             streamed=stage.streamed,
+            bases=attempt.bases,
         )
 
     def _fill(self, writer: HostWriter) -> None:

@@ -19,6 +19,7 @@ from shardckpt.staging import MOST_COPIES, read, write_chunks
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from shardckpt.io.host import HostWriter
     from shardckpt.save_handle import SaveHandle
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["save", "save_async"]
 
 
-def save(url: str | os.PathLike[str], state: Any, *, options: SaveOptions | None = None, coordinator: Coordinator | None = None) -> None:
+def save(
+    url: str | os.PathLike[str],
+    state: Any,
+    *,
+    options: SaveOptions | None = None,
+    skip: str | Sequence[str] | None = None,
+    coordinator: Coordinator | None = None,
+) -> None:
     """Save `state` as one checkpoint; when this returns it is committed and durable.
 
     In a job of several processes all of them call it, with the same url and each with its own view of the state. They
@@ -36,16 +44,18 @@ def save(url: str | os.PathLike[str], state: Any, *, options: SaveOptions | None
         url: where: a path, `file://…`, `gs://…`, `s3://…` or `memory://…`. The checkpoint is a directory.
         state: nested dicts, lists and tuples of tensors (torch_xla, DTensor, torch, JAX, numpy) and small leaves.
         options: see `SaveOptions`; the same on all processes.
+        skip: instead of `SaveOptions(skip=…)`: patterns of tensors that lie in `SaveOptions(base=…)`; `()`: none.
         coordinator: how the processes know of each other; by default found out, once (`Coordinator.current`).
 
     Raises:
         LeafError, ShardingError: a leaf, or its layout, that cannot be stored, by name; this process wrote nothing.
-        OptionError: a pattern in `shardings` that no plain tensor goes by, or `options` that are no SaveOptions.
+        OptionError: a pattern in `shardings` or `skip` that no tensor goes by, or options that cannot be.
+        NotFoundError, MismatchError: the base is not there, or has not the tensors that are skipped; nothing was published.
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is not set.
         CommitError: the processes contradict each other, or some did not finish in time; nothing was published.
         StorageError: the storage failed; what was there before is as it was, or the new checkpoint is there and whole.
     """
-    options = checked_options(options)
+    options = checked_options(options, skip)
     check_coordinator(coordinator)
     attempt = Attempt(Store.open(parse(url)), Coordinator.current() if coordinator is None else coordinator, options)
     staging = min(MOST_COPIES, options.budget // 4)
@@ -76,7 +86,12 @@ _choosing = Lock()
 
 
 def save_async(
-    url: str | os.PathLike[str], state: Any, *, options: SaveOptions | None = None, coordinator: Coordinator | None = None
+    url: str | os.PathLike[str],
+    state: Any,
+    *,
+    options: SaveOptions | None = None,
+    skip: str | Sequence[str] | None = None,
+    coordinator: Coordinator | None = None,
 ) -> SaveHandle:
     """Copy what this process has to save to host buffers, and save it in the background.
 
@@ -89,12 +104,13 @@ def save_async(
         url: as in `save`.
         state: as in `save`.
         options: as in `save`.
+        skip: as in `save`; the base is looked at in the background.
         coordinator: as in `save`.
 
     Raises:
         LeafError, ShardingError, OptionError: as in `save`; nothing was begun. Everything else the handle raises.
     """
-    options = checked_options(options)
+    options = checked_options(options, skip)
     return _shared_saver(options.budget).begin(url, state, options, coordinator=coordinator)
 
 

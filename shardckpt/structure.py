@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from shardckpt import dtypes
+from shardckpt.bases import Base, InBase, bases_of
 from shardckpt.errors import CommitError, DtypeError, FormatError, ShardingError
 from shardckpt.fields import LARGEST_DIMENSION, Fields
 from shardckpt.mesh import Mesh
@@ -50,6 +51,8 @@ class TensorRecord:
     """The zarr arrays that hold it."""
     partial: bool = False
     """Whether these pieces are only those of one process, which does not know the others'."""
+    base: InBase | None = None
+    """Where its elements are, if not in this checkpoint: then `pieces` are cut as those in the base, by this tensor's own name."""
 
     @property
     def nbytes(self) -> int:
@@ -70,9 +73,15 @@ class Structure:
     """JSON document of `tree.flatten`."""
     tensors: dict[str, TensorRecord]
 
+    @property
+    def bases(self) -> list[Base]:
+        """The other checkpoints in which tensors of this one lie, each once."""
+        return list(dict.fromkeys(t.base.base for t in self.tensors.values() if t.base is not None))
+
     def to_json(self) -> dict[str, Any]:
         """JSON form; equal meshes and shardings appear once."""
         meshes: dict[Mesh, int] = {}
+        bases: dict[Base, int] = {}
         shardings: dict[tuple[StoredLayout, int], int] = {}
         tensors = {}
         for name, t in self.tensors.items():
@@ -86,8 +95,12 @@ class Structure:
                 entry["pieces"] = [{"start": list(p.start), "shape": list(p.shape), "chunks": list(p.chunks)} for p in t.pieces]
             if t.partial:
                 entry["partial"] = True
+            if t.base is not None:
+                entry["base"] = bases.setdefault(t.base.base, len(bases))
+                entry |= {} if t.base.name == name else {"base_name": t.base.name}
             tensors[name] = entry
         return {
+            **({"bases": [base.to_json() for base in bases]} if bases else {}),
             "shardings": [_layout_json(layout, ndim, meshes) for layout, ndim in shardings],
             "meshes": [mesh.to_json() for mesh in meshes],
             "tensors": tensors,
@@ -128,11 +141,12 @@ class Structure:
             allow_partial: whether tensors may lack pieces: the document is of one process.
         """
         read = Fields(doc, where)
-        layouts = _layouts(read)
+        layouts, bases = _layouts(read), bases_of(read.doc, where)
         tensors: dict[str, TensorRecord] = {}
         suited: set[tuple[int, int]] = set()
         for name, entry in read.mapping("tensors").items():
-            t = tensors[name] = _tensor(Fields(entry, f"{where}: tensor {shown(name)}"), name, layouts, allow_partial=allow_partial)
+            inside = Fields(entry, f"{where}: tensor {shown(name)}")
+            t = tensors[name] = _tensor(inside, name, layouts, bases, allow_partial=allow_partial)
             if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
                 try:
                     t.layout.parts(len(t.shape))
@@ -155,17 +169,25 @@ def _joined(one: TensorRecord, other: TensorRecord, processes: Sequence[int], ot
         ("shape", one.shape, other.shape),
         ("dtype", one.dtype.name, other.dtype.name),
         ("layout", one.layout, other.layout),
+        ("base", _whereabouts(one), _whereabouts(other)),
         ("chunks", one.partial or one.pieces, other.partial or other.pieces),
     ):
         if a != b:
             advice = "give tensors that differ names of their own"
             if what == "layout" and one.layout is not None and other.layout is not None:
                 advice = "lay it out over one mesh of all its processes, replicated where they have the same"
+            if what == "base":
+                advice = "save with the same base= and skip= on all, while nobody replaces the base"
             raise CommitError(
                 f"{shown(one.name)}: its {what} is {str(a)[:200]} on process {processes[0]} and {str(b)[:200]} on process {others[0]}; "
                 f"{advice}. Nothing was published."
             )
     return replace(one, pieces=tuple(dict.fromkeys([*one.pieces, *other.pieces])))
+
+
+def _whereabouts(tensor: TensorRecord) -> str:
+    """Where a tensor's elements are, in words; the same wherever a base is the same, by whatever url it is reached."""
+    return "none" if tensor.base is None else f"attempt {tensor.base.base.attempt}, {shown(tensor.base.name)}"
 
 
 def _complete(tensor: TensorRecord) -> TensorRecord:
@@ -230,24 +252,28 @@ def _picked(doc: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {k: doc[k] for k in keys if k in doc}
 
 
-def _tensor(read: Fields, name: str, layouts: list[StoredLayout], *, allow_partial: bool) -> TensorRecord:
+def _pieces(read: Fields, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """The arrays of a tensor."""
+    if "pieces" not in read.doc:
+        return (Piece(array_path(name), (0,) * len(shape), shape, read.dimensions("chunks", least=1)),)
+    entries = [Fields(p, read.where) for p in read.sequence("pieces")]
+    starts = [e.dimensions("start", least=0) for e in entries]
+    if any(len(start) != len(shape) for start in starts):
+        read.fail(f"its pieces have another rank than its shape {shape}")
+    return tuple(
+        Piece(piece_path(name, shape, start), start, e.dimensions("shape", least=0), e.dimensions("chunks", least=1))
+        for e, start in zip(entries, starts, strict=True)
+    )
+
+
+def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Base], *, allow_partial: bool) -> TensorRecord:
     shape = read.dimensions("shape", least=0)
     try:
         dtype = dtypes.by_name(read.string("dtype"))
     except DtypeError as e:
         raise FormatError(f"{read.where}: {e}") from e
     layout = read.pick("sharding", layouts) if "sharding" in read.doc else None
-    if "pieces" in read.doc:
-        entries = [Fields(p, read.where) for p in read.sequence("pieces")]
-        starts = [e.dimensions("start", least=0) for e in entries]
-        if any(len(start) != len(shape) for start in starts):
-            read.fail(f"its pieces have another rank than its shape {shape}")
-        pieces = tuple(
-            Piece(piece_path(name, shape, start), start, e.dimensions("shape", least=0), e.dimensions("chunks", least=1))
-            for e, start in zip(entries, starts, strict=True)
-        )
-    else:
-        pieces = (Piece(array_path(name), (0,) * len(shape), shape, read.dimensions("chunks", least=1)),)
+    pieces = _pieces(read, name, shape)
     if any(len(p.shape) != len(shape) for p in pieces):
         read.fail(f"its pieces have another rank than its shape {shape}")
     if any(prod(max(n, 1) for n in sides) * dtype.itemsize > LARGEST_DIMENSION for sides in (shape, *(p.chunks for p in pieces))):
@@ -262,4 +288,9 @@ def _tensor(read: Fields, name: str, layouts: list[StoredLayout], *, allow_parti
         read.fail(gap)
     if not pieces and not partial:
         read.fail("it has no pieces")  # of a tensor of no elements they would hold all
-    return TensorRecord(name, shape, dtype, layout, pieces, partial)
+    base = None
+    if "base" in read.doc:
+        base = InBase(read.pick("base", bases), read.string("base_name") if "base_name" in read.doc else name)
+        if partial:
+            read.fail("it lies in another checkpoint, and has only some of its pieces")
+    return TensorRecord(name, shape, dtype, layout, pieces, partial, base)

@@ -71,6 +71,17 @@ def test_the_reader_in_the_description_reads_every_tensor(checkpoint, described)
     assert len(checkpoint.record.structure.tensors["pieces"].pieces) == 4
 
 
+def test_the_reader_in_the_description_follows_bases(checkpoint, described, tmp_path, tmp_path_factory):
+    state = {"keys": {**shardckpt.restore(checkpoint, only="keys/**")["keys"], "more": np.arange(3)}}
+    options = shardckpt.SaveOptions(base=tmp_path / "ckpt", skip=["keys/*~1*", "keys/c"])
+    for path in (tmp_path / "beside", tmp_path_factory.mktemp("else where") / "é"):
+        shardckpt.save(path, state, options=options)
+        found = shardckpt.open(path)
+        assert [found.info(name).base is not None for name in ("keys/a~1b", "keys/c", "keys/more")] == [True, True, False]
+        for name in found.names():
+            assert equal(described["read"](str(path), name), found.read(name)), name
+
+
 @pytest.mark.parametrize("table", ["the one table", "the hosts' own tables"])
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_the_reader_in_the_description_reads_what_several_hosts_have_saved(several_hosts, described, layout, table, monkeypatch):

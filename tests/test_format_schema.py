@@ -84,7 +84,7 @@ def three_hosts(tmp_path_factory):
     return {layout: root / layout for layout in ("packed", "zarr")}
 
 
-@pytest.fixture(params=[(1, "packed"), (1, "zarr"), (3, "packed"), (3, "zarr")], ids=str)
+@pytest.fixture(params=[(1, "packed"), (1, "zarr"), (3, "packed"), (3, "zarr"), (1, "based")], ids=str)
 def saved(request, tmp_path, monkeypatch):
     """The records of a real checkpoint, each with what the schema calls it."""
     hosts, layout = request.param
@@ -98,8 +98,14 @@ def saved(request, tmp_path, monkeypatch):
         "more/1": shardckpt.OpSharding.parse("{replicated}"),
         "more/2": shardckpt.Sharding(mesh, shardckpt.PartitionSpec()),
     }
-    options = shardckpt.SaveOptions(layout=layout, shardings=shardings, metadata={"any": [1, {"json": None}]}, compression="zstd")
-    shardckpt.save(tmp_path / "ckpt", everything(), options=options)
+    more = {"metadata": {"any": [1, {"json": None}]}, "compression": "zstd"}
+    state = everything()
+    if layout == "based":
+        layout = "packed"
+        shardckpt.save(tmp_path / "base", state, options=shardckpt.SaveOptions(shardings=shardings))
+        state["tied"] = state["w"].copy()
+        more |= {"base": tmp_path / "base", "skip": ("w", "tied")}
+    shardckpt.save(tmp_path / "ckpt", state, options=shardckpt.SaveOptions(layout=layout, shardings=shardings, **more))
     return records(tmp_path / "ckpt")
 
 
@@ -136,7 +142,7 @@ def test_a_fence_conforms(saved):
 
 
 def test_every_golden_checkpoint_conforms():
-    found = [record for path in (Path(__file__).parent / "golden").glob("v1/*/*") if path.is_dir() for record in records(path)]
+    found = [record for path in (Path(__file__).parent / "golden").glob("v*/*/*") if path.is_dir() for record in records(path)]
 
     assert len(found) >= 4 * 4
     for kind, document in found:
@@ -145,10 +151,11 @@ def test_every_golden_checkpoint_conforms():
 
 FREE = {"metadata", "tree"}
 """Members in which the schema, or these tests, say nothing of members."""
+IN_BASES = {"bases", "base", "base_name"}
 OPTIONAL = {
-    "checkpointFile": {"sharding", "table", "small_table"},
+    "checkpointFile": {"sharding", "table", "small_table", *IN_BASES},
     "hostFile": set(),
-    "contentsFile": {"sharding", "partial", "samples"},
+    "contentsFile": {"sharding", "partial", "samples", *IN_BASES},
     "valuesFile": set(),
 }
 """Members whose absence the schema cannot hold against a record."""
@@ -191,7 +198,9 @@ def test_a_record_that_lacks_a_member_does_not_conform(saved):
         for path in members(document):
             lacking, parent = changed(document, path, lambda parent, last: parent.pop(last))
             a_name = path[-2:-1] in NAMED or (kind == "valuesFile" and path[:-1] == ("record", "values"))
-            optional = path[-1] in OPTIONAL[kind] or (path[-1] == "devices" and "shape" not in parent)
+            optional = (path[-1] in OPTIONAL[kind] and not (path[-1] == "base" and "base_name" in parent)) or (
+                path[-1] == "devices" and "shape" not in parent
+            )
             assert conforms(lacking, kind) == (a_name or optional), (kind, path)
 
 

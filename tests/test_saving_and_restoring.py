@@ -253,7 +253,7 @@ def test_an_unreadable_record_is_replaced_on_request_only(tmp_path, damaged):
 def test_a_newer_version_s_checkpoint_is_never_replaced(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
     record = tmp_path / "c" / "checkpoint.json"
-    record.write_bytes(record.read_bytes().replace(b'"version":[1,', b'"version":[2,'))
+    record.write_bytes(record.read_bytes().replace(b'"version":[1,', b'"version":[3,'))
     with pytest.raises(errors.VersionError, match="newer"):
         shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, options=SaveOptions(overwrite=True))
 

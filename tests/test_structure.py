@@ -1,10 +1,12 @@
 """What a checkpoint holds apart from the bytes: read back as it was, refused when it cannot be, and one for all processes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from shardckpt import Mesh, OpSharding, PartitionSpec, Sharding, dtypes
+from shardckpt.bases import Base, InBase
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.names import array_path, piece_path
 from shardckpt.placements import Placements
@@ -192,3 +194,22 @@ def test_processes_that_know_one_tensor_differently_are_named(other, what):
         CommitError, match=f"'w': its {what} is .* on process 3 and .* on process 5; give tensors that differ names of their own"
     ):
         Structure.union([([3, 4], of(tensor("w", (4, 8)))), ([5], of(other))])
+
+
+def in_base(attempt, url, name="w"):
+    return of(replace(tensor("w", (6, 2)), base=InBase(Base(attempt, "packed", None, url), name)))
+
+
+def test_tensors_in_bases_come_back_and_each_base_is_written_once():
+    bases = [InBase(Base("a", "packed", None, "../0"), "x"), InBase(Base("b", "zarr", "zstd", "file:///r/0"), "2")] * 2
+    structure = of(*(replace(tensor(str(i), (8,)), base=base) for i, base in enumerate(bases)))
+    assert reread(structure) == structure
+    assert [base.url for base in reread(structure).bases] == ["../0", "file:///r/0"]
+
+
+def test_processes_may_reach_one_base_by_different_urls_but_not_find_different_attempts_there():
+    one, other = in_base("a", "file:///mnt/0"), in_base("a", "file:///data/0")
+    assert Structure.union([([0], one), ([1], other)]).bases[0].url == "file:///mnt/0"
+    for found in (in_base("b", "file:///mnt/0"), in_base("a", "file:///mnt/0", "v"), of(tensor("w", (6, 2)))):
+        with pytest.raises(CommitError, match=r"'w': its base is attempt a, 'w' on process 0 and .*; save with the same base= and skip="):
+            Structure.union([([0], one), ([1], found)])

@@ -1,6 +1,6 @@
-"""Write the golden checkpoints of the present format: tests/golden/v<major>/{one-host,three-hosts}/{packed,zarr}.
+"""Write the golden checkpoints: tests/golden/v1/{one-host,three-hosts}/{packed,zarr}, and tests/golden/v2/bases/{0,1,2}.
 
-    python tools/make_golden.py [directory]
+    python tools/make_golden.py [directory for v1 and v2]
 
 They are made once, when a version of the format is released, and read by the tests for ever after: run this again for
 a new version, never to make a failing test pass. What is in them is told beside them, in expected.json. The elements
@@ -25,7 +25,7 @@ import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding, save_plan
 from shardckpt.dtypes import DTYPES
 from shardckpt.planning import chunks
-from shardckpt.record import FORMAT_VERSION
+from shardckpt.record import BASES_VERSION, FORMAT_VERSION
 
 TESTS = Path(__file__).parents[1] / "tests"
 GOLDEN = TESTS / "golden"
@@ -226,12 +226,40 @@ def tell(place: Path, stored: dict[str, Any], layouts: dict[str, Any]) -> None:
             sys.exit(f"{place / layout} has {size} bytes, at most {LARGEST_BYTES} are to stay in the repository; make its tensors smaller.")
 
 
+def write_bases(directory: Path) -> None:
+    """A checkpoint, one that has left tensors in it, and one that has left tensors in both; and what is in each."""
+    shutil.rmtree(directory, ignore_errors=True)
+    kinds = [("packed", "zstd", ()), ("zarr", None, ("frozen", "pieces", "tied")), ("packed", None, ("frozen", "pieces", "tied", "once"))]
+    said = {}
+    for step, (layout, compression, skip) in enumerate(kinds):
+        frozen = elements("frozen", "bfloat16", (40, 30))
+        state = {
+            "frozen": frozen,
+            "tied": frozen if step == 0 else frozen.copy(),
+            "pieces": elements("pieces", "int16", (13, 97)),
+            "once": elements(f"once {min(step, 1)}", "float32", (7,)),
+            "trained": elements(f"trained {step}", "float32", (8, 3)),
+        }
+        options = shardckpt.SaveOptions(
+            layout=layout,  # type: ignore[arg-type]
+            compression=compression,  # type: ignore[arg-type]
+            shardings={"pieces": Sharding(Mesh((4,), ("x",)), PartitionSpec(None, "x"))},
+            base=directory / str(step - 1),
+            skip=skip,
+        )
+        shardckpt.save(directory / str(step), state, options=options)
+        said[step] = facts(state)
+    (directory / "expected.json").write_text(json.dumps(said) + "\n")
+
+
 def main() -> None:
     """Write all checkpoints and the facts."""
     from processes import Processes
 
-    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDEN / f"v{FORMAT_VERSION[0]}"
+    golden = Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDEN
+    directory = golden / f"v{FORMAT_VERSION[0]}"
     make_small()
+    write_bases(golden / f"v{BASES_VERSION[0]}" / "bases")
     one, three = directory / "one-host", directory / "three-hosts"
     shutil.rmtree(directory, ignore_errors=True)
     made = state()

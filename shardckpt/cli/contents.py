@@ -95,6 +95,7 @@ def document(checkpoint: Checkpoint, node: Node | None) -> dict[str, Any]:
                     "chunks": t.num_chunks,
                     "pieces": len(t.pieces),
                     "sharding": structure["tensors"][t.name].get("sharding"),
+                    "base": structure["tensors"][t.name].get("base"),
                     "tied": tied.setdefault(t.name, []),
                 }
             )
@@ -111,6 +112,7 @@ def document(checkpoint: Checkpoint, node: Node | None) -> dict[str, Any]:
         "hosts": len(record.hosts),
         "totals": dict(record.totals),
         "metadata": record.metadata,
+        "bases": structure.get("bases", []),
         "meshes": structure["meshes"],
         "shardings": structure["shardings"],
         "tensors": tensors,
@@ -154,6 +156,7 @@ def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
         ("created", visible(f"{record.created.replace('T', ' ').replace('+00:00', ' UTC')} by {record.writer}")),
         ("holds", f"{count(totals['tensors'], 'tensor')}, {file_size(totals['bytes'])}"),
         ("stored", ", ".join(stored)),
+        *_bases(checkpoint),
     ]
     meshes = _meshes(checkpoint)
     facts += [("mesh" if len(meshes) == 1 else f"mesh {i}", mesh_text(mesh)) for i, mesh in enumerate(meshes[:MOST_MESHES], 1)]
@@ -164,6 +167,14 @@ def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
     if len(metadata) > MOST_METADATA:
         facts.append(("", f"… and {len(metadata) - MOST_METADATA:,} more"))
     yield from screen.rows([[Cell(what, "dim"), Cell(value)] for what, value in facts], (10, 0))
+
+
+def _bases(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """What lies in other checkpoints."""
+    tensors = checkpoint.record.structure.tensors.values()
+    for base, place in zip(checkpoint.record.structure.bases, checkpoint.bases(), strict=True):
+        there = [t for t in tensors if t.base is not None and t.base.base == base]
+        yield "base", f"{count(len(there), 'tensor')}, {file_size(sum(t.nbytes for t in there))} of that in {visible(place)}"
 
 
 def _meshes(checkpoint: Checkpoint) -> list[Mesh]:
@@ -240,7 +251,7 @@ class _Tree:
                 Cell(shape_text(t.shape), "cyan"),
                 Cell(t.dtype.name, "green"),
                 Cell(file_size(t.nbytes), right=True),
-                Cell(self._spec(t.layout), "magenta"),
+                Cell(f"{self._spec(t.layout)} {'' if t.base is None else f'in {visible(t.base.base.url)}'}".strip(), "magenta"),
             ]
         kind, value = _leaf(node)
         return [Cell(visible(f"{value}  {kind}".strip()), "yellow"), Cell(""), Cell(""), Cell("")]

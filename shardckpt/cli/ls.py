@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardckpt.bases import BESIDE
 from shardckpt.cli.duration import duration_text
 from shardckpt.cli.screen import Cell, Screen, write_json
 from shardckpt.cli.text import count, file_size, visible
@@ -55,6 +56,7 @@ def _document(entry: CatalogEntry) -> dict[str, Any]:
         "committable": entry.committable,
         "pinned": entry.pinned,
         "superseded": entry.superseded,
+        "bases": list(entry.bases),
         "idle": entry.idle,
     }
 
@@ -109,4 +111,5 @@ def _row(entry: CatalogEntry) -> list[Cell]:
 def _state(entry: CatalogEntry) -> str:
     """What is to be said of an entry; nothing of a checkpoint that is like most."""
     said = (entry.state != "committed" and entry.state, entry.superseded and "superseded", entry.pinned and "pinned")
-    return ", ".join(word for word in said if word)
+    needed = [f"needs {visible(url.removeprefix(BESIDE))}" for url in entry.bases]
+    return ", ".join([*(word for word in said if word), *needed])

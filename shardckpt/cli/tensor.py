@@ -40,6 +40,7 @@ def document(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "placements": None,
         "op_sharding": None,
         "tied": list(info.tied_names),
+        "base": info.base,
         "tensorstore": checkpoint.stock_spec(name),
     }
     if isinstance(info.layout, Sharding):
@@ -63,6 +64,10 @@ def lines(screen: Screen, checkpoint: Checkpoint, name: str) -> Iterator[str]:
         ("size", file_size(info.nbytes)),
         ("chunks", _chunks(tensor)),
     ]
+    if info.base is not None:
+        assert tensor.base is not None
+        other = "" if tensor.base.name == tensor.name else f", as {visible(tensor.base.name)}"
+        facts.append(("lies in", f"{visible(info.base)} (attempt {tensor.base.base.attempt}){other}"))
     if isinstance(info.layout, Placements):
         facts += [("mesh", mesh_text(info.layout.mesh)), ("placements", spec_text(info.layout))]
     elif info.layout is not None:

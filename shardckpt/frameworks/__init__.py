@@ -19,7 +19,7 @@ from shardckpt.names import shown
 from shardckpt.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
     from types import EllipsisType
 
     from shardckpt.dtypes import DType
@@ -102,12 +102,13 @@ def reduce_partial(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {**leaves, **(module.reduce_partial(dtensors) if dtensors else {})}
 
 
-def sources(leaves: Mapping[str, object], world: World = ALONE) -> dict[str, Source]:
+def sources(leaves: Mapping[str, object], world: World = ALONE, *, unread: Container[str] = ()) -> dict[str, Source]:
     """Tensor leaves to be saved, by name, in the same order.
 
     Args:
         leaves: by name.
         world: this process and the others, whose devices hold the leaves too.
+        unread: names of leaves whose elements nobody will fetch: they may be meta tensors.
 
     Raises:
         LeafError: a leaf that cannot be stored, by name.
@@ -116,6 +117,8 @@ def sources(leaves: Mapping[str, object], world: World = ALONE) -> dict[str, Sou
     groups: dict[str, dict[str, object]] = {}
     for name, leaf in leaves.items():
         groups.setdefault(_required(name, leaf, "saved"), {})[name] = leaf
+        if getattr(leaf, "is_meta", False) and name not in unread:
+            raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
     found: dict[str, Source] = {}
     for framework, group in groups.items():
         found.update(_module(framework).sources(group, world))

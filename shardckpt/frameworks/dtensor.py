@@ -277,8 +277,6 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     for name, leaf in leaves.items():
         _check_world(name, world)
         local, held = _local(name, leaf, wide[leaf.device_mesh])
-        if local.is_meta:
-            raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
         found[name] = _DTensorSource(name, tuple(leaf.shape), dtype_of_tensor(name, local), local, held)
     return found
 

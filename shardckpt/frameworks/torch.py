@@ -168,8 +168,6 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
     found: dict[str, Source] = {}
     for name, leaf in leaves.items():
         check_kind(name, leaf)
-        if leaf.is_meta:
-            raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
         found[name] = TensorSource(name, leaf, dtype_of_tensor(name, leaf))
     return found
 

@@ -246,6 +246,8 @@ def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord]
     """Every chunk of every tensor, each once (the tables have refused doubles), and no others."""
     known = set()
     for tensor in tensors:
+        if tensor.base is not None:
+            continue  # `skipping` has found all of it in the base
         for piece in tensor.pieces:
             known.add(piece.path)
             # Chunks ascend in a table: those inside of the grid are counted without counting the grid's.
@@ -268,7 +270,9 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
 
     All processes deal out all plain tensors between them, so one that a process lacks may leave gaps in any other.
     """
-    plain = (t for _, part in parts for t in part.structure.tensors.values() if t.layout is None and t.name not in part.small)
+    plain = (
+        t for _, part in parts for t in part.structure.tensors.values() if t.layout is None and t.base is None and t.name not in part.small
+    )
     for tensor in chain(suspects, plain):
         without = sorted(p for processes, part in parts if tensor.name not in part.structure.tensors for p in processes)
         if without:

@@ -106,7 +106,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         CommitError: another process could not publish it, and has removed it.
         StorageError: the storage failed, or contradicts itself.
     """
-    data, place = seal(record.to_json()), store.sub(record.attempt)
+    data, place = seal(record.to_json(), record.version), store.sub(record.attempt)
     if prior.record is None:  # somebody may have removed a tombstone by hand
         strike(store)
     try:

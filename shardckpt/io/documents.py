@@ -15,12 +15,21 @@ LONGEST_TEXT = 1 << 14
 """Characters of a sharding that an array's attributes repeat."""
 
 
-def zarr_documents(structure: Structure, compression: str | None) -> dict[str, dict[str, Any]]:
-    """Array path → document."""
+def zarr_documents(structure: Structure, compression: str | None, *, in_bases: bool = False) -> dict[str, dict[str, Any]]:
+    """Array path → document.
+
+    Args:
+        structure: of the checkpoint.
+        compression: of its own chunks.
+        in_bases: also of tensors that lie in bases; a stock reader would find no chunks of those beside the documents.
+    """
     doc = structure.to_json()
     documents = {}
     for name, tensor in structure.tensors.items():
+        if tensor.base is not None and not in_bases:
+            continue
         entry = doc["tensors"][name]
+        codec = compression if tensor.base is None else tensor.base.base.compression
         attribute: dict[str, Any] = {"name": name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
         if "sharding" in entry:
             sharding = doc["shardings"][entry["sharding"]]
@@ -35,5 +44,5 @@ def zarr_documents(structure: Structure, compression: str | None) -> dict[str, d
                 attribute.get("mesh", {}).pop("devices", None)
         for piece in tensor.pieces:
             start = {} if piece.shape == tensor.shape else {"start": list(piece.start)}
-            documents[piece.path] = array_json(piece.shape, tensor.dtype, piece.chunks, compression, {"shardckpt": {**attribute, **start}})
+            documents[piece.path] = array_json(piece.shape, tensor.dtype, piece.chunks, codec, {"shardckpt": {**attribute, **start}})
     return documents

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptionError, FormatError
+from shardckpt.io.based_reader import BasedReader
 from shardckpt.io.host_files import read_host_tables
 from shardckpt.io.reader import ChunkReader
 from shardckpt.io.stats import ReadStats
@@ -19,15 +20,19 @@ if TYPE_CHECKING:
 __all__ = ["open_reader"]
 
 
-def open_reader(place: Store, record: CheckpointRecord) -> ChunkReader:
-    """Reads the chunks of an attempt.
+def open_reader(place: Store, record: CheckpointRecord) -> ChunkReader | BasedReader:
+    """Reads the chunks of a checkpoint, of its attempt and of its bases.
 
     Args:
         place: the attempt.
         record: of the checkpoint.
     """
     stats = ReadStats()
-    return ChunkReader(place, _lookup(place, record, stats), stats=stats, compression=record.compression)
+
+    def of_one(place: Store, record: CheckpointRecord) -> ChunkReader:
+        return ChunkReader(place, _lookup(place, record, stats), stats=stats, compression=record.compression)
+
+    return BasedReader(place, record, stats, of_one) if record.structure.bases else of_one(place, record)
 
 
 def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:

@@ -25,7 +25,7 @@ from shardckpt.errors import FormatError, UrlError
 from shardckpt.excerpt import excerpt
 from shardckpt.io import cloud
 
-__all__ = ["Location", "check_key", "parse"]
+__all__ = ["UNQUOTED", "Location", "check_key", "parse"]
 
 _SCHEMES = ("file", "gs", "s3", "memory")
 _LABEL = r"[a-z0-9](?:[a-z0-9{}]{{0,61}}[a-z0-9])?"
@@ -40,7 +40,7 @@ https://cloud.google.com/storage/docs/buckets#naming, https://docs.aws.amazon.co
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
-_UNQUOTED = "/:@!$&'()*+,;=-._~"
+UNQUOTED = "/:@!$&'()*+,;=-._~"
 """What stays itself in the path of a url (RFC 3986, pchar and the slash)."""
 
 
@@ -93,9 +93,9 @@ class Location:
 
     @property
     def parent(self) -> Location | None:
-        """The location above this one; None where it is the highest."""
-        above = self.path.rpartition("/")[0] or ("/" if self.scheme == "file" else "")
-        return Location(self.scheme, above) if above not in ("", self.path) else None
+        """The place that this one lies in; None for what has none: a bucket, the root of a disk, the first name of a memory."""
+        above = self.path.rpartition("/")[0] or ("/" if self.scheme == "file" and self.path != "/" else "")
+        return Location(self.scheme, above) if above else None
 
     @property
     def name(self) -> str:
@@ -121,7 +121,7 @@ class Location:
     @property
     def url(self) -> str:
         """The url, percent-encoded, as TensorStore and browsers read it."""
-        return f"{self.scheme}://{quote(self.path, safe=_UNQUOTED)}"
+        return f"{self.scheme}://{quote(self.path, safe=UNQUOTED)}"
 
     def kvstore(self) -> dict[str, Any]:
         """TensorStore's spec of the key-value store whose keys are relative to this location.

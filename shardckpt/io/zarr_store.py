@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from zarr.core.buffer import Buffer, BufferPrototype
 
+    from shardckpt.io.based_reader import BasedReader
     from shardckpt.io.reader import ChunkReader
     from shardckpt.io.url import Location
     from shardckpt.planning.plan import Piece
@@ -50,13 +51,13 @@ class CheckpointStore(Store):
     supports_deletes = False
     supports_listing = True
 
-    def __init__(self, record: CheckpointRecord, reader: ChunkReader) -> None:
-        """Show the checkpoint of that commit record; `reader` reads the chunks of its attempt."""
+    def __init__(self, record: CheckpointRecord, reader: ChunkReader | BasedReader) -> None:
+        """Show the checkpoint of that commit record; `reader` reads its chunks, wherever they lie."""
         super().__init__(read_only=True)
         self._record = record
         self._reader = reader
         self._arrays: dict[str, tuple[TensorRecord, Piece]] = {p.path: (t, p) for t in record.structure.tensors.values() for p in t.pieces}
-        documents = zarr_documents(record.structure, record.compression)
+        documents = zarr_documents(record.structure, record.compression, in_bases=True)
         groups = {path: group_json() for path in parent_groups(documents)}
         self._documents = {**groups, **documents}
         self._documents[""] = group_json(members={path: document for path, document in self._documents.items() if path})
@@ -124,7 +125,8 @@ class CheckpointStore(Store):
     async def getsize(self, key: str) -> int:
         """Bytes of a document or chunk; a compressed chunk is read for it. FileNotFoundError where there is none."""
         found = self._chunk(key)
-        if found is None or self._record.compression is not None:
+        compression = found and (self._record if found[0].base is None else found[0].base.base).compression
+        if found is None or compression is not None:
             return await super().getsize(key)
         tensor, piece, _ = found
         return prod(piece.chunks) * tensor.dtype.storage.itemsize + CHECKSUM_BYTES

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +21,7 @@ from shardckpt.io.job import JobFence
 from shardckpt.manager.cleaning import Cleaner
 from shardckpt.manager.decisions import LEADER
 from shardckpt.manager.lineage import Lineage
-from shardckpt.manager.steps import StepInfo
+from shardckpt.manager.steps import StepInfo, steps_among
 from shardckpt.saver import Saver
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Background:
         Args:
             root: of the run.
             coordinator: of its processes.
-            options: `memory_limit` and `commit_timeout` count.
+            options: `memory_limit`, `commit_timeout`, `overwrite` and `base` count.
             rule: which steps to keep; None: all.
             tell: who hears of events.
         """
@@ -58,7 +59,8 @@ class Background:
         self._saver = Saver(memory_limit=options.budget, coordinator=coordinator)
         self._job = JobFence(root, coordinator.run_id)
         grace = 2 * options.commit_timeout  # who has been silent for so long is given up by everybody
-        self.cleaner = Cleaner(root, rule, grace=grace, deleted=lambda step: self.emit(events.StepDeleted, step))
+        bases = steps_among(root, [] if options.base is None else [os.fspath(options.base)])
+        self.cleaner = Cleaner(root, rule, grace=grace, bases=bases, deleted=lambda step: self.emit(events.StepDeleted, step))
         self._ended = threading.Event()
         self._ended.set()
         self._threads: list[threading.Thread] = []
@@ -147,7 +149,8 @@ class Background:
             ended.set()  # the next save may begin, while what follows takes its time
         if self._leads:
             created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-            self._clean(StepInfo(step, "committed", report.attempt, created, metrics))
+            bases = steps_among(self._root, report.bases)
+            self._clean(StepInfo(step, "committed", report.attempt, created, metrics, bases=bases))
 
     def _clean(self, committed: StepInfo) -> None:
         """On the leader: delete what need not be kept any more."""

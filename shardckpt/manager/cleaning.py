@@ -2,7 +2,8 @@
 
 1. See that the root is still this run's (`job`).
 2. Ask the rule of retention which live steps to keep. Besides those stay: the newest live step, what this process reads
-   now, and what is pinned, which the deletion itself finds out.
+   now, what is pinned, which the deletion itself finds out, and the bases of all that is there (`skipping`): a base goes
+   after those that name it.
 3. Superseded steps go once training has got past them: until then a rollback can be taken back.
 4. Each deletion puts a tombstone in place of the commit record before data goes (`io.collect`). What a killed process
    has left is collected later: attempts of no checkpoint into which nothing has been written for a grace period.
@@ -43,7 +44,9 @@ the background."""
 class Cleaner:
     """Deletes the steps of one run that are not kept. Safe to use from several threads."""
 
-    def __init__(self, root: Store, rule: Retention | None, *, grace: float, deleted: Callable[[int], None]) -> None:
+    def __init__(
+        self, root: Store, rule: Retention | None, *, grace: float, deleted: Callable[[int], None], bases: frozenset[int] = frozenset()
+    ) -> None:
         """Nothing is deleted before `clean`.
 
         Args:
@@ -51,11 +54,13 @@ class Cleaner:
             rule: what to keep; None: everything but what unfinished saves have left.
             grace: seconds for which nothing may have been written into what an unfinished save has left.
             deleted: told of each step.
+            bases: steps that the run's saves name as their base, the one that is under way, too; they stay.
         """
         self._root = root
         self._rule = rule
         self._grace = grace
         self._deleted = deleted
+        self._bases = bases
         self._steps: dict[int, StepInfo] | None = None
         self._empty: set[int] = set()
         """Steps that have a directory and no checkpoint: deleted, or begun."""
@@ -108,14 +113,20 @@ class Cleaner:
                     later,
                 )
             if self._rule is not None:
-                for step in doomed(steps, self._rule, committed.step):
-                    self._delete(step, steps)
+                named = self._named(steps)
+                for step in sorted(doomed(steps, self._rule, committed.step), key=named.__contains__):
+                    if step not in self._named(steps):
+                        self._delete(step, steps)
             with self._guard:
                 self._steps = steps
             self._sum_up(committed.step)
             if self._collected is None or time.monotonic() >= self._collected + self._grace:
                 self._collected = time.monotonic()
                 self._collect()
+
+    def _named(self, steps: dict[int, StepInfo]) -> frozenset[int]:
+        """The steps in which tensors of others lie that are there, or that are being saved."""
+        return self._bases.union(*(info.bases for info in steps.values()))
 
     def _delete(self, step: int, steps: dict[int, StepInfo]) -> None:
         place = self._root.sub(str(step))

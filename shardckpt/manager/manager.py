@@ -30,7 +30,7 @@ from shardckpt.retention import Retention, as_retention, best
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from shardckpt.checkpoint import Checkpoint
@@ -173,7 +173,15 @@ class CheckpointManager:
         self._check_ascends(step)
         return self._due(step)
 
-    def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None, *, force: bool = False) -> bool:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        force: bool = False,
+        skip: str | Sequence[str] | None = None,
+    ) -> bool:
         """Save a step, if it is due; returns when this process's share is copied to host buffers, and the rest goes on behind.
 
         At most one save is in flight: where the last one is, this waits for it first. The state may change right after this
@@ -184,6 +192,8 @@ class CheckpointManager:
             state: as for `shardckpt.save`, or what `shardckpt.train_state` made.
             metrics: numbers by name, for `best_step` and rules of retention; process 0's count.
             force: save although it is not due.
+            skip: instead of `SaveOptions(skip=…)`: patterns of tensors that lie in `SaveOptions(base=…)`; `()`: none, as when the
+                base itself is saved.
 
         Returns:
             Whether it is being saved. Where it is not although it is due, or forced, a `SaveSkipped` event says why: the
@@ -205,12 +215,13 @@ class CheckpointManager:
         if self._lineage.protects(step):  # it is forced
             self._skip(step, _PROTECTED)
             return False
+        options = checked_options(self.options, skip)
         measured = {} if metrics is None else encode_metrics(metrics)
         measured = measured if self._leads else {}
         metadata = {**self.options.metadata, RUN: self._coordinator.run_id, **({METRICS: measured} if measured else {})}
         if self._leads:
             metadata |= self._lineage.metadata()
-        options = dataclasses.replace(self.options, overwrite=self.options.overwrite or self._lineage.replaces(step), metadata=metadata)
+        options = dataclasses.replace(options, overwrite=self.options.overwrite or self._lineage.replaces(step), metadata=metadata)
         failed = self._background.begin(step, state, options, decode_metrics({METRICS: measured}))
         self._decisions.saved(step)
         self._last, self._owed = step, False

@@ -12,20 +12,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import unquote
 
+from shardckpt.bases import BESIDE, bases_of, names_beside
 from shardckpt.errors import FormatError
+from shardckpt.io.base_places import base_url
 from shardckpt.io.commit import RECORD
 from shardckpt.io.deleted import deleted_steps, step_of
 from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked, read_sealed
+from shardckpt.io.url import parse
 from shardckpt.manager.measured import decode_metrics
 from shardckpt.retention import SavedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.io.store import Store
 
-__all__ = ["StepInfo", "list_steps", "read_step", "step_numbers"]
+__all__ = ["StepInfo", "list_steps", "read_step", "step_numbers", "steps_among"]
 
 _AT_ONCE = 16
 """Steps that are looked at together: on an object store each takes a few round trips."""
@@ -45,6 +49,8 @@ class StepInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What was given to `CheckpointManager.save(metrics=…)`."""
     pinned: bool = False
+    bases: frozenset[int] = frozenset()
+    """The steps of this run in which tensors of this one lie."""
 
     @property
     def live(self) -> bool:
@@ -62,8 +68,22 @@ class StepInfo:
 def step_numbers(root: Store) -> list[int]:
     """The steps that have a directory below `root`, ascending, but for those that are known to be deleted for good."""
     deleted = deleted_steps(root)
-    names = (step_of(child[:-1]) for child in root.list_children() if child.endswith("/"))
-    return sorted(step for step in names if step is not None and step not in deleted)
+    return sorted(step for step in _steps(child[:-1] for child in root.list_children() if child.endswith("/")) if step not in deleted)
+
+
+def steps_among(root: Store, urls: Iterable[str]) -> frozenset[int]:
+    """Those of some checkpoints, by path or url, that are steps of a run.
+
+    Raises:
+        OptionError: one is in another kind of storage.
+    """
+    relative = (base_url(root.location.join("step"), parse(url)) for url in urls)
+    return frozenset(_steps(unquote(url.removeprefix(BESIDE)) for url in relative if url.startswith(BESIDE)))
+
+
+def _steps(names: Iterable[str]) -> Iterator[int]:
+    """Those of the names that are steps'."""
+    return (step for step in map(step_of, names) if step is not None)
 
 
 def list_steps(root: Store) -> list[StepInfo]:
@@ -85,8 +105,9 @@ def read_step(root: Store, step: int) -> StepInfo | None:
         if record is None or "tombstone" in record.doc:
             return None
         attempt, created, metadata = record.string("attempt"), record.string("created"), record.mapping("metadata")
+        bases = frozenset(_steps(names_beside(bases_of(record.doc, record.where))))
     except FormatError:
         state: Literal["superseded", "unreadable"] = "superseded" if is_marked(store, SUPERSEDED, None) else "unreadable"
         return StepInfo(step, state, pinned=is_marked(store, PINNED, None))
     superseded, pinned = is_marked(store, SUPERSEDED, attempt), is_marked(store, PINNED, attempt)
-    return StepInfo(step, "superseded" if superseded else "committed", attempt, created, decode_metrics(metadata), pinned)
+    return StepInfo(step, "superseded" if superseded else "committed", attempt, created, decode_metrics(metadata), pinned, bases)

@@ -79,6 +79,7 @@ def test_json_has_a_document_per_checkpoint(run, saver, tmp_path):
         "committable": False,
         "pinned": False,
         "superseded": False,
+        "bases": [],
         "idle": None,
     }
     assert (unfinished["state"], unfinished["attempt"], unfinished["bytes"]) == ("uncommitted", ATTEMPT, None)

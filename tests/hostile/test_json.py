@@ -40,8 +40,8 @@ def test_a_tree_that_is_too_deep_is_refused(forgery):
 
 
 def test_a_newer_major_version_is_refused_by_name_and_a_newer_minor_one_is_read(forgery):
-    forgery.write_raw(seal(forgery.commit, version=(2, 0)))
-    with pytest.raises(errors.VersionError, match=r"format version 2\.0 is newer than this shardckpt reads \(1\.0\); upgrade"):
+    forgery.write_raw(seal(forgery.commit, version=(3, 0)))
+    with pytest.raises(errors.VersionError, match=r"format version 3\.0 is newer than this shardckpt reads \(2\.0\); upgrade"):
         shardckpt.open(forgery.url)
     forgery.write_raw(seal({**forgery.commit, "in a minor version to come": [1]}, version=(1, 7)))
     assert sorted(shardckpt.restore(forgery.url)) == sorted(TRUTH)

@@ -206,3 +206,11 @@ def test_a_path_may_start_at_home(tmp_path, monkeypatch):
     assert parse("./~/runs").local == tmp_path / "~" / "runs"
     assert parse("a/~").local == tmp_path / "a" / "~"
     assert parse("file:///~/runs").local == Path("/~/runs")
+
+
+@pytest.mark.parametrize(
+    ("url", "above"),
+    [("/a/b", "/a"), ("/a", "/"), ("/", None), ("gs://bucket/a", "gs://bucket"), ("gs://bucket", None), ("memory://a/b", "memory://a")],
+)
+def test_a_place_lies_in_another_unless_it_is_the_first(url, above):
+    assert parse(url).parent == (None if above is None else parse(above))

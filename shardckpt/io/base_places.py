@@ -1,0 +1,157 @@
+"""Where does a base lie, and is it still the checkpoint that it was?
+
+1. A base that lies below the same directory as the checkpoint, as the steps of one run do, is named relative to it: both may
+   be moved and copied together. Any other is named by its whole url. A relative name goes up once and never further.
+2. A base has the scheme of the checkpoint that names it, or it is neither written nor read. A record has no say in endpoints
+   and credentials, those are the environment's; so one that somebody else made cannot send ours anywhere, nor turn a read
+   of a bucket into one of this disk.
+3. It is opened as any checkpoint is: its `checkpoint.json` must be a commit record and name the attempt that was named, or
+   nothing of it is read. And it must hold the tensor itself, of the same shape and dtype and cut the same way.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote
+
+from shardckpt.bases import BESIDE
+from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ReplacedError, ShardckptError, UrlError
+from shardckpt.io.commit import RECORD
+from shardckpt.io.store import Store
+from shardckpt.io.url import UNQUOTED, Location, parse
+from shardckpt.names import shown
+from shardckpt.record import CheckpointRecord, parse_checkpoint
+
+if TYPE_CHECKING:
+    from shardckpt.bases import Base
+    from shardckpt.structure import TensorRecord
+
+__all__ = ["base_location", "base_record", "base_url", "check_bases", "holder"]
+
+
+_READ_WITHOUT = "put the base back to that place, or leave the tensor out with only="
+
+
+def base_url(checkpoint: Location, base: Location) -> str:
+    """How a checkpoint names a base.
+
+    Raises:
+        OptionError: the base is in another kind of storage, or is the checkpoint itself.
+    """
+    if base.scheme != checkpoint.scheme:
+        raise OptionError(
+            f"{checkpoint}: its base {base} is in another kind of storage, and whoever reads the one could not be sure to reach the "
+            f"other; copy the base to {checkpoint.scheme}://, or save without skip=."
+        )
+    for ours, theirs in ((checkpoint, base), (_physical(checkpoint), _physical(base))):
+        if ours == theirs:
+            raise OptionError(f"{checkpoint}: a checkpoint cannot be its own base; save it with skip=(), or name another base.")
+        above = ours.parent
+        if above is not None and theirs.path.startswith(f"{above.path.rstrip('/')}/"):
+            return BESIDE + quote(theirs.path[len(above.path.rstrip("/")) + 1 :], safe=UNQUOTED)
+    return base.url
+
+
+def base_location(checkpoint: Location, base: Base) -> Location:
+    """The place that a checkpoint's record means.
+
+    Raises:
+        FormatError: it is none that a base could have.
+    """
+    try:
+        if base.url.startswith(BESIDE):
+            below = unquote(base.url.removeprefix(BESIDE), errors="strict")
+            # A checkpoint that was linked from elsewhere has its base beside it in one of the two places.
+            parents = [place.parent for place in dict.fromkeys([checkpoint, _physical(checkpoint)])]
+            places = [parent.join(below) for parent in parents if parent is not None]
+        else:
+            places = [place for place in [parse(base.url)] if place.scheme == checkpoint.scheme]
+    except (UrlError, UnicodeDecodeError) as e:
+        raise FormatError(f"{checkpoint}: its record names {base.url!r} as a base, which cannot be: {e}") from None
+    if not places:
+        raise FormatError(f"{checkpoint}: its record names {base.url!r} as a base, which is in another kind of storage than it is itself.")
+    return next((place for place in places if place.local is not None and (place.local / RECORD).exists()), places[0])
+
+
+def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_WITHOUT) -> tuple[Store, CheckpointRecord]:
+    """Open a base.
+
+    Args:
+        checkpoint: that names it.
+        base: as it is named.
+        of: whose elements are wanted, for messages.
+        advice: what to do if it is not there, likewise.
+
+    Returns:
+        The place of the base's attempt, and its commit record.
+
+    Raises:
+        MissingDataError: it is gone.
+        ReplacedError: another attempt is there now.
+        FormatError: it is no checkpoint, or damaged.
+    """
+    place = base_location(checkpoint, base)
+    store = Store.open(place)
+    wanted = f"{of}: {checkpoint} has left it in its base {place}"
+    try:
+        found = parse_checkpoint(store.read(RECORD), f"{store}/{RECORD}")
+    except MissingDataError:
+        found = None
+    except FormatError as e:
+        raise type(e)(f"{wanted}, which cannot be read: {e}") from e
+    if not isinstance(found, CheckpointRecord):
+        was = "no checkpoint is there" if found is None else f"that was deleted ({found.reason})"
+        raise MissingDataError(f"{wanted} (attempt {base.attempt}), and {was}; {advice}.")
+    if found.attempt != base.attempt:
+        raise ReplacedError(
+            f"{wanted} (attempt {base.attempt}), and another checkpoint has taken its place (attempt {found.attempt}); {advice}."
+        )
+    if (found.layout, found.compression) != (base.layout, base.compression):
+        raise FormatError(f"{wanted}, and their records disagree about layout or compression; one of them was not written by shardckpt.")
+    return store.sub(found.attempt), found
+
+
+def holder(checkpoint: Location, tensor: TensorRecord, found: CheckpointRecord) -> TensorRecord:
+    """The record, in an open base, of the tensor that lies there.
+
+    Raises:
+        FormatError: the base does not hold what the checkpoint says.
+    """
+    assert tensor.base is not None
+    theirs = found.structure.tensors.get(tensor.base.name)
+    if (
+        theirs is not None
+        and theirs.base is None
+        and (theirs.shape, theirs.dtype, _cuts(theirs)) == (tensor.shape, tensor.dtype, _cuts(tensor))
+    ):
+        return theirs
+    raise FormatError(
+        f"{shown(tensor.name)}: {checkpoint} says that its base {tensor.base.base.url} holds it as {shown(tensor.base.name)}, with shape "
+        f"{tensor.shape} and dtype {tensor.dtype.name}, which is not so; one of the two was not written by shardckpt, or by a broken one."
+    )
+
+
+def check_bases(checkpoint: Location, record: CheckpointRecord) -> None:
+    """Just before a checkpoint is published: all of its bases are there, and are what they were.
+
+    Whoever deletes one between this and the publication is not seen.
+
+    Raises:
+        CommitError: one is not.
+    """
+    of = {tensor.base.base: name for name, tensor in record.structure.tensors.items() if tensor.base is not None}
+    for base, name in of.items():
+        try:
+            base_record(checkpoint, base, shown(name), "save with another base, or without skip=")
+        except ShardckptError as e:
+            raise CommitError(f"{e} Nothing was published.") from e
+
+
+def _cuts(tensor: TensorRecord) -> list[object]:
+    return [(piece.start, piece.shape, piece.chunks) for piece in tensor.pieces]
+
+
+def _physical(place: Location) -> Location:
+    """The same without symbolic links."""
+    return place if place.local is None else Location("file", "/" + os.path.realpath(place.path).lstrip("/"))
