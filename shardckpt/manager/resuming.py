@@ -167,8 +167,9 @@ def _first_failure(coordinator: Coordinator, failure: Exception | None) -> tuple
     if not failed:
         return None
     process, what = failed[0]
-    kind = next((e for name in errors.__all__ if (e := getattr(errors, name)).code == what["code"]), errors.CoordinationError)
-    return kind(f"process {process} could not restore: {what['message']}"), all(what["damage"] for _, what in failed)
+    return errors.by_code(what["code"])(f"process {process} could not restore: {what['message']}"), all(
+        what["damage"] for _, what in failed
+    )
 
 
 def _is_damage(error: Exception | None) -> bool:
