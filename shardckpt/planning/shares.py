@@ -2,13 +2,14 @@
 
 The same question as for writing (`planning.writers`), and the same answer, which every process works out by itself:
 
-1. All chunks that the boxes touch make one tape, in order of tensor, piece and place.
+1. All chunks that the boxes touch make one tape, in order of tensor, piece and place. Boxes of a tensor that fill at least
+   half of what spans them, as those of one process's devices do, count as one there: they may share chunks.
 2. The tape is cut into rounds of so many bytes: what is under way between processes at once.
 3. Of each round every process reads one part, a run of chunks, dealt as they are dealt for writing (`deal`).
-4. A run of chunks of one box is cut into few boxes (`run_boxes`), each cut off at the box's own border.
+4. A run of chunks is cut into few boxes (`run_boxes`), and these are cut off at the borders of the boxes that are needed.
 
-So every element of every box is read by exactly one process, and every chunk once; only a chunk that several boxes
-touch may be read by several processes.
+So every element of every box is read by exactly one process, and every chunk once; only boxes that lie far apart, with others'
+between them, may have a chunk at their border read for each.
 """
 
 from __future__ import annotations
@@ -91,13 +92,12 @@ def rounds(wanted: Sequence[Wanted], readers: int, limit: int) -> Iterator[list[
 
 @dataclass(frozen=True, slots=True)
 class _TapePart:
-    """The chunks of one piece that one box touches."""
+    """The chunks of one piece that some boxes touch."""
 
     tensor: int
-    box_number: int
     piece: Piece
-    box: Box
-    """The elements of the box that the piece holds."""
+    boxes: Sequence[tuple[int, Box]]
+    """Numbered as the tensor's."""
     spans: tuple[range, ...]
     """Of chunks, per dimension."""
     chunk_bytes: int
@@ -112,20 +112,28 @@ class _TapePart:
         for cells in run_boxes(tuple(map(len, self.spans)), which, max(len(which), 1)):
             start = [a + (f + c) * n for a, f, c, n in zip(self.piece.start, first, cells.start, self.piece.chunks, strict=True)]
             stop = [a + (f + c) * n for a, f, c, n in zip(self.piece.start, first, cells.stop, self.piece.chunks, strict=True)]
-            inside = Box(tuple(start), tuple(stop)).overlap(self.box)
-            assert inside is not None
-            yield Region(self.tensor, self.box_number, inside)
+            held = Box(tuple(start), tuple(stop)).overlap(self.piece.box)
+            for number, box in self.boxes:
+                inside = None if held is None else held.overlap(box)
+                if inside is not None:
+                    yield Region(self.tensor, number, inside)
 
 
 def _parts(wanted: Sequence[Wanted]) -> Iterator[_TapePart]:
     """The tape."""
     for i, one in enumerate(wanted):
         for piece in touched(one.pieces, one.boxes):
-            chunk_bytes = prod(piece.chunks) * one.itemsize
-            for b in range(len(one.boxes)):
-                inside = one.boxes[b].overlap(piece.box)
-                if inside is not None:
-                    yield _TapePart(i, b, piece, inside, tuple(chunk_spans(piece, inside)), chunk_bytes)
+            for span, boxes in _together(one.boxes):
+                spans = tuple(chunk_spans(piece, span))
+                if all(spans):
+                    yield _TapePart(i, piece, boxes, spans, prod(piece.chunks) * one.itemsize)
+
+
+def _together(boxes: BoxArray) -> list[tuple[Box, list[tuple[int, Box]]]]:
+    """Boxes that count as one, numbered, with what spans them."""
+    numbered = [(b, boxes[b]) for b in range(len(boxes))]
+    span = Box(tuple(boxes.start.min(axis=0).tolist()), tuple(boxes.stop.max(axis=0).tolist()))
+    return [(span, numbered)] if 2 * int(boxes.sizes().sum()) >= span.size else [(box, [(b, box)]) for b, box in numbered]
 
 
 def _cut(parts: Sequence[_TapePart], limit: int) -> Iterator[list[tuple[_TapePart, range]]]:

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardckpt
 from shardckpt import Coordinator, Target
+from shardckpt.cooperative import _Packed
+from shardckpt.interconnect.torch import TorchInterconnect
 
 
 class Lines(logging.Handler):
@@ -97,43 +99,36 @@ def hybrid(coordinator, url, shape, options):
     return told
 
 
-def dies(coordinator, url, shape):
-    """Rank 1 is gone after the first tensor that it has placed."""
+def interrupted(coordinator, url, where, how):
+    """Rank 1 comes to an end in its third round: while it packs what it has read, or when the others wait for its bytes."""
     connect(coordinator)
     ours = Coordinator.current(timeout=3)
+    place, name = {"packing": (_Packed, "pack"), "sending": (TorchInterconnect, "all_gather")}[where]
+    original, calls = getattr(place, name), []
 
-    def progress(_done, _total):
-        if ours.world.process == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def act(*arguments):
+        calls.append(1)
+        if ours.world.process == 1 and len(calls) == 3:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MemoryError("there is none left")
+        return original(*arguments)
 
-    like = {name: torch.zeros(shape) for name in ("a", "b", "c")}
-    shardckpt.restore(url, like, cooperative=True, memory_limit="4MiB", progress=progress)
+    setattr(place, name, act)
+    like = {flat(n): torch.ones_like(tensor_of(n)) for n in TENSORS}
+    try:
+        shardckpt.restore(url, like, cooperative=True, memory_limit="1MiB")
+    except (shardckpt.ShardckptError, MemoryError) as e:
+        return [type(e).__name__, str(e)]
+    finally:
+        if how != "killed":
+            leave(coordinator)
+    return ["nothing", ""]
 
 
 def damaged(coordinator, url):
     """Some rank finds it."""
-    connect(coordinator)
-    Coordinator.current(timeout=20)
-    like = {flat(n): torch.ones_like(tensor_of(n)) for n in TENSORS}
-    try:
-        shardckpt.restore(url, like, cooperative=True, memory_limit="1MiB")
-    finally:
-        leave(coordinator)
-
-
-def unable(coordinator, url):
-    """Rank 0's third leaf cannot be placed: another thread, after reading has gone well."""
-    from shardckpt.frameworks import torch as adapter
-
-    ours = join(coordinator)
-    original = adapter.TensorSink.place
-
-    def place(sink, buffers):
-        if ours.world.process == 0:
-            raise MemoryError("there is none left")
-        return original(sink, buffers)
-
-    adapter.TensorSink.place = place
+    join(coordinator)
     like = {flat(n): torch.ones_like(tensor_of(n)) for n in TENSORS}
     try:
         shardckpt.restore(url, like, cooperative=True, memory_limit="1MiB")

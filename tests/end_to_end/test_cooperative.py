@@ -63,6 +63,17 @@ def test_replicas_of_a_sharded_model_read_it_once(run_job, tmp_path):
     assert sum(answer["read"] for answer in alone) > 1.99 * once
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("limit", ["1MiB", "1GiB"])
+def test_jax_processes_read_replicated_arrays_once_with_few_programs(run_job, saved, processes, limit):
+    url, once = saved
+    answers = run_job("JAX", "e2e_cooperative_jax:restored", processes, url, {"cooperative": True, "memory_limit": limit})
+    assert [answer["wrong"] for answer in answers] == [[]] * processes
+    assert sum(answer["read"] for answer in answers) == once
+    assert all(answer["programs"] <= 8 for answer in answers)
+    assert processes == 1 or max(answer["read"] for answer in answers) < 0.7 * once
+
+
 @given(seed=st.integers(0, 2**32), limit=st.sampled_from(["64KiB", "1MiB", "1GiB"]))
 @settings(max_examples=4, deadline=None)
 def test_any_placements_get_the_same_bits_as_by_themselves(run_job, saved, seed, limit):
@@ -104,13 +115,19 @@ def test_damage_that_one_process_finds_is_raised_by_all(run_job, tmp_path):
 
 
 def test_a_process_that_cannot_go_on_is_heard_by_all(run_job, saved):
-    answers = run_job("DTensor", "e2e_cooperative:unable", 2, saved[0], expect="error")
-    assert [answer["error"] for answer in answers] == ["MemoryError", "CoordinationError"]
-    assert "process 0 could not read its part: there is none left" in answers[1]["message"]
+    first, failing, last = run_job("DTensor", "e2e_cooperative:interrupted", 3, saved[0], "packing", "unable")
+    assert failing == ["MemoryError", "there is none left"]
+    for kind, message in (first, last):
+        assert kind == "CoordinationError"
+        assert "process 1 could not read its part: there is none left" in message
 
 
-def test_a_process_that_dies_is_named_by_all_others(run_job, tmp_path):
-    shardckpt.save(tmp_path / "c", {name: np.ones(SHAPE, np.float32) for name in ("a", "b", "c")})
-    answers = run_job("DTensor", "e2e_cooperative:dies", 4, tmp_path / "c", SHAPE, expect="error")
+@pytest.mark.parametrize("where", ["packing", "sending"])
+def test_a_process_that_dies_is_missed_by_all_others(run_job, saved, where):
+    answers = run_job("DTensor", "e2e_cooperative:interrupted", 3, saved[0], where, "killed", expect="signal")
     assert answers[1] == {"signal": 9}
-    assert [answers[p]["error"] for p in (0, 2, 3)] == ["CoordinationError"] * 3
+    for process in (0, 2):
+        kind, message = answers[process]
+        assert kind == "CoordinationError"
+        assert ("process 1" if where == "packing" else f"process {process} lost another one of [0, 1, 2]") in message
+        assert "undefined now" in message

@@ -45,7 +45,7 @@ def wanted(draw):
 
 @given(st.lists(wanted(), max_size=4), st.integers(1, 6), st.integers(1, 4000))
 @settings(max_examples=150, deadline=None)
-def test_every_element_is_read_by_exactly_one_process_and_every_chunk_of_a_box_too(tensors, readers, limit):
+def test_every_element_is_read_by_exactly_one_process_and_every_chunk_too(tensors, readers, limit):
     counts = [[np.zeros(one.boxes[b].shape, int) for b in range(len(one.boxes))] for one in tensors]
     touched = {}
     for number, shares in enumerate(rounds(tensors, readers, limit)):
@@ -56,7 +56,7 @@ def test_every_element_is_read_by_exactly_one_process_and_every_chunk_of_a_box_t
                 counts[region.tensor][region.box][tuple(slice(a - o, b - o) for a, b, o in zip(region.part.start, region.part.stop, box.start))] += 1
                 for piece in one.pieces:
                     for chunk in overlaps(piece, BoxArray.of([region.part], len(piece.shape))).chunk.tolist():
-                        touched.setdefault((region.tensor, region.box, piece.path, chunk), set()).add((number, reader))
+                        touched.setdefault((region.tensor, piece.path, chunk), set()).add((number, reader))
     assert all((count == 1).all() for boxes in counts for count in boxes)
     assert all(len(readers) == 1 for readers in touched.values())
 
