@@ -25,7 +25,7 @@ from shardckpt import frameworks
 from shardckpt.batches import batches
 from shardckpt.box import BoxArray
 from shardckpt.checkpoint import Checkpoint, empty
-from shardckpt.cooperative import Choice, check_choice, divide, exchange_bytes, telling
+from shardckpt.cooperative import Choice, Meeting, check_choice, exchange_bytes
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.errors import (
     DtypeMismatchError,
@@ -38,6 +38,7 @@ from shardckpt.errors import (
 )
 from shardckpt.io.budget import BufferPool, Lease, round_up
 from shardckpt.io.reader import Request
+from shardckpt.io.url import parse
 from shardckpt.names import Only, selector
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.per_process import choose_value, decode_value
@@ -110,11 +111,36 @@ def restore(
     check_flag(cast, "cast")
     check_choice(cooperative)
     check_coordinator(coordinator)
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit <= 0:
         raise OptionError(f"restore(memory_limit={limit}): must be positive.")
-    run = partial(_run_all, checkpoint, limit=limit, cooperative=cooperative, coordinator=coordinator, progress=progress)
+    with Meeting(cooperative, coordinator, source.location if isinstance(source, Checkpoint) else parse(source)) as meeting:
+        checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+        run = partial(_run_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
+        return _restored(checkpoint, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+
+
+def _restored(
+    checkpoint: Checkpoint,
+    like: Any,
+    run: Callable[..., dict[str, object]],
+    *,
+    only: Only | None,
+    strict: bool,
+    cast: bool,
+    coordinator: Coordinator | None,
+) -> Any:
+    """`restore`, of an open checkpoint.
+
+    Args:
+        checkpoint: where from.
+        like: see there, as all that follows.
+        run: reads and places what jobs say (`_run_all`).
+        only: see there.
+        strict: see there.
+        cast: see there.
+        coordinator: see there.
+    """
     wanted = selector(only)
     if only is not None and not any(map(wanted, [*checkpoint.names(), *leaf_names(checkpoint.parsed_tree)])):
         raise NamesMismatchError(f"{checkpoint.location}: only={only!r} selects none of its names; `shardckpt info` lists them.")
@@ -128,8 +154,7 @@ def restore(
         return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
     if isinstance(like, TrainState):
         into = like.like(checkpoint, wanted, lambda: (coordinator or Coordinator.current()).world)
-        options: dict[str, Any] = {"memory_limit": limit, "cooperative": cooperative, "coordinator": coordinator, "progress": progress}
-        like.load_state_dict(restore(checkpoint, into, only=only, strict=strict, cast=cast, **options))
+        like.load_state_dict(_restored(checkpoint, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))
         return like
     try:
         matched = match(like, checkpoint.parsed_tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
@@ -335,8 +360,7 @@ def _run_all(
     limit: int,
     *,
     in_place: bool,
-    cooperative: Choice = False,
-    coordinator: Coordinator | None = None,
+    meeting: Meeting | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, object]:
     """Read and place everything, with others or alone; the restored leaves by name.
@@ -346,8 +370,7 @@ def _run_all(
         jobs: what.
         limit: bytes of host staging.
         in_place: whether memory that is filled is the caller's.
-        cooperative: whether to read together with other processes.
-        coordinator: of these.
+        meeting: where it is agreed on what is read together with other processes; None: nothing is.
         progress: told how many bytes are placed, and how many there are.
     """
     done, total = 0, sum(job.nbytes for job in jobs)
@@ -363,12 +386,11 @@ def _run_all(
             checkpoint.reader.read([job.request() for job in batch])
 
     in_place = in_place and any(landing.destinations for job in jobs for landing in job.landings)
-    alone, shared = divide(checkpoint, jobs, cooperative, coordinator, exchange_bytes(limit))
+    alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, exchange_bytes(limit))
     pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
     restored: dict[str, object] = {}
-    with telling(shared):
-        for group in shared:
-            restored |= _run(group.jobs, pool, group.read, in_place=in_place, placed=placed)
+    for group in shared:
+        restored |= _run(group.jobs, pool, group.read, in_place=in_place, placed=placed)
     return restored | _run(alone, pool, fetch, in_place=in_place, placed=placed)
 
 

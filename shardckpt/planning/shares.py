@@ -113,9 +113,9 @@ class _TapePart:
             start = [a + (f + c) * n for a, f, c, n in zip(self.piece.start, first, cells.start, self.piece.chunks, strict=True)]
             stop = [a + (f + c) * n for a, f, c, n in zip(self.piece.start, first, cells.stop, self.piece.chunks, strict=True)]
             held = Box(tuple(start), tuple(stop)).overlap(self.piece.box)
+            assert held is not None
             for number, box in self.boxes:
-                inside = None if held is None else held.overlap(box)
-                if inside is not None:
+                if (inside := held.overlap(box)) is not None:
                     yield Region(self.tensor, number, inside)
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardckpt
 from shardckpt import Coordinator, Target
-from shardckpt.cooperative import _Packed
 from shardckpt.interconnect.torch import TorchInterconnect
+from shardckpt.shared_reading import _Packed
 
 
 class Lines(logging.Handler):
@@ -97,6 +97,30 @@ def hybrid(coordinator, url, shape, options):
     told["wrong"] = not (isinstance(state["w"], DTensor) and torch.equal(state["w"]._local_tensor, right._local_tensor))
     leave(coordinator)
     return told
+
+
+def mismatched(coordinator, url):
+    """Rank 1 has another shape, and comes to nothing before anything is read."""
+    ours = join(coordinator)
+    like = {flat(n): torch.ones_like(tensor_of(n)) for n in TENSORS}
+    if ours.world.process == 1:
+        like["host.large"] = torch.ones(3)
+    try:
+        shardckpt.restore(url, like, cooperative=True)
+    except shardckpt.ShardckptError as e:
+        return [type(e).__name__, str(e), bool((like["host.small"] == 1).all())]
+    finally:
+        leave(coordinator)
+
+
+def managed(coordinator, root):
+    """A run's latest step is damaged, and the one before it is restored instead; by all together."""
+    join(coordinator)
+    like = {flat(n): torch.ones_like(tensor_of(n)) for n in TENSORS}
+    with shardckpt.CheckpointManager(root, every=1) as manager:
+        found = manager.restore(like, cooperative=True, fallback=True)
+    leave(coordinator)
+    return [found.step, [n for n in TENSORS if bits_of(like[flat(n)], expected(n).dtype).tobytes() != expected(n).tobytes()]]
 
 
 def interrupted(coordinator, url, where, how):

@@ -98,20 +98,39 @@ def test_processes_that_want_different_things_read_by_themselves(run_job, saved)
     assert all("not all of them restore into the same layouts" in answer["said"][0] for answer in answers)
 
 
-def test_damage_that_one_process_finds_is_raised_by_all(run_job, tmp_path):
-    url = tmp_path / "c"
-    shardckpt.save(url, {name.replace("/", "."): expected(name) for name in TENSORS})
+def damage(url):
+    """Change a bit in the middle of the largest data file."""
     (data,) = sorted(url.glob("*/hosts/*/*/d/*"), key=lambda path: path.stat().st_size)[-1:]
     with data.open("r+b") as file:
         file.seek(data.stat().st_size // 2)
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def test_damage_that_one_process_finds_is_raised_by_all(run_job, tmp_path):
+    url = tmp_path / "c"
+    shardckpt.save(url, {name.replace("/", "."): expected(name) for name in TENSORS})
+    damage(url)
     answers = run_job("DTensor", "e2e_cooperative:damaged", 4, url, expect="error")
     assert [answer["error"] for answer in answers] == ["CorruptionError"] * 4
     (finder,) = [p for p, answer in enumerate(answers) if "could not read its part" not in answer["message"]]
     assert all(f"process {finder} could not read its part" in a["message"] for p, a in enumerate(answers) if p != finder)
     assert all("undefined now" in answer["message"] for answer in answers)
+
+
+def test_a_manager_falls_back_from_a_damaged_step_on_all_processes(run_job, tmp_path):
+    for step in (1, 2):
+        shardckpt.save(tmp_path / str(step), {name.replace("/", "."): expected(name) for name in TENSORS})
+    damage(tmp_path / "2")
+    assert run_job("DTensor", "e2e_cooperative:managed", 2, tmp_path) == [[1, []]] * 2
+
+
+def test_a_process_whose_state_does_not_fit_keeps_nobody_waiting(run_job, saved):
+    answers = run_job("DTensor", "e2e_cooperative:mismatched", 3, saved[0])
+    assert [kind for kind, _, _ in answers] == ["ShapeMismatchError"] * 3
+    assert all("process 1 could not restore: host.large" in answers[p][1] for p in (0, 2))
+    assert all(untouched for _, _, untouched in answers)
 
 
 def test_a_process_that_cannot_go_on_is_heard_by_all(run_job, saved):

@@ -53,7 +53,9 @@ def test_every_element_is_read_by_exactly_one_process_and_every_chunk_too(tensor
         for reader, share in enumerate(shares):
             for region in share:
                 one, box = tensors[region.tensor], tensors[region.tensor].boxes[region.box]
-                counts[region.tensor][region.box][tuple(slice(a - o, b - o) for a, b, o in zip(region.part.start, region.part.stop, box.start))] += 1
+                counts[region.tensor][region.box][
+                    tuple(slice(a - o, b - o) for a, b, o in zip(region.part.start, region.part.stop, box.start, strict=True))
+                ] += 1
                 for piece in one.pieces:
                     for chunk in overlaps(piece, BoxArray.of([region.part], len(piece.shape))).chunk.tolist():
                         touched.setdefault((region.tensor, piece.path, chunk), set()).add((number, reader))
