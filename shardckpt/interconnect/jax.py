@@ -55,17 +55,18 @@ class JaxInterconnect:
             shards = [jax.device_put(mine[:, row : row + 1], device) for row, device in enumerate(own)]
             array = jax.make_array_from_single_device_arrays((len(members), rows, length), cut, shards)
             gathered = _identity(NamedSharding(mesh, PartitionSpec(None, "row")))(array)
-            held = {shard.device: np.asarray(shard.data) for shard in gathered.addressable_shards}
+            jax.block_until_ready(gathered)
         except jax.errors.JaxRuntimeError as e:
             raise CoordinationError(
                 f"process {process} lost another one of {list(members)!r:.200} while they sent each other what they had read "
                 f"({str(e).partition(chr(10))[0]:.200}); see what ended it, and start the job again."
             ) from e
-        for m, (member, part) in enumerate(zip(members, parts, strict=True)):
-            if member != process:
-                for row, device in enumerate(own):
+        for shard in gathered.addressable_shards:  # one after another: each is a copy on the host
+            row, held = own.index(shard.device), np.asarray(shard.data)
+            for m, (member, part) in enumerate(zip(members, parts, strict=True)):
+                if member != process:
                     into = part[row * length : (row + 1) * length]
-                    into[...] = held[device][m, 0, : into.size]
+                    into[...] = held[m, 0, : into.size]
 
 
 @lru_cache(maxsize=64)

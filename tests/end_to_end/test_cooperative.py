@@ -74,6 +74,16 @@ def test_jax_processes_read_replicated_arrays_once_with_few_programs(run_job, sa
     assert processes == 1 or max(answer["read"] for answer in answers) < 0.7 * once
 
 
+@pytest.mark.xla
+def test_torch_xla_processes_read_replicated_tensors_once_over_gloo(run_job, saved):
+    answers = run_job("torch_xla", "e2e_cooperative_xla:restored", 2, saved[0])
+    assert all(wrong == [] for *found, _ in answers for _, wrong in found)
+    once = answers[0][-1]
+    replicated, mixed = (sum(answer[i][0] for answer in answers) for i in range(2))
+    assert replicated == once
+    assert once <= mixed < 2 * once
+
+
 @given(seed=st.integers(0, 2**32), limit=st.sampled_from(["64KiB", "1MiB", "1GiB"]))
 @settings(max_examples=4, deadline=None)
 def test_any_placements_get_the_same_bits_as_by_themselves(run_job, saved, seed, limit):
