@@ -7,7 +7,6 @@ from e2e_torch_xla import drawn, marked, shards, start
 
 import shardckpt
 
-
 SOME = [name for name in TENSORS if len(name) % 3 == 0]
 
 
