@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeAlias
 
 from shardckpt import errors
 from shardckpt.coordination import Coordinator
-from shardckpt.errors import CoordinationError, OptionError
+from shardckpt.errors import CoordinationError, OptionError, ShardckptError
 from shardckpt.excerpt import excerpt
 from shardckpt.interconnect import Interconnect, interconnect_of
 from shardckpt.planning.bandwidths import Bandwidths, Estimate
@@ -94,12 +94,12 @@ class Meeting:
             return
         for reading in self._readings:
             reading.give_up(error)
-        if not self._met and isinstance(error, Exception):
+        if not self._met and isinstance(error, Exception) and not isinstance(error, CoordinationError):
             try:
                 found = self._connection()
                 if not isinstance(found, str):
                     found[0].share("cooperative", {"failure": told(error)})
-            except CoordinationError as e:
+            except ShardckptError as e:
                 _log.debug("%s: the others have not heard of the failure: %s", self._location, e)
 
     def divide(self, checkpoint: Checkpoint, jobs: Sequence[J], limit: int) -> tuple[list[J], list[SharedReading[J]]]:
@@ -108,7 +108,7 @@ class Meeting:
         Args:
             checkpoint: where from.
             jobs: what this process needs.
-            limit: bytes of a round.
+            limit: bytes of host staging; `exchange_bytes` of them are for a round.
 
         Returns:
             What this process reads by itself, and what it reads with others, in an order that all of them have.
@@ -128,8 +128,8 @@ class Meeting:
             rates = self._choice if isinstance(self._choice, Bandwidths) else Bandwidths()
             rates = rates if rates.interconnect is not None else replace(rates, interconnect=link.bandwidth)
             for group in groups:
-                counts = {"readers": len(group.members), "processes": coordinator.world.processes}
-                group.estimate = rates.estimate(nbytes=group.nbytes, rounds=-(-group.nbytes // limit), **counts)
+                counts = {"readers": len(group.members), "processes": coordinator.world.processes, "nbytes": group.nbytes}
+                group.estimate = rates.estimate(rounds=-(-group.nbytes // max(exchange_bytes(limit), 1)), **counts)
         proposed = [group for group in groups if group.estimate is None or group.estimate.together]
         self._met = True
         said = coordinator.share("cooperative", {"call": secrets.token_hex(8), "groups": [group.digest for group in proposed]})
@@ -140,7 +140,7 @@ class Meeting:
         _tell(checkpoint, groups, proposed, agreed)
         for group in agreed:
             key = f"{said[0]['call']}/{group.digest}"
-            self._readings.append(SharedReading(checkpoint, coordinator, link, group.members, group.jobs, key, limit))
+            self._readings.append(SharedReading(checkpoint, coordinator, link, group.members, group.jobs, key, exchange_bytes(limit)))
         shared = {id(job) for group in agreed for job in group.jobs}
         return [job for job in jobs if id(job) not in shared], self._readings
 

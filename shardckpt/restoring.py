@@ -386,7 +386,7 @@ def _run_all(
             checkpoint.reader.read([job.request() for job in batch])
 
     in_place = in_place and any(landing.destinations for job in jobs for landing in job.landings)
-    alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, exchange_bytes(limit))
+    alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
     restored: dict[str, object] = {}
     for group in shared:

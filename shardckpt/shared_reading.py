@@ -81,7 +81,7 @@ J = TypeVar("J", bound=Job)
 
 def told(error: BaseException) -> dict[str, Any]:
     """A failure, as other processes hear of it."""
-    return {"code": getattr(error, "code", None), "message": str(error) or type(error).__name__}
+    return {"code": error.code if isinstance(error, ShardckptError) else None, "message": str(error) or type(error).__name__}
 
 
 @dataclass(slots=True)
@@ -120,9 +120,9 @@ class SharedReading(Generic[J]):
                 assert coming is not None
                 coming.result()
                 parts = self._packed(batch, shares, me)
-                self._all_are_ready()
                 following = next(planned, None)
                 coming = None if following is None else ahead.submit(self._read, batch, following[me])
+                self._all_are_ready()
                 self.interconnect.all_gather(self.members, self.coordinator.world.process, [part.memory for part in parts])
                 for m, part in enumerate(parts):
                     if m != me:
@@ -172,7 +172,7 @@ class SharedReading(Generic[J]):
     def _all_are_ready(self) -> None:
         """Wait until all members have their parts of a round in memory.
 
-        From here to the end of the exchange this process does nothing that could fail by itself.
+        From here to the end of the exchange this process does nothing else that could fail.
         """
         key = self._announce(None)
         for member, failure in zip(self.members, self.coordinator.listen(key, self.members), strict=True):
