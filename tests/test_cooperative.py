@@ -76,7 +76,7 @@ def layouts(rng, devices, wild):
 
 
 @given(st.integers(0, 10**9), st.sampled_from([(2, 1), (4, 1), (4, 2), (8, 4), (3, 4)]), st.booleans(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_all_members_of_a_group_read_it_together_or_none_does(checkpoint, seed, sizes, wild, odd):
     rng = random.Random(seed)
     processes, devices = sizes
