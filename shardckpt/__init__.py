@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardckpt.options import SaveOptions
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.per_process import PerProcess
+    from shardckpt.planning.bandwidths import Bandwidths
     from shardckpt.restoring import restore
     from shardckpt.save_handle import SaveHandle, SaveReport
     from shardckpt.saving import save, save_async
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from shardckpt.training import TrainState, train_state
 
 __all__ = [
+    "Bandwidths",
     "Box",
     "Checkpoint",
     "CheckpointManager",
@@ -65,6 +67,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Bandwidths": "planning.bandwidths",
     "Box": "box",
     "Checkpoint": "checkpoint",
     "CheckpointManager": "manager",

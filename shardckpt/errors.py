@@ -217,3 +217,9 @@ class MissingExtraError(ShardckptError, ImportError):
     """An optional dependency is not installed."""
 
     code = "extra"
+
+
+def by_code(code: object) -> type[ShardckptError]:
+    """The class with a code, as another process has told it; a CoordinationError where there is none."""
+    kinds = (globals()[name] for name in __all__)
+    return next((kind for kind in kinds if kind.code == code), CoordinationError)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from shardckpt import frameworks
 from shardckpt.batches import batches
 from shardckpt.box import BoxArray
 from shardckpt.checkpoint import Checkpoint, empty
+from shardckpt.cooperative import Choice, Meeting, check_choice, exchange_bytes
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.errors import (
     DtypeMismatchError,
@@ -36,6 +38,7 @@ from shardckpt.errors import (
 )
 from shardckpt.io.budget import BufferPool, Lease, round_up
 from shardckpt.io.reader import Request
+from shardckpt.io.url import parse
 from shardckpt.names import Only, selector
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.per_process import choose_value, decode_value
@@ -66,6 +69,7 @@ def restore(
     strict: bool = True,
     cast: bool = False,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    cooperative: Choice = False,
     coordinator: Coordinator | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
@@ -82,7 +86,12 @@ def restore(
         cast: allow stored tensors to be converted to the dtype of their leaf, as `numpy.astype` does: rounded to the nearest,
             and integers wrap. What has no conversion, and complex to real, is refused.
         memory_limit: bytes of host staging. One tensor's shards of this process are the least it takes.
-        coordinator: says which process this is, for what is `PerProcess` in `like`; by default found out.
+        cooperative: have processes that need the same read a part each and send it to the others, so that the storage serves
+            every byte once. All processes of the job then call this together, with the same options, and wait for each other.
+            True: wherever several need the same; "auto": where it is faster by `Bandwidths`, and never from a path; a
+            `Bandwidths`: where it is faster by these. False: each reads by itself and waits for nobody.
+        coordinator: says which process this is, for what is `PerProcess` in `like`, and connects it with the others for
+            `cooperative`; by default found out.
         progress: called with bytes of tensors that are restored so far, and in all, by this process.
 
     Returns:
@@ -96,15 +105,43 @@ def restore(
         ReplacedError: the checkpoint was replaced or deleted while it was being read.
         CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined. A base that is gone
             is a MissingDataError before anything is read.
+        CoordinationError: `cooperative`, and another process does not answer, or failed in a way of its own. What one process
+            cannot read is raised on all that read together with it.
     """
     check_flag(strict, "strict")
     check_flag(cast, "cast")
+    check_choice(cooperative)
     check_coordinator(coordinator)
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit <= 0:
         raise OptionError(f"restore(memory_limit={limit}): must be positive.")
-    pool = BufferPool(limit)
+    with Meeting(cooperative, coordinator, source.location if isinstance(source, Checkpoint) else parse(source)) as meeting:
+        checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+        run = partial(_run_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
+        return _restored(checkpoint, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+
+
+def _restored(
+    checkpoint: Checkpoint,
+    like: Any,
+    run: Callable[..., dict[str, object]],
+    *,
+    only: Only | None,
+    strict: bool,
+    cast: bool,
+    coordinator: Coordinator | None,
+) -> Any:
+    """`restore`, of an open checkpoint.
+
+    Args:
+        checkpoint: where from.
+        like: see there, as all that follows.
+        run: reads and places what jobs say (`_run_all`).
+        only: see there.
+        strict: see there.
+        cast: see there.
+        coordinator: see there.
+    """
     wanted = selector(only)
     if only is not None and not any(map(wanted, [*checkpoint.names(), *leaf_names(checkpoint.parsed_tree)])):
         raise NamesMismatchError(f"{checkpoint.location}: only={only!r} selects none of its names; `shardckpt info` lists them.")
@@ -114,12 +151,11 @@ def restore(
             name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, checkpoint.tensor(name)) for name in stored)
         }
         own = _all_values(checkpoint, per_process_names(checkpoint.parsed_tree, wanted))
-        read = _run(checkpoint, _jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), pool, in_place=False, progress=progress)
+        read = run(_jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), in_place=False)
         return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
     if isinstance(like, TrainState):
         into = like.like(checkpoint, wanted, lambda: (coordinator or Coordinator.current()).world)
-        options: dict[str, Any] = {"memory_limit": limit, "coordinator": coordinator, "progress": progress}
-        like.load_state_dict(restore(checkpoint, into, only=only, strict=strict, cast=cast, **options))
+        like.load_state_dict(_restored(checkpoint, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))
         return like
     try:
         matched = match(like, checkpoint.parsed_tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
@@ -127,7 +163,7 @@ def restore(
     except MismatchError as e:
         raise type(e)(f"{checkpoint.location}: {e}") from None
     jobs = _jobs(checkpoint, _sinks(checkpoint, matched.tensors), cast=cast)
-    return matched.build({**_run(checkpoint, jobs, pool, in_place=True, progress=progress), **chosen})
+    return matched.build({**run(jobs, in_place=True), **chosen})
 
 
 def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]]) -> None:
@@ -141,7 +177,7 @@ def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]
         MismatchError: a sink's shape or dtype is not the tensor's, or two different ones share memory; nothing was read.
         ReplacedError, CorruptionError: as in `restore`.
     """
-    _run(checkpoint, _jobs(checkpoint, places.items(), cast=False), BufferPool(DEFAULT_MEMORY_LIMIT), in_place=True)
+    _run_all(checkpoint, _jobs(checkpoint, places.items(), cast=False), DEFAULT_MEMORY_LIMIT, in_place=True)
 
 
 def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
@@ -319,22 +355,60 @@ class _Job:
         return Request(self.tensor.name, storage, self.tensor.pieces, together, [buffer.view(storage) for buffer in buffers])
 
 
-def _run(
-    checkpoint: Checkpoint, jobs: Sequence[_Job], pool: BufferPool, *, in_place: bool, progress: Callable[[int, int], None] | None = None
+def _run_all(
+    checkpoint: Checkpoint,
+    jobs: Sequence[_Job],
+    limit: int,
+    *,
+    in_place: bool,
+    meeting: Meeting | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, object]:
-    """Read and place everything; the restored leaves by name.
+    """Read and place everything, with others or alone; the restored leaves by name.
 
     Args:
         checkpoint: where from.
         jobs: what.
-        pool: lends the buffers.
-        in_place: whether memory that is filled is the caller's, who is told so if that fails.
+        limit: bytes of host staging.
+        in_place: whether memory that is filled is the caller's.
+        meeting: where it is agreed on what is read together with other processes; None: nothing is.
         progress: told how many bytes are placed, and how many there are.
     """
-    checkpoint.open_bases(job.tensor for job in jobs)
-    restored: dict[str, object] = {}
     done, total = 0, sum(job.nbytes for job in jobs)
-    tell = progress or (lambda _done, _total: None)
+
+    def placed(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    def fetch(batch: Sequence[_Job]) -> None:
+        with checkpoint.reading():
+            checkpoint.reader.read([job.request() for job in batch])
+
+    checkpoint.open_bases(job.tensor for job in jobs)
+    in_place = in_place and any(landing.destinations for job in jobs for landing in job.landings)
+    alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
+    pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
+    restored: dict[str, object] = {}
+    for group in shared:
+        restored |= _run(group.jobs, pool, group.read, in_place=in_place, placed=placed)
+    return restored | _run(alone, pool, fetch, in_place=in_place, placed=placed)
+
+
+def _run(
+    jobs: Sequence[_Job], pool: BufferPool, fetch: Callable[[Sequence[_Job]], None], *, in_place: bool, placed: Callable[[int], None]
+) -> dict[str, object]:
+    """Read and place some tensors; the restored leaves by name.
+
+    Args:
+        jobs: what.
+        pool: lends the buffers.
+        fetch: fills the buffers of a batch.
+        in_place: whether memory that is filled is the caller's, who is told so if that fails.
+        placed: told how many bytes are placed, after each batch.
+    """
+    restored: dict[str, object] = {}
     # Tensors that are read together: at most half of the limit each, one batch being placed and one read.
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes), (pool.limit // 2, LARGEST_BATCH)))
 
@@ -344,11 +418,10 @@ def _run(
             for job in batch:
                 for landing in job.landings:
                     landing.prepare(lease)
-            with checkpoint.reading():
-                checkpoint.reader.read([job.request() for job in batch])
+            fetch(batch)
         except ShardckptError as e:
             lease.give_back()
-            if in_place and any(landing.destinations for job in jobs for landing in job.landings):
+            if in_place:
                 raise type(e)(f"{e} What `like` has been filled with in place is undefined now.") from e
             raise
         except BaseException:
@@ -367,6 +440,5 @@ def _run(
                         leaf = landing.finish()
                         restored.update(dict.fromkeys(landing.names, leaf))
                         landing.buffers = []
-            done += sum(job.nbytes for job in batch)
-            tell(done, total)
+            placed(sum(job.nbytes for job in batch))
     return restored

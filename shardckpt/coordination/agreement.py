@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from shardckpt.errors import CoordinationError
 
-__all__ = ["Get", "Set", "Steps", "Wait", "await_answer", "decode", "encode", "gather", "join", "lead"]
+__all__ = ["Get", "Set", "Steps", "Wait", "await_answer", "decode", "encode", "gather", "join", "lead", "listen"]
 
 T = TypeVar("T")
 
@@ -159,6 +159,31 @@ def gather(key: str, process: int, processes: int, value: bytes) -> Steps[list[A
                 said[p] = decode(found)
         if (yield from _publish(key, said, processes)):
             return [said[p] for p in range(processes)]
+
+
+def listen(key: str, process: int, processes: Sequence[int]) -> Steps[list[Any]]:
+    """What each of some processes says under a key, in their order.
+
+    Args:
+        key: each says it under `<key>/<process>`.
+        process: this one's number.
+        processes: whom to listen to.
+
+    Raises:
+        CoordinationError: time is up; names those that have said nothing.
+    """
+    said: dict[int, Any] = {}
+    while True:
+        for p in processes:
+            found = None if p in said else (yield Get(f"{key}/{p}"))
+            if found is not None:
+                said[p] = decode(found)
+        silent = [p for p in processes if p not in said]
+        if not silent:
+            return [said[p] for p in processes]
+        seconds = yield Wait()
+        if seconds is not None:
+            raise _missing(process, silent, seconds)
 
 
 def await_answer(key: str, process: int) -> Steps[Any]:

@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.coordination.agreement import Get, Set, Steps, await_answer, decode, encode, gather, join, lead
+from shardckpt.coordination.agreement import Get, Set, Steps, await_answer, decode, encode, gather, join, lead, listen
 from shardckpt.coordination.devices import found_devices, owners, told_devices
 from shardckpt.errors import CoordinationError, OptionError
 from shardckpt.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = ["Coordinator", "check_coordinator"]
 
@@ -160,6 +160,19 @@ class Coordinator(ABC):
         """
         value = self._get(f"{_PREFIX}{self.run_id}/announce/{key}")
         return None if value is None else decode(value)
+
+    def listen(self, key: str, processes: Sequence[int], *, timeout: float | None = None) -> list[Any]:
+        """What each of some processes has announced under `<key>/<its number>`, in their order. Blocks until all of them have.
+
+        Args:
+            key: what it is about.
+            processes: whom to listen to.
+            timeout: seconds to wait for them, if not those given at the start.
+
+        Raises:
+            CoordinationError: not all of them announced it in time; names those that did not.
+        """
+        return self._run(listen(f"{self.run_id}/announce/{key}", self.world.process, processes), timeout)
 
     @abstractmethod
     def _set(self, key: str, value: bytes) -> None:

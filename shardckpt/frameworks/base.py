@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from shardckpt.placements import Placements
     from shardckpt.sharding import Layout
+    from shardckpt.world import World
 
 __all__ = ["Array", "Sink", "Source", "Target", "dtype_of", "whole"]
 
@@ -113,6 +114,16 @@ class Sink(Protocol):
     @property
     def placing_bytes(self) -> int:
         """Host bytes that `place` takes at its peak, beyond the buffers."""
+
+    def sharers(self, world: World) -> tuple[int, ...] | None:
+        """The processes that want the same boxes of it as this one, itself among them, ascending; None where that is not known.
+
+        For what is said of it to be true, all processes restore into leaves of the same layouts; whoever relies on it makes
+        sure that they do.
+
+        Args:
+            world: this process and the others.
+        """
 
     def place(self, buffers: Sequence[Array]) -> object:
         """The restored leaf.

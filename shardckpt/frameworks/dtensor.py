@@ -327,7 +327,8 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         tie_key = ("dtensor", leaf.device_mesh, tuple(map(str, leaf.placements)), tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
     check_fillable(name, local)
     views = tuple(local.detach()[_inside(held.places[k])] for k in range(len(held.boxes)))
-    return TensorSink(leaf, tuple(leaf.shape), dtype_of_tensor(name, local), held.boxes, views, tie_key, (leaf, local))
+    ranks = held.holders[0] if held.holders else None
+    return TensorSink(leaf, tuple(leaf.shape), dtype_of_tensor(name, local), held.boxes, views, tie_key, (leaf, local), ranks)
 
 
 def _meta(name: str, wanted: Target, shape: tuple[int, ...], dtype: DType) -> Any:

@@ -33,7 +33,7 @@ import numpy as np
 from shardckpt.dtypes import DType, of_numpy
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target
-from shardckpt.frameworks.jax_holders import holders_of
+from shardckpt.frameworks.jax_holders import holders_of, sharers_of
 from shardckpt.frameworks.jax_keys import check_named, is_keys, key_shape, keys_of, meaning, words_of
 from shardckpt.frameworks.jax_layout import Shards, layout_of, local_shards, to_jax
 from shardckpt.names import shown
@@ -192,6 +192,10 @@ class _JaxSink:
     def placing_bytes(self) -> int:
         """None beyond the arrays themselves: where a device is the host, it copies out of the aligned buffer as it is."""
         return 0
+
+    def sharers(self, world: World) -> tuple[int, ...] | None:
+        ndim = len(self.shape) - (0 if self.keys is None else len(key_shape(self.keys)))
+        return sharers_of(layout_of(self.sharding, ndim) if self.committed else None, ndim, self.shards, world)
 
     def place(self, buffers: Sequence[Array]) -> object:
         no_elements = np.empty(self.shards.tile if not len(self.boxes) else 0, self.dtype.numpy)

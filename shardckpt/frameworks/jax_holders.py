@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardckpt.sharding import Layout
     from shardckpt.world import DeviceOwners, World
 
-__all__ = ["holders_of"]
+__all__ = ["holders_of", "sharers_of"]
 
 
 def holders_of(name: str, array: Any, layout: Layout | None, shards: Shards, world: World) -> list[tuple[int, ...]] | None:
@@ -59,6 +59,31 @@ def holders_of(name: str, array: Any, layout: Layout | None, shards: Shards, wor
         return box_holders(layout, array.ndim, shards.holders, owners)
     except ShardingError as e:
         raise ShardingError(f"{shown(name)}: {e}") from e
+
+
+def sharers_of(layout: Layout | None, ndim: int, shards: Shards, world: World) -> tuple[int, ...] | None:
+    """The processes whose devices want the same boxes as this one's, ascending, where all boxes have the same.
+
+    Args:
+        layout: of the array to be; None where it is uncommitted, so that every process has the whole of one for itself.
+        ndim: of the array.
+        shards: what this process's devices hold of it.
+        world: this process and the others.
+
+    Returns:
+        None where that is not known, and where several sets of processes share different boxes.
+    """
+    owners = world.devices.get("jax")
+    if owners is None:
+        return None
+    if layout is None:
+        return tuple(range(world.processes))
+    try:
+        _check(owners, world.process, jax.devices()[0].client)
+        sharers = set(box_holders(layout, ndim, shards.holders, owners))
+    except ShardingError:
+        return None  # saving would say what is wrong; reading by itself is right with any devices
+    return sharers.pop() if len(sharers) == 1 else None
 
 
 @lru_cache(maxsize=16)

@@ -90,6 +90,10 @@ class ArraySink:
         """The array; where its bytes are in the other order, elements are converted on their way into it."""
         return [self.array][: len(self.boxes)]
 
+    def sharers(self, world: World) -> tuple[int, ...] | None:
+        """All processes, each of which has the whole array."""
+        return tuple(range(world.processes))
+
     def place(self, buffers: Sequence[Array]) -> object:
         """Copy in what was not read into the array itself."""
         for buffer in buffers:

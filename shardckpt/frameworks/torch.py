@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -106,6 +106,8 @@ class TensorSink:
     tie_key: Hashable
     written: tuple[Any, ...]
     """The tensors that autograd is told of as written to."""
+    ranks: tuple[int, ...] | Literal["all"] | None = None
+    """The processes that want the same boxes; None: not known."""
     placing_bytes: int = 0
 
     @property
@@ -119,6 +121,10 @@ class TensorSink:
         if any(view.device.type != "cpu" for view in self.views):
             return None
         return [array_of(view, self.dtype) for view in self.views]
+
+    def sharers(self, world: World) -> tuple[int, ...] | None:
+        """Those that the layout names."""
+        return tuple(range(world.processes)) if self.ranks == "all" else self.ranks
 
     def place(self, buffers: Sequence[Array]) -> object:
         """Copy in what was not read into the memory itself, and count the write as autograd counts writes under no_grad."""
@@ -186,7 +192,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         leaf, tie_key = torch.empty(shape, dtype=leaf.dtype), ("torch", shape, dtype.name)
     check_fillable(name, leaf)
     boxes = whole(shape)
-    return TensorSink(leaf, shape, dtype, boxes, (leaf.detach(),) * len(boxes), tie_key, (leaf,))
+    return TensorSink(leaf, shape, dtype, boxes, (leaf.detach(),) * len(boxes), tie_key, (leaf,), "all")
 
 
 def check_fillable(name: str, tensor: Any) -> None:

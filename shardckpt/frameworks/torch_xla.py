@@ -263,6 +263,16 @@ class _ShardedSink:
         template = prod(self.shape) if self.dtype.name in _UNSIGNED else 0
         return (self.shards.elements + template) * self.dtype.itemsize
 
+    def sharers(self, world: World) -> tuple[int, ...] | None:
+        owners = world.devices.get("torch_xla")
+        if owners is None or not len(self.boxes):
+            return None
+        try:
+            sharers = set(box_holders(self.layout, len(self.shape), local_device_ids()[self.shards.first_holders], owners))
+        except ShardingError:
+            return None
+        return sharers.pop() if len(sharers) == 1 else None
+
     def place(self, buffers: Sequence[Array]) -> object:
         tiles = [tensor_of(_padded_with_zeros(b, self.boxes[i].shape), self.dtype) for i, b in enumerate(buffers)]
         kind = getattr(torch, self.dtype.name)
@@ -311,6 +321,9 @@ class _DeviceSink:
     @property
     def placing_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    def sharers(self, world: World) -> tuple[int, ...] | None:  # noqa: ARG002 - without SPMD nobody says what the others want
+        return None
 
     def place(self, buffers: Sequence[Array]) -> object:
         empty = np.empty(self.shape, self.dtype.numpy)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from shardckpt.checkpoint import Checkpoint
+    from shardckpt.cooperative import Choice
     from shardckpt.events import Callback
     from shardckpt.names import Only
     from shardckpt.options import SaveOptions
@@ -259,6 +260,7 @@ class CheckpointManager:
         only: Only | None = None,
         strict: bool = True,
         cast: bool = False,
+        cooperative: Choice = False,
         fallback: bool | None = None,
     ) -> Restored | None:
         """Restore the latest step, or a given one; training goes on after it.
@@ -273,6 +275,7 @@ class CheckpointManager:
             only: as for `shardckpt.restore`: `"model/**"` of a full training checkpoint, say.
             strict: likewise.
             cast: likewise.
+            cooperative: likewise; the same on all processes.
             fallback: where the step is damaged, go back to the one before, and so on, on all processes, with an event that
                 says why. None: what the manager was made with.
 
@@ -297,7 +300,9 @@ class CheckpointManager:
                 options: dict[str, Any] = {"memory_limit": self.options.budget, "coordinator": self._coordinator}
                 progress = self._events.progress("restore", self.url(taken), taken)
                 try:
-                    state = restore(checkpoint, like, only=only, strict=strict, cast=cast, progress=progress, **options)
+                    state = restore(
+                        checkpoint, like, only=only, strict=strict, cast=cast, cooperative=cooperative, progress=progress, **options
+                    )
                 except BaseException as e:
                     self._background.emit(events.RestoreFailed, taken, error=e)
                     raise
@@ -310,6 +315,7 @@ class CheckpointManager:
             self._coordinator,
             read,
             step=step,
+            together=cooperative is not False,
             rolled_back=self._lineage.later,
             fallback=self._fallback if fallback is None else fallback,
             fell_back=lambda damaged, reason: self._background.emit(events.FellBack, damaged, reason=reason),

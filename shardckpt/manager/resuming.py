@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import errors
 from shardckpt.checkpoint import Checkpoint
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Resumed", "resume"]
 
+T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
 
 
@@ -56,6 +57,7 @@ def resume(
     read: Callable[[Checkpoint], Any],
     *,
     step: int | None = None,
+    together: bool = False,
     rolled_back: dict[int, str | None],
     fallback: bool = False,
     fell_back: Callable[[int, str], None],
@@ -67,6 +69,7 @@ def resume(
         coordinator: of all processes, which all call this.
         read: restores the open checkpoint.
         step: the one to restore; None: the latest.
+        together: whether `read` waits for the other processes, so that all have to come as far as that.
         rolled_back: steps that this run has superseded without having told the storage, with their attempts.
         fallback: whether to try earlier steps where one is damaged.
         fell_back: told of each damaged step, and what is wrong with it.
@@ -92,17 +95,18 @@ def resume(
             raise damaged
         if chosen["step"] is None:
             return None
-        restored, failure = None, None
-        try:
-            restored = _restored(str(root.location.join(str(chosen["step"]))), chosen["attempt"], read)
-        except Exception as e:  # noqa: BLE001  (raised below, when the others know)
-            failure = e
-        worst = _first_failure(coordinator, failure)
+        url = str(root.location.join(str(chosen["step"])))
+        checkpoint, failure = _tried(partial(_opened, url, chosen["attempt"]))
+        worst = _first_failure(coordinator, failure) if together else None
+        restored = None
+        if failure is None and worst is None:
+            assert checkpoint is not None
+            restored, failure = _tried(partial(read, checkpoint))
+        worst = worst or _first_failure(coordinator, failure)
         if worst is None:
-            assert restored is not None
-            state, metadata = restored
+            assert checkpoint is not None
             later = {int(s): attempt for s, attempt in chosen["later"]}
-            return Resumed(chosen["step"], state, metadata, chosen["superseded"], later, frozenset(chosen["pinned"]))
+            return Resumed(chosen["step"], restored, checkpoint.metadata, chosen["superseded"], later, frozenset(chosen["pinned"]))
         error, all_damage = failure or worst[0], worst[1]
         if not all_damage:
             raise error
@@ -115,12 +119,20 @@ def resume(
         damaged, below = damaged or error, chosen["step"]
 
 
-def _restored(url: str, attempt: str | None, read: Callable[[Checkpoint], Any]) -> tuple[Any, dict[str, Any]]:
-    """The state and the metadata of the checkpoint that was agreed on."""
+def _tried(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
+    """What it returns, or raises: that is raised when the others know."""
+    try:
+        return act(), None
+    except Exception as e:  # noqa: BLE001
+        return None, e
+
+
+def _opened(url: str, attempt: str | None) -> Checkpoint:
+    """The checkpoint that was agreed on."""
     checkpoint = Checkpoint(url)
     if checkpoint.record.attempt != attempt:
         raise ReplacedError(f"{url}: the checkpoint was replaced after the job agreed to resume from it; start anew.")
-    return read(checkpoint), checkpoint.metadata
+    return checkpoint
 
 
 def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[int, str | None], *, commits: bool) -> dict[str, Any]:
@@ -172,8 +184,9 @@ def _first_failure(coordinator: Coordinator, failure: Exception | None) -> tuple
     if not failed:
         return None
     process, what = failed[0]
-    kind = next((e for name in errors.__all__ if (e := getattr(errors, name)).code == what["code"]), errors.CoordinationError)
-    return kind(f"process {process} could not restore: {what['message']}"), all(what["damage"] for _, what in failed)
+    return errors.by_code(what["code"])(f"process {process} could not restore: {what['message']}"), all(
+        what["damage"] for _, what in failed
+    )
 
 
 def _is_damage(error: Exception | None) -> bool:

@@ -29,7 +29,18 @@ from shardckpt.planning.chunks import grid_shape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Overlaps", "Piece", "chunk_boxes", "chunk_runs", "chunks_inside", "count_chunks", "coverage_gap", "overlaps", "touched"]
+__all__ = [
+    "Overlaps",
+    "Piece",
+    "chunk_boxes",
+    "chunk_runs",
+    "chunk_spans",
+    "chunks_inside",
+    "count_chunks",
+    "coverage_gap",
+    "overlaps",
+    "touched",
+]
 
 Ints = NDArray[np.int64]
 
@@ -161,7 +172,7 @@ def chunks_inside(piece: Piece, box: Box, which: range | None = None) -> tuple[I
     Raises:
         FormatError: a chunk crosses the border of the box, so it would have two writers.
     """
-    spans = _spans(piece, box)
+    spans = chunk_spans(piece, box)
     if all(spans):
         for span, start, n, side, a, b in zip(spans, piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
             if start + span.start * side < a or start + min(span.stop * side, n) > b:
@@ -176,10 +187,10 @@ def chunks_inside(piece: Piece, box: Box, which: range | None = None) -> tuple[I
 
 def count_chunks(piece: Piece, box: Box) -> int:
     """How many chunks of `piece` share elements with a box."""
-    return prod(map(len, _spans(piece, box)))
+    return prod(map(len, chunk_spans(piece, box)))
 
 
-def _spans(piece: Piece, box: Box) -> list[range]:
+def chunk_spans(piece: Piece, box: Box) -> list[range]:
     """Per dimension, the places in the grid of chunks that reach into a box; empty where none does."""
     spans = []
     for start, n, chunk, a, b in zip(piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardckpt.coordination.agreement import Get, Set, Wait, encode, gather, join, lead
+from shardckpt.coordination.agreement import Get, Set, Wait, encode, gather, join, lead, listen
 from shardckpt.errors import CoordinationError
 
 PATIENCE = 200
@@ -200,3 +200,24 @@ def test_of_many_missing_processes_a_message_names_a_few():
     time_is_up(process, 600.0)
     with pytest.raises(CoordinationError, match=r"process 0 waited 600 s for processes 1, 2, 3, .* 12 and 2987 more,"):
         process.run()
+
+
+def test_who_listens_hears_each_of_some_processes_and_names_those_that_say_nothing():
+    store = {"k/1": encode(None), "k/3": encode({"failure": 7})}
+    steps, asked, result = listen("k", 0, (1, 2, 3)), [], None
+    while not isinstance(step := steps.send(result), Wait):
+        asked.append(step.key)
+        result = store.get(step.key)
+    assert asked == ["k/1", "k/2", "k/3"]
+    store["k/2"] = encode([2])
+    assert steps.send(None) == Get("k/2")  # who has spoken is not asked again
+    with pytest.raises(StopIteration) as heard:
+        steps.send(store["k/2"])
+    assert heard.value.value == [None, [2], {"failure": 7}]
+
+    silent = listen("k", 0, (1, 4))
+    assert silent.send(None) == Get("k/1")
+    assert silent.send(store["k/1"]) == Get("k/4")
+    assert silent.send(None) == Wait()
+    with pytest.raises(CoordinationError, match="process 0 waited 9 s for process 4,"):
+        silent.send(9.0)

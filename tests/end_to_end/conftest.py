@@ -14,9 +14,9 @@ QUIET = {"PYTHONWARNINGS": "ignore", "TF_CPP_MIN_LOG_LEVEL": "3"}
 FLAGS = {"JAX training": {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}}
 """Compiling takes longer than running what is compiled."""
 MODULES = {
-    "torch_xla": ["e2e_torch_xla"],
-    "DTensor": ["e2e_dtensor"],
-    "JAX": ["e2e_jax"],
+    "torch_xla": ["e2e_torch_xla", "e2e_cooperative_xla"],
+    "DTensor": ["e2e_dtensor", "e2e_cooperative"],
+    "JAX": ["e2e_jax", "e2e_cooperative_jax"],
     "numpy": ["e2e_numpy"],
     "torch training": ["e2e_training"],
     "JAX training": ["e2e_training_jax"],
