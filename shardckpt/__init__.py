@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.per_process import PerProcess
     from shardckpt.planning.bandwidths import Bandwidths
+    from shardckpt.reshard.execute import reshard
     from shardckpt.restoring import restore
+    from shardckpt.rules import Rules
     from shardckpt.save_handle import SaveHandle, SaveReport
     from shardckpt.saving import save, save_async
     from shardckpt.sharding import Sharding
@@ -49,6 +51,7 @@ __all__ = [
     "PartitionSpec",
     "PerProcess",
     "Restored",
+    "Rules",
     "SaveHandle",
     "SaveOptions",
     "SaveReport",
@@ -60,6 +63,7 @@ __all__ = [
     "commit",
     "open",
     "register_leaf",
+    "reshard",
     "restore",
     "save",
     "save_async",
@@ -78,6 +82,7 @@ _HOME = {
     "PartitionSpec": "partition_spec",
     "PerProcess": "per_process",
     "Restored": "manager",
+    "Rules": "rules",
     "SaveHandle": "save_handle",
     "SaveOptions": "options",
     "SaveReport": "save_handle",
@@ -88,6 +93,7 @@ _HOME = {
     "commit": "committing",
     "open": "checkpoint",
     "register_leaf": "leaves",
+    "reshard": "reshard",
     "restore": "restoring",
     "save": "saving",
     "save_async": "saving",
@@ -102,7 +108,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
     from importlib import import_module
 
-    value = globals()[name] = getattr(import_module(f"shardckpt.{_HOME[name]}"), name)
+    home = import_module(f"shardckpt.{_HOME[name]}")
+    value = globals()[name] = home if _HOME[name] == name else getattr(home, name)  # a package that can be called is itself
     return value
 
 

@@ -11,6 +11,7 @@ Before the first save after a rollback is published, the steps that this superse
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +25,7 @@ from shardckpt.io.deleted import deleted_steps, step_of
 from shardckpt.io.leftover import check_leftover, run_root
 from shardckpt.io.rollback import Rollback
 from shardckpt.io.store import Store
+from shardckpt.io.strays import remove_strays
 from shardckpt.io.url import parse
 from shardckpt.names import natural_key
 from shardckpt.record import CheckpointRecord
@@ -126,6 +128,8 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
         if root is not None and rollback is not None:
             rollback.tell(root)
         publish(store, record, prior)
+        with suppress(ShardckptError):  # what cannot be removed costs room, no more
+            remove_strays(place)
     except AlreadyExistsError as e:
         return outcome("overtaken", str(e))
     except StorageError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.io.based_reader import BasedReader
 from shardckpt.io.host_files import read_host_tables
-from shardckpt.io.reader import ChunkReader
+from shardckpt.io.reader import OBJECT_MEMORY, ChunkReader
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.table_blocks import TableBlocks
 
@@ -20,17 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["open_reader"]
 
 
-def open_reader(place: Store, record: CheckpointRecord) -> ChunkReader | BasedReader:
+def open_reader(
+    place: Store, record: CheckpointRecord, *, threads: int | None = None, memory: int = OBJECT_MEMORY
+) -> ChunkReader | BasedReader:
     """Reads the chunks of a checkpoint, of its attempt and of its bases.
 
     Args:
         place: the attempt.
         record: of the checkpoint.
+        threads: as for `ChunkReader`.
+        memory: as for `ChunkReader`.
     """
     stats = ReadStats()
 
     def of_one(place: Store, record: CheckpointRecord) -> ChunkReader:
-        return ChunkReader(place, _lookup(place, record, stats), stats=stats, compression=record.compression)
+        lookup = _lookup(place, record, stats)
+        return ChunkReader(place, lookup, stats=stats, compression=record.compression, threads=threads, memory=memory)
 
     return BasedReader(place, record, stats, of_one) if record.structure.bases else of_one(place, record)
 

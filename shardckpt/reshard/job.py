@@ -1,0 +1,156 @@
+"""Which attempt do all workers of a job write into? The same one, without talking to each other.
+
+Its name follows from what is read and what is to come of it: the source's attempt, the new structure, layout and compression,
+how the work is cut into tasks, and the commit record that the destination has before. So a worker on another machine, or a job
+that was interrupted and is started again, finds what the others have written; with other options, or after something else was
+committed there, it is another attempt, and nothing is mixed up.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shardckpt._version import __version__
+from shardckpt.checkpoint import Checkpoint
+from shardckpt.contents import Contents
+from shardckpt.errors import AlreadyExistsError, CommitError
+from shardckpt.io.assemble import finished_hosts
+from shardckpt.io.carrying import can_link
+from shardckpt.io.commit import read_prior
+from shardckpt.io.host import describe
+from shardckpt.io.host_files import read_table
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.record import CheckpointRecord
+from shardckpt.reshard.memory import READERS
+from shardckpt.reshard.plan import ReshardPlan, plan_reshard
+
+if TYPE_CHECKING:
+    from shardckpt.io.commit import Prior
+    from shardckpt.record import FileReference
+    from shardckpt.reshard.options import ReshardOptions
+
+__all__ = ["Job", "OpenJob"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker is told; small, and can be pickled."""
+
+    source: str
+    """Url of the checkpoint that is read."""
+    destination: str
+    """Url of the new one."""
+    options: ReshardOptions
+    attempt: str | None = None
+    """The one that all write into, for a worker to compare; None: whichever follows from the rest."""
+    alone: bool = False
+    """Whether this process does all of it, and so may take files over as they are."""
+
+
+class OpenJob:
+    """A job with its source open and its plan made: what a process has of it."""
+
+    def __init__(self, job: Job) -> None:
+        """Read the source's record and the destination's, and plan.
+
+        Raises:
+            NotFoundError: no source there.
+            AlreadyExistsError: a checkpoint is committed at the destination, and is not to be replaced.
+            CommitError: this process makes another plan of it than who began the job.
+        """
+        self.job = job
+        location = parse(job.destination)
+        self.checkpoint = Checkpoint(job.source)
+        self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
+        self.checkpoint.limit_reading(threads=READERS, memory=self.plan.memory.reading)
+        self.store = Store.open(location)
+        self.source_place = Store.open(self.checkpoint.location).sub(self.plan.source.attempt)
+        self.carries = False
+        """Whether the source's files are taken over as they are (`carry`)."""
+        self.prior: Prior = read_prior(self.store, overwrite=True)
+        self.attempt, self.committed = self._attempt()
+        """The second: whether the job is done, for what is committed at the destination is what it makes where nothing was before."""
+        if job.alone and self.plan.unchanged and can_link(self.source_place, self.store):
+            begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers that others started: go on there
+            self.carries = not begun
+            self.attempt, self.committed = self._attempt()
+        if not self.committed and not job.options.overwrite and self.prior.digest is not None:
+            self._refuse_to_replace()
+        if job.attempt not in (None, self.attempt):
+            raise CommitError(
+                f"{self.store}: this worker would write into the attempt {self.attempt}, and the job writes into {job.attempt}: the source "
+                f"or the destination has changed since it began, or it runs another shardckpt than {__version__}; start the job anew."
+            )
+        self.place = self.store.sub(self.attempt)
+
+    @cached_property
+    def described(self) -> FileReference:
+        """The file, written by now, in which every host says what the new checkpoint holds."""
+        record, small = self.plan.source, dict[str, bytes]()
+        if self.carries and record.small_table is not None:  # no host has these, and the committer writes them anew
+            written = read_table(self.source_place, record.small_table).counts
+            tensors = record.structure.tensors
+            small = {name: self.checkpoint.read(name).tobytes() for name in tensors if tensors[name].pieces[0].path in written}
+        saved_by = record.saved_by if self.carries else record.processes if self.plan.values else None
+        return describe(self.place, Contents(self.plan.target, small, record.metadata, processes=saved_by))
+
+    def remove_run(self, folder: str, number: int) -> None:
+        """Remove the files of one run of a host, unless its record names them: the answer to writing it may be all that was lost."""
+        key = f"records/{number:05d}.json"
+        if not self.place.exists(key) or folder.encode() not in self.place.read(key):
+            self.place.delete_prefix(f"{folder}/")
+
+    def _refuse_to_replace(self) -> None:
+        """Raise, unless what is there is a tombstone."""
+        try:
+            read_prior(self.store, overwrite=False)
+        except AlreadyExistsError as e:
+            raise AlreadyExistsError(
+                f"{self.store}: another checkpoint is committed there already; reshard to another place, or replace it with overwrite=True "
+                f"(--overwrite)."
+            ) from e
+
+    def _attempt(self) -> tuple[str, bool]:
+        """The attempt, and whether it is committed."""
+        there, first = self.prior.record, self._name(None)
+        if isinstance(there, CheckpointRecord) and there.attempt == first:
+            return first, True
+        return self._name(self.prior.digest), False
+
+    def _name(self, prior: str | None) -> str:
+        """The attempt of a job that finds that commit record (its SHA-256; None: there is none)."""
+        plan = self.plan
+        decided: dict[str, Any] = {
+            "shardckpt": __version__,
+            "source": plan.source.attempt,
+            "target": plan.target.to_json(),
+            "layout": plan.layout,
+            "compression": [plan.compression, _compressor() if plan.compression is not None else None],
+            "tasks": self.carries or [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
+            "metadata": plan.source.metadata,
+            "prior": prior,
+        }
+        digest = hashlib.sha256(json.dumps(decided, separators=(",", ":")).encode()).hexdigest()
+        return f"{_when(plan.source)}-{digest[:8]}-reshard-{digest[8:24]}"
+
+
+def _compressor() -> str:
+    """What compresses chunks: two versions may make different bytes of the same elements."""
+    from importlib.metadata import version
+
+    return version("numcodecs")
+
+
+def _when(source: CheckpointRecord) -> str:
+    """The time at which the source was made, as attempts' names begin; the record's time is anybody's text."""
+    try:
+        created = dt.datetime.fromisoformat(source.created).astimezone(dt.UTC)
+    except (ValueError, OverflowError):
+        created = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
+    return f"{created:%Y%m%dT%H%M%S}"
