@@ -230,6 +230,11 @@ class Checkpoint:
             raise ReplacedError(f"{self.location}: the checkpoint was {what} while it was being read; open it again.") from e
 
     @property
+    def place(self) -> Store:
+        """The attempt, for parts of the library that read its files."""
+        return self._place
+
+    @property
     def reader(self) -> ChunkReader:
         """Reads chunks by the chunk table, whose header is read when this is first asked for; all threads share it."""
         with self._opening:
