@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.forecast.hosts import DEVICES_PER_HOST, Hosts
 from shardckpt.forecast.restore import RestoreForecast, forecast_restore
-from shardckpt.forecast.stored import ByLayout, ByTable
+from shardckpt.forecast.stored import ByLayout, ByTable, unknown
+from shardckpt.io.packed import DATA_FILE_BYTES
 from shardckpt.io.places import read_places
 from shardckpt.placements import Placements
 from shardckpt.sharding import Sharding
@@ -30,8 +31,6 @@ __all__ = ["Forecast", "document", "forecast", "known_places"]
 
 LARGEST_TABLE = 256 << 20
 """Bytes of a chunk table that is read to plan: nine million chunks."""
-WORTH = 1.1
-"""Amplification of a direct restore from which on a reshard saves anything worth its while."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,17 +45,31 @@ class Forecast:
     hosts: Hosts
     """That would restore onto the new layout."""
     devices_per_host: int
+    source_hosts: Hosts
+    """That saved, as far as the record tells."""
+    memory_limit: int
+    """Bytes that the reshard may use."""
     before: RestoreForecast
     """A restore of the source straight onto the new layout."""
     after: RestoreForecast
     """The same of what the reshard would make."""
     rates: Rates
+    unpacked_read_bytes: int
+    """Stored bytes that the reshard reads, as if nothing were compressed."""
+    read_bytes: int
+    """The same as it is: chunks are taken to be compressed alike."""
 
     @property
     def pays_after(self) -> int | None:
         """Restores by all hosts after which the reshard has saved more bytes of storage traffic than it took; None: never."""
         saved = int(self.before.read.sum() - self.after.read.sum())
-        return -(-(self.plan.read_bytes + self.plan.written_bytes) // saved) if saved > 0 else None
+        return -(-(self.read_bytes + self.plan.written_bytes) // saved) if saved > 0 else None
+
+
+    @property
+    def amplification(self) -> float:
+        """Stored bytes that the reshard reads, per stored byte of the tensors."""
+        return self.unpacked_read_bytes / max(1, self.plan.source_bytes)
 
 
 def known_places(checkpoint: Checkpoint) -> Places | None:
@@ -72,6 +85,7 @@ def forecast(
     plan: ReshardPlan,
     rates: Rates,
     *,
+    memory_limit: int,
     destination: str | None = None,
     devices_per_host: int | None = None,
     places: Places | None = None,
@@ -82,6 +96,7 @@ def forecast(
         checkpoint: the source.
         plan: of the reshard.
         rates: of the storage.
+        memory_limit: bytes that the reshard may use.
         destination: where the new checkpoint would go.
         devices_per_host: of those that would restore it; None: `DEVICES_PER_HOST`, or all devices where there are fewer.
         places: where the source's chunks are; None: what the record says must do.
@@ -96,7 +111,29 @@ def forecast(
     before = forecast_restore(sources, layouts, hosts, stored, None if places is None else checkpoint.reader.limits)
     made = ByLayout(_made(record, plan))
     after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
-    return Forecast(str(checkpoint.location), destination, plan, hosts, each, before, after, rates)
+    saved_by = Hosts.of(((t.layout, len(t.shape)) for t in sources if not unknown(t)), number=max(1, len(record.hosts)))
+    reads = plan.read_bytes
+    return Forecast(
+        url=str(checkpoint.location),
+        destination=destination,
+        plan=plan,
+        hosts=hosts,
+        devices_per_host=each,
+        source_hosts=saved_by,
+        memory_limit=memory_limit,
+        before=before,
+        after=after,
+        rates=rates,
+        unpacked_read_bytes=reads,
+        read_bytes=round(reads * _compressed(plan, stored)),
+    )
+
+
+def _compressed(plan: ReshardPlan, stored: Stored) -> float:
+    """Stored bytes of the source per byte that they would have uncompressed."""
+    if plan.source.compression is None:
+        return 1.0
+    return sum(int(stored.chunks(tensor).length.sum()) for tensor in plan.sources.values()) / max(1, plan.source_bytes)
 
 
 def _made(record: CheckpointRecord, plan: ReshardPlan) -> CheckpointRecord:
@@ -153,15 +190,23 @@ def _reshard(found: Forecast) -> dict[str, Any]:
     plan = found.plan
     chunks = sum(t.num_chunks for t in plan.target.tensors.values())
     return {
-        "bytes_read": plan.read_bytes,
+        "bytes_read": found.read_bytes,
         "bytes_written": plan.written_bytes,
-        "amplification": round(plan.amplification, 4),
+        "amplification": round(found.amplification, 4),
+        "requests": None,
+        "files": _files(plan, chunks),
         "chunks": chunks,
         "tasks": len(plan.tasks),
         "workers": plan.memory.workers,
         "peak_memory": plan.memory.peak,
-        "seconds": _seconds(found.rates, plan.read_bytes, plan.written_bytes),
+        "memory_limit": found.memory_limit,
+        "seconds": _seconds(found.rates, found.read_bytes, plan.written_bytes),
     }
+
+
+def _files(plan: ReshardPlan, chunks: int) -> int:
+    """Data files, about: a task's share goes into files of its own."""
+    return chunks if plan.layout == "zarr" else sum(-(-task.nbytes // DATA_FILE_BYTES) for task in plan.tasks)
 
 
 def _restore(what: RestoreForecast, found: Forecast) -> dict[str, Any]:

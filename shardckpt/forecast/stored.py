@@ -16,6 +16,7 @@ import numpy as np
 from shardckpt.errors import ShardingError
 from shardckpt.forecast.hosts import Bins, Hosts
 from shardckpt.io.codec import CHECKSUM_BYTES
+from shardckpt.placements import Placements
 from shardckpt.planning.plan import overlaps
 from shardckpt.planning.readers import host_boxes
 
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
     from shardckpt.io.places import ChunkPlaces, Places
     from shardckpt.record import CheckpointRecord
-    from shardckpt.structure import TensorRecord
+    from shardckpt.structure import StoredLayout, TensorRecord
 
     Ints = NDArray[np.int64]
 
-__all__ = ["ByLayout", "ByTable", "Stored", "StoredChunks"]
+__all__ = ["ByLayout", "ByTable", "Stored", "StoredChunks", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,12 +112,16 @@ def _length(tensor: TensorRecord, piece: int) -> int:
     return prod(tensor.pieces[piece].chunks) * tensor.dtype.storage.itemsize + CHECKSUM_BYTES
 
 
-def _known(tensor: TensorRecord):  # noqa: ANN202
-    """A tensor's layout where it says which device holds what."""
+def unknown(tensor: TensorRecord) -> bool:
+    """Whether the record does not say which device holds what of a tensor."""
     try:
-        if tensor.layout is not None:
-            tensor.layout.parts(len(tensor.shape))
-            getattr(tensor.layout, "tiling", lambda _ndim: None)(len(tensor.shape))
+        if tensor.layout is not None and not isinstance(tensor.layout, Placements):
+            tensor.layout.tiling(len(tensor.shape))
     except ShardingError:
-        return None
-    return tensor.layout
+        return True
+    return tensor.layout is None
+
+
+def _known(tensor: TensorRecord) -> StoredLayout | None:
+    """A tensor's layout where it says which device holds what; else None: any host may have written any of it."""
+    return None if unknown(tensor) else tensor.layout
