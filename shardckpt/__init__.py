@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from shardckpt._version import __version__
 
 if TYPE_CHECKING:
+    from shardckpt import reshard
     from shardckpt.box import Box
     from shardckpt.checkpoint import Checkpoint, open  # noqa: A004
     from shardckpt.committing import commit
@@ -60,6 +61,7 @@ __all__ = [
     "commit",
     "open",
     "register_leaf",
+    "reshard",
     "restore",
     "save",
     "save_async",
@@ -88,6 +90,7 @@ _HOME = {
     "commit": "committing",
     "open": "checkpoint",
     "register_leaf": "leaves",
+    "reshard": "reshard",
     "restore": "restoring",
     "save": "saving",
     "save_async": "saving",
@@ -102,7 +105,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
     from importlib import import_module
 
-    value = globals()[name] = getattr(import_module(f"shardckpt.{_HOME[name]}"), name)
+    home = import_module(f"shardckpt.{_HOME[name]}")
+    value = globals()[name] = home if _HOME[name] == name else getattr(home, name)  # a package that can be called is itself
     return value
 
 

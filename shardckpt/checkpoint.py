@@ -39,7 +39,7 @@ from shardckpt.io.host_files import read_host_files, read_table
 from shardckpt.io.index_check import IndexCheck
 from shardckpt.io.lookup import WholeTable
 from shardckpt.io.opening import open_reader
-from shardckpt.io.reader import ChunkReader, Request
+from shardckpt.io.reader import OBJECT_MEMORY, ChunkReader, Request
 from shardckpt.io.store import Store
 from shardckpt.io.table import merge_tables, same_places
 from shardckpt.io.url import parse
@@ -136,6 +136,7 @@ class Checkpoint:
         """The tree, read: for `shardckpt.tree`, whose functions would each read it anew."""
         self._opening = Lock()
         self._opened: ChunkReader | None = None
+        self._reading: tuple[int | None, int] = (None, OBJECT_MEMORY)
         self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
         with _opening:
             _opened.add(self)
@@ -239,8 +240,19 @@ class Checkpoint:
         """Reads chunks by the chunk table, whose header is read when this is first asked for; all threads share it."""
         with self._opening:
             if self._opened is None:
-                self._opened = open_reader(self._place, self.record)
+                threads, memory = self._reading
+                self._opened = open_reader(self._place, self.record, threads=threads, memory=memory)
             return self._opened
+
+    def limit_reading(self, *, threads: int, memory: int) -> None:
+        """Say what reading chunks may take, before the first is read.
+
+        Args:
+            threads: how many read at once, at most.
+            memory: bytes of what is on its way from an object store.
+        """
+        assert self._opened is None, "its reader is at work already"
+        self._reading = threads, memory
 
     @property
     def stats(self) -> ReadStats:

@@ -204,7 +204,7 @@ def _owned(checkpoint: Checkpoint) -> dict[str, list[Any]]:
     """What each process owned by itself, not decoded: name → the values of those that had one."""
     found: dict[str, list[Any]] = {}
     if any(isinstance(node, Owned) for node in leaves_of(checkpoint.parsed_tree)):
-        for process in range(len(checkpoint.record.hosts)):
+        for process in range(checkpoint.record.processes):
             for name, value in checkpoint.process_values(process).items():
                 found.setdefault(name, []).append(value)
     return found

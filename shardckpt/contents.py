@@ -38,6 +38,8 @@ class Contents:
     """What the user gave to `SaveOptions(metadata=…)`; each member by some processes or all."""
     samples: Mapping[str, int] = field(default_factory=dict)
     """A checksum of some elements of each large plain tensor that all processes write together: they rely on having the same."""
+    processes: int | None = None
+    """How many processes saved the state, where hosts are something else; None: every host is one."""
 
     @classmethod
     def union(cls, parts: Sequence[tuple[Sequence[int], Contents]]) -> Contents:
@@ -54,6 +56,9 @@ class Contents:
         said_by: dict[str, Sequence[int]] = {}
         metadata: dict[str, Any] = {}
         given_by: dict[str, Sequence[int]] = {}
+        said = {part.processes for _, part in parts}
+        if len(said) > 1:
+            raise CommitError(f"The hosts disagree on how many processes saved the state: {said}. Nothing was published.")
         for processes, part in parts:
             for key, value in part.metadata.items():
                 if metadata.setdefault(key, value) != value:
@@ -79,13 +84,14 @@ class Contents:
                     )
                 said_by.setdefault(name, processes)
         structure = Structure.union([(processes, part.structure) for processes, part in parts])
-        return cls(structure, small, metadata, samples)
+        return cls(structure, small, metadata, samples, *said)
 
     def seal(self) -> tuple[FileReference, bytes]:
         """The file that says so, and the reference to it."""
         small = {name: base64.b64encode(elements).decode() for name, elements in self.small.items()}
         samples = {"samples": self.samples} if self.samples else {}
-        data = seal({"metadata": self.metadata, "small": small, **samples, "structure": self.structure.to_json()})
+        processes = {} if self.processes is None else {"processes": self.processes}
+        data = seal({"metadata": self.metadata, "small": small, **samples, **processes, "structure": self.structure.to_json()})
         return FileReference.of(f"contents/{hashlib.sha256(data).hexdigest()}.json", data), data
 
     @classmethod
@@ -105,4 +111,5 @@ class Contents:
             if any(c > max(n, 1) for piece in tensor.pieces for c, n in zip(piece.chunks, piece.shape, strict=True)):
                 read.fail(f"chunks of {shown(name)} are larger than the tensor")  # the committer would have to fill them up
         samples = Fields(read.mapping("samples") if "samples" in read.doc else {}, where)
-        return cls(structure, small, read.mapping("metadata"), {name: samples.integer(name) for name in samples.doc})
+        processes = read.integer("processes") if "processes" in read.doc else None
+        return cls(structure, small, read.mapping("metadata"), {name: samples.integer(name) for name in samples.doc}, processes)

@@ -25,7 +25,7 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DTYPES", "DType", "by_name", "of_numpy"]
+__all__ = ["DTYPES", "DType", "by_name", "castable", "of_numpy"]
 
 _NUMPY_NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -129,6 +129,19 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
     if found is None or dtype.newbyteorder("=") != found.numpy:
         raise DtypeError(f"dtype {str(dtype)!r} cannot be stored. {_ADVICE}")
     return found
+
+
+def castable(stored: DType, wanted: DType) -> bool:
+    """Whether elements can be converted as `numpy.astype` does, and not just lose their imaginary parts."""
+    if stored == wanted:
+        return True
+    if stored.numpy.kind == "c" and wanted.numpy.kind != "c":
+        return False
+    try:
+        np.zeros(1, stored.numpy).astype(wanted.numpy)
+    except TypeError:
+        return False
+    return True
 
 
 _ADVICE = "Convert it to a numeric dtype first: bool, (u)int, float, bfloat16, float8 and complex of up to 128 bits are known."

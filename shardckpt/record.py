@@ -287,6 +287,14 @@ class CheckpointRecord:
     fence: str | None = field(default=None, compare=False)
     """Changed to anything else, it makes the record another version of itself: committers that have seen the one
     before can no longer replace it."""
+    saved_by: int | None = None
+    """Processes that saved the state, where hosts are something else (tasks of a reshard): the first so many hosts have the values
+    that those owned. None: every host is one."""
+
+    @property
+    def processes(self) -> int:
+        """How many processes saved the state."""
+        return len(self.hosts) if self.saved_by is None else self.saved_by
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -299,6 +307,7 @@ class CheckpointRecord:
             "hosts": [h.to_json() for h in self.hosts],
             **({} if self.table is None else {"table": self.table.to_json()}),
             **({} if self.small_table is None else {"small_table": self.small_table.to_json()}),
+            **({} if self.saved_by is None else {"processes": self.saved_by}),
             **({} if self.fence is None else {"fence": self.fence}),
             "totals": self.totals,
             "metadata": self.metadata,
@@ -323,6 +332,7 @@ class CheckpointRecord:
             totals={k: totals.integer(k) for k in ("tensors", "bytes", "stored_bytes", "chunks")},
             table=TableReference.from_fields(read, "table") if "table" in read.doc else None,
             small_table=TableReference.from_fields(read, "small_table") if "small_table" in read.doc else None,
+            saved_by=_processes(read, len(hosts)) if "processes" in read.doc else None,
             fence=read.string("fence") if "fence" in read.doc else None,
         )
 
@@ -354,6 +364,13 @@ def _hosts(read: Fields) -> int:
     if not 0 < hosts <= MOST_HOSTS:
         read.fail(f"'hosts' is {hosts}, from 1 to {MOST_HOSTS} are expected")
     return hosts
+
+
+def _processes(read: Fields, hosts: int) -> int:
+    processes = read.integer("processes")
+    if not 0 < processes <= hosts:
+        read.fail(f"'processes' is {processes}, from 1 to the {hosts} hosts are expected")
+    return processes
 
 
 def _attempt(read: Fields) -> str:

@@ -25,6 +25,7 @@ from shardckpt.batches import batches
 from shardckpt.box import BoxArray
 from shardckpt.checkpoint import Checkpoint, empty
 from shardckpt.coordination import Coordinator, check_coordinator
+from shardckpt.dtypes import castable
 from shardckpt.errors import (
     DtypeMismatchError,
     MismatchError,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.dtypes import DType
     from shardckpt.frameworks.base import Sink
     from shardckpt.per_process import PerProcess
     from shardckpt.structure import TensorRecord
@@ -147,7 +147,7 @@ def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, objec
     """Of each value that processes own by themselves, all, in the order of the processes."""
     if not names:
         return {}
-    stored = [checkpoint.process_values(process) for process in range(len(checkpoint.record.hosts))]
+    stored = [checkpoint.process_values(process) for process in range(checkpoint.record.processes)]
     return {name: [decode_value(values[name], name) for values in stored if name in values] for name in names}
 
 
@@ -156,7 +156,7 @@ def chosen_values(checkpoint: Checkpoint, wanted: Mapping[str, PerProcess], coor
     if not wanted:
         return {}
     world = (Coordinator.current() if coordinator is None else coordinator).world
-    saved = len(checkpoint.record.hosts)
+    saved = checkpoint.record.processes
     same = saved == world.processes
     stored = {p: checkpoint.process_values(p) for p in ([world.process] if same else range(saved))}
     chosen = {}
@@ -199,7 +199,7 @@ def _jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tuple[str
                     f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, the leaf to restore into has {sink.dtype.name}; "
                     f"pass cast=True to convert."
                 )
-            if not _castable(tensor.dtype, sink.dtype):
+            if not castable(tensor.dtype, sink.dtype):
                 raise DtypeMismatchError(
                     f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, which cannot be converted to {sink.dtype.name}; "
                     f"restore it as it is."
@@ -209,19 +209,6 @@ def _jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tuple[str
         jobs.append(_Job(tensor, list(landings.values())))
     _refuse_shared_memory(jobs)
     return jobs
-
-
-def _castable(stored: DType, wanted: DType) -> bool:
-    """Whether elements can be converted, and not just lose their imaginary parts."""
-    if stored == wanted:
-        return True
-    if stored.numpy.kind == "c" and wanted.numpy.kind != "c":
-        return False
-    try:
-        np.zeros(1, stored.numpy).astype(wanted.numpy)
-    except TypeError:
-        return False
-    return True
 
 
 def _refuse_shared_memory(jobs: Sequence[_Job]) -> None:

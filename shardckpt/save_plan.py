@@ -34,15 +34,16 @@ from shardckpt.planning.writers import Part, deal
 from shardckpt.structure import StoredLayout, TensorRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.box import Box
+    from shardckpt.dtypes import DType
     from shardckpt.frameworks.base import Source
     from shardckpt.options import SaveOptions
     from shardckpt.sharding import Layout
     from shardckpt.world import World
 
-__all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save"]
+__all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save", "tensor_record"]
 
 SMALL_BYTES = 64 << 10
 """Plain tensors of fewer bytes are told of rather than written, in a job of several processes."""
@@ -138,18 +139,38 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
 def tensor_records(sources: Mapping[str, Source], options: SaveOptions, world: World) -> dict[str, TensorRecord]:
     """How each tensor will be stored."""
     smallest = _smallest_chunks(sources, world)
-    records = {}
-    for (name, source), layout in zip(sources.items(), _layouts(sources, options.shardings), strict=True):
-        if len(source.shape) > MOST_DIMENSIONS:
-            raise LeafError(f"{shown(name)} has {len(source.shape)} dimensions, and at most {MOST_DIMENSIONS} can be stored; reshape it.")
-        if len(array_path(name)) > LONGEST_PATH:
-            raise LeafError(f"{shown(name)} has a name of {len(name):,} characters, too long to be stored; use shorter keys.")
-        try:
-            pieces = _pieces(source, layout, smallest[name])
-        except ShardingError as e:
-            raise ShardingError(f"{shown(name)}: {e}") from e
-        records[name] = TensorRecord(name, source.shape, source.dtype, layout, pieces, partial=source.own_pieces)
-    return records
+    return {
+        name: tensor_record(name, source.shape, source.dtype, layout, smallest[name], own_boxes=source.boxes if source.own_pieces else None)
+        for (name, source), layout in zip(sources.items(), _layouts(sources, options.shardings), strict=True)
+    }
+
+
+def tensor_record(
+    name: str, shape: tuple[int, ...], dtype: DType, layout: StoredLayout | None, smallest: int, *, own_boxes: BoxArray | None = None
+) -> TensorRecord:
+    """How one tensor will be stored.
+
+    Args:
+        name: its name.
+        shape: in elements.
+        dtype: of its elements.
+        layout: how it is laid out over devices; None: a plain host tensor.
+        smallest: bytes below which none of its chunks is cut.
+        own_boxes: boxes of it, each to be stored as an array of its own, where nothing else is known of it.
+
+    Raises:
+        LeafError, ShardingError: it cannot be stored; names it.
+    """
+    if len(shape) > MOST_DIMENSIONS:
+        raise LeafError(f"{shown(name)} has {len(shape)} dimensions, and at most {MOST_DIMENSIONS} can be stored; reshape it.")
+    if len(array_path(name)) > LONGEST_PATH:
+        raise LeafError(f"{shown(name)} has a name of {len(name):,} characters, too long to be stored; use shorter keys.")
+    try:
+        blocks = _blocks(shape, layout, own_boxes)
+        pieces = _pieces(name, shape, dtype.storage.itemsize, blocks, smallest, apart=own_boxes is not None)
+    except ShardingError as e:
+        raise ShardingError(f"{shown(name)}: {e}") from e
+    return TensorRecord(name, shape, dtype, layout, pieces, partial=own_boxes is not None)
 
 
 def _smallest_chunks(sources: Mapping[str, Source], world: World) -> dict[str, int]:
@@ -199,13 +220,16 @@ def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> 
     return layouts
 
 
-def _pieces(source: Source, layout: StoredLayout | None, smallest: int) -> tuple[Piece, ...]:
-    """One array for the whole tensor, or several where no useful common grid exists."""
-    name, shape, itemsize = source.name, source.shape, source.dtype.storage.itemsize
+_Block: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
+"""A box of a tensor that is cut into equal tiles: its first index, its shape, and tiles per dimension."""
+
+
+def _pieces(name: str, shape: tuple[int, ...], itemsize: int, blocks: Iterable[_Block], smallest: int, *, apart: bool) -> tuple[Piece, ...]:
+    """One array for the whole tensor, or several where no useful common grid exists, or they are to be kept `apart`."""
     pieces = []
-    for start, extent, parts in _blocks(source, layout):
+    for start, extent, parts in blocks:
         cut = chunking(extent, itemsize, parts, smallest=smallest)
-        if cut.piece == shape and not source.own_pieces:
+        if cut.piece == shape and not apart:
             return (Piece(array_path(name), start, shape, cut.chunks),)
         for corner in product(*map(range, start, map(add, start, extent), cut.piece)):
             # The last piece of a dimension may be short, even shorter than a chunk.
@@ -214,16 +238,12 @@ def _pieces(source: Source, layout: StoredLayout | None, smallest: int) -> tuple
     return tuple(pieces)
 
 
-_Block: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
-"""A box of a tensor that is cut into equal tiles: its first index, its shape, and tiles per dimension."""
-
-
-def _blocks(source: Source, layout: StoredLayout | None) -> Iterator[_Block]:
+def _blocks(shape: tuple[int, ...], layout: StoredLayout | None, own_boxes: BoxArray | None) -> Iterator[_Block]:
     """A tensor, or what this process knows of it, as boxes that have a common grid each."""
-    shape, undivided = source.shape, (1,) * len(source.shape)
-    if source.own_pieces:
-        for i in range(len(source.boxes)):
-            yield source.boxes[i].start, source.boxes[i].shape, undivided
+    undivided = (1,) * len(shape)
+    if own_boxes is not None:
+        for i in range(len(own_boxes)):
+            yield own_boxes[i].start, own_boxes[i].shape, undivided
     elif isinstance(layout, Placements):
         for runs in product(*map(even_runs, layout.cuts(shape))):
             starts, lengths, parts = zip(*runs, strict=True)

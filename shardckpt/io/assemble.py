@@ -164,6 +164,7 @@ def assemble(place: Store) -> CheckpointRecord:
         },
         table=write_table(place, TABLE, table),
         small_table=write_table(place, SMALL_TABLE, small_table) if small else None,
+        saved_by=contents.processes,
     )
 
 

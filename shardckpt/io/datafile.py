@@ -37,12 +37,14 @@ class DataFile(Protocol):
         """Give up and free what is held; no other thread is in `wait` any more. What was written may or may not be there."""
 
 
-def create_data_file(store: Store, key: str, buffer: bytearray | None = None) -> DataFile:
+def create_data_file(store: Store, key: str, buffer: bytearray | None = None, *, draft: str | None = None) -> DataFile:
     """A new, empty data file.
 
     Args:
         store: where.
         key: its name; attempts are never used twice, so it is a new one.
+        draft: another name, under which it is written on a local disk until it is whole and durable. Then it takes the place of
+            whatever has its name. (An object does so anyway.)
         buffer: memory to collect an object's bytes in; it grows as it must, and is the lender's again after `seal`.
 
     Raises:
@@ -52,14 +54,20 @@ def create_data_file(store: Store, key: str, buffer: bytearray | None = None) ->
     if path is None:
         return _ObjectDataFile(store, key, bytearray() if buffer is None else buffer)
     store.make_parents(key)
-    return _LocalDataFile(path)
+    if draft is None:
+        return _LocalDataFile(path)
+    store.make_parents(draft)
+    written = store.local_path(draft)
+    assert written is not None
+    return _LocalDataFile(written, path)
 
 
 class _LocalDataFile:
     """A file on this machine."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, final: Path | None = None) -> None:
         self._path = path
+        self._final = path if final is None else final
         with storage_errors("create", path):
             # O_EXCL: attempts are never used twice, so a file that is there belongs to somebody else.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -79,7 +87,9 @@ class _LocalDataFile:
                 os.fsync(self._fd)
             finally:
                 self.abandon()
-            sync_directory(self._path.parent)
+            if self._final != self._path:
+                self._path.replace(self._final)
+            sync_directory(self._final.parent)
 
     def interrupt(self) -> None:
         pass

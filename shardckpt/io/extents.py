@@ -48,6 +48,10 @@ class ExtentLog:
         self._offset = array("Q")
         self._length = array("Q")
 
+    def __len__(self) -> int:
+        """Number of chunks so far."""
+        return len(self._length)
+
     def add(self, key: str, offset: int, length: int) -> None:
         """Note a chunk in the last of the files.
 

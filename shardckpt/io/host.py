@@ -24,13 +24,23 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.planning.plan import Piece
 
-__all__ = ["HostWriter"]
+__all__ = ["HostWriter", "describe"]
+
+
+def describe(place: Store, contents: Contents) -> FileReference:
+    """Write what a host says that the checkpoint holds into the attempt at `place`, unless another host says the same."""
+    reference, data = contents.seal()
+    if not place.exists(reference.key):
+        place.write(reference.key, data)
+    return reference
 
 
 class HostWriter:
     """Takes a host's chunks in any order of tensors; `finish` or `abort` ends it."""
 
-    def __init__(self, place: Store, attempt: str, host: int, *, layout: str, compression: str | None, memory_limit: int) -> None:
+    def __init__(
+        self, place: Store, attempt: str, host: int, *, layout: str, compression: str | None, memory_limit: int, run: str | None = None
+    ) -> None:
         """Write below `place`, the attempt.
 
         Args:
@@ -40,17 +50,21 @@ class HostWriter:
             layout: "packed" or "zarr".
             compression: None or "zstd".
             memory_limit: bytes of encoded chunks that may wait for the storage.
+            run: where several writers may be at work as the same host, what tells this one's files from theirs. Of the
+                plain layout's chunks, which have one name each, the last one's are there.
         """
         self._place = place
         self._attempt = attempt
         self._host = host
+        self.folder = f"hosts/{host:05d}{'' if run is None else f'-{run}'}"
+        """Where the host's own files are, relative to the attempt."""
         self._layout = layout
         self._compression = compression
         self._writer: PackedWriter | PlainWriter
         if layout == "packed":
-            self._writer = PackedWriter(place, host, memory_limit=memory_limit)
+            self._writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit)
         else:
-            self._writer = PlainWriter(place, in_flight_bytes=memory_limit)
+            self._writer = PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")
         self.vouches = False
         """Whether the host's record may be there. From then on others may commit what it vouches for, and nothing of that goes."""
         self._paths: dict[str, int] = {}
@@ -70,25 +84,43 @@ class HostWriter:
         if self._room.nbytes < size:
             self._room = np.empty(size, np.uint8)
         lay_out(elements, piece.chunks, self._room[:size])
-        data, crc = close(self._room[:size], self._compression)
+        self.put_laid_out(piece, position, self._room[:size])
+
+    def put_laid_out(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
+        """Write one chunk of which the elements are laid out as they are stored (`codec.lay_out`); it is used before this returns."""
+        data, crc = close(raw, self._compression)
         self._writer.put(chunk_object_key(piece, position), data)
         self._rows.append((self._paths.setdefault(piece.path, len(self._paths)), position, crc))
 
     def describe(self, contents: Contents) -> FileReference:
         """Write what the host says that the checkpoint holds, unless another host says the same."""
-        reference, data = contents.seal()
-        if not self._place.exists(reference.key):
-            self._place.write(reference.key, data)
-        return reference
+        return describe(self._place, contents)
 
     def finish(self, contents: Contents, *, hosts: int, prior: str | None, values: bytes | None = None) -> HostRecord:
-        """Wait until all is durable; write the chunk table, what describes it, and at last the host's record.
+        """`complete`, and then write the host's record.
 
         Args:
             contents: what the host says that the checkpoint holds.
             hosts: how many hosts write into the attempt.
             prior: SHA-256 of the commit record that the save found; None: there was none.
             values: file of what this process owns by itself; None: nothing.
+        """
+        record, _ = self.complete(self.describe(contents), hosts=hosts, prior=prior, values=values)
+        self.vouches = True  # even if the write fails: its answer may be all that was lost
+        self._place.write(record.key, seal(record.to_json()))
+        return record
+
+    def complete(self, contents: FileReference, *, hosts: int, prior: str | None, values: bytes | None = None) -> tuple[HostRecord, Table]:
+        """Wait until all is durable, and write the chunk table and what else the host's record vouches for.
+
+        Args:
+            contents: file that says what the checkpoint holds.
+            hosts: as for `finish`.
+            prior: as for `finish`.
+            values: as for `finish`.
+
+        Returns:
+            The record, which is not written yet, and the chunk table.
         """
         extents = self._writer.finish()
         path, chunk, crc = (np.array(c, np.int64) for c in zip(*self._rows, strict=True)) if self._rows else (np.empty(0, np.int64),) * 3
@@ -107,7 +139,6 @@ class HostWriter:
                 crc[rows].astype(np.uint32),
             )
         table = Table.of(extents.files, arrays)
-        described = self.describe(contents)
         record = HostRecord(
             attempt=self._attempt,
             host=self._host,
@@ -116,21 +147,19 @@ class HostWriter:
             layout=self._layout,
             compression=self._compression,
             files=HostFiles(
-                contents=described,
-                table=write_table(self._place, f"hosts/{self._host:05d}/table", table),
+                contents=contents,
+                table=write_table(self._place, f"{self.folder}/table", table),
                 lanes=tuple(self._writer.lanes) if isinstance(self._writer, PackedWriter) else (),
                 values=None if values is None else self._write_own("values.json", values),
             ),
             chunks=len(chunk),
             stored_bytes=int(extents.length.sum()),
         )
-        self.vouches = True  # even if the write fails: its answer may be all that was lost
-        self._place.write(record.key, seal(record.to_json()))
-        return record
+        return record, table
 
     def _write_own(self, name: str, data: bytes) -> FileReference:
         """Write a file of this host's own."""
-        key = f"hosts/{self._host:05d}/{name}"
+        key = f"{self.folder}/{name}"
         self._place.write(key, data)
         return FileReference.of(key, data)
 

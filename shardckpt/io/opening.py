@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.io.host_files import read_host_tables
-from shardckpt.io.reader import ChunkReader
+from shardckpt.io.reader import OBJECT_MEMORY, ChunkReader
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.table_blocks import TableBlocks
 
@@ -19,15 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["open_reader"]
 
 
-def open_reader(place: Store, record: CheckpointRecord) -> ChunkReader:
+def open_reader(place: Store, record: CheckpointRecord, *, threads: int | None = None, memory: int = OBJECT_MEMORY) -> ChunkReader:
     """Reads the chunks of an attempt.
 
     Args:
         place: the attempt.
         record: of the checkpoint.
+        threads: as for `ChunkReader`.
+        memory: as for `ChunkReader`.
     """
     stats = ReadStats()
-    return ChunkReader(place, _lookup(place, record, stats), stats=stats, compression=record.compression)
+    lookup = _lookup(place, record, stats)
+    return ChunkReader(place, lookup, stats=stats, compression=record.compression, threads=threads, memory=memory)
 
 
 def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:

@@ -62,6 +62,7 @@ class PackedWriter:
         store: Store,
         host: int,
         *,
+        folder: str | None = None,
         memory_limit: int = 8 * OBJECT_BYTES,
         data_file_bytes: int | None = None,
         lane_keys: int = LANE_KEYS,
@@ -71,6 +72,7 @@ class PackedWriter:
         Args:
             store: the attempt's place.
             host: this writer's number.
+            folder: where its files go, relative to the attempt; None: `hosts/` and its number.
             memory_limit: bytes, see the module's docstring; a chunk larger than a fifth of it is let through.
             data_file_bytes: a data file ends before the chunk that would take it beyond this many bytes; by default
                 `DATA_FILE_BYTES` or `OBJECT_BYTES`.
@@ -80,7 +82,7 @@ class PackedWriter:
         self.lanes: list[str] = []
         """OCDBT databases, relative to the attempt."""
         self._store = store
-        self._prefix = f"hosts/{host:05d}"
+        self._prefix = folder or f"hosts/{host:05d}"
         if store.location.local is not None:
             self._data_file_bytes, self._most_waiting = data_file_bytes or DATA_FILE_BYTES, 1
         else:

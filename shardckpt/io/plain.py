@@ -7,10 +7,11 @@ returns); elsewhere `in_flight_bytes`, the copies of chunks that are on their wa
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from shardckpt.errors import CommitError
+from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io.datafile import DataFile, create_data_file
 from shardckpt.io.extents import ExtentLog, Extents
 from shardckpt.io.store import Data, Store, byte_view
@@ -27,15 +28,18 @@ _MOST_OPEN = 256
 class PlainWriter:
     """Writes one host's chunks; `finish` or `abort` ends it. For one thread."""
 
-    def __init__(self, store: Store, *, in_flight_bytes: int = 64 << 20) -> None:
+    def __init__(self, store: Store, *, in_flight_bytes: int = 64 << 20, drafts: str | None = None) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
 
         Args:
             store: the attempt's place.
             in_flight_bytes: see the module's docstring; a chunk larger than that goes alone.
+            drafts: directory, relative to the attempt, where chunks are written on a local disk before they take the place of
+                whatever is there under their names; None: nothing may be there.
         """
         self._store = store
         self._limit = in_flight_bytes
+        self._drafts = drafts
         self._log = ExtentLog()
         self._pool = ThreadPoolExecutor(_THREADS, "shardckpt-plain")
         self._waiting: deque[tuple[Future[None], DataFile, int]] = deque()
@@ -58,7 +62,8 @@ class PlainWriter:
         self._log.add(key, 0, length)
         while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= _MOST_OPEN):
             self._settle_one()
-        file = create_data_file(self._store, f"{PLAIN_ROOT}/{key}")
+        draft = None if self._drafts is None else f"{self._drafts}/{len(self._log)}"
+        file = create_data_file(self._store, f"{PLAIN_ROOT}/{key}", draft=draft)
         try:
             file.append(data)
             file.seal()
@@ -82,6 +87,7 @@ class PlainWriter:
         while self._waiting:
             self._settle_one()
         self._pool.shutdown()
+        self._remove_drafts()
         return self._log.extents()
 
     def abort(self) -> None:
@@ -92,6 +98,12 @@ class PlainWriter:
         for _, file, _ in self._waiting:
             file.abandon()
         self._waiting.clear()
+        with contextlib.suppress(ShardckptError):  # the error that made the caller give up is the one to tell
+            self._remove_drafts()
+
+    def _remove_drafts(self) -> None:
+        if self._drafts is not None:
+            self._store.delete_prefix(f"{self._drafts}/")
 
     def _begin(self) -> None:
         """Count the call as failed until it has gone well, so that no later one can succeed after an error."""

@@ -30,7 +30,9 @@ from shardckpt.io.stats import ReadStats
 from shardckpt.io.wanted import MOST_CHUNKS, ChunkFinder, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from shardckpt.io.lookup import Lookup, WholeTable
     from shardckpt.io.store import Store
@@ -130,6 +132,17 @@ class ChunkReader:
                     damaged(chunk.request.name, chunk.box, chunk.file, longer)
 
         self._each_run((chunk for request in requests for chunk in self._finder.every(request, damaged)), check_run)
+
+    def confirm(self, wanted: Iterable[tuple[Request, Piece, NDArray[np.int64]]]) -> None:
+        """Read some chunks and compare them with the table.
+
+        Args:
+            wanted: requests, of which boxes and buffers are not used, and positions of chunks in an array of each.
+
+        Raises:
+            MissingDataError, CorruptionError: one of them is not as it was written.
+        """
+        self._each_run((chunk for some in wanted for chunk in self._finder.located(*some)), self._read_run)
 
     def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
         """The data files that have more bytes than their chunks, between them or at the end. Nothing reads those."""

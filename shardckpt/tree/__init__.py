@@ -6,7 +6,8 @@ Everything here is pure and knows no framework: which leaves are tensors is the 
 1. `flatten` walks a state once and gives its tensors by name, in order, and the tree document.
 2. `union` lays the documents of several processes over each other: what each has is in the state of all.
 3. `unflatten` puts tensors and document together again, as plain dicts, lists and tuples.
-4. `match` lays a `like` beside a document, before anything is read: it pairs both by typed key path, says which
+4. `select` makes the document of a part of the state.
+5. `match` lays a `like` beside a document, before anything is read: it pairs both by typed key path, says which
    stored tensor goes into which leaf, and then builds `like`'s own containers around what was read.
 
 The tree document is strict JSON, of a size in proportion to the number of leaves. Equal states have equal documents,
@@ -47,6 +48,7 @@ from shardckpt.tree.document import (
 from shardckpt.tree.flatten import Flat, flatten
 from shardckpt.tree.match import Matched, match
 from shardckpt.tree.per_process import PerProcess
+from shardckpt.tree.select import select
 from shardckpt.tree.unflatten import unflatten
 from shardckpt.tree.union import union
 
@@ -65,6 +67,7 @@ __all__ = [
     "meanings",
     "parse",
     "per_process_names",
+    "select",
     "stored_names",
     "tensor_names",
     "unflatten",

@@ -1,0 +1,212 @@
+"""Which boxes of a tensor are read and written together, so that each stored byte is read once?
+
+A chunk of the target is written whole, by one writer, and a chunk of the source is read whole. Where a box ends at
+borders of both, nothing of it is read again for its neighbour.
+
+1. `cut`: per dimension, the borders that no chunk straddles, neither of the target nor of the source, whatever arrays they are
+   in. Cells lie between them. Many small ones are joined, along the last dimensions first, which is how chunks lie in files.
+   Where grids have hardly a border in common, and a cell would be too large for one task, it is cut between chunks of the
+   target all the same, and chunks of the source that straddle that border are read on both sides.
+2. Cells are numbered in row-major order; a task does a run of them (`plan`).
+3. `steps`: what is read at once, so that the chunks being filled fit the room that there is. Most cells fit whole. One that
+   does not is walked through along one dimension, from border to border between chunks of the source: a target chunk that a
+   step reaches into and does not finish stays open until the next one, so still nothing is read twice. Where the cross-section
+   is too large for that, the cell is halved, as often as it must be.
+
+Pure: shapes in, integers out. Cost is in proportion to the borders per dimension and to the cells asked for, never to chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.box import Box, BoxArray
+from shardckpt.planning.grid_runs import run_boxes
+from shardckpt.planning.plan import count_chunks, touched
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.planning.plan import Piece
+
+    Ints = NDArray[np.int64]
+
+__all__ = ["CELL_BYTES", "LARGEST_CELL", "Cells", "Step", "cut", "read_bytes", "steps"]
+
+CELL_BYTES = 8 << 20
+"""Bytes to which small cells are joined."""
+LARGEST_CELL = 4 << 30
+"""Bytes above which a cell is cut where a chunk of the source is in the way. Of a cell of this size, with chunks of a few MiB, few
+are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """The cells of one tensor: a grid of boxes that may differ in size."""
+
+    borders: tuple[Ints, ...]
+    """Per dimension where cells end, ascending, from 0 to the tensor's length."""
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Cells per dimension."""
+        return tuple(len(b) - 1 for b in self.borders)
+
+    def sizes(self) -> Ints:
+        """(n,) elements of each cell, in row-major order."""
+        sizes = np.ones(1, np.int64)
+        for borders in self.borders:
+            sizes = np.multiply.outer(sizes, np.diff(borders)).reshape(-1)
+        return sizes
+
+    def largest(self) -> int:
+        """Elements of the largest cell."""
+        return _largest(self.borders)
+
+    def boxes(self, run: range, most: int) -> Iterator[Box]:
+        """A run of cells as boxes, in the tensor's indices; each is one cell, or several of at most `most` elements together."""
+        for found in run_boxes(self.grid, run, max(1, most // self.largest())):
+            start = tuple(int(b[i]) for b, i in zip(self.borders, found.start, strict=True))
+            yield Box(start, tuple(int(b[i]) for b, i in zip(self.borders, found.stop, strict=True)))
+
+
+def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int) -> Cells:
+    """Cut a tensor into cells.
+
+    Args:
+        targets: the arrays that will hold it; it has elements.
+        sources: the arrays that hold it.
+        itemsize: bytes of an element.
+    """
+    every = [_unbroken(targets, d) for d in range(len(targets[0].shape))]
+    free = [_free(borders, d, sources) for d, borders in enumerate(every)]
+    while _largest(free) * itemsize > LARGEST_CELL:
+        # Where most chunks of the target lie in a cell, a border costs least.
+        d = max(range(len(free)), key=lambda d: int(np.diff(np.searchsorted(every[d], free[d])).max()))
+        halves = _halved(every[d], free[d])
+        if len(halves) == len(free[d]):
+            break
+        free[d] = halves
+    for d in reversed(range(len(free))):
+        others = _largest([*free[:d], *free[d + 1 :]]) * itemsize
+        free[d] = _thinned(free[d], -(-CELL_BYTES // others))
+    return Cells(tuple(free))
+
+
+def _largest(borders: Sequence[Ints]) -> int:
+    """Elements of the largest of the boxes between borders."""
+    return prod(int(np.diff(b).max()) for b in borders)
+
+
+def _unbroken(pieces: Sequence[Piece], d: int) -> Ints:
+    """Where chunks of some arrays end along dimension d, and none of theirs is straddled."""
+    axes = {(p.start[d], p.shape[d], p.chunks[d]) for p in pieces}
+    borders = [np.append(np.arange(start, start + length, side, dtype=np.int64), start + length) for start, length, side in axes]
+    return _free(np.unique(np.concatenate(borders)), d, pieces)
+
+
+def _free(borders: Ints, d: int, pieces: Sequence[Piece]) -> Ints:
+    """Those borders that no chunk of some arrays straddles in dimension d; the first and the last always."""
+    straddled = np.zeros(len(borders), bool)
+    for start, length, side in {(p.start[d], p.shape[d], p.chunks[d]) for p in pieces}:
+        straddled |= (borders > start) & (borders < start + length) & ((borders - start) % side != 0)
+    straddled[[0, -1]] = False
+    return borders[~straddled]
+
+
+def _halved(every: Ints, borders: Ints) -> Ints:
+    """With one more border, the middle one of all that there may be, in each of the intervals with most of them."""
+    at = np.searchsorted(every, borders)
+    inside = np.diff(at)
+    middle = (at[:-1] + inside // 2)[(inside > 1) & (2 * inside > inside.max())]
+    halves: Ints = every[np.union1d(at, middle)]
+    return halves
+
+
+def _thinned(borders: Ints, least: int) -> Ints:
+    """Some of the borders, so far apart that intervals have `least` elements where they can; the first and the last among them."""
+    if len(borders) <= 2 or int(np.diff(borders).min()) >= least:
+        return borders
+    kept, at = [0], 0
+    while at < len(borders) - 1:
+        at = min(int(np.searchsorted(borders, borders[at] + least)), len(borders) - 1)
+        kept.append(at)
+    return borders[kept]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is read at once of one tensor."""
+
+    box: Box
+    """In the tensor's indices."""
+    along: int
+    """The dimension that is walked along: target chunks in the box that end beyond it there are finished by a later step. In all
+    other dimensions the box consists of whole ones. 0 for a box of whole chunks, where it makes no difference."""
+
+
+def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, room: int) -> Iterator[Step]:
+    """Read a box of whole target chunks in steps.
+
+    Args:
+        box: in the tensor's indices.
+        targets: the arrays that will hold the tensor.
+        sources: the arrays that hold it.
+        itemsize: bytes of an element in the target.
+        room: bytes that the target chunks of one step may take, those left open by the one before among them. Only a step of a
+            single chunk may take more.
+    """
+    at = BoxArray.of([box], box.ndim)
+    into, of = touched(targets, at), touched(sources, at)
+    nbytes = itemsize * sum(count_chunks(p, box) * prod(p.chunks) for p in into)
+    if nbytes <= room:
+        yield Step(box, 0)
+        return
+    # Elements that a step may advance: of what fits, up to a chunk at either end is reached into only.
+    reaches = [room // -(-nbytes // n) - 2 * max(p.chunks[d] for p in into) for d, n in enumerate(box.shape)]
+    along = max(range(box.ndim), key=lambda d: reaches[d] / max(p.chunks[d] for p in of))
+    if reaches[along] >= max(p.chunks[along] for p in of):
+        for first, last in pairwise(_walk(_within(_unbroken(of, along), box, along), reaches[along])):
+            yield Step(_part(box, along, first, last), along)
+        return
+    borders = [_within(_unbroken(into, d), box, d) for d in range(box.ndim)]
+    widest = max(range(box.ndim), key=lambda d: len(borders[d]))
+    if len(borders[widest]) == 2:
+        yield Step(box, 0)
+        return
+    for first, last in pairwise((box.start[widest], int(borders[widest][len(borders[widest]) // 2]), box.stop[widest])):
+        yield from steps(_part(box, widest, first, last), into, of, itemsize, room)
+
+
+def _walk(borders: Ints, reach: int) -> Iterator[int]:
+    """Where steps begin and end that are at most so long: at borders, where there are some within reach."""
+    at, end = int(borders[0]), int(borders[-1])
+    while at < end:
+        yield at
+        farthest = int(borders[np.searchsorted(borders, at + reach, side="right") - 1])
+        at = farthest if farthest > at else at + reach
+    yield end
+
+
+def _within(borders: Ints, box: Box, d: int) -> Ints:
+    """Those borders that lie in a box, and its own ends."""
+    first, last = box.start[d], box.stop[d]
+    return np.concatenate(([first], borders[(borders > first) & (borders < last)], [last]))
+
+
+def _part(box: Box, d: int, first: int, last: int) -> Box:
+    """The part of a box from one index to another of dimension d."""
+    return Box((*box.start[:d], first, *box.start[d + 1 :]), (*box.stop[:d], last, *box.stop[d + 1 :]))
+
+
+def read_bytes(box: Box, sources: Sequence[Piece], itemsize: int, checksum: int) -> int:
+    """Bytes of the chunks of the source that a box needs: uncompressed ones with their checksums."""
+    near = touched(sources, BoxArray.of([box], box.ndim))
+    return sum(count_chunks(piece, box) * (prod(piece.chunks) * itemsize + checksum) for piece in near)

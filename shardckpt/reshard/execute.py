@@ -1,0 +1,234 @@
+"""A whole reshard: plan it, have its tasks done, and commit what they wrote.
+
+1. Everything is checked before anything is written: the source, the options, the memory, the destination.
+2. The tasks of which no record is there are handed out, a few more than there are workers at a time. One whose worker dies is
+   handed out again, a few times.
+3. When all records are there they are committed like those of a save by many hosts. Until then nothing is to be seen at the
+   destination; whoever stops on the way leaves what is finished, and the same call goes on there.
+
+One of N workers that are started by somebody else (`worker=(K, N)`) does every N-th task and commits nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardckpt.errors import CommitError, OptionError, ShardckptError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.assemble import assemble, finished_hosts
+from shardckpt.io.commit import publish, published_attempt, remove_replaced
+from shardckpt.io.strays import remove_strays
+from shardckpt.names import shown
+from shardckpt.record import CheckpointRecord
+from shardckpt.reshard.engines import executor
+from shardckpt.reshard.job import Job, OpenJob
+from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, ReshardOptions
+from shardckpt.reshard.task import TaskReport, run_task
+from shardckpt.space import check_space
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from shardckpt.mesh import Mesh
+    from shardckpt.partition_spec import PartitionSpec
+    from shardckpt.reshard.plan import Task
+    from shardckpt.sharding import Layout
+
+__all__ = ["ReshardReport", "reshard"]
+
+MOST_LOSSES = 3
+"""Workers that may die over one task."""
+_AHEAD = 2
+"""Tasks per worker that are handed out: the next one is there when one is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardReport:
+    """What a reshard has done."""
+
+    url: str
+    """Of the new checkpoint."""
+    attempt: str
+    """The directory that all workers of the job write into."""
+    committed: bool
+    """Whether the new checkpoint is there now; one worker of several commits nothing."""
+    tasks: int
+    """That the job has."""
+    done_before: int
+    """Of those that were this call's to do: how many were done when it came to them."""
+    nbytes: int
+    """Of all elements in the new checkpoint."""
+    read_bytes: int
+    """Stored bytes of the source that this call read."""
+    stored_bytes: int
+    """Bytes of chunks that this call wrote."""
+    seconds: float
+    """That it took."""
+
+
+def reshard(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    rules: Mapping[str, PartitionSpec | Layout] | None = None,
+    layout: Literal["packed", "zarr"] | None = None,
+    compression: Literal["zstd", "none"] | None = None,
+    dtype: str | Mapping[str, str] | None = None,
+    only: str | Sequence[str] | None = None,
+    engine: Executor | None = None,
+    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    workers: int | None = None,
+    worker: tuple[int, int] | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    unmatched: Literal["replicate", "error"] = "replicate",
+    progress: Callable[[int, int], None] | None = None,
+) -> ReshardReport:
+    """Write a checkpoint anew, stored as it suits another layout; bit for bit the same, but for what `dtype` converts.
+
+    It needs no devices, and memory for a few chunks only, however large tensors are. Interrupted and called again with the same
+    arguments it goes on where it was. The source is only read.
+
+    Args:
+        src: the checkpoint to read: a path or url.
+        dst: where the new one goes, on the same storage or another one. The source's own place with `overwrite`.
+        mesh: as in `ReshardOptions`, and so all up to `only`.
+        rules: which tensor is cut how.
+        layout: "packed" or "zarr".
+        compression: "zstd" or "none".
+        dtype: what tensors are converted to, as `restore(cast=True)` does it.
+        only: the names that the new checkpoint has.
+        engine: who does the work; None: processes on this machine.
+        memory_limit: bytes of buffers, over all workers of this machine together; each process takes about 160 MiB besides.
+        workers: how many; None: as many as there are cores, and memory for.
+        worker: (K, N): this call is worker K, from 0, of N that are started by somebody else, and does its share only. When all
+            are done, `shardckpt.commit(dst)` commits.
+        overwrite: replace a checkpoint that is committed there.
+        verify: read back what was written.
+        unmatched: what becomes of tensors that no rule matches.
+        progress: called with bytes of elements done so far, and in all (of this call's share).
+
+    Returns:
+        What was done.
+
+    Raises:
+        NotFoundError: no committed checkpoint at `src`.
+        AlreadyExistsError: one is committed at `dst`, and `overwrite` is not set; or somebody else committed there meanwhile.
+        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: what is asked for cannot be made of it.
+        BudgetError: the memory limit does not suffice; names it, and what would.
+        CorruptionError: stored bytes of the source are damaged or missing.
+        ReplacedError: the source was replaced or deleted meanwhile.
+        CommitError: workers died over a task again and again; or the tasks' records contradict each other.
+        StorageError: a storage failed, or has no room.
+    """
+    began = time.monotonic()
+    options = ReshardOptions(
+        mesh=mesh,
+        rules=rules,
+        layout=layout,
+        compression=compression,
+        dtype=dtype,
+        only=only,
+        memory_limit=memory_limit,
+        workers=workers,
+        overwrite=overwrite,
+        verify=verify,
+        unmatched=unmatched,
+    )
+    share = _checked(worker)
+    job = Job(os.fspath(src), os.fspath(dst), options)
+    opened = OpenJob(job)
+    finished = set(finished_hosts(opened.place))
+    mine = [task for task in opened.plan.tasks if task.number % share[1] == share[0]]
+    left = [task for task in mine if task.number not in finished]
+    if opened.plan.compression is None:
+        check_space(opened.store, sum(task.nbytes for task in left))
+    done, total = sum(task.nbytes for task in mine) - sum(task.nbytes for task in left), sum(task.nbytes for task in mine)
+    tell = progress or (lambda _done, _total: None)
+    tell(done, total)
+    reports: list[TaskReport] = []
+    in_one_memory = "memory" in (opened.checkpoint.location.scheme, opened.store.location.scheme)
+    at_once = 1 if in_one_memory else min(opened.plan.memory.workers, max(1, len(left)))
+    with executor(engine, at_once) as does:
+        for report in _done(does, replace(job, attempt=opened.attempt), left, at_once):
+            reports.append(report)
+            done += report.nbytes
+            tell(done, total)
+    if worker is None:
+        _commit(opened)
+    return ReshardReport(
+        url=str(opened.store.location),
+        attempt=opened.attempt,
+        committed=worker is None,
+        tasks=len(opened.plan.tasks),
+        done_before=len(mine) - len(left) + sum(report.done_before for report in reports),
+        nbytes=opened.plan.nbytes,
+        read_bytes=sum(report.read_bytes for report in reports),
+        stored_bytes=sum(report.stored_bytes for report in reports),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _checked(worker: Any) -> tuple[int, int]:
+    """Which of how many workers."""
+    if worker is None:
+        return 0, 1
+    if not (isinstance(worker, tuple) and len(worker) == 2 and all(type(n) is int for n in worker) and 0 <= worker[0] < worker[1]):
+        raise OptionError(f"reshard(worker={excerpt(worker)}): give (K, N): this is worker K of N, counted from 0.")
+    return worker
+
+
+def _done(does: Executor, job: Job, tasks: Sequence[Task], workers: int) -> Iterator[TaskReport]:
+    """Have tasks done; their reports as they come."""
+    waiting, losses = deque(tasks), Counter[int]()
+    under_way: dict[Future[TaskReport], Task] = {}
+    try:
+        while waiting or under_way:
+            while waiting and len(under_way) < _AHEAD * workers:
+                task = waiting.popleft()
+                under_way[does.submit(run_task, job, task.number)] = task
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                task = under_way.pop(future)
+                try:
+                    report = future.result()
+                except BrokenExecutor as e:
+                    losses[task.number] += 1
+                    if losses[task.number] >= MOST_LOSSES:
+                        raise _lost(task, losses[task.number], e) from e
+                    waiting.append(task)
+                else:
+                    yield report
+    finally:
+        for future in under_way:
+            future.cancel()
+
+
+def _lost(task: Task, times: int, error: BaseException) -> CommitError:
+    names = [share.tensor for share in task.shares]
+    what = f"{shown(names[0])}{f' to {shown(names[-1])}' if len(set(names)) > 1 else ''}" if names else "nothing but small values"
+    return CommitError(
+        f"Task {task.number} ({what}) has lost its worker {times} times, the last time so: {error} If memory is short, lower memory_limit "
+        f"or workers. What other tasks have finished stays; the same call goes on there."
+    )
+
+
+def _commit(opened: OpenJob) -> None:
+    """Publish what all tasks have written."""
+    try:
+        record = assemble(opened.place)
+        publish(opened.store, record, opened.prior)
+    except ShardckptError:
+        if published_attempt(opened.store) != opened.attempt:
+            raise  # else somebody else has done it, and has cleaned up before we looked
+    else:
+        with suppress(ShardckptError):  # what cannot be removed costs room, no more
+            remove_strays(opened.place)
+    if isinstance(opened.prior.record, CheckpointRecord):
+        remove_replaced(opened.store, opened.prior.record.attempt)

@@ -1,0 +1,113 @@
+"""Which attempt do all workers of a job write into? The same one, without talking to each other.
+
+Its name follows from what is read and what is to come of it: the source's attempt, the new structure, layout and compression,
+how the work is cut into tasks, and the commit record that the destination has before. So a worker on another machine, or a job
+that was interrupted and is started again, finds what the others have written; with other options, or after something else was
+committed there, it is another attempt, and nothing is mixed up.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shardckpt._version import __version__
+from shardckpt.checkpoint import Checkpoint
+from shardckpt.contents import Contents
+from shardckpt.errors import CommitError
+from shardckpt.io.commit import read_prior
+from shardckpt.io.host import describe
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.reshard.memory import READERS
+from shardckpt.reshard.plan import ReshardPlan, plan_reshard
+
+if TYPE_CHECKING:
+    from shardckpt.io.commit import Prior
+    from shardckpt.record import CheckpointRecord, FileReference
+    from shardckpt.reshard.options import ReshardOptions
+
+__all__ = ["Job", "OpenJob"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker is told; small, and can be pickled."""
+
+    source: str
+    """Url of the checkpoint that is read."""
+    destination: str
+    """Url of the new one."""
+    options: ReshardOptions
+    attempt: str | None = None
+    """The one that all write into, for a worker to compare; None: whichever follows from the rest."""
+
+
+class OpenJob:
+    """A job with its source open and its plan made: what a process has of it."""
+
+    def __init__(self, job: Job) -> None:
+        """Read the source's record and the destination's, and plan.
+
+        Raises:
+            NotFoundError: no source there.
+            AlreadyExistsError: a checkpoint is committed at the destination, and is not to be replaced.
+            CommitError: this process makes another plan of it than who began the job.
+        """
+        self.job = job
+        location = parse(job.destination)
+        self.checkpoint = Checkpoint(job.source)
+        self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
+        self.checkpoint.limit_reading(threads=READERS, memory=self.plan.memory.reading)
+        self.store = Store.open(location)
+        self.prior: Prior = read_prior(self.store, overwrite=job.options.overwrite)
+        self.attempt = self._name()
+        if job.attempt not in (None, self.attempt):
+            raise CommitError(
+                f"{self.store}: this worker would write into the attempt {self.attempt}, and the job writes into {job.attempt}: the source "
+                f"or the destination has changed since it began, or it runs another shardckpt than {__version__}; start the job anew."
+            )
+        self.place = self.store.sub(self.attempt)
+
+    @cached_property
+    def described(self) -> FileReference:
+        """The file, written by now, in which every task says what the new checkpoint holds."""
+        record = self.plan.source
+        return describe(
+            self.place, Contents(self.plan.target, {}, record.metadata, processes=record.processes if self.plan.values else None)
+        )
+
+    def _name(self) -> str:
+        plan = self.plan
+        decided: dict[str, Any] = {
+            "shardckpt": __version__,
+            "source": plan.source.attempt,
+            "target": plan.target.to_json(),
+            "layout": plan.layout,
+            "compression": [plan.compression, _compressor() if plan.compression is not None else None],
+            "tasks": [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
+            "metadata": plan.source.metadata,
+            "prior": self.prior.digest,
+        }
+        digest = hashlib.sha256(json.dumps(decided, separators=(",", ":")).encode()).hexdigest()
+        return f"{_when(plan.source)}-{digest[:8]}-reshard-{digest[8:24]}"
+
+
+def _compressor() -> str:
+    """What compresses chunks: two versions may make different bytes of the same elements."""
+    from importlib.metadata import version
+
+    return version("numcodecs")
+
+
+def _when(source: CheckpointRecord) -> str:
+    """The time at which the source was made, as attempts' names begin; the record's time is anybody's text."""
+    try:
+        created = dt.datetime.fromisoformat(source.created).astimezone(dt.UTC)
+    except (ValueError, OverflowError):
+        created = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
+    return f"{created:%Y%m%dT%H%M%S}"

@@ -1,0 +1,132 @@
+"""How is the memory limit shared out, and how many workers does it suffice for?
+
+A worker has two buffers of the same size, its *room*: one is filled from the source while the other one is written. Beside
+them are what is being read and what is on its way to the storage:
+
+- read from a local disk: a scratch buffer per thread, of 4 MiB or the largest chunk; from an object store three copies of
+  what is under way (`io.reader`). A compressed chunk is unpacked beside that.
+- written to a local disk: one compressed chunk, or nothing, and scratch buffers for reading back; to an object store five times
+  a data file (`io.packed`).
+
+The rest is the room. The interpreter and the libraries of each process come on top of the limit: `PROCESS_BYTES`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import BudgetError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardckpt.structure import TensorRecord
+
+__all__ = ["PROCESS_BYTES", "READERS", "Memory", "Sizes", "largest_chunk", "share"]
+
+PROCESS_BYTES = 160 << 20
+"""What a process takes besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Stated, and tested."""
+READERS = 2
+"""Threads with which a worker reads from a local disk."""
+_SCRATCH = 4 << 20
+"""Bytes of a thread's scratch buffer, see `io.fetch`."""
+_REQUEST = 10 << 20
+"""Bytes of a request to an object store, see `io.reader`."""
+_COPIES = 3
+"""Times that they are in memory."""
+_OBJECT = 8 << 20
+"""Bytes of a data file on an object store at the least, and five of them are in memory, see `io.packed`."""
+_FILES = 5
+_COMFORTABLE = 128 << 20
+"""Bytes per worker below which another worker would only take room from the others."""
+_MOST_LOCAL = 8
+"""Workers on one machine, unless told otherwise: more wait for the same disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the chunks and storages of a job demand."""
+
+    source_chunk: int
+    """Bytes of the largest chunk of the source, unpacked."""
+    target_chunk: int
+    """The same of the target."""
+    source_local: bool
+    target_local: bool
+    source_compressed: bool
+    target_compressed: bool
+
+    @property
+    def reading(self) -> int:
+        """Bytes of what is being read, at the least."""
+        unpacked = self.source_chunk * self.source_compressed
+        if self.source_local:
+            return READERS * (max(_SCRATCH, self.source_chunk) + unpacked)
+        return _COPIES * max(_REQUEST, self.source_chunk) + unpacked
+
+    @property
+    def writing(self) -> int:
+        """Bytes of what is being written, at the least."""
+        packed = 2 * self.target_chunk * self.target_compressed
+        read_back = READERS * max(_SCRATCH, self.target_chunk)
+        return packed + (read_back if self.target_local else _FILES * max(_OBJECT, self.target_chunk))
+
+    @property
+    def least(self) -> int:
+        """Bytes with which one worker can do any task."""
+        return self.reading + self.writing + 2 * self.target_chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one worker has."""
+
+    workers: int
+    room: int
+    """Bytes of each of the two buffers."""
+    reading: int
+    """Bytes for what is being read."""
+    writing: int
+    """Bytes for what is being written."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all workers together, but for `PROCESS_BYTES` of each."""
+        return self.workers * (2 * self.room + self.reading + self.writing)
+
+
+def share(limit: int, workers: int | None, tasks: int, sizes: Sizes, where: str) -> Memory:
+    """Share out the memory limit.
+
+    Args:
+        limit: bytes for all workers together.
+        workers: how many; None: as many as are useful.
+        tasks: how many there are.
+        sizes: what they need.
+        where: the source's place, for messages.
+
+    Raises:
+        BudgetError: it does not suffice; says for what, and how much would.
+    """
+    wished = workers or max(1, min(os.cpu_count() or 1, _MOST_LOCAL, tasks, limit // max(_COMFORTABLE, sizes.least)))
+    mine = limit // wished
+    if mine < sizes.least:
+        raise BudgetError(
+            f"{where}: memory_limit={limit} is too little for {wished} worker{'s' if wished > 1 else ''}: with chunks of "
+            f"{sizes.source_chunk} bytes in the source and {sizes.target_chunk} in the target each needs {sizes.least} bytes, "
+            f"{wished * sizes.least} together; raise the limit{' or use fewer workers' if wished > 1 else ''}."
+        )
+    spare = mine - sizes.least
+    # More requests at a time, and larger data files, are what an object store is fast with.
+    reading = sizes.reading + (0 if sizes.source_local else spare // 4)
+    writing = sizes.writing + (0 if sizes.target_local else spare // 4)
+    return Memory(wished, (mine - reading - writing) // 2, reading, writing)
+
+
+def largest_chunk(tensors: Iterable[TensorRecord]) -> int:
+    """Bytes of the largest chunk of some tensors, with its checksum."""
+    from shardckpt.io.codec import room_for
+
+    return max((room_for(p.chunks, t.dtype.itemsize) for t in tensors for p in t.pieces if p.num_chunks), default=0)

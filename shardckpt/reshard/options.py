@@ -1,0 +1,93 @@
+"""How to reshard: every choice that a user has, checked where it is made.
+
+Options say nothing of where from and where to. They can be pickled, so every worker of a job has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardckpt.dtypes import by_name
+from shardckpt.errors import DtypeError, OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.mesh import Mesh
+from shardckpt.names import selector
+from shardckpt.options import check_flag, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.partition_spec import PartitionSpec
+    from shardckpt.sharding import Layout
+
+__all__ = ["DEFAULT_MEMORY_LIMIT", "MOST_WORKERS", "ReshardOptions"]
+
+DEFAULT_MEMORY_LIMIT = 512 << 20
+"""Bytes of buffers, over all workers of one machine together, unless told otherwise."""
+MOST_WORKERS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOptions:
+    """Options of `shardckpt.reshard`."""
+
+    mesh: Mesh | None = None
+    """The devices that specs refer to. Alone: every tensor keeps its recorded spec, over this mesh."""
+    rules: Mapping[str, PartitionSpec | Layout] | None = None
+    """Name pattern → spec over `mesh`, or a whole layout; the first that matches counts. None: tensors keep their own."""
+    unmatched: Literal["replicate", "error"] = "replicate"
+    """What becomes of a tensor that no rule matches."""
+    layout: Literal["packed", "zarr"] | None = None
+    """As in `SaveOptions`; None: as the source has it."""
+    compression: Literal["zstd", "none"] | None = None
+    """"zstd" or "none"; None: as the source has it."""
+    dtype: str | Mapping[str, str] | None = None
+    """Name of a dtype, for all floating-point tensors, or name pattern → dtype, of which the first that matches counts."""
+    only: str | Sequence[str] | None = None
+    """The names that the new checkpoint has: a pattern, or several; None: all."""
+    memory_limit: int | str = DEFAULT_MEMORY_LIMIT
+    """Bytes, or a string such as "512MiB": of buffers, over all workers of one machine together."""
+    workers: int | None = None
+    """Processes that work at once on one machine; None: as many as there are cores, and as the memory is enough for."""
+    overwrite: bool = False
+    """Replace a committed checkpoint, atomically, when the new one is whole; otherwise that is an AlreadyExistsError."""
+    verify: bool = True
+    """Read back what was written, task by task, and compare it with its checksums before it counts."""
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):
+            raise OptionError(f"reshard(mesh=…): a {type(self.mesh).__name__} is no shardckpt.Mesh; give Mesh(shape, axis_names).")
+        if self.unmatched not in ("replicate", "error"):
+            raise OptionError(f'reshard(unmatched={excerpt(self.unmatched)}): use "replicate" or "error".')
+        if self.layout not in (None, "packed", "zarr"):
+            raise OptionError(f'reshard(layout={excerpt(self.layout)}): use "packed" or "zarr".')
+        if self.compression not in (None, "zstd", "none"):
+            raise OptionError(f'reshard(compression={excerpt(self.compression)}): use "zstd" or "none".')
+        object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
+        workers = self.workers
+        if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or not 0 < workers <= MOST_WORKERS):
+            raise OptionError(f"reshard(workers={excerpt(workers)}): give a number from 1 to {MOST_WORKERS}.")
+        check_flag(self.overwrite, "overwrite")
+        check_flag(self.verify, "verify")
+        if callable(self.only):
+            raise OptionError("reshard(only=…): give patterns, which workers in other processes can be told.")
+        selector(self.only)
+        self._check_dtypes()
+
+    def _check_dtypes(self) -> None:
+        if self.dtype is not None and not isinstance(self.dtype, str | Mapping):
+            raise OptionError(f"reshard(dtype={excerpt(self.dtype)}): give a dtype's name, or a dict of pattern → name.")
+        for name in [self.dtype] if isinstance(self.dtype, str) else (self.dtype or {}).values():
+            try:
+                by_name(name)
+            except DtypeError as e:
+                raise OptionError(f"reshard(dtype=…): {e}") from e
+
+    @property
+    def budget(self) -> int:
+        """`memory_limit` in bytes."""
+        assert isinstance(self.memory_limit, int)
+        return self.memory_limit

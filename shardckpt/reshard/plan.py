@@ -1,0 +1,201 @@
+"""What will a reshard do, and what will it cost? Everything follows from the source's record and the options.
+
+1. `targets`: how each tensor will be stored.
+2. `cells`: each tensor is cut into boxes that can be read and written by themselves.
+3. All cells, in the order of the tensors, make one tape. It is cut into *tasks* of equal length, one cell wherever its
+   middle lies. A task is one host of the new attempt: it writes data of its own and a record, and knows nothing of the
+   others. How the tape is cut depends on sizes alone, not on workers or memory, so a job that is started again elsewhere
+   finds the same tasks.
+4. `memory`: what each worker may use. A task's cells are done in steps that fit (`ReshardPlan.steps`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.io.codec import CHECKSUM_BYTES
+from shardckpt.reshard.cells import Cells, cut, read_bytes, steps
+from shardckpt.reshard.memory import Memory, Sizes, largest_chunk, share
+from shardckpt.reshard.targets import targets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardckpt.checkpoint import Checkpoint
+    from shardckpt.io.url import Location
+    from shardckpt.record import CheckpointRecord
+    from shardckpt.reshard.cells import Step
+    from shardckpt.reshard.layouts import Decision
+    from shardckpt.reshard.options import ReshardOptions
+    from shardckpt.structure import Structure, TensorRecord
+
+__all__ = ["ReshardPlan", "Share", "Task", "plan_reshard"]
+
+TASK_BYTES = 256 << 20
+"""Bytes that a task writes, about: what is lost when it is interrupted, and what workers are kept busy with."""
+MOST_TASKS = 4096
+"""About how many tasks a job has at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Some cells of one tensor."""
+
+    tensor: str
+    """Its name in the target."""
+    cells: range
+    """Which of its cells, counted in row-major order."""
+    nbytes: int
+    """Of their elements in the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is done by one worker at a time: one host of the new attempt."""
+
+    number: int
+    """From 0; the host's number."""
+    shares: tuple[Share, ...]
+    """What it writes; none where it only carries over what a process owned by itself."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements that it writes."""
+        return sum(share.nbytes for share in self.shares)
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """What a reshard does."""
+
+    source: CheckpointRecord
+    """Of the checkpoint that is read."""
+    target: Structure
+    """Of the new one."""
+    sources: Mapping[str, TensorRecord]
+    """By name in the target, the tensor of the source that it is made of."""
+    decisions: Mapping[str, Decision]
+    """By name in the target, how a tensor is laid out, and why."""
+    values: frozenset[str]
+    """Names of the places where every process that saved had a value of its own."""
+    layout: str
+    """Of the target: "packed" or "zarr"."""
+    compression: str | None
+    """Of the target."""
+    tasks: tuple[Task, ...]
+    memory: Memory
+    """What each worker may use."""
+    _cells: Mapping[str, Cells] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements in the target."""
+        return sum(task.nbytes for task in self.tasks)
+
+    @property
+    def source_bytes(self) -> int:
+        """Stored bytes of the tensors that are read, uncompressed: of each chunk once."""
+        return sum(p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in self.sources.values() for p in t.pieces)
+
+    @property
+    def read_bytes(self) -> int:
+        """Stored bytes that all tasks read, uncompressed."""
+        return sum(self.task_read_bytes(task) for task in self.tasks)
+
+    @property
+    def written_bytes(self) -> int:
+        """Stored bytes of the target, uncompressed, with what fills up chunks at edges."""
+        return sum(
+            p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in self.target.tensors.values() for p in t.pieces
+        )
+
+    @property
+    def amplification(self) -> float:
+        """Stored bytes that are read, per stored byte of the tensors."""
+        return self.read_bytes / max(1, self.source_bytes)
+
+    def steps(self, share: Share) -> Iterator[Step]:
+        """What is read at once of a share, one after another."""
+        target, source = self.target.tensors[share.tensor], self.sources[share.tensor]
+        itemsize, room = target.dtype.itemsize, self.memory.room
+        for box in self._cells[share.tensor].boxes(share.cells, room // itemsize):
+            yield from steps(box, target.pieces, source.pieces, itemsize, room)
+
+    def task_read_bytes(self, task: Task) -> int:
+        """Stored bytes that a task reads, uncompressed; each time that it reads them."""
+        return sum(self._share_read_bytes(share) for share in task.shares)
+
+    def _share_read_bytes(self, share: Share) -> int:
+        target, source, cells = self.target.tensors[share.tensor], self.sources[share.tensor], self._cells[share.tensor]
+        # Between cells nothing of the source is cut that the task has both sides of, but of a large one every step counts.
+        if 2 * cells.largest() * target.dtype.itemsize <= self.memory.room:
+            boxes = cells.boxes(share.cells, prod(target.shape))
+        else:
+            boxes = (step.box for step in self.steps(share))
+        return sum(read_bytes(box, source.pieces, source.dtype.itemsize, CHECKSUM_BYTES) for box in boxes)
+
+
+def plan_reshard(source: Checkpoint, options: ReshardOptions, destination: Location | None = None) -> ReshardPlan:
+    """Plan a reshard; nothing is read but the source's record, which is read already.
+
+    Args:
+        source: the checkpoint to read.
+        options: what to make of it.
+        destination: where to, which decides what writing takes; None: a local disk.
+
+    Raises:
+        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: what is asked for cannot be made of it.
+        BudgetError: the memory limit does not suffice; names it, and what would.
+    """
+    record = source.record
+    made = targets(record.structure, options, str(source.location))
+    compression = record.compression if options.compression is None else None if options.compression == "none" else options.compression
+    sizes = Sizes(
+        source_chunk=largest_chunk(made.sources.values()),
+        target_chunk=largest_chunk(made.structure.tensors.values()),
+        source_local=source.location.local is not None,
+        target_local=destination is None or destination.local is not None,
+        source_compressed=record.compression is not None,
+        target_compressed=compression is not None,
+    )
+    least = record.processes if made.values else 1
+    cells = {
+        name: cut(tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize)
+        for name, tensor in made.structure.tensors.items()
+        if tensor.nbytes
+    }
+    tasks = _tasks(cells, made.structure, least)
+    return ReshardPlan(
+        source=record,
+        target=made.structure,
+        sources=made.sources,
+        decisions=made.decisions,
+        values=made.values,
+        layout=options.layout or record.layout,
+        compression=compression,
+        tasks=tasks,
+        memory=share(options.budget, options.workers, len(tasks), sizes, str(source.location)),
+        _cells=cells,
+    )
+
+
+def _tasks(cells: Mapping[str, Cells], structure: Structure, least: int) -> tuple[Task, ...]:
+    """Cut the tape of all cells; at least so many tasks, the last of them empty if they must be."""
+    total = sum(t.nbytes for t in structure.tensors.values())
+    length = max(TASK_BYTES, -(-total // MOST_TASKS))
+    found: dict[int, list[Share]] = {}
+    offset = 0
+    for name, grid in cells.items():
+        sizes = grid.sizes() * structure.tensors[name].dtype.itemsize
+        ends = np.cumsum(sizes)
+        which, first = np.unique((offset + ends - sizes // 2) // length, return_index=True)
+        for task, a, b in zip(which.tolist(), first.tolist(), [*first[1:].tolist(), len(sizes)], strict=True):
+            nbytes = int(ends[b - 1] - ends[a] + sizes[a])
+            found.setdefault(task, []).append(Share(name, range(a, b), nbytes))
+        offset += int(ends[-1])
+    shares = [*found.values(), *([[]] * (least - len(found)))]
+    return tuple(Task(number, tuple(some)) for number, some in enumerate(shares))

@@ -1,0 +1,114 @@
+"""What will the new checkpoint hold? Its structure, and for each of its tensors the one of the source that it is made of.
+
+Each tensor is stored as a save would store it that finds it laid out like this on devices (`save_plan`). One that keeps its
+layout and the size of its elements keeps its arrays and chunks, too, whatever cut them so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardckpt.dtypes import by_name, castable
+from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
+from shardckpt.names import array_path, matches, piece_path, selector, shown
+from shardckpt.planning.chunks import smallest_chunk
+from shardckpt.reshard.layouts import Decision, decide
+from shardckpt.save_plan import tensor_record
+from shardckpt.structure import Structure, TensorRecord
+from shardckpt.tree import meanings, per_process_names, select
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.dtypes import DType
+    from shardckpt.reshard.options import ReshardOptions
+
+__all__ = ["Targets", "targets"]
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a reshard makes."""
+
+    structure: Structure
+    """Of the new checkpoint."""
+    sources: Mapping[str, TensorRecord]
+    """By name in the new checkpoint, the tensor of the source."""
+    decisions: Mapping[str, Decision]
+    """By name in the new checkpoint, how a tensor is laid out, and why."""
+    values: frozenset[str]
+    """Names of the places where every process has a value of its own."""
+
+
+def targets(source: Structure, options: ReshardOptions, where: str) -> Targets:
+    """What a reshard makes of a checkpoint with that structure.
+
+    Args:
+        source: of the checkpoint.
+        options: the job's.
+        where: the checkpoint's place, for messages.
+
+    Raises:
+        NamesMismatchError: nothing is selected by `only`.
+        OptionError, ShardingError: as in `layouts.decide`; or a pattern of `dtype` or `rules` that matches nothing.
+        DtypeMismatchError: a tensor that cannot be converted, by name.
+        LeafError: a tensor that cannot be stored.
+    """
+    tree, stored = select(source.tree, selector(options.only))
+    if options.only is not None and not tree:
+        raise NamesMismatchError(f"{where}: only={options.only!r} selects none of its names; `shardckpt info` lists them.")
+    sources = {name: source.tensors[old] for name, old in stored.items()}
+    _refuse_idle(options.rules, sources, "rules")
+    decisions = decide(sources, options)
+    types = _dtypes(sources, options, meanings(tree))
+    smallest = smallest_chunk(sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()))
+    tensors = {}
+    for name, old in sources.items():
+        layout, dtype = decisions[name].layout, types[name]
+        if layout == old.layout and dtype.itemsize == old.dtype.itemsize:
+            tensors[name] = _renamed(old, name, dtype)
+        else:
+            tensors[name] = tensor_record(name, old.shape, dtype, layout, smallest)
+    return Targets(Structure(tree, tensors), sources, decisions, frozenset(per_process_names(tree)))
+
+
+def _renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
+    """A tensor that is stored in the same chunks, under the same name or another one."""
+    if name == tensor.name:
+        return replace(tensor, dtype=dtype)
+    whole = len(tensor.pieces) == 1 and tensor.pieces[0].path == array_path(tensor.name)
+    paths = [array_path(name)] if whole else [piece_path(name, tensor.shape, piece.start) for piece in tensor.pieces]
+    pieces = tuple(replace(piece, path=path) for piece, path in zip(tensor.pieces, paths, strict=True))
+    return TensorRecord(name, tensor.shape, dtype, tensor.layout, pieces)
+
+
+def _dtypes(tensors: Mapping[str, TensorRecord], options: ReshardOptions, meaning: Mapping[str, str]) -> dict[str, DType]:
+    """By name the dtype that each tensor will have."""
+    if isinstance(options.dtype, str):
+        wanted = by_name(options.dtype)
+        return {name: wanted if _is_floating(t.dtype) and _is_floating(wanted) else t.dtype for name, t in tensors.items()}
+    rules = options.dtype or {}
+    _refuse_idle(rules, tensors, "dtype")
+    found = {}
+    for name, tensor in tensors.items():
+        pattern = next((p for p in rules if matches(p, name)), None)
+        found[name] = tensor.dtype if pattern is None else by_name(rules[pattern])
+        if found[name] != tensor.dtype and (name in meaning or not castable(tensor.dtype, found[name])):
+            what = f"dtype {tensor.dtype}" if name not in meaning else f"dtype {tensor.dtype} and means {meaning[name]}"
+            raise DtypeMismatchError(
+                f"{shown(name)} has {what}, which cannot be converted to {found[name]}; leave it out of dtype={pattern!r}."
+            )
+    return found
+
+
+def _is_floating(dtype: DType) -> bool:
+    return dtype.name.startswith(("float", "bfloat"))
+
+
+def _refuse_idle(rules: Mapping[str, object] | None, tensors: Mapping[str, TensorRecord], what: str) -> None:
+    """Refuse a pattern that matches no tensor: it is misspelt."""
+    for pattern in rules or ():
+        if not any(matches(pattern, name) for name in tensors):
+            raise OptionError(f"reshard({what}=…): {pattern!r} matches no tensor; patterns are matched with whole names.")
