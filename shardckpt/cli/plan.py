@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  (typer reads the annotation)
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,7 +35,8 @@ def plan(
     memory_limit: Annotated[str, typer.Option("--memory-limit", metavar="SIZE", help="Buffers of all workers.")] = "512MiB",
     workers: Annotated[int | None, typer.Option("--workers", metavar="N", help="Processes on one machine.")] = None,
     devices_per_host: Annotated[
-        int | None, typer.Option("--devices-per-host", min=1, metavar="N", help="Of the hosts that restore; 8, or all where there are fewer.")
+        int | None,
+        typer.Option("--devices-per-host", min=1, metavar="N", help="Of the hosts that restore; 8, or all where there are fewer."),
     ] = None,
     rate: Annotated[
         str | None, typer.Option("--rate", metavar="READ[,WRITE]", help="Bytes per second, as in 2GiB,800MiB; measured otherwise.")

@@ -8,9 +8,9 @@ from shardckpt.cli.duration import duration_text
 from shardckpt.cli.text import count, file_size, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["assumptions", "factor", "notice_text", "rate_text", "route", "span_text", "verdict"]
+__all__ = ["assumptions", "factor", "hosts_text", "notice_text", "rate_text", "route", "span_text", "verdict"]
 
 WORTH = 1.1
 """Amplification of a restore as it is stored below which a reshard hardly saves anything."""
@@ -23,6 +23,16 @@ def factor(ratio: float | None) -> str:
     ('1.00×', '12.3×', '–')
     """
     return "–" if ratio is None else f"{ratio:.2f}×" if ratio < 10 else f"{ratio:,.1f}×"
+
+
+def hosts_text(span: Sequence[int]) -> str:
+    """A half-open range of hosts.
+
+    >>> hosts_text((3, 4)), hosts_text((0, 16))
+    ('host 3', 'hosts 0–15')
+    """
+    first, stop = span
+    return f"host {first}" if stop - first == 1 else f"hosts {first}–{stop - 1}"
 
 
 def span_text(seconds: float | None) -> str:

@@ -65,7 +65,6 @@ class Forecast:
         saved = int(self.before.read.sum() - self.after.read.sum())
         return -(-(self.read_bytes + self.plan.written_bytes) // saved) if saved > 0 else None
 
-
     @property
     def amplification(self) -> float:
         """Stored bytes that the reshard reads, per stored byte of the tensors."""

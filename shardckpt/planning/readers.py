@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.planning.plan import Piece
-    from shardckpt.structure import StoredLayout
+    from shardckpt.sharding import Layout
     from shardckpt.world import DeviceOwners
 
     Ints = NDArray[np.int64]
@@ -68,7 +68,7 @@ class ChunksRead:
     """(n,) counted through all pieces, in their order, in grid order within each."""
 
 
-def host_boxes(layout: StoredLayout | None, shape: tuple[int, ...], owners: DeviceOwners, hosts: int) -> HostBoxes:
+def host_boxes(layout: Layout | Placements | None, shape: tuple[int, ...], owners: DeviceOwners, hosts: int) -> HostBoxes:
     """Which boxes each host's devices hold.
 
     Args:

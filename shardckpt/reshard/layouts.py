@@ -1,6 +1,6 @@
 """How will each tensor be laid out after the reshard, and which rule says so?
 
-1. With rules: by the first whose pattern matches the tensor's name, over the mesh.
+1. With rules: by the first whose pattern matches the tensor's name, over the mesh; `shardckpt.rules` decide for themselves.
 2. With a mesh alone: by the spec that the source recorded, as far as the mesh has its axes.
 3. With neither: as it is.
 """
@@ -14,6 +14,7 @@ from shardckpt.errors import OptionError, ShardingError
 from shardckpt.names import matches, shown
 from shardckpt.partition_spec import PartitionSpec
 from shardckpt.placements import Placements
+from shardckpt.rules import Rules
 from shardckpt.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -51,10 +52,14 @@ def decide(tensors: Mapping[str, TensorRecord], options: ReshardOptions) -> dict
         ShardingError: a spec that does not suit its tensor, by name.
         OptionError: a tensor that no rule matches, where that is an error; or specs without a mesh.
     """
+    if isinstance(options.rules, Rules):
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        return {name: Decision(d.layout, d.rule, d.why, d.notices) for name, d in options.rules.decide_all(shapes, options.mesh).items()}
     return {name: _decided(name, tensor, options) for name, tensor in tensors.items()}
 
 
 def _decided(name: str, tensor: TensorRecord, options: ReshardOptions) -> Decision:
+    assert not isinstance(options.rules, Rules)
     if options.rules is None:
         if options.mesh is None:
             return Decision(tensor.layout, "", "no mesh and no rules are given: as it is")

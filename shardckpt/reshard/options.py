@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.partition_spec import PartitionSpec
+    from shardckpt.rules import Rules
     from shardckpt.sharding import Layout
 
 __all__ = ["DEFAULT_MEMORY_LIMIT", "MOST_WORKERS", "ReshardOptions"]
@@ -35,8 +36,9 @@ class ReshardOptions:
 
     mesh: Mesh | None = None
     """The devices that specs refer to. Alone: every tensor keeps its recorded spec, over this mesh."""
-    rules: Mapping[str, PartitionSpec | Layout] | None = None
-    """Name pattern → spec over `mesh`, or a whole layout; the first that matches counts. None: tensors keep their own."""
+    rules: Rules | Mapping[str, PartitionSpec | Layout] | None = None
+    """`Rules`; or name pattern → spec over `mesh`, or a whole layout, of which the first that matches counts. None: tensors keep
+    their own."""
     unmatched: Literal["replicate", "error"] = "replicate"
     """What becomes of a tensor that no rule matches."""
     layout: Literal["packed", "zarr"] | None = None

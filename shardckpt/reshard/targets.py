@@ -15,6 +15,7 @@ from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
 from shardckpt.names import array_path, matches, piece_path, selector, shown
 from shardckpt.planning.chunks import smallest_chunk
 from shardckpt.reshard.layouts import Decision, decide
+from shardckpt.rules import Rules
 from shardckpt.save_plan import tensor_record
 from shardckpt.structure import Structure, TensorRecord
 from shardckpt.tree import meanings, per_process_names, select
@@ -60,7 +61,7 @@ def targets(source: Structure, options: ReshardOptions, where: str) -> Targets:
     if options.only is not None and not tree:
         raise NamesMismatchError(f"{where}: only={options.only!r} selects none of its names; `shardckpt info` lists them.")
     sources = {name: source.tensors[old] for name, old in stored.items()}
-    _refuse_idle(options.rules, sources, "rules")
+    _refuse_idle(None if isinstance(options.rules, Rules) else options.rules, sources, "rules")
     decisions = decide(sources, options)
     types = _dtypes(sources, options, meanings(tree))
     smallest = smallest_chunk(sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()))

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardckpt.cli.devices import device_list
 from shardckpt.cli.page.markup import Html, el
+from shardckpt.cli.plan_words import hosts_text
 from shardckpt.cli.text import count, file_size, shape_text
 from shardckpt.cli.tiles import bins, tiles_of
 from shardckpt.errors import ShardingError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["COLORS", "LEVELS", "balance", "heat_map", "hosts_text", "ribbons", "tile_grid"]
+__all__ = ["COLORS", "LEVELS", "balance", "heat_map", "ribbons", "tile_grid"]
 
 COLORS = 8
 """Classes c0 to c7: hosts, again and again."""
@@ -38,12 +39,6 @@ MOST_TILES = 12
 """Along a side of a drawing."""
 MOST_RIBBON_ENDS = 12
 MOST_CHUNK_LINES = 64
-
-
-def hosts_text(span: Sequence[int]) -> str:
-    """A half-open range of hosts."""
-    first, stop = span
-    return f"host {first}" if stop - first == 1 else f"hosts {first}–{stop - 1}"
 
 
 def svg(title: str, sentence: str, width: float, height: float, *parts: object, **attributes: object) -> Html:

@@ -17,9 +17,9 @@ import numpy as np
 
 from shardckpt._version import __version__
 from shardckpt.cli.layouts import spec_text
-from shardckpt.cli.page.figures import LEVELS, balance, heat_map, hosts_text, ribbons, tile_grid
+from shardckpt.cli.page.figures import LEVELS, balance, heat_map, ribbons, tile_grid
 from shardckpt.cli.page.markup import Html, data, el
-from shardckpt.cli.plan_words import assumptions, factor, notice_text, rate_text, route, span_text, verdict
+from shardckpt.cli.plan_words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
 from shardckpt.cli.text import count, file_size, shape_text
 
 if TYPE_CHECKING:
