@@ -70,7 +70,7 @@ def plan(
         checkpoint,
         planned,
         _rates(rate, checkpoint, places, destination),
-        memory_limit=options.budget,
+        options=options,
         destination=destination,
         devices_per_host=devices_per_host,
         places=places,

@@ -98,7 +98,8 @@ def assumptions(doc: dict[str, Any]) -> Iterator[str]:
         else:
             sample = f"{file_size(rate['sample_bytes'])} in {rate['sample_seconds']:.2f} s"
             yield f"{what.capitalize()} at {file_size(rate['bytes_per_second'])}/s was measured just now: {sample}, by this machine alone."
-    yield "Times are of reading and then writing at these rates; of a restore, of the host with most, without what placing takes."
+    back = ", and of reading back what was written" if doc["reshard"]["bytes_read_back"] else ""
+    yield f"The time of the reshard is that of reading and then writing at these rates{back}; of a restore, that of the host with most."
     if restore["requests"] is not None and restore["requests_counted_hosts"] < target["hosts"]:
         yield f"Requests were counted of {count(restore['requests_counted_hosts'], 'host')}, evenly chosen, and stand for all."
     if not doc["flow"]["exact"]:

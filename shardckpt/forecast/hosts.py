@@ -14,6 +14,7 @@ import numpy as np
 
 from shardckpt.errors import OptionError
 from shardckpt.placements import Placements
+from shardckpt.sharding import Sharding
 from shardckpt.world import DeviceOwners
 
 if TYPE_CHECKING:
@@ -54,8 +55,16 @@ class Hosts:
         Raises:
             OptionError: a host without devices.
         """
-        distinct = {(id(layout), ndim): (layout, ndim) for layout, ndim in layouts if layout is not None}.values()
-        found = [layout.mesh.device_ids if isinstance(layout, Placements) else layout.tiling(ndim).device_ids for layout, ndim in distinct]
+        # Tensors share a mesh, or at least a layout.
+        distinct = {
+            layout.mesh if isinstance(layout, Sharding | Placements) else (layout, ndim): (layout, ndim)
+            for layout, ndim in layouts
+            if layout is not None
+        }
+        found = [
+            layout.mesh.device_ids if isinstance(layout, Sharding | Placements) else layout.tiling(ndim).device_ids
+            for layout, ndim in distinct.values()
+        ]
         devices = np.unique(np.concatenate(found)) if found else np.zeros(1, np.int64)
         each = devices_per_host if number is None else max(1, -(-len(devices) // max(number, 1)))
         if each is None or each < 1:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardckpt.forecast.stored import Stored
     from shardckpt.io.places import Places
     from shardckpt.record import CheckpointRecord
+    from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import ReshardPlan
     from shardckpt.structure import StoredLayout
 
@@ -47,8 +48,8 @@ class Forecast:
     devices_per_host: int
     source_hosts: Hosts
     """That saved, as far as the record tells."""
-    memory_limit: int
-    """Bytes that the reshard may use."""
+    options: ReshardOptions
+    """Of the reshard."""
     before: RestoreForecast
     """A restore of the source straight onto the new layout."""
     after: RestoreForecast
@@ -84,7 +85,7 @@ def forecast(
     plan: ReshardPlan,
     rates: Rates,
     *,
-    memory_limit: int,
+    options: ReshardOptions,
     destination: str | None = None,
     devices_per_host: int | None = None,
     places: Places | None = None,
@@ -95,7 +96,7 @@ def forecast(
         checkpoint: the source.
         plan: of the reshard.
         rates: of the storage.
-        memory_limit: bytes that the reshard may use.
+        options: of the reshard.
         destination: where the new checkpoint would go.
         devices_per_host: of those that would restore it; None: `DEVICES_PER_HOST`, or all devices where there are fewer.
         places: where the source's chunks are; None: what the record says must do.
@@ -119,7 +120,7 @@ def forecast(
         hosts=hosts,
         devices_per_host=each,
         source_hosts=saved_by,
-        memory_limit=memory_limit,
+        options=options,
         before=before,
         after=after,
         rates=rates,
@@ -188,6 +189,7 @@ def document(found: Forecast) -> dict[str, Any]:
 def _reshard(found: Forecast) -> dict[str, Any]:
     plan = found.plan
     chunks = sum(t.num_chunks for t in plan.target.tensors.values())
+    read_back = plan.written_bytes if found.options.verify else 0
     return {
         "bytes_read": found.read_bytes,
         "bytes_written": plan.written_bytes,
@@ -198,8 +200,9 @@ def _reshard(found: Forecast) -> dict[str, Any]:
         "tasks": len(plan.tasks),
         "workers": plan.memory.workers,
         "peak_memory": plan.memory.peak,
-        "memory_limit": found.memory_limit,
-        "seconds": _seconds(found.rates, found.read_bytes, plan.written_bytes),
+        "memory_limit": found.options.budget,
+        "bytes_read_back": read_back,
+        "seconds": _seconds(found.rates, found.read_bytes + read_back, plan.written_bytes),
     }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.cli.devices import device_list
-from shardckpt.cli.page.markup import Html, el
+from shardckpt.cli.page.markup import Html, Part, el
 from shardckpt.cli.plan_words import hosts_text
 from shardckpt.cli.text import count, file_size, shape_text
 from shardckpt.cli.tiles import bins, tiles_of
@@ -41,10 +41,18 @@ MOST_RIBBON_ENDS = 12
 MOST_CHUNK_LINES = 64
 
 
-def svg(title: str, sentence: str, width: float, height: float, *parts: object, **attributes: object) -> Html:
+def svg(title: str, sentence: str, width: float, height: float, *parts: Part, **attributes: object) -> Html:
     """A drawing with a name and a description."""
-    inside = [el("title", title), el("desc", sentence), *parts]
-    return el("svg", inside, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=f"{title}. {sentence}", **attributes)
+    return el(
+        "svg",
+        el("title", title),
+        el("desc", sentence),
+        *parts,
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        aria_label=f"{title}. {sentence}",
+        **attributes,
+    )
 
 
 # --- layouts --------------------------------------------------------------------------------------------------------
@@ -161,7 +169,7 @@ def ribbons(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[Se
     total = max(1, int(nbytes.sum()))
     ends = max(len(writers), len(readers))
     height, gap = max(120.0, 26.0 * ends), 4.0
-    left, right = 104.0, 316.0
+    left, right = 118.0, 312.0
     tops = []
     for sums in (nbytes.sum(axis=1), nbytes.sum(axis=0)):
         room = height - gap * (len(sums) - 1)
@@ -201,7 +209,7 @@ def ribbons(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[Se
         f"{count(len(writers), 'group')} of hosts that wrote on the left, {count(len(readers), 'group')} that would read on the right; "
     )
     sentence += f"{file_size(total)} together. The heat map below has the numbers."
-    return svg("Flow from source hosts to target hosts", sentence, 420, height + 2, parts, class_="ribbons")
+    return svg("Flow from source hosts to target hosts", sentence, 430, height + 2, parts, class_="ribbons")
 
 
 def _joined(nbytes: Ints, spans: Sequence[Sequence[int]]) -> tuple[Ints, list[tuple[int, int]]]:

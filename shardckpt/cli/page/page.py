@@ -143,7 +143,7 @@ def _layouts(found: Forecast, doc: dict[str, Any]) -> Html:
     ranked = sorted(kinds.items(), key=lambda kind: -sum(entry["restore_bytes"] for entry in kind[1]))
     figures = [_kind(found, key, entries) for key, entries in ranked[:MOST_KINDS]]
     rest = len(ranked) - len(figures)
-    note = "A colour is a host, numbered in its tile; fine lines are chunks as they are stored."
+    note = "A colour is a host, numbered where there is room; fine lines are chunks."
     more = f" The {MOST_KINDS} kinds of tensors with most bytes; {rest:,} more are in the table." if rest > 0 else ""
     return _section("Layouts before and after", el("p", note + more, class_="quiet"), el("div", figures, class_="kinds"))
 
@@ -188,7 +188,7 @@ def _flow(found: Forecast, doc: dict[str, Any]) -> Html:
         "figure",
         el(
             "p",
-            "Down: the hosts that wrote. Across: the hosts that would read. Point at a cell, or focus it and use the arrow keys.",
+            f"Down: who wrote, {hosts_text((0, writers[-1][1]))}. Across: who would read. Point at a cell, or use the arrow keys on it.",
             class_="quiet",
         ),
         heat_map(nbytes, writers, readers),
@@ -218,24 +218,31 @@ def _notices(doc: dict[str, Any]) -> Html | None:
 
 
 _COLUMNS = (
-    ("Tensor", ""),
-    ("Shape", ""),
-    ("Size", "n"),
-    ("Now", ""),
-    ("Then", ""),
-    ("A restore reads", "n"),
-    ("Amplification", "n"),
-    ("After", "n"),
-    ("Rule", ""),
+    ("Tensor", None),
+    ("Shape", None),
+    ("Size", "bytes"),
+    ("Now", None),
+    ("Then", None),
+    ("A restore reads", "restore_bytes"),
+    ("Amplification", "restore_amplification"),
+    ("After", "restore_after_amplification"),
+    ("Rule", None),
 )
+"""Title, and of numbers the key in the document."""
 
 
 def _tensors(found: Forecast, doc: dict[str, Any]) -> Html:
     heads = [
-        el("th", el("button", title, type="button"), scope="col", class_=kind or None,
-           aria_sort="descending" if title == "A restore reads" else "none")
-        for title, kind in _COLUMNS
-    ]  # fmt: skip
+        el(
+            "th",
+            el("button", title, type="button"),
+            scope="col",
+            class_="n" if key else None,
+            data_key=key,
+            aria_sort="descending" if key == "restore_bytes" else "none",
+        )
+        for title, key in _COLUMNS
+    ]
     table = el("table", el("thead", el("tr", heads)), el("tbody", list(_rows(found, doc))), id="tensors")
     label = el("label", "Show names that contain ", el("input", type="search", id="filter", autocomplete="off"))
     status = el("p", "", id="shown", class_="quiet", aria_live="polite")
@@ -247,7 +254,7 @@ def _rows(found: Forecast, doc: dict[str, Any]) -> Iterator[Html]:
     for t in doc["tensors"]:
 
         def number(what: str, text: str, t: dict[str, Any] = t) -> Html:
-            return el("td", data(what, t[what], text))
+            return el("td", el("data", text, value="" if t[what] is None else t[what]))
 
         cast = "" if t["dtype"] == t["source_dtype"] else f"{t['source_dtype']} → "
         yield el(
