@@ -234,7 +234,7 @@ _GLOB = re.compile(
 )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def pattern_regex(pattern: str) -> re.Pattern[str]:
     """The regular expression that matches, as a whole, the names that a pattern asks for; see `matches`.
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardckpt.checkpoint import Checkpoint
 from shardckpt.errors import CommitError, OptionError, ShardckptError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.assemble import assemble, finished_hosts
@@ -30,15 +32,15 @@ from shardckpt.reshard.engines import executor
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, ReshardOptions
 from shardckpt.reshard.task import TaskReport, run_task
+from shardckpt.rules import Rule, Rules
 from shardckpt.space import check_space
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardckpt.mesh import Mesh
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.reshard.plan import Task
-    from shardckpt.sharding import Layout
 
 __all__ = ["ReshardReport", "reshard"]
 
@@ -77,7 +79,8 @@ def reshard(
     dst: str | os.PathLike[str],
     *,
     mesh: Mesh | None = None,
-    rules: Mapping[str, PartitionSpec | Layout] | None = None,
+    rules: Rules | str | Sequence[str] | Mapping[str, PartitionSpec] | None = None,
+    like: str | os.PathLike[str] | Checkpoint | None = None,
     layout: Literal["packed", "zarr"] | None = None,
     compression: Literal["zstd", "none"] | None = None,
     dtype: str | Mapping[str, str] | None = None,
@@ -88,7 +91,7 @@ def reshard(
     worker: tuple[int, int] | None = None,
     overwrite: bool = False,
     verify: bool = True,
-    unmatched: Literal["replicate", "error"] = "replicate",
+    unmatched: Literal["replicate", "error"] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ReshardReport:
     """Write a checkpoint anew, stored as it suits another layout; bit for bit the same, but for what `dtype` converts.
@@ -99,12 +102,13 @@ def reshard(
     Args:
         src: the checkpoint to read: a path or url.
         dst: where the new one goes, on the same storage or another one. The source's own place with `overwrite`.
-        mesh: as in `ReshardOptions`, and so all up to `only`.
-        rules: which tensor is cut how.
-        layout: "packed" or "zarr".
-        compression: "zstd" or "none".
-        dtype: what tensors are converted to, as `restore(cast=True)` does it.
-        only: the names that the new checkpoint has.
+        mesh: the devices that specs refer to. Alone: tensors keep their recorded specs, over this mesh.
+        rules: how each tensor is laid out: `Rules`, texts such as "**/w1=(None,model)", or a dict of pattern → spec.
+        like: another checkpoint: tensors that no rule means are laid out as there.
+        layout: "packed" or "zarr"; None: as the source has it.
+        compression: "zstd" or "none"; None: as the source has it.
+        dtype: what floating-point tensors are converted to, or pattern → dtype, as `restore(cast=True)` converts.
+        only: the names that the new checkpoint has: a pattern, or several.
         engine: who does the work; None: processes on this machine.
         memory_limit: bytes of buffers, over all workers of this machine together; each process takes about 160 MiB besides.
         workers: how many; None: as many as there are cores, and memory for.
@@ -112,7 +116,7 @@ def reshard(
             are done, `shardckpt.commit(dst)` commits.
         overwrite: replace a checkpoint that is committed there.
         verify: read back what was written.
-        unmatched: what becomes of tensors that no rule matches.
+        unmatched: what becomes of tensors that no rule means; None: as `rules` has it, and else "replicate".
         progress: called with bytes of elements done so far, and in all (of this call's share).
 
     Returns:
@@ -131,7 +135,7 @@ def reshard(
     began = time.monotonic()
     options = ReshardOptions(
         mesh=mesh,
-        rules=rules,
+        rules=_rules(rules, like, unmatched),
         layout=layout,
         compression=compression,
         dtype=dtype,
@@ -140,7 +144,6 @@ def reshard(
         workers=workers,
         overwrite=overwrite,
         verify=verify,
-        unmatched=unmatched,
     )
     share = _checked(worker)
     job = Job(os.fspath(src), os.fspath(dst), options)
@@ -174,6 +177,27 @@ def reshard(
         stored_bytes=sum(report.stored_bytes for report in reports),
         seconds=time.monotonic() - began,
     )
+
+
+def _rules(
+    rules: Rules | str | Sequence[str] | Mapping[str, PartitionSpec] | None,
+    like: str | os.PathLike[str] | Checkpoint | None,
+    unmatched: Literal["replicate", "error"] | None,
+) -> Rules | None:
+    """All that says how tensors are laid out, as one."""
+    if rules is None and like is None:
+        if unmatched is not None:
+            raise OptionError("reshard(unmatched=…) is about tensors that no rule means, and there are no rules; give rules= or like=.")
+        return None
+    found = Rules() if rules is None else rules
+    if isinstance(found, Mapping):
+        found = Rules(tuple(Rule(pattern, spec) for pattern, spec in found.items()))
+    elif not isinstance(found, Rules):
+        found = Rules.parse(found)
+    if like is not None:
+        other = like if isinstance(like, Checkpoint) else Checkpoint(like)
+        found = found.then(Rules.like(other.record, str(other.location)))
+    return found if unmatched is None else replace(found, unmatched=unmatched)
 
 
 def _checked(worker: Any) -> tuple[int, int]:

@@ -15,13 +15,10 @@ from shardckpt.excerpt import excerpt
 from shardckpt.mesh import Mesh
 from shardckpt.names import selector
 from shardckpt.options import check_flag, parse_bytes
+from shardckpt.rules import Rules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from shardckpt.partition_spec import PartitionSpec
-    from shardckpt.rules import Rules
-    from shardckpt.sharding import Layout
 
 __all__ = ["DEFAULT_MEMORY_LIMIT", "MOST_WORKERS", "ReshardOptions"]
 
@@ -36,11 +33,8 @@ class ReshardOptions:
 
     mesh: Mesh | None = None
     """The devices that specs refer to. Alone: every tensor keeps its recorded spec, over this mesh."""
-    rules: Rules | Mapping[str, PartitionSpec | Layout] | None = None
-    """`Rules`; or name pattern → spec over `mesh`, or a whole layout, of which the first that matches counts. None: tensors keep
-    their own."""
-    unmatched: Literal["replicate", "error"] = "replicate"
-    """What becomes of a tensor that no rule matches."""
+    rules: Rules | None = None
+    """How each tensor is laid out. None: tensors keep their recorded specs."""
     layout: Literal["packed", "zarr"] | None = None
     """As in `SaveOptions`; None: as the source has it."""
     compression: Literal["zstd", "none"] | None = None
@@ -62,8 +56,10 @@ class ReshardOptions:
         """Check every option."""
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             raise OptionError(f"reshard(mesh=…): a {type(self.mesh).__name__} is no shardckpt.Mesh; give Mesh(shape, axis_names).")
-        if self.unmatched not in ("replicate", "error"):
-            raise OptionError(f'reshard(unmatched={excerpt(self.unmatched)}): use "replicate" or "error".')
+        if self.rules is not None and not isinstance(self.rules, Rules):
+            raise OptionError(
+                f"reshard(rules=…): a {type(self.rules).__name__} is no shardckpt.Rules; use Rules.parse(['pattern=spec', …])."
+            )
         if self.layout not in (None, "packed", "zarr"):
             raise OptionError(f'reshard(layout={excerpt(self.layout)}): use "packed" or "zarr".')
         if self.compression not in (None, "zstd", "none"):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.record import CheckpointRecord
     from shardckpt.reshard.cells import Step
-    from shardckpt.reshard.layouts import Decision
     from shardckpt.reshard.options import ReshardOptions
+    from shardckpt.rules import Decision
     from shardckpt.structure import Structure, TensorRecord
 
 __all__ = ["ReshardPlan", "Share", "Task", "plan_reshard"]

@@ -14,17 +14,17 @@ from shardckpt.dtypes import by_name, castable
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
 from shardckpt.names import array_path, matches, piece_path, selector, shown
 from shardckpt.planning.chunks import smallest_chunk
-from shardckpt.reshard.layouts import Decision, decide
-from shardckpt.rules import Rules
+from shardckpt.reshard.layouts import decide
 from shardckpt.save_plan import tensor_record
 from shardckpt.structure import Structure, TensorRecord
 from shardckpt.tree import meanings, per_process_names, select
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from shardckpt.dtypes import DType
     from shardckpt.reshard.options import ReshardOptions
+    from shardckpt.rules import Decision
 
 __all__ = ["Targets", "targets"]
 
@@ -53,7 +53,7 @@ def targets(source: Structure, options: ReshardOptions, where: str) -> Targets:
 
     Raises:
         NamesMismatchError: nothing is selected by `only`.
-        OptionError, ShardingError: as in `layouts.decide`; or a pattern of `dtype` or `rules` that matches nothing.
+        OptionError, ShardingError: as in `layouts.decide`; or a pattern of `dtype` that matches nothing.
         DtypeMismatchError: a tensor that cannot be converted, by name.
         LeafError: a tensor that cannot be stored.
     """
@@ -61,7 +61,6 @@ def targets(source: Structure, options: ReshardOptions, where: str) -> Targets:
     if options.only is not None and not tree:
         raise NamesMismatchError(f"{where}: only={options.only!r} selects none of its names; `shardckpt info` lists them.")
     sources = {name: source.tensors[old] for name, old in stored.items()}
-    _refuse_idle(None if isinstance(options.rules, Rules) else options.rules, sources, "rules")
     decisions = decide(sources, options)
     types = _dtypes(sources, options, meanings(tree))
     smallest = smallest_chunk(sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()))
@@ -91,7 +90,7 @@ def _dtypes(tensors: Mapping[str, TensorRecord], options: ReshardOptions, meanin
         wanted = by_name(options.dtype)
         return {name: wanted if _is_floating(t.dtype) and _is_floating(wanted) else t.dtype for name, t in tensors.items()}
     rules = options.dtype or {}
-    _refuse_idle(rules, tensors, "dtype")
+    _refuse_idle(rules, tensors)
     found = {}
     for name, tensor in tensors.items():
         pattern = next((p for p in rules if matches(p, name)), None)
@@ -108,8 +107,8 @@ def _is_floating(dtype: DType) -> bool:
     return dtype.name.startswith(("float", "bfloat"))
 
 
-def _refuse_idle(rules: Mapping[str, object] | None, tensors: Mapping[str, TensorRecord], what: str) -> None:
+def _refuse_idle(patterns: Iterable[str], names: Collection[str]) -> None:
     """Refuse a pattern that matches no tensor: it is misspelt."""
-    for pattern in rules or ():
-        if not any(matches(pattern, name) for name in tensors):
-            raise OptionError(f"reshard({what}=…): {pattern!r} matches no tensor; patterns are matched with whole names.")
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            raise OptionError(f"reshard(dtype=…): {pattern!r} matches no tensor; patterns are matched with whole names.")

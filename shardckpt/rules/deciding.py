@@ -12,11 +12,11 @@ from shardckpt.partition_spec import PartitionSpec
 from shardckpt.rules.decision import Decision, notices_of, one_element, sharding
 from shardckpt.rules.like import Like
 from shardckpt.rules.parameters import Parameters
-from shardckpt.rules.pattern import Match, match
+from shardckpt.rules.pattern import Match, literal, match
 from shardckpt.rules.rule import Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from shardckpt.mesh import Mesh
 
@@ -41,22 +41,24 @@ class Decided:
     """Names that no step means."""
 
 
-def decide(steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None) -> Decided:
-    """Decide for all tensors.
+def decide(steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None, names: Iterable[str] | None = None) -> Decided:
+    """Decide for all tensors, or for some.
 
     Args:
         steps: in order.
         tensors: shape by name.
         mesh: what rules lay them out over; None: there is none, and what is not copied is plain.
+        names: only of these; the others may be the parameters that they belong to.
 
     Raises:
         ShardingError: a tensor cannot be laid out as the step that means it says.
     """
-    judge = _Judge(steps, Parameters(tensors), mesh)
+    judge = _Judge(steps, [literal(step.pattern) if isinstance(step, Rule) else "" for step in steps], Parameters(tensors), mesh)
     decisions: dict[str, Decision] = {}
     used: set[int] = set()
     unmatched: list[str] = []
-    for name, shape in tensors.items():
+    for name in tensors if names is None else names:
+        shape = tensors[name]
         number = judge.first(name, shape)
         parameter = judge.parameters.of(name) if number is None else None
         if number is not None:
@@ -77,12 +79,17 @@ def meaning(step: Step, name: str, ndim: int) -> Match | None:
 @dataclass(frozen=True, slots=True)
 class _Judge:
     steps: Sequence[Step]
+    literals: Sequence[str]
+    """Of each step a text that must be in the names that it means."""
     parameters: Parameters
     mesh: Mesh | None
 
     def first(self, name: str, shape: tuple[int, ...]) -> int | None:
         """The number of the first step that means a tensor."""
-        return next((number for number, step in enumerate(self.steps) if meaning(step, name, len(shape))), None)
+        for number, text in enumerate(self.literals):
+            if text in name and meaning(self.steps[number], name, len(shape)):
+                return number
+        return None
 
     def decide(self, name: str, shape: tuple[int, ...], number: int | None, parameter: str | None) -> Decision:
         """Decide for a tensor, given the step that means it, or else the parameter that it belongs to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,9 @@ class Decision:
     """What may not be as it was meant, without the tensor's name, so that equal ones can be told once."""
 
 
+@lru_cache(maxsize=256)
 def sharding(mesh: Mesh | None, spec: PartitionSpec) -> Sharding | None:
-    """The spec over the mesh; over none, a plain tensor."""
+    """The spec over the mesh; over none, a plain tensor. Equal ones are one object, which is cheap to tell apart from others."""
     return None if mesh is None else Sharding(mesh, spec)
 
 

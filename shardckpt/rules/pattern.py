@@ -5,7 +5,7 @@ what lies *directly below* the names that it matches, by "/" or by ".": the stat
 (`optimizer/state/layers.0.w1.weight/exp_avg`), the weights below a module (`layers.0.w1` and its `.weight`).
 
 Most patterns mean few names, and nearly all are told apart by the longest literal text in the pattern, which must be in
-the name: only where it is does the regular expression run.
+the name (`literal`): only where it is does the regular expression run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from shardckpt.names import pattern_regex
 
-__all__ = ["Match", "match"]
+__all__ = ["Match", "literal", "match", "owners"]
 
 _NOT_LITERAL = re.compile(r"\*+/?|\?|\[!?\]?[^\]]*\]")
 
@@ -41,9 +41,9 @@ def match(pattern: str, name: str) -> Match | None:
     >>> match("**/w1", "model/w1"), match("**/*.w1", "model/layers.0.w1.weight"), match("**/w1", "model/w1/a/b")
     (<Match.WHOLE: 'its name'>, <Match.BELOW: 'what it lies below'>, None)
     """
-    regex, literal = _compiled(pattern)
-    if literal not in name:
+    if literal(pattern) not in name:
         return None
+    regex = pattern_regex(pattern)
     if regex.fullmatch(name):
         return Match.WHOLE
     return Match.BELOW if any(map(regex.fullmatch, owners(name))) else None
@@ -64,6 +64,10 @@ def owners(name: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> tuple[re.Pattern[str], str]:
-    """The regular expression, and the longest text that stands in every name that it matches."""
-    return pattern_regex(pattern), max(_NOT_LITERAL.split(pattern), key=len)
+def literal(pattern: str) -> str:
+    """The longest text that is in every name that the pattern means.
+
+    >>> literal("**/layers.[0-3].*w1")
+    'layers.'
+    """
+    return max(_NOT_LITERAL.split(pattern), key=len)

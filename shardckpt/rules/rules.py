@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.errors import OptionError
+from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.mesh import Mesh
-from shardckpt.names import shown
+from shardckpt.names import did_you_mean, shown
 from shardckpt.rules.deciding import decide
 from shardckpt.rules.entry import Entry, steps_of
 from shardckpt.rules.like import Like
@@ -178,6 +178,27 @@ class Rules:
         refuse_unused(self.entries, steps, decided.used, tensors)
         self._refuse(decided.unmatched)
         return decided.decisions
+
+    def explain(self, name: str, tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None = None, *, itemsize: int = 1) -> str:
+        """Why one tensor of a checkpoint is laid out as it is, for people: every rule that is asked, and what comes of it.
+
+        Args:
+            name: of the tensor.
+            tensors: shape by name, of all.
+            mesh: as for `decide`.
+            itemsize: bytes of an element.
+
+        Raises:
+            NamesMismatchError: there is no such tensor; says which name is nearest.
+            ShardingError: as for `decide`.
+        """
+        from shardckpt.rules.explain import explanation
+
+        if name not in tensors:
+            raise NamesMismatchError(f"There is no tensor {shown(name)}{did_you_mean(name, tensors)}.")
+        steps = self.steps(mesh)
+        decision = decide(steps, tensors, mesh or self.mesh, [name]).decisions[name]
+        return explanation(name, tensors[name], steps, decision, itemsize)
 
     def _refuse(self, unmatched: tuple[str, ...]) -> None:
         if unmatched and self.unmatched == "error":
