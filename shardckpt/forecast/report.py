@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.forecast.hosts import DEVICES_PER_HOST, Hosts
+from shardckpt.forecast.reshard import reshard_reads
 from shardckpt.forecast.restore import RestoreForecast, forecast_restore
 from shardckpt.forecast.stored import ByLayout, ByTable, unknown
 from shardckpt.io.packed import DATA_FILE_BYTES
@@ -21,6 +23,7 @@ from shardckpt.sharding import Sharding
 if TYPE_CHECKING:
     from shardckpt.checkpoint import Checkpoint
     from shardckpt.forecast.rates import Rates
+    from shardckpt.forecast.reshard import ReshardReads
     from shardckpt.forecast.stored import Stored
     from shardckpt.io.places import Places
     from shardckpt.record import CheckpointRecord
@@ -34,7 +37,7 @@ LARGEST_TABLE = 256 << 20
 """Bytes of a chunk table that is read to plan: nine million chunks."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Forecast:
     """A reshard and what it changes."""
 
@@ -55,10 +58,10 @@ class Forecast:
     after: RestoreForecast
     """The same of what the reshard would make."""
     rates: Rates
-    unpacked_read_bytes: int
-    """Stored bytes that the reshard reads, as if nothing were compressed."""
-    read_bytes: int
-    """The same as it is: chunks are taken to be compressed alike."""
+    reads: ReshardReads | None
+    """Of the reshard, as the chunk tables have it; None: they were not read."""
+    stored_bytes: int
+    """Of the tensors that the reshard reads."""
 
     @property
     def pays_after(self) -> int | None:
@@ -66,10 +69,17 @@ class Forecast:
         saved = int(self.before.read.sum() - self.after.read.sum())
         return -(-(self.read_bytes + self.plan.written_bytes) // saved) if saved > 0 else None
 
+    @cached_property
+    def read_bytes(self) -> int:
+        """Stored bytes that the reshard reads; without the tables, chunks are taken to be compressed alike."""
+        if self.reads is not None:
+            return self.reads.nbytes
+        return round(self.plan.read_bytes * self.stored_bytes / max(1, self.plan.source_bytes))
+
     @property
     def amplification(self) -> float:
         """Stored bytes that the reshard reads, per stored byte of the tensors."""
-        return self.unpacked_read_bytes / max(1, self.plan.source_bytes)
+        return self.read_bytes / max(1, self.stored_bytes)
 
 
 def known_places(checkpoint: Checkpoint) -> Places | None:
@@ -112,7 +122,7 @@ def forecast(
     made = ByLayout(_made(record, plan))
     after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
     saved_by = Hosts.of(((t.layout, len(t.shape)) for t in sources if not unknown(t)), number=max(1, len(record.hosts)))
-    reads = plan.read_bytes
+    reads = None if places is None else reshard_reads(plan, places, checkpoint.reader.limits)
     return Forecast(
         url=str(checkpoint.location),
         destination=destination,
@@ -124,16 +134,16 @@ def forecast(
         before=before,
         after=after,
         rates=rates,
-        unpacked_read_bytes=reads,
-        read_bytes=round(reads * _compressed(plan, stored)),
+        reads=reads,
+        stored_bytes=_stored_bytes(plan, stored),
     )
 
 
-def _compressed(plan: ReshardPlan, stored: Stored) -> float:
-    """Stored bytes of the source per byte that they would have uncompressed."""
+def _stored_bytes(plan: ReshardPlan, stored: Stored) -> int:
+    """Of the tensors that a reshard reads, as they are stored."""
     if plan.source.compression is None:
-        return 1.0
-    return sum(int(stored.chunks(tensor).length.sum()) for tensor in plan.sources.values()) / max(1, plan.source_bytes)
+        return plan.source_bytes
+    return sum(int(stored.chunks(tensor).length.sum()) for tensor in {id(t): t for t in plan.sources.values()}.values())
 
 
 def _made(record: CheckpointRecord, plan: ReshardPlan) -> CheckpointRecord:
@@ -194,7 +204,8 @@ def _reshard(found: Forecast) -> dict[str, Any]:
         "bytes_read": found.read_bytes,
         "bytes_written": plan.written_bytes,
         "amplification": round(found.amplification, 4),
-        "requests": None,
+        "requests": None if found.reads is None else found.reads.requests,
+        "requests_counted_tasks": 0 if found.reads is None else found.reads.counted,
         "files": _files(plan, chunks),
         "chunks": chunks,
         "tasks": len(plan.tasks),
