@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import shardckpt
-from shardckpt.dtypes import DType
 from shardckpt.planning.readers import host_boxes
 from shardckpt.restoring import fill
+
+if TYPE_CHECKING:
+    from shardckpt.dtypes import DType
 
 
 @dataclass

@@ -86,6 +86,8 @@ def test_times_follow_from_the_rates(tmp_path):
 
     told = document(forecast(checkpoint, plan, given_rates("1MB,2MB"), options=options))
 
-    assert told["reshard"]["seconds"] == pytest.approx(told["reshard"]["bytes_read"] / 1e6 + told["reshard"]["bytes_written"] / 2e6, abs=0.01)
+    assert told["reshard"]["seconds"] == pytest.approx(
+        told["reshard"]["bytes_read"] / 1e6 + told["reshard"]["bytes_written"] / 2e6, abs=0.01
+    )
     assert told["restore"]["seconds"] == pytest.approx(told["restore"]["largest_host"] / 1e6, abs=0.01)
     assert document(forecast(checkpoint, plan, Rates(), options=options))["reshard"]["seconds"] is None

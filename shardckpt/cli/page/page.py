@@ -73,7 +73,7 @@ def _digest(text: str) -> str:
 
 
 def _section(title: str, *parts: Any, **attributes: Any) -> Html:
-    ident = title.lower().replace(" ", "-")
+    ident = f"section-{title.lower().replace(' ', '-')}"
     return el("section", el("h2", title, id=ident), *parts, aria_labelledby=ident, **attributes)
 
 
