@@ -7,7 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt.cli.layout_options import HfConfig, Like, MeshText, Preset, RulesFile, RuleTexts, Unmatched, chosen_layouts
+from shardckpt.cli.reshard_options import (
+    Compress,
+    Dtypes,
+    HfConfig,
+    Like,
+    MemoryLimit,
+    MeshText,
+    Only,
+    Preset,
+    RulesFile,
+    RuleTexts,
+    StoredAs,
+    Unmatched,
+    Workers,
+    parse_dtypes,
+    parse_rules,
+)
 from shardckpt.cli.screen import Screen, write_json
 
 if TYPE_CHECKING:
@@ -21,19 +37,20 @@ __all__ = ["plan"]
 def plan(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: a path or url.")],
     destination: Annotated[str | None, typer.Argument(metavar="[DST]", help="Where it would go; its writing is measured.")] = None,
+    *,
     mesh: MeshText = None,
     rule: RuleTexts = None,
     rules: RulesFile = None,
     preset: Preset = None,
-    like: Like = None,
     hf_config: HfConfig = None,
-    unmatched: Unmatched = "replicate",
-    layout: Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="packed or zarr; as it is.")] = None,
-    compress: Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="zstd or none; as it is.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option("--dtype", metavar="[PATTERN=]DTYPE", help="Convert tensors.")] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Names that match, as in model/**.")] = None,
-    memory_limit: Annotated[str, typer.Option("--memory-limit", metavar="SIZE", help="Buffers of all workers.")] = "512MiB",
-    workers: Annotated[int | None, typer.Option("--workers", metavar="N", help="Processes on one machine.")] = None,
+    like: Like = None,
+    unmatched: Unmatched = None,
+    layout: StoredAs = None,
+    compress: Compress = None,
+    dtype: Dtypes = None,
+    only: Only = None,
+    workers: Workers = None,
+    memory_limit: MemoryLimit = "512MiB",
     devices_per_host: Annotated[
         int | None,
         typer.Option("--devices-per-host", min=1, metavar="N", help="Of the hosts that restore; 8, or all where there are fewer."),
@@ -53,12 +70,20 @@ def plan(
     from shardckpt.cli import plan_lines
     from shardckpt.forecast.report import document, forecast, known_places
     from shardckpt.io.url import parse
+    from shardckpt.reshard.execute import all_rules
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import plan_reshard
+    from shardckpt.rules import parse_mesh
 
-    over, chosen = chosen_layouts(mesh, rule, rules, preset, like, hf_config, unmatched)
-    wanted: Any = {"layout": layout, "compression": compress, "dtype": _dtypes(dtype), "only": only, "workers": workers}
-    options = ReshardOptions(mesh=over, rules=chosen, memory_limit=memory_limit, **wanted)
+    otherwise: Any = unmatched
+    choices: dict[str, Any] = {"layout": layout, "compression": compress, "only": only or None, "workers": workers}
+    options = ReshardOptions(
+        mesh=None if mesh is None else parse_mesh(mesh),
+        rules=all_rules(parse_rules(rule, rules, preset, hf_config), like, otherwise),
+        dtype=parse_dtypes(dtype),
+        memory_limit=memory_limit,
+        **choices,
+    )
     checkpoint = open_checkpoint(source)
     planned = plan_reshard(checkpoint, options, parse(destination) if destination is not None else None)
     if explain is not None:
@@ -93,16 +118,6 @@ def _rates(given: str | None, checkpoint: Checkpoint, places: Places | None, des
     if given is not None:
         return given_rates(given)
     return Rates(measure_read(checkpoint, places), measure_write(destination) if destination is not None else None)
-
-
-def _dtypes(texts: list[str] | None) -> str | dict[str, str] | None:
-    """What `--dtype` means: one for all, or by pattern."""
-    if not texts:
-        return None
-    if len(texts) == 1 and "=" not in texts[0]:
-        return texts[0]
-    pairs = [text.rpartition("=") for text in texts]
-    return {pattern or "**": name for pattern, _, name in pairs}
 
 
 def _write(path: Path, text: str) -> None:

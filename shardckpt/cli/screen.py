@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.style import Style
 
-__all__ = ["Cell", "Screen", "column_widths", "pad", "progress_bar", "write_json"]
+__all__ = ["Cell", "Screen", "column_widths", "pad", "progress_bar", "transfer_bar", "write_json"]
 
 _ASCII = str.maketrans(
     {
@@ -138,14 +138,27 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     Yields:
         A function to be called with how much is done and how much there is in all.
     """
+    with _bar(what, "TaskProgressColumn", "TimeRemainingColumn") as progress:
+        yield progress
+
+
+@contextmanager
+def transfer_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """The same for bytes, with the rate."""
+    with _bar(what, "DownloadColumn", "TransferSpeedColumn", "TimeRemainingColumn") as progress:
+        yield progress
+
+
+@contextmanager
+def _bar(what: str, *columns: str) -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
+    from rich import progress as parts
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    shown = parts.TextColumn("{task.description}", markup=False), parts.BarColumn(), *(getattr(parts, column)() for column in columns)
+    with parts.Progress(*shown, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 

@@ -3,6 +3,7 @@
 1. Everything is checked before anything is written: the source, the options, the memory, the destination.
 2. The tasks of which no record is there are handed out, a few more than there are workers at a time. One whose worker dies is
    handed out again, a few times.
+   A job that is committed already is done: the same call again does nothing.
 3. When all records are there they are committed like those of a save by many hosts. Until then nothing is to be seen at the
    destination; whoever stops on the way leaves what is finished, and the same call goes on there.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,13 +37,13 @@ from shardckpt.rules import Rule, Rules
 from shardckpt.space import check_space
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from shardckpt.mesh import Mesh
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.reshard.plan import Task
 
-__all__ = ["ReshardReport", "reshard"]
+__all__ = ["ReshardReport", "all_rules", "reshard"]
 
 MOST_LOSSES = 3
 """Workers that may die over one task."""
@@ -135,7 +136,7 @@ def reshard(
     began = time.monotonic()
     options = ReshardOptions(
         mesh=mesh,
-        rules=_rules(rules, like, unmatched),
+        rules=all_rules(rules, like, unmatched),
         layout=layout,
         compression=compression,
         dtype=dtype,
@@ -164,12 +165,12 @@ def reshard(
             reports.append(report)
             done += report.nbytes
             tell(done, total)
-    if worker is None:
+    if worker is None and not opened.committed:
         _commit(opened)
     return ReshardReport(
         url=str(opened.store.location),
         attempt=opened.attempt,
-        committed=worker is None,
+        committed=worker is None or opened.committed,
         tasks=len(opened.plan.tasks),
         done_before=len(mine) - len(left) + sum(report.done_before for report in reports),
         nbytes=opened.plan.nbytes,
@@ -179,7 +180,7 @@ def reshard(
     )
 
 
-def _rules(
+def all_rules(
     rules: Rules | str | Sequence[str] | Mapping[str, PartitionSpec] | None,
     like: str | os.PathLike[str] | Checkpoint | None,
     unmatched: Literal["replicate", "error"] | None,
@@ -192,8 +193,10 @@ def _rules(
     found = Rules() if rules is None else rules
     if isinstance(found, Mapping):
         found = Rules(tuple(Rule(pattern, spec) for pattern, spec in found.items()))
-    elif not isinstance(found, Rules):
+    elif isinstance(found, str | Sequence):
         found = Rules.parse(found)
+    elif not isinstance(found, Rules):
+        raise OptionError(f"reshard(rules={excerpt(rules)}): give shardckpt.Rules, texts such as '**/w1=(None,model)', or a dict.")
     if like is not None:
         other = like if isinstance(like, Checkpoint) else Checkpoint(like)
         found = found.then(Rules.like(other.record, str(other.location)))

@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING, Any
 from shardckpt._version import __version__
 from shardckpt.checkpoint import Checkpoint
 from shardckpt.contents import Contents
-from shardckpt.errors import CommitError
+from shardckpt.errors import AlreadyExistsError, CommitError
 from shardckpt.io.commit import read_prior
 from shardckpt.io.host import describe
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
+from shardckpt.record import CheckpointRecord
 from shardckpt.reshard.memory import READERS
 from shardckpt.reshard.plan import ReshardPlan, plan_reshard
 
 if TYPE_CHECKING:
     from shardckpt.io.commit import Prior
-    from shardckpt.record import CheckpointRecord, FileReference
+    from shardckpt.record import FileReference
     from shardckpt.reshard.options import ReshardOptions
 
 __all__ = ["Job", "OpenJob"]
@@ -64,8 +65,13 @@ class OpenJob:
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
         self.checkpoint.limit_reading(threads=READERS, memory=self.plan.memory.reading)
         self.store = Store.open(location)
-        self.prior: Prior = read_prior(self.store, overwrite=job.options.overwrite)
-        self.attempt = self._name()
+        self.prior: Prior = read_prior(self.store, overwrite=True)
+        first = self._name(None)
+        self.committed = isinstance(self.prior.record, CheckpointRecord) and self.prior.record.attempt == first
+        """Whether the job is done: what is committed at the destination is what it makes where nothing was before."""
+        self.attempt = first if self.committed else self._name(self.prior.digest)
+        if not self.committed and not job.options.overwrite and self.prior.digest is not None:
+            self._refuse_to_replace()
         if job.attempt not in (None, self.attempt):
             raise CommitError(
                 f"{self.store}: this worker would write into the attempt {self.attempt}, and the job writes into {job.attempt}: the source "
@@ -81,7 +87,17 @@ class OpenJob:
             self.place, Contents(self.plan.target, {}, record.metadata, processes=record.processes if self.plan.values else None)
         )
 
-    def _name(self) -> str:
+    def _refuse_to_replace(self) -> None:
+        """Raise, unless what is there is a tombstone."""
+        try:
+            read_prior(self.store, overwrite=False)
+        except AlreadyExistsError as e:
+            raise AlreadyExistsError(
+                f"{self.store}: another checkpoint is committed there already; reshard to another place, or with overwrite=True (--overwrite)."
+            ) from e
+
+    def _name(self, prior: str | None) -> str:
+        """The attempt of a job that finds that commit record (its SHA-256; None: there is none)."""
         plan = self.plan
         decided: dict[str, Any] = {
             "shardckpt": __version__,
@@ -91,7 +107,7 @@ class OpenJob:
             "compression": [plan.compression, _compressor() if plan.compression is not None else None],
             "tasks": [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
             "metadata": plan.source.metadata,
-            "prior": self.prior.digest,
+            "prior": prior,
         }
         digest = hashlib.sha256(json.dumps(decided, separators=(",", ":")).encode()).hexdigest()
         return f"{_when(plan.source)}-{digest[:8]}-reshard-{digest[8:24]}"

@@ -58,8 +58,16 @@ def test_steps_read_every_element_once_and_fill_whole_chunks_within_the_room(pai
                 for position, start, stop in zip(found.chunk.tolist(), found.in_chunk.start, found.in_chunk.stop, strict=True):
                     reached += prod(piece.chunks)
                     filled = now.pop((piece.path, position), 0) + prod((stop - start).tolist())
-                    whole = prod((np.minimum((np.array(np.unravel_index(position, piece.grid)) + 1) * piece.chunks, piece.shape)
-                                  - np.array(np.unravel_index(position, piece.grid)) * piece.chunks).tolist()) if shape else 1
+                    whole = (
+                        prod(
+                            (
+                                np.minimum((np.array(np.unravel_index(position, piece.grid)) + 1) * piece.chunks, piece.shape)
+                                - np.array(np.unravel_index(position, piece.grid)) * piece.chunks
+                            ).tolist()
+                        )
+                        if shape
+                        else 1
+                    )
                     if filled == whole:
                         assert (piece.path, position) not in written
                         written[piece.path, position] = True

@@ -1,0 +1,134 @@
+"""`shardckpt reshard`: a checkpoint written anew, as it suits another layout."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardckpt.cli.commit import commit
+from shardckpt.cli.reshard_options import (
+    Compress,
+    Dtypes,
+    HfConfig,
+    Like,
+    MemoryLimit,
+    MeshText,
+    Only,
+    Preset,
+    RulesFile,
+    RuleTexts,
+    StoredAs,
+    Unmatched,
+    Workers,
+    parse_dtypes,
+    parse_rules,
+)
+from shardckpt.cli.screen import Screen, transfer_bar, write_json
+from shardckpt.cli.text import count, file_size, visible
+from shardckpt.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardckpt.reshard import ReshardReport
+
+__all__ = ["reshard"]
+
+COMMIT = "commit"
+"""In place of a source: not to reshard, but to commit what workers have written."""
+
+
+def reshard(
+    source: Annotated[str, typer.Argument(metavar="SRC", help='The checkpoint to read: a path or url. Or "commit": see --worker.')],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new one goes.")],
+    *,
+    mesh: MeshText = None,
+    rule: RuleTexts = None,
+    rules: RulesFile = None,
+    preset: Preset = None,
+    hf_config: HfConfig = None,
+    like: Like = None,
+    unmatched: Unmatched = None,
+    layout: StoredAs = None,
+    compress: Compress = None,
+    dtype: Dtypes = None,
+    only: Only = None,
+    engine: Annotated[str | None, typer.Option("--engine", metavar="URL", help="Who does the work; by default this machine.")] = None,
+    workers: Workers = None,
+    worker: Annotated[str | None, typer.Option("--worker", metavar="K/N", help="Be worker K, from 0, of N, and commit nothing.")] = None,
+    memory_limit: MemoryLimit = "512MiB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back what was written.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Write a checkpoint anew, stored as it suits another mesh; every element stays what it is.
+
+    Interrupted, the same command goes on where it was. SRC is only read.
+    """
+    if source == COMMIT:
+        commit(destination, as_json=as_json)
+        return
+    from shardckpt.reshard import reshard as run
+    from shardckpt.rules import parse_mesh
+
+    choices: dict[str, Any] = {"layout": layout, "compression": compress, "unmatched": unmatched, "engine": engine}
+    with transfer_bar("resharding") as progress:
+        report = run(
+            source,
+            destination,
+            mesh=None if mesh is None else parse_mesh(mesh),
+            rules=parse_rules(rule, rules, preset, hf_config),
+            like=like,
+            dtype=parse_dtypes(dtype),
+            only=only or None,
+            workers=workers,
+            worker=None if worker is None else parse_worker(worker),
+            memory_limit=memory_limit,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+            **choices,
+        )
+    if as_json:
+        write_json(_document(report))
+    else:
+        screen = Screen()
+        screen.show(_lines(screen, report))
+
+
+def parse_worker(text: str) -> tuple[int, int]:
+    """What `--worker` says.
+
+    Raises:
+        OptionError: not two numbers.
+    """
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
+    if found is None:
+        raise OptionError(f"--worker {text!r}: write K/N, as in 0/8 to 7/8.")
+    return int(found[1]), int(found[2])
+
+
+def _document(report: ReshardReport) -> dict[str, Any]:
+    return {
+        "url": report.url,
+        "attempt": report.attempt,
+        "committed": report.committed,
+        "tasks": report.tasks,
+        "done_before": report.done_before,
+        "bytes": report.nbytes,
+        "read_bytes": report.read_bytes,
+        "stored_bytes": report.stored_bytes,
+        "seconds": report.seconds,
+    }
+
+
+def _lines(screen: Screen, report: ReshardReport) -> Iterator[str]:
+    rate = f", {file_size(round(report.nbytes / report.seconds))}/s" if report.committed and not report.done_before else ""
+    before = f", {report.done_before:,} done before" if report.done_before else ""
+    what = f"{file_size(report.nbytes)} in {count(report.tasks, 'task')}{before}, {report.seconds:.1f} s{rate}"
+    word = screen.paint("resharded", "bold green") if report.committed else screen.paint("written", "bold")
+    yield f"{word}  {visible(report.url)}: {what}"
+    if not report.committed:
+        yield f"when all workers are done, shardckpt reshard commit {visible(report.url)} makes it a checkpoint"
