@@ -132,9 +132,9 @@ class Page:
         self._browser.call("Input.insertText", self._session, text=text)
 
     def screenshot(self, path: Path) -> None:
-        """All of the page as a PNG."""
+        """The page as a PNG, but for what is far below."""
         size = self._browser.call("Page.getLayoutMetrics", self._session)["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 8000), "scale": 1}
         shot = self._browser.call("Page.captureScreenshot", self._session, captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 

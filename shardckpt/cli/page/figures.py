@@ -58,11 +58,11 @@ def svg(title: str, sentence: str, width: float, height: float, *parts: Part, **
 # --- layouts --------------------------------------------------------------------------------------------------------
 
 
-def tile_grid(title: str, layout: StoredLayout | None, shape: tuple[int, ...], hosts: Hosts, chunks: tuple[int, ...]) -> Html:
-    """Which host holds which tile of a tensor, with the chunks as fine lines."""
+def tile_grid(title: str, layout: StoredLayout | None, shape: tuple[int, ...], hosts: Hosts, chunks: tuple[int, ...], plain: str) -> Html:
+    """Which host holds which tile of a tensor, with the chunks as fine lines; `plain` says what it means that there is no layout."""
     width, height = _sides(shape)
     if layout is None or isinstance(layout, Placements) or not prod(shape):
-        what = "whole, on every host" if layout is None else "cut unevenly, as DTensor does" if prod(shape) else "no elements"
+        what = plain if layout is None else "cut unevenly, as DTensor does" if prod(shape) else "no elements"
         box = [el("rect", x=1, y=1, width=width, height=height, class_="tile cn"), _label(width / 2, height / 2, what)]
         return svg(title, f"{shape_text(shape)}: {what}.", width + 2, height + 2, box, class_="grid")
     try:

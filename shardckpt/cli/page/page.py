@@ -129,7 +129,7 @@ def _restores(doc: dict[str, Any]) -> Html:
     rows = [row("As it is stored", "restore"), row("After the reshard", "restore_after")]
     needed = data("restore.bytes_needed", doc["restore"]["bytes_needed"], file_size(doc["restore"]["bytes_needed"]))
     caption = el("caption", f"{count(doc['target']['hosts'], 'host')} restore onto the new layout; their devices need ", needed, ".")
-    table = el("table", caption, el("thead", head), el("tbody", rows))
+    table = el("table", caption, el("thead", head), el("tbody", rows), id="restores", class_="cards")
     return _section("What a restore reads", el("div", table, class_="scroll", tabindex=0, role="region", aria_label="What a restore reads"))
 
 
@@ -155,16 +155,13 @@ def _kind(found: Forecast, key: Any, entries: list[dict[str, Any]]) -> Html:
     nbytes = sum(entry["restore_bytes"] for entry in entries)
     others = f" and {count(len(entries) - 1, 'tensor')} like it" if len(entries) > 1 else ""
     sides = []
-    for title, layout, hosts, tensor in (("Now", before, found.source_hosts, source), ("Then", after, found.hosts, target)):
-        grid = tile_grid(f"{title}: {name}", layout, shape, hosts, tensor.pieces[0].chunks)
-        sides.append(
-            el(
-                "div",
-                el("p", f"{title}: {spec_text(layout)}"),
-                grid,
-                el("p", f"chunks {shape_text(tensor.pieces[0].chunks)}", class_="quiet"),
-            )
-        )
+    for title, layout, hosts, tensor, plain in (
+        ("Now", before, found.source_hosts, source, "plain, from the host"),
+        ("Then", after, found.hosts, target, "whole, on every host"),
+    ):
+        chunks = tensor.pieces[0].chunks
+        grid = tile_grid(f"{title}: {name}", layout, shape, hosts, chunks, plain)
+        sides.append(el("div", el("p", f"{title}: {spec_text(layout)}"), grid, el("p", f"chunks {shape_text(chunks)}", class_="quiet")))
     pair = el("div", sides[0], el("div", "→", class_="arrow", aria_hidden="true"), sides[1], class_="pair")
     caption = el("figcaption", f"{shape_text(shape)} {dtype}; a restore reads {file_size(nbytes)} of {'them' if others else 'it'}.")
     return el("figure", el("h3", el("code", name), others), pair, caption)
@@ -207,8 +204,11 @@ def _balance(found: Forecast, doc: dict[str, Any]) -> Html:
     spans = doc["flow"]["target_hosts"]
     grouped = " Where hosts share a bar it is that of the one with most." if len(spans) < doc["target"]["hosts"] else ""
     ends = el("div", el("span", hosts_text(spans[0])), el("span", hosts_text(spans[-1])), class_="axis-x")
+    highest = file_size(int(max(found.before.read.max(initial=0), found.after.read.max(initial=0))))
     figure = el("figure", balance(found.before.read, found.after.read, spans), ends)
-    return _section("Balance over the target hosts", el("p", f"Bytes that each host reads.{grouped}", class_="quiet"), figure, keys)
+    return _section(
+        "Balance over the target hosts", el("p", f"Bytes that each host reads, up to {highest}.{grouped}", class_="quiet"), figure, keys
+    )
 
 
 def _notices(doc: dict[str, Any]) -> Html | None:
@@ -243,7 +243,7 @@ def _tensors(found: Forecast, doc: dict[str, Any]) -> Html:
         )
         for title, key in _COLUMNS
     ]
-    table = el("table", el("thead", el("tr", heads)), el("tbody", list(_rows(found, doc))), id="tensors")
+    table = el("table", el("thead", el("tr", heads)), el("tbody", list(_rows(found, doc))), id="tensors", class_="cards")
     label = el("label", "Show names that contain ", el("input", type="search", id="filter", autocomplete="off"))
     status = el("p", "", id="shown", class_="quiet", aria_live="polite")
     return _section("Tensors", label, status, el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Tensors"))
@@ -271,6 +271,6 @@ def _rows(found: Forecast, doc: dict[str, Any]) -> Iterator[Html]:
                 "td",
                 el("code", t["rule"]) if t["rule"] else None,
                 el("small", t["why"]),
-                [el("small", n) for n in t["notices"]],
+                [el("small", n) for n in t["notices"] if n != t["why"]],
             ),
         )
