@@ -95,7 +95,8 @@ class _Judge:
         """Decide for a tensor, given the step that means it, or else the parameter that it belongs to."""
         step = None if number is None else self.steps[number]
         if isinstance(step, Like):
-            return Decision(step.layout(name, shape, self.mesh), f"like {step.origin}", f"{step.origin} has it so")
+            copied = step.layout(name, shape, self.mesh)
+            return Decision(copied, f"like {step.origin}", f"{step.origin} has it so", notices_of(copied, shape))
         if one_element(shape):
             return self._replicated(step, "it has one element at most: there is nothing to cut")
         if step is not None:
@@ -125,7 +126,7 @@ class _Judge:
             return self._replicated(rule, notice, notice)
         layout = sharding(self.mesh, rule.spec)
         why = f"{rule.origin or 'the rule'} matches {how.value}" if how else ""
-        return Decision(layout, str(rule), why, () if layout is None else notices_of(rule, layout, shape))
+        return Decision(layout, str(rule), why, notices_of(layout, shape, rule))
 
     def _other_shape(self, rule: Rule | None, parameter: str, shape: tuple[int, ...]) -> Decision:
         notice = f"it belongs to a parameter of shape {self.parameters.shape(parameter)} and has shape {shape} itself: replicated"
