@@ -58,7 +58,7 @@ def decide(steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: 
     used: set[int] = set()
     unmatched: list[str] = []
     for name in tensors if names is None else names:
-        shape = tensors[name]
+        shape = tuple(tensors[name])
         number = judge.first(name, shape)
         parameter = judge.parameters.of(name) if number is None else None
         if number is not None:

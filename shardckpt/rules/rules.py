@@ -82,7 +82,7 @@ class Rules:
         from shardckpt.rules.mesh_text import parse_mesh
 
         listed = [texts] if isinstance(texts, str) else list(texts)
-        entries = tuple(Rule.parse(text, f"--rule {number}") for number, text in enumerate(listed, 1))
+        entries = tuple(Rule.parse(text, f"rule {number}") for number, text in enumerate(listed, 1))
         return cls(entries, unmatched, parse_mesh(mesh) if isinstance(mesh, str) else mesh)
 
     @classmethod

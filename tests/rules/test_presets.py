@@ -200,7 +200,8 @@ def test_the_mesh_decides_which_axis_plays_a_role():
     assert spec("llama/fsdp+tp", "data=2,model=4") == PartitionSpec("model", "data")
     assert spec("llama/fsdp", "data=2,fsdp=4") == PartitionSpec(None, "fsdp")
     assert spec("llama", "data=2,model=4") == PartitionSpec("model", None)
-    assert spec("llama", "data=2") == PartitionSpec()
+    with pytest.raises(ShardingError, match="of the mesh's axes, data, none is called after a role; name it, as in llama/fsdp=data"):
+        spec("llama", "data=2")
     assert spec("llama/fsdp=x+tp=y", "x=2,y=4") == PartitionSpec("y", "x")
     assert spec("llama/fsdp=x+tp=x", "x=2") == PartitionSpec("x", None)
 

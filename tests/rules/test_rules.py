@@ -26,7 +26,7 @@ def test_the_first_rule_that_means_a_tensor_decides():
     assert spec(rules, "model/layers.0.w2.weight", (8, 8)) == PartitionSpec("data")
     assert spec(rules, "model/layers.0.w2.bias", (8,)) == PartitionSpec()
     decision = rules.decide(W1, (8, 8), MESH)
-    assert (decision.rule, decision.why) == ("**/*.w1.weight=(model)", "--rule 1 matches its name")
+    assert (decision.rule, decision.why) == ("**/*.w1.weight=(model)", "rule 1 matches its name")
 
 
 @given(
@@ -46,7 +46,7 @@ def test_state_of_an_optimizer_follows_its_parameter():
     tensors = {W1: (8, 16), MOMENT: (8, 16), "optim/state.layers.0.w1.weight.exp_avg_sq": (8, 16)}
     decided = rules.decide_all(tensors, MESH)
     assert {decision.layout.spec for decision in decided.values()} == {PartitionSpec(None, "model")}
-    assert decided[MOMENT].why == "--rule 1 matches what it lies below"
+    assert decided[MOMENT].why == "rule 1 matches what it lies below"
 
 
 def test_state_of_another_shape_than_its_parameter_is_replicated_with_a_notice():
@@ -111,12 +111,12 @@ def test_the_tiles_of_every_decision_cover_the_tensor(shape, text):
 @pytest.mark.parametrize(
     ("texts", "kind", "message"),
     [
-        (["a=(None,modle)"], ShardingError, "--rule 1: rule 'a=.None,modle.': the mesh has no axis 'modle' .did you mean 'model'..;"),
-        (["**=replicated", "a=(5)"], ShardingError, "--rule 2: rule 'a=.5.': the mesh has no axis 5; its axes are data, model"),
+        (["a=(None,modle)"], ShardingError, "rule 1 .'a=.None,modle.'.: the mesh has no axis 'modle' .did you mean 'model'..;"),
+        (["**=replicated", "a=(5)"], ShardingError, "rule 2 .'a=.5.'.: the mesh has no axis 5; its axes are data, model"),
         (["a/**=(None,None,model)"], ShardingError, r"has 3 entries, and 'a/w' has shape \(8, 8\); give at most one per dimension"),
-        (["w=(model)"], OptionError, r"--rule 1: rule 'w=.model.' matches no tensor; .* '\*\*/w' would match 'a/w'"),
+        (["w=(model)"], OptionError, r"rule 1 .'w=.model.'. matches no tensor; .* '\*\*/w' would match 'a/w'"),
         (["a/wurst=(model)"], OptionError, "matches no tensor; patterns are matched with whole names, such as 'a/w'"),
-        (["a/*=(model)", "a/w=(data)"], OptionError, r"--rule 2: rule 'a/w=.data.' decides nothing: --rule 1: rule 'a.*' comes first"),
+        (["a/*=(model)", "a/w=(data)"], OptionError, r"rule 2 .'a/w=.data.'. decides nothing: rule 1 .'a.*'. comes first"),
     ],
 )  # fmt: skip
 def test_mistakes_name_the_rule_and_what_to_do(texts, kind, message):
@@ -126,7 +126,7 @@ def test_mistakes_name_the_rule_and_what_to_do(texts, kind, message):
 
 def test_without_a_mesh_only_what_cuts_nothing_can_be_said():
     assert Rules.parse("**=replicated").decide("w", (8,)).layout is None
-    with pytest.raises(ShardingError, match=r"--rule 1: rule 'w=.model.' cuts over 'model', and there is no mesh; give one"):
+    with pytest.raises(ShardingError, match=r"rule 1 .'w=.model.'. cuts over 'model', and there is no mesh; give one"):
         Rules.parse("w=(model)").decide("w", (8,))
 
 
