@@ -112,8 +112,10 @@ class _Judge:
 
     def _by_rule(self, rule: Rule, name: str, shape: tuple[int, ...]) -> Decision:
         how = meaning(rule, name, len(shape))
+        assert how is not None
         fits = len(rule.spec) <= len(shape)
-        parameter = self.parameters.of(name) if how is Match.BELOW or not fits else None
+        # A rank that suits a rule may be an accident: Adafactor's rows of a stacked weight have that of a weight by itself.
+        parameter = self.parameters.of(name) if how is Match.BELOW or not fits or rule.rank is not None else None
         if rule.spec.parts and parameter is not None and self.parameters.shape(parameter) != shape:
             return self._other_shape(rule, parameter, shape)
         if not fits and how is Match.WHOLE:
@@ -125,7 +127,7 @@ class _Judge:
             notice = f"it lies below what {str(rule)!r} means, which has more entries than its {len(shape)} dimensions: replicated"
             return self._replicated(rule, notice, notice)
         layout = sharding(self.mesh, rule.spec)
-        why = f"{rule.origin or 'the rule'} matches {how.value}" if how else ""
+        why = f"{rule.origin or 'the rule'} matches {how.value}"
         return Decision(layout, str(rule), why, notices_of(layout, shape, rule))
 
     def _other_shape(self, rule: Rule | None, parameter: str, shape: tuple[int, ...]) -> Decision:

@@ -110,7 +110,7 @@ class Rule:
         return _title(str(self), self.origin)
 
     def check_axes(self, mesh: Mesh | None) -> None:
-        """Raise ShardingError unless the mesh has all axes of the spec."""
+        """Raise ShardingError unless the mesh has all axes of the spec, each once."""
         for axis in (axis for axes in self.spec.axes for axis in axes):
             if mesh is None:
                 raise ShardingError(f"{self.title} cuts over {axis!r}, and there is no mesh; give one, as in data=2,model=4.")
@@ -119,6 +119,10 @@ class Rule:
                 raise ShardingError(
                     f"{self.title}: the mesh has no axis {axis!r}{meant}; its axes are {', '.join(mesh.axis_names) or 'none'}."
                 )
+        try:
+            _ = self.spec if mesh is None else self.spec.named(mesh)
+        except ShardingError as error:  # an index and a name of the same axis
+            raise ShardingError(f"{self.title}: {error}") from error
 
 
 def _title(text: str, origin: str) -> str:

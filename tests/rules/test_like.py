@@ -1,5 +1,7 @@
 """Another checkpoint's layouts by name: as they are there, or over another mesh."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -26,6 +28,8 @@ def record(tmp_path_factory):
 def test_layouts_are_those_of_the_other_checkpoint(record):
     rules = Rules.like(record, "run/other")
     assert rules.mesh == MESH
+    assert pickle.loads(pickle.dumps(rules)) == rules
+    assert hash(rules) == hash(Rules.like(record))
     decided = rules.decide_all({"w": (16, 8), "b": (8,), "plain": (9,), "new": (40_000,)})
     assert decided["w"].layout == Sharding(MESH, PartitionSpec("data", "model"))
     assert decided["b"].layout == Sharding(MESH, PartitionSpec("model"))
@@ -42,6 +46,11 @@ def test_over_another_mesh_the_specs_stay(record):
     assert decided["w"].notices == ("dimension 0 is uneven: 8 in 3 parts (data=3) are 2 of 3, one of 2",)
     with pytest.raises(ShardingError, match=r"'w': run/other has another mesh: .*no axis 'data'"):
         Rules.like(record, "run/other").decide("w", (8, 8), parse_mesh("model=2"))
+
+
+def test_state_that_it_lacks_follows_its_parameter(record):
+    decided = Rules.like(record).decide_all({"w": (8, 8), "optimizer/state/w/exp_avg": (8, 8)})
+    assert decided["optimizer/state/w/exp_avg"].layout == decided["w"].layout
 
 
 def test_rules_before_it_go_first_and_rules_after_it_take_what_it_lacks(record):

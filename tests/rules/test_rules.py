@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardckpt import PartitionSpec, Rules, Sharding
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.names import matches
+from shardckpt.names import matches, pattern_regex
 from shardckpt.rules import Rule, parse_mesh
 
 MESH = parse_mesh("data=2,model=4")
@@ -73,6 +73,24 @@ def test_state_in_a_tree_of_its_own_follows_its_parameter():
     assert decided["opt_state/0/count"].layout.spec == PartitionSpec()
 
 
+def test_factors_of_a_parameter_are_told_from_parameters_of_fewer_dimensions():
+    scanned = "decoder/layers/self_attention/query/kernel"
+    tensors = {f"params/{scanned}": (64, 2, 8, 64), f"opt_state/0/v_row/{scanned}": (64, 2, 8), f"opt_state/0/mu/{scanned}": (64, 2, 8, 64)}
+    specs = [decision.layout.spec for decision in Rules.preset("llama/tp").decide_all(tensors, MESH).values()]
+    assert specs == [PartitionSpec(None, None, "model", None), PartitionSpec(), PartitionSpec(None, None, "model", None)]
+    rules = Rules.parse("**/kernel=(None,None,model,data)")
+    specs = [decision.layout.spec for decision in rules.decide_all(tensors, MESH).values()]
+    assert specs == [PartitionSpec(None, None, "model", "data"), PartitionSpec(), PartitionSpec(None, None, "model", "data")]
+
+
+def test_a_thousand_tensors_compile_each_pattern_once():
+    rules = Rules.preset("mixtral/fsdp=data+tp")
+    names = {f"model/model.layers.{layer}.self_attn.{x}_proj.weight": (8, 8) for layer in range(250) for x in "qkvo"}
+    before = pattern_regex.cache_info().misses
+    assert len({decision.layout for decision in rules.decide_all(names, MESH).values()}) == 2
+    assert pattern_regex.cache_info().misses - before <= len(rules.steps(MESH))
+
+
 def test_what_has_one_element_is_replicated_whatever_the_rules_say():
     decision = Rules.parse("**=(model,data)").decide("step", (), MESH)
     assert (decision.layout.spec, decision.notices) == (PartitionSpec(), ())
@@ -113,6 +131,9 @@ def test_the_tiles_of_every_decision_cover_the_tensor(shape, text):
     [
         (["a=(None,modle)"], ShardingError, "rule 1 .'a=.None,modle.'.: the mesh has no axis 'modle' .did you mean 'model'..;"),
         (["**=replicated", "a=(5)"], ShardingError, "rule 2 .'a=.5.'.: the mesh has no axis 5; its axes are data, model"),
+        (["a/w=(0,data)"], ShardingError, "rule 1 .'a/w=.0,data.'.: .*axis 'data' appears more than once"),
+        ([3], OptionError, "rule 1: 3 is no rule"),
+        (3, OptionError, "rule 1: 3 is no rule"),
         (["a/**=(None,None,model)"], ShardingError, r"has 3 entries, and 'a/w' has shape \(8, 8\); give at most one per dimension"),
         (["w=(model)"], OptionError, r"rule 1 .'w=.model.'. matches no tensor; .* '\*\*/w' would match 'a/w'"),
         (["a/wurst=(model)"], OptionError, "matches no tensor; patterns are matched with whole names, such as 'a/w'"),
