@@ -16,6 +16,7 @@ from shardckpt.rules.hf_config import MODEL_TYPES
 from shardckpt.rules.preset import Preset
 
 CHILD = Path(__file__).parents[1] / "children" / "rules_hf.py"
+pytestmark = pytest.mark.timeout(300)  # transformers imports half of torch, which takes its time on a busy machine
 MESH = parse_mesh("fsdp=2,tensor=2,expert=2")
 
 
@@ -24,7 +25,7 @@ def transformers():
     """What transformers says of its models; asked in a process of its own, without torch_xla."""
     environment = {**os.environ, "USE_TORCH_XLA": "0", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, CHILD, *MODEL_TYPES]
-    return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120).stdout)
+    return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=240).stdout)
 
 
 def shapes(described):
