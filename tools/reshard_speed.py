@@ -91,7 +91,7 @@ def main() -> int:
         print(json.dumps(found))
     else:
         for way, rate in found["GB/s"].items():  # type: ignore[attr-defined]
-            print(f"{way:12} {rate:6.2f} GB/s  {found['ratio'][way]:5.2f} of the copy   {['%.2f' % r for r in found['rounds'][way]]}")  # type: ignore[index]
+            print(f"{way:12} {rate:6.2f} GB/s  {found['ratio'][way]:5.2f} of the copy   {[round(r, 2) for r in found['rounds'][way]]}")  # type: ignore[index]
     return 0
 
 

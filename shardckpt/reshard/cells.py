@@ -77,13 +77,14 @@ class Cells:
             yield Box(start, tuple(int(b[i]) for b, i in zip(self.borders, found.stop, strict=True)))
 
 
-def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int) -> Cells:
+def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, joined: int = CELL_BYTES) -> Cells:
     """Cut a tensor into cells.
 
     Args:
         targets: the arrays that will hold it; it has elements.
         sources: the arrays that hold it.
         itemsize: bytes of an element.
+        joined: bytes to which small cells are joined, `CELL_BYTES` at most.
     """
     every = [_unbroken(targets, d) for d in range(len(targets[0].shape))]
     free = [_free(borders, d, sources) for d, borders in enumerate(every)]
@@ -96,7 +97,7 @@ def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int) -> Ce
         free[d] = halves
     for d in reversed(range(len(free))):
         others = _largest([*free[:d], *free[d + 1 :]]) * itemsize
-        free[d] = _thinned(free[d], -(-CELL_BYTES // others))
+        free[d] = _thinned(free[d], -(-min(joined, CELL_BYTES) // others))
     return Cells(tuple(free))
 
 

@@ -31,7 +31,7 @@ from shardckpt.names import shown
 from shardckpt.record import CheckpointRecord
 from shardckpt.reshard.engines import executor
 from shardckpt.reshard.job import Job, OpenJob
-from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, ReshardOptions
+from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
 from shardckpt.reshard.task import TaskReport, run_task
 from shardckpt.rules import Rule, Rules
 from shardckpt.space import check_space
@@ -90,6 +90,7 @@ def reshard(
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     workers: int | None = None,
     worker: tuple[int, int] | None = None,
+    task_bytes: int | str = DEFAULT_TASK_BYTES,
     overwrite: bool = False,
     verify: bool = True,
     unmatched: Literal["replicate", "error"] | None = None,
@@ -115,6 +116,7 @@ def reshard(
         workers: how many; None: as many as there are cores, and memory for.
         worker: (K, N): this call is worker K, from 0, of N that are started by somebody else, and does its share only. When all
             are done, `shardckpt.commit(dst)` commits.
+        task_bytes: about what a task writes: what an interruption loses at most, per worker.
         overwrite: replace a checkpoint that is committed there.
         verify: read back what was written.
         unmatched: what becomes of tensors that no rule means; None: as `rules` has it, and else "replicate".
@@ -143,6 +145,7 @@ def reshard(
         only=only,
         memory_limit=memory_limit,
         workers=workers,
+        task_bytes=task_bytes,
         overwrite=overwrite,
         verify=verify,
     )

@@ -20,10 +20,11 @@ from shardckpt.rules import Rules
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DEFAULT_MEMORY_LIMIT", "MOST_WORKERS", "ReshardOptions"]
+__all__ = ["DEFAULT_MEMORY_LIMIT", "DEFAULT_TASK_BYTES", "MOST_WORKERS", "ReshardOptions"]
 
 DEFAULT_MEMORY_LIMIT = 512 << 20
 """Bytes of buffers, over all workers of one machine together, unless told otherwise."""
+DEFAULT_TASK_BYTES = 256 << 20
 MOST_WORKERS = 1024
 
 
@@ -47,6 +48,9 @@ class ReshardOptions:
     """Bytes, or a string such as "512MiB": of buffers, over all workers of one machine together."""
     workers: int | None = None
     """Processes that work at once on one machine; None: as many as there are cores, and as the memory is enough for."""
+    task_bytes: int | str = DEFAULT_TASK_BYTES
+    """Bytes, or a string: about what a task writes. It is what an interruption loses, and what workers are given at a time. Another
+    size makes another job."""
     overwrite: bool = False
     """Replace a committed checkpoint, atomically, when the new one is whole; otherwise that is an AlreadyExistsError."""
     verify: bool = True
@@ -65,6 +69,9 @@ class ReshardOptions:
         if self.compression not in (None, "zstd", "none"):
             raise OptionError(f'reshard(compression={excerpt(self.compression)}): use "zstd" or "none".')
         object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
+        object.__setattr__(self, "task_bytes", parse_bytes(self.task_bytes, "task_bytes"))
+        if self.task_length <= 0:
+            raise OptionError(f"reshard(task_bytes={self.task_length}): must be positive.")
         workers = self.workers
         if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or not 0 < workers <= MOST_WORKERS):
             raise OptionError(f"reshard(workers={excerpt(workers)}): give a number from 1 to {MOST_WORKERS}.")
@@ -83,6 +90,12 @@ class ReshardOptions:
                 by_name(name)
             except DtypeError as e:
                 raise OptionError(f"reshard(dtype=…): {e}") from e
+
+    @property
+    def task_length(self) -> int:
+        """`task_bytes` in bytes."""
+        assert isinstance(self.task_bytes, int)
+        return self.task_bytes
 
     @property
     def budget(self) -> int:

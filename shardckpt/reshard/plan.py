@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ReshardPlan", "Share", "Task", "plan_reshard"]
 
-TASK_BYTES = 256 << 20
-"""Bytes that a task writes, about: what is lost when it is interrupted, and what workers are kept busy with."""
 MOST_TASKS = 4096
 """About how many tasks a job has at most."""
 
@@ -164,11 +162,11 @@ def plan_reshard(source: Checkpoint, options: ReshardOptions, destination: Locat
     )
     least = record.processes if made.values else 1
     cells = {
-        name: cut(tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize)
+        name: cut(tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize, options.task_length // 4)
         for name, tensor in made.structure.tensors.items()
         if tensor.nbytes
     }
-    tasks = _tasks(cells, made.structure, least)
+    tasks = _tasks(cells, made.structure, options.task_length, least)
     return ReshardPlan(
         source=record,
         target=made.structure,
@@ -183,10 +181,10 @@ def plan_reshard(source: Checkpoint, options: ReshardOptions, destination: Locat
     )
 
 
-def _tasks(cells: Mapping[str, Cells], structure: Structure, least: int) -> tuple[Task, ...]:
-    """Cut the tape of all cells; at least so many tasks, the last of them empty if they must be."""
+def _tasks(cells: Mapping[str, Cells], structure: Structure, length: int, least: int) -> tuple[Task, ...]:
+    """Cut the tape of all cells into parts of that many bytes; at least so many tasks, the last of them empty if they must be."""
     total = sum(t.nbytes for t in structure.tensors.values())
-    length = max(TASK_BYTES, -(-total // MOST_TASKS))
+    length = max(length, -(-total // MOST_TASKS))
     found: dict[int, list[Share]] = {}
     offset = 0
     for name, grid in cells.items():

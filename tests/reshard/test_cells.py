@@ -3,6 +3,7 @@
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,13 +38,10 @@ def pairs(draw):
 @settings(max_examples=300)
 def test_steps_read_every_element_once_and_fill_whole_chunks_within_the_room(pair, room, joined, largest):
     shape, targets, sources = pair
-    room = max(room, max(prod(p.chunks) for p in targets))
-    with_sizes = cells.CELL_BYTES, cells.LARGEST_CELL
-    cells.CELL_BYTES, cells.LARGEST_CELL = joined, largest
-    try:
-        grid = cut(targets, sources, 1)
-    finally:
-        cells.CELL_BYTES, cells.LARGEST_CELL = with_sizes
+    room = max(room, *(prod(p.chunks) for p in targets))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells, "LARGEST_CELL", largest)
+        grid = cut(targets, sources, 1, joined)
     seen = np.zeros(shape, int)
     written = {}
     for box in grid.boxes(range(len(grid.sizes())), room):
@@ -82,7 +80,7 @@ def test_steps_read_every_element_once_and_fill_whole_chunks_within_the_room(pai
 
 @given(pair=pairs())
 def test_where_it_fits_whole_cells_read_every_stored_byte_once(pair):
-    shape, targets, sources = pair
+    _, targets, sources = pair
     grid = cut(targets, sources, 1)
     read = sum(read_bytes(box, sources, 1, 4) for box in grid.boxes(range(len(grid.sizes())), 1))
     assert read == sum(p.num_chunks * (prod(p.chunks) + 4) for p in sources)

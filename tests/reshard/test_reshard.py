@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, dtypes, errors
 from shardckpt.placements import Placements
-from shardckpt.reshard import cells, plan
 from shardckpt.save_plan import tensor_record
 
 EIGHT = Mesh((8,), ("x",))
 GRID = Mesh((2, 4), ("x", "y"))
 KiB = 1 << 10
+SMALL = {"workers": 1, "task_bytes": 40 * KiB}
+"""Many tasks, of a small checkpoint."""
 
 
 def random(shape, dtype, seed=0):
@@ -41,13 +42,6 @@ def layouts():
 
 
 @pytest.fixture
-def tiny(monkeypatch):
-    """Tasks and cells so small that a small checkpoint has many."""
-    monkeypatch.setattr(plan, "TASK_BYTES", 40 * KiB)
-    monkeypatch.setattr(cells, "CELL_BYTES", 4 * KiB)
-
-
-@pytest.fixture
 def memory(request):
     """A place of its own in this process's memory."""
     return f"memory://{request.node.name.replace('[', '-').replace(']', '')}"
@@ -67,17 +61,16 @@ def test_any_layout_becomes_any_other_bit_for_bit(tmp_path_factory, data, dtype,
     source, target = data.draw(layouts()), data.draw(layouts())
     state = {"w": random(shape, dtype)}
     shardckpt.save(place / "a", state, options=SaveOptions(layout=layout, compression=compression, shardings={"w": source}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "TASK_BYTES", task)
-        shardckpt.reshard(
-            place / "a",
-            place / "b",
-            mesh=target.mesh,
-            rules={"w": target.spec},
-            layout=new_layout,
-            compression=new_compression or "none",
-            workers=1,
-        )
+    shardckpt.reshard(
+        place / "a",
+        place / "b",
+        mesh=target.mesh,
+        rules={"w": target.spec},
+        layout=new_layout,
+        compression=new_compression or "none",
+        task_bytes=task,
+        workers=1,
+    )
     made = shardckpt.open(place / "b")
     assert bits(made.read("w")) == bits(state["w"])
     assert made.info("w").layout == target
@@ -88,7 +81,7 @@ def test_any_layout_becomes_any_other_bit_for_bit(tmp_path_factory, data, dtype,
 
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
-def test_every_dtype_and_every_odd_shape_survives(tmp_path, tiny, layout):
+def test_every_dtype_and_every_odd_shape_survives(tmp_path, layout):
     state = {name: random((5, 67), name) for name in dtypes.DTYPES}
     state |= {
         "scalar": np.float64(2.5),
@@ -97,7 +90,7 @@ def test_every_dtype_and_every_odd_shape_survives(tmp_path, tiny, layout):
         "long": random((40_001,), "float16"),
     }
     shardckpt.save(tmp_path / "a", state)
-    report = shardckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=GRID, rules={"**": PartitionSpec()}, layout=layout, workers=1)
+    report = shardckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=GRID, rules={"**": PartitionSpec()}, layout=layout, **SMALL)
     assert report.tasks > 1
     got = shardckpt.restore(tmp_path / "b")
     for name, array in state.items():
@@ -106,7 +99,7 @@ def test_every_dtype_and_every_odd_shape_survives(tmp_path, tiny, layout):
     assert shardckpt.open(tmp_path / "b").verify().ok
 
 
-def test_pieces_of_uneven_shards_are_read_and_written(tmp_path, tiny):
+def test_pieces_of_uneven_shards_are_read_and_written(tmp_path):
     """1003 rows over 4 × 3 ranks nest unevenly, and strided shards are runs of rows."""
     uneven = Placements.of(Mesh((4, 3), ("a", "b")), ["S(0)", "S(0)"])
     strided = Placements.of(Mesh((2, 2), ("a", "b")), ["_S(0,2)", "S(0)"])
@@ -116,11 +109,11 @@ def test_pieces_of_uneven_shards_are_read_and_written(tmp_path, tiny):
     tensors = like.record.structure.tensors
     for name, layout in (("u", uneven), ("s", strided)):
         tensors[name] = tensor_record(name, tensors[name].shape, tensors[name].dtype, layout, 64 * KiB)
-    shardckpt.reshard(tmp_path / "a", tmp_path / "b", like=like, workers=1)
+    shardckpt.reshard(tmp_path / "a", tmp_path / "b", like=like, **SMALL)
     middle = shardckpt.open(tmp_path / "b")
     assert middle.info("u").layout == uneven
     assert len(middle.tensor("u").pieces) > 1
-    shardckpt.reshard(tmp_path / "b", tmp_path / "c", mesh=GRID, rules=["u=(y,x)", "s=(None,y)"], workers=1)
+    shardckpt.reshard(tmp_path / "b", tmp_path / "c", mesh=GRID, rules=["u=(y,x)", "s=(None,y)"], **SMALL)
     for url in ("b", "c"):
         for name, array in state.items():
             assert bits(shardckpt.open(tmp_path / url).read(name)) == bits(array)
@@ -158,10 +151,10 @@ def test_only_some_names_are_taken_over_and_a_tie_finds_another_first_name(tmp_p
         shardckpt.reshard(tmp_path / "a", tmp_path / "c", only="modle/**")
 
 
-def test_floats_are_converted_as_restore_converts_them(tmp_path, tiny):
+def test_floats_are_converted_as_restore_converts_them(tmp_path):
     state = {"w": np.random.default_rng(0).normal(size=(300, 200)).astype(np.float32), "n": np.arange(9), "h": np.ones(5, np.float16)}
     shardckpt.save(tmp_path / "a", state)
-    shardckpt.reshard(tmp_path / "a", tmp_path / "b", dtype="bfloat16", mesh=EIGHT, rules=["w=(x)"], workers=1)
+    shardckpt.reshard(tmp_path / "a", tmp_path / "b", dtype="bfloat16", mesh=EIGHT, rules=["w=(x)"], **SMALL)
     like = {"w": np.empty((300, 200), ml_dtypes.bfloat16), "n": np.empty(9, int), "h": np.empty(5, ml_dtypes.bfloat16)}
     expected = shardckpt.restore(tmp_path / "a", like, cast=True)
     got = shardckpt.restore(tmp_path / "b")
@@ -202,10 +195,12 @@ def test_another_checkpoints_layout_is_copied(tmp_path):
     assert shardckpt.open(tmp_path / "b").tensor("w") == shardckpt.open(tmp_path / "like").tensor("w")
 
 
-def test_there_and_back_again_is_the_same(tmp_path, memory, tiny):
+def test_there_and_back_again_is_the_same(tmp_path, memory):
     state = {"w": random((257, 129), "float32"), "v": random((1000,), "bfloat16")}
     shardckpt.save(f"{memory}/a", state, options=SaveOptions(shardings={"*": Sharding(EIGHT, PartitionSpec("x"))}))
-    shardckpt.reshard(f"{memory}/a", tmp_path / "b", mesh=GRID, rules=["w=(y,x)", "v=(y)"], layout="zarr", compression="zstd")
+    shardckpt.reshard(
+        f"{memory}/a", tmp_path / "b", mesh=GRID, rules=["w=(y,x)", "v=(y)"], layout="zarr", compression="zstd", task_bytes="40KiB"
+    )
     shardckpt.reshard(tmp_path / "b", f"{memory}/c", like=f"{memory}/a", layout="packed", compression="none")
     first, last = shardckpt.open(f"{memory}/a"), shardckpt.open(f"{memory}/c")
     assert last.record.structure == first.record.structure

@@ -1,0 +1,250 @@
+"""Jobs that are killed, interrupted or lose workers: nothing is half there, nothing that was finished is done again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardckpt
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+from shardckpt.io.store import Store
+from shardckpt.reshard.job import Job, OpenJob
+from shardckpt.reshard.options import ReshardOptions
+from shardckpt.reshard.processes import LocalProcesses
+from shardckpt.reshard.task import run_task
+from shardckpt.rules import Rules
+
+CHILD = Path(__file__).parents[1] / "children" / "reshard_job.py"
+PATIENCE = 60
+MESH = Mesh((4,), ("x",))
+TASKS = {"task_bytes": 256 << 10, "rules": ["*=(None,x)"]}
+
+
+@pytest.fixture
+def source(tmp_path):
+    """8 MiB in two tensors, cut by rows; from 32 tasks on."""
+    elements = np.random.default_rng(0).integers(0, 1 << 32, 1 << 21, np.uint32)
+    state = {"a": elements[: 1 << 20].reshape(1024, 1024), "b": elements[1 << 20 :].reshape(512, 2048)}
+    rows = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
+    shardckpt.save(tmp_path / "a", state, options=SaveOptions(shardings={"*": rows}))
+    return tmp_path / "a"
+
+
+def contents(place):
+    return {path.relative_to(place): (path.read_bytes(), path.stat().st_mtime_ns) for path in place.rglob("*") if path.is_file()}
+
+
+def records(place):
+    return {path.name: path.read_bytes() for path in place.glob("*/records/*.json")}
+
+
+def start(source, target, **options):
+    """A job in a process of its own."""
+    arguments = json.dumps({"src": str(source), "dst": str(target), "mesh": "x=4", **TASKS, **options})
+    return subprocess.Popen([sys.executable, CHILD, arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def children(pid):
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_a_job_that_is_killed_again_and_again_goes_on_where_it_was(source, tmp_path, layout):
+    target, before = tmp_path / "b", contents(source)
+    rng = np.random.default_rng(len(layout))
+    finished = {}
+    for kill in range(4):
+        files = len(list(target.rglob("*"))) + int(rng.integers(5, 60))
+        job = start(source, target, workers=1 + kill % 2, layout=layout)
+        wait_for(lambda files=files, job=job: len(list(target.rglob("*"))) >= files or job.poll() is not None)
+        job.kill()
+        job.communicate(timeout=PATIENCE)
+        if job.returncode == 0:
+            break
+        found = records(target)
+        assert finished.items() <= found.items(), "what was finished is as it was"
+        finished = found
+        with pytest.raises(errors.UncommittedError):
+            shardckpt.open(target)
+    assert finished
+
+    job = start(source, target, workers=2, layout=layout)
+    out, err = job.communicate(timeout=PATIENCE)
+
+    assert job.returncode == 0, err
+    report = json.loads(out)
+    assert len(finished) <= report["done_before"] < report["tasks"]
+    assert finished.items() <= records(target).items()
+    made = shardckpt.open(target)
+    assert made.verify().ok
+    assert len(list((target / report["attempt"] / "hosts").iterdir())) == report["tasks"], "what killed runs left is gone"
+    for name in ("a", "b"):
+        assert made.read(name).tobytes() == shardckpt.open(source).read(name).tobytes()
+    assert contents(source) == before
+
+
+def test_ctrl_c_ends_all_processes_and_the_same_call_goes_on(source, tmp_path):
+    target = tmp_path / "b"
+    job = start(source, target, workers=2)
+    wait_for(lambda: len(records(target)) >= 3 or job.poll() is not None)
+    workers = children(job.pid)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=PATIENCE)
+    assert job.returncode == -signal.SIGINT or "KeyboardInterrupt" in err
+    assert len(workers) == 2
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    done = len(records(target))
+
+    report = shardckpt.reshard(source, target, mesh=MESH, workers=1, **TASKS)
+
+    assert 3 <= done <= report.done_before < report.tasks
+    assert shardckpt.open(target).verify().ok
+
+
+def test_workers_end_with_the_program_that_started_them(source, tmp_path):
+    job = start(source, tmp_path / "b", workers=2)
+    wait_for(lambda: records(tmp_path / "b") or job.poll() is not None)
+    workers = children(job.pid)
+    job.kill()
+    job.communicate(timeout=PATIENCE)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+def test_a_worker_that_is_killed_is_replaced_and_its_task_done_again(source, tmp_path):
+    killed = []
+
+    def kill_one(done, total):
+        if done and not killed:
+            killed.append(children(os.getpid())[0])
+            os.kill(killed[0], signal.SIGKILL)
+
+    report = shardckpt.reshard(source, tmp_path / "b", mesh=MESH, workers=2, progress=kill_one, **TASKS)
+
+    assert killed
+    assert report.done_before == 0
+    assert shardckpt.open(tmp_path / "b").verify().ok
+
+
+class Deadly(Executor):
+    """Does tasks in a thread, but for one, over which its workers die."""
+
+    def __init__(self, task):
+        self.task, self.deaths, self.threads = task, 0, ThreadPoolExecutor(1)
+
+    def submit(self, fn, /, *args, **kwargs):
+        if args[1] != self.task:
+            return self.threads.submit(fn, *args, **kwargs)
+        self.deaths += 1
+        future = Future()
+        future.set_exception(BrokenExecutor("The worker is gone."))
+        return future
+
+
+def test_a_task_over_which_workers_die_again_and_again_is_named(source, tmp_path):
+    with Deadly(5) as engine, pytest.raises(errors.CommitError, match=r"Task 5 \('a'\) has lost its worker 3 times"):
+        shardckpt.reshard(source, tmp_path / "b", mesh=MESH, engine=engine, **TASKS)
+    assert engine.deaths == 3
+    engine.threads.shutdown()
+
+
+def test_a_process_that_dies_breaks_only_what_it_was_doing():
+    with LocalProcesses(1) as processes:
+        first = processes.submit(os.getpid).result(PATIENCE)
+        with pytest.raises(BrokenExecutor, match="SIGKILL"):
+            processes.submit(os.kill, first, signal.SIGKILL).result(PATIENCE)
+        second = processes.submit(os.getpid).result(PATIENCE)
+        with pytest.raises(ZeroDivisionError):
+            processes.submit(divmod, 1, 0).result(PATIENCE)
+    assert first != second
+    assert not Path(f"/proc/{second}").exists()
+
+
+def opened(source, target, **options):
+    options = ReshardOptions(rules=Rules.parse("*=(None,x)", mesh=MESH), task_bytes="256KiB", **options)
+    return Job(str(source), str(target), options), OpenJob(Job(str(source), str(target), options))
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_a_task_done_twice_at_the_same_time_is_there_once(source, tmp_path, layout):
+    job, plan = opened(source, tmp_path / "b", layout=layout)
+    together = threading.Barrier(4)
+
+    def run():
+        together.wait(PATIENCE)
+        return run_task(job, 2)
+
+    with ThreadPoolExecutor(4) as threads:
+        reports = [future.result(PATIENCE) for future in [threads.submit(run) for _ in range(4)]]
+
+    assert [report.done_before for report in reports].count(False) == 1
+    hosts = list((tmp_path / "b" / plan.attempt / "hosts").iterdir())
+    assert len(hosts) == 1
+    shardckpt.reshard(source, tmp_path / "b", mesh=MESH, rules=["*=(None,x)"], layout=layout, task_bytes="256KiB", workers=1)
+    assert shardckpt.open(tmp_path / "b").verify().ok
+
+
+def test_workers_that_others_start_meet_in_one_attempt_and_anybody_commits(source, tmp_path):
+    options = {"mesh": MESH, "rules": ["*=(None,x)"], "task_bytes": "1MiB", "workers": 1}
+    reports = [shardckpt.reshard(source, tmp_path / "b", worker=(k, 3), **options) for k in (2, 0, 1)]
+    assert len({report.attempt for report in reports}) == 1
+    assert not any(report.committed for report in reports)
+    with pytest.raises(errors.UncommittedError):
+        shardckpt.open(tmp_path / "b")
+    (outcome,) = shardckpt.commit(tmp_path / "b")
+    assert outcome.state == "committed"
+    assert shardckpt.open(tmp_path / "b").verify().ok
+    late = shardckpt.reshard(source, tmp_path / "b", worker=(1, 3), **options)
+    assert (late.committed, late.stored_bytes) == (True, 0)
+
+
+def test_other_options_at_the_same_place_are_another_attempt(source, tmp_path):
+    options = {"mesh": MESH, "task_bytes": "1MiB", "workers": 1, "worker": (0, 3)}
+    first = shardckpt.reshard(source, tmp_path / "b", rules=["*=(None,x)"], **options)
+    second = shardckpt.reshard(source, tmp_path / "b", rules=["*=(x)"], **options)
+    assert first.attempt != second.attempt
+    assert second.done_before == 0
+    done = shardckpt.reshard(source, tmp_path / "b", rules=["*=(x)"], **{**options, "worker": None})
+    assert done.attempt == second.attempt
+    assert done.done_before == (done.tasks + 2) // 3
+    assert shardckpt.open(tmp_path / "b").verify().ok
+
+
+def test_collecting_leaves_a_job_alone_until_nothing_is_written_any_more(source, tmp_path):
+    from shardckpt.catalog import catalog
+    from shardckpt.collecting import collect
+
+    report = shardckpt.reshard(source, tmp_path / "b", mesh=MESH, rules=["*=(x)"], task_bytes="1MiB", worker=(0, 2), workers=1)
+    (entry,) = catalog(tmp_path / "b", everything=True)
+    assert (entry.state, entry.attempt, entry.hosts) == ("uncommitted", report.attempt, report.tasks)
+    assert entry.finished == (report.tasks + 1) // 2
+    assert [one.outcome for one in collect(tmp_path / "b")] == ["kept"]
+    long_ago = time.time() - 48 * 3600
+    for path in (tmp_path / "b").rglob("*"):
+        os.utime(path, (long_ago, long_ago))
+    assert [one.outcome for one in collect(tmp_path / "b")] == ["removed"]
+    again = shardckpt.reshard(source, tmp_path / "b", mesh=MESH, rules=["*=(x)"], task_bytes="1MiB", workers=1)
+    assert (again.committed, again.done_before) == (True, 0)
+    assert again.attempt != report.attempt, "what was collected can never be published"
+
+
+def test_a_run_that_fails_leaves_nothing_of_its_own(source, tmp_path, monkeypatch):
+    job, plan = opened(source, tmp_path / "b")
+    monkeypatch.setattr(Store, "create", lambda *_: (_ for _ in ()).throw(errors.StorageError("no")))
+    with pytest.raises(errors.StorageError):
+        run_task(job, 0)
+    assert list((tmp_path / "b" / plan.attempt / "hosts").iterdir()) == []
