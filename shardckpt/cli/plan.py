@@ -88,7 +88,7 @@ def plan(
     planned = plan_reshard(checkpoint, options, parse(destination) if destination is not None else None)
     if explain is not None:
         explained = plan_lines.explained(planned, checkpoint, explain)
-        write_json(explained) if as_json else Screen().show(plan_lines.explanation(explained))
+        write_json(explained) if as_json else Screen().show(plan_lines.explanation(planned, options, explained))
         return
     places = known_places(checkpoint)
     found = forecast(

@@ -11,7 +11,7 @@ from shardckpt.cli.layouts import spec_text
 from shardckpt.cli.picture import picture
 from shardckpt.cli.plan_words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
 from shardckpt.cli.screen import Cell, Screen
-from shardckpt.cli.text import count, file_size, shape_text, visible
+from shardckpt.cli.text import count, file_size, visible
 from shardckpt.excerpt import shortened
 from shardckpt.placements import Placements
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from shardckpt.checkpoint import Checkpoint
     from shardckpt.forecast.report import Forecast
+    from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import ReshardPlan
 
     Ints = NDArray[np.int64]
@@ -200,12 +201,18 @@ def explained(plan: ReshardPlan, checkpoint: Checkpoint, name: str) -> dict[str,
     }
 
 
-def explanation(doc: dict[str, Any]) -> Iterator[str]:
-    """The same for people."""
-    yield f"{visible(doc['name'])}  {shape_text(doc['shape'])}"
-    yield f"  now   {doc['now']}"
-    yield f"  then  {doc['then']}"
-    yield f"  rule  {visible(doc['rule']) or 'none'}"
-    yield f"  why   {visible(doc['why'])}"
-    for notice in doc["notices"]:
-        yield f"  note  {visible(notice)}"
+def explanation(plan: ReshardPlan, options: ReshardOptions, doc: dict[str, Any]) -> Iterator[str]:
+    """The same for people: every rule that was asked, where there are rules."""
+    name = doc["name"]
+    if options.rules is not None:
+        shapes = {name: tensor.shape for name, tensor in plan.target.tensors.items()}
+        itemsize = plan.target.tensors[name].dtype.itemsize
+        yield from map(visible, options.rules.explain(name, shapes, options.mesh, itemsize=itemsize).splitlines())
+        yield ""
+    else:
+        yield f"{visible(name)}, shape {tuple(doc['shape'])}"
+        yield ""
+        yield f"why   {visible(doc['why'])}"
+        yield from (f"note  {visible(notice)}" for notice in doc["notices"])
+    yield f"now   {doc['now']}"
+    yield f"then  {doc['then']}"

@@ -82,14 +82,15 @@ def test_rates_are_measured_and_nothing_is_left_behind(run, source, tmp_path):
 
 
 def test_explain_says_which_rule_decides_and_why(run, source):
-    answer = run("plan", source, *OPTIONS, "--explain", "embed")
-    facts = {line.split()[0]: line.split(maxsplit=1)[1] for line in answer.out.splitlines()}
-    assert facts["now"] == "data"
-    assert facts["then"] == "–, model"
-    assert facts["rule"] == "embed=(None,model)"
-    assert "--rule 2" in facts["why"]
-    assert run("plan", source, *OPTIONS, "--explain", "embed", "--json").json["rule"] == "embed=(None,model)"
+    answer = run("plan", source, *OPTIONS, "--explain", "embed", width=100)
+    lines = [" ".join(line.split()) for line in answer.out.splitlines()]
+    assert "→ rule 2 embed=(None,model) matches its name" in lines
+    assert lines[-2:] == ["now data", "then –, model"]
+    doc = run("plan", source, *OPTIONS, "--explain", "embed", "--json").json
+    assert doc["rule"] == "embed=(None,model)"
+    assert doc["target_layout"] == {"axes": {"data": 2, "model": 3}, "spec": [None, "model"]}
     assert run("plan", source, *OPTIONS, "--explain", "embod").status == 5
+    assert "its recorded spec" in run("plan", source, "--mesh", "data=2", "--explain", "embed").out
 
 
 def test_what_does_not_fit_in_memory_is_refused_with_both_numbers(run, source):
