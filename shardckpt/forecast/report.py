@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from shardckpt.forecast.reshard import ReshardReads
     from shardckpt.forecast.stored import Stored
     from shardckpt.io.places import Places
-    from shardckpt.record import CheckpointRecord
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import ReshardPlan
     from shardckpt.structure import StoredLayout
@@ -62,12 +61,14 @@ class Forecast:
     """Of the reshard, as the chunk tables have it; None: they were not read."""
     stored_bytes: int
     """Of the tensors that the reshard reads."""
+    written_bytes: int
+    """Stored bytes that the reshard writes: where it compresses, taken to shrink as much as the source's did."""
 
     @property
     def pays_after(self) -> int | None:
         """Restores by all hosts after which the reshard has saved more bytes of storage traffic than it took; None: never."""
         saved = int(self.before.read.sum() - self.after.read.sum())
-        return -(-(self.read_bytes + self.plan.written_bytes) // saved) if saved > 0 else None
+        return -(-(self.read_bytes + self.written_bytes) // saved) if saved > 0 else None
 
     @cached_property
     def read_bytes(self) -> int:
@@ -119,7 +120,9 @@ def forecast(
     stored: Stored = ByLayout(record) if places is None else ByTable(record, places)
     sources = [replace(plan.sources[name], name=name) for name in plan.target.tensors]
     before = forecast_restore(sources, layouts, hosts, stored, None if places is None else checkpoint.reader.limits)
-    made = ByLayout(_made(record, plan))
+    held = _stored_bytes(plan, stored)
+    compressed = held / max(1, plan.source_bytes) if plan.compression is not None else 1.0
+    made = ByLayout(replace(record, structure=plan.target, hosts=record.hosts[:1] * len(plan.tasks)), compressed)
     after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
     saved_by = Hosts.of(((t.layout, len(t.shape)) for t in sources if not unknown(t)), number=max(1, len(record.hosts)))
     reads = None if places is None else reshard_reads(plan, places, checkpoint.reader.limits)
@@ -135,7 +138,8 @@ def forecast(
         after=after,
         rates=rates,
         reads=reads,
-        stored_bytes=_stored_bytes(plan, stored),
+        stored_bytes=held,
+        written_bytes=round(plan.written_bytes * compressed),
     )
 
 
@@ -144,11 +148,6 @@ def _stored_bytes(plan: ReshardPlan, stored: Stored) -> int:
     if plan.source.compression is None:
         return plan.source_bytes
     return sum(int(stored.chunks(tensor).length.sum()) for tensor in {id(t): t for t in plan.sources.values()}.values())
-
-
-def _made(record: CheckpointRecord, plan: ReshardPlan) -> CheckpointRecord:
-    """What the record of the new checkpoint will say, as far as matters here."""
-    return replace(record, structure=plan.target, hosts=record.hosts[:1] * len(plan.tasks), compression=None, table=None)
 
 
 # --- for programs ---------------------------------------------------------------------------------------------------
@@ -199,10 +198,10 @@ def document(found: Forecast) -> dict[str, Any]:
 def _reshard(found: Forecast) -> dict[str, Any]:
     plan = found.plan
     chunks = sum(t.num_chunks for t in plan.target.tensors.values())
-    read_back = plan.written_bytes if found.options.verify else 0
+    read_back = found.written_bytes if found.options.verify else 0
     return {
         "bytes_read": found.read_bytes,
-        "bytes_written": plan.written_bytes,
+        "bytes_written": found.written_bytes,
         "amplification": round(found.amplification, 4),
         "requests": None if found.reads is None else found.reads.requests,
         "requests_counted_tasks": 0 if found.reads is None else found.reads.counted,
@@ -213,7 +212,7 @@ def _reshard(found: Forecast) -> dict[str, Any]:
         "peak_memory": plan.memory.peak,
         "memory_limit": found.options.budget,
         "bytes_read_back": read_back,
-        "seconds": _seconds(found.rates, found.read_bytes + read_back, plan.written_bytes),
+        "seconds": _seconds(found.rates, found.read_bytes + read_back, found.written_bytes),
     }
 
 
@@ -267,9 +266,9 @@ def _tensor(found: Forecast, name: str) -> dict[str, Any]:
         "source_layout": layout_json(source.layout),
         "target_layout": layout_json(decision.layout),
         "restore_bytes": before.read,
-        "restore_amplification": _ratio(before.read, before.needed),
+        "restore_amplification": _rounded(before.amplification),
         "restore_after_bytes": after.read,
-        "restore_after_amplification": _ratio(after.read, after.needed),
+        "restore_after_amplification": _rounded(after.amplification),
         "rule": decision.rule,
         "why": decision.why,
         "notices": list(decision.notices),
@@ -287,8 +286,8 @@ def layout_json(layout: StoredLayout | None) -> dict[str, Any] | None:
     return {"op_sharding": layout.to_hlo()[:200]}
 
 
-def _ratio(read: int, needed: int) -> float | None:
-    return round(read / needed, 4) if needed else None
+def _rounded(ratio: float | None) -> float | None:
+    return None if ratio is None else round(ratio, 4)
 
 
 def _notices(plan: ReshardPlan) -> list[dict[str, Any]]:

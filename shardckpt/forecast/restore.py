@@ -13,6 +13,7 @@ The counts are those of `restore` into memory that `like` lends: where elements 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,6 +54,13 @@ class TensorReads:
     """Bytes of chunks that are read, by all hosts."""
     needed: int
     """Bytes of the boxes that their devices hold, each once per host."""
+    unpacked: int
+    """Bytes of the elements of the chunks that are read, by all hosts."""
+
+    @property
+    def amplification(self) -> float | None:
+        """Elements read per element needed; None where none is needed."""
+        return self.unpacked / self.needed if self.needed else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +92,8 @@ class RestoreForecast:
 
     @property
     def amplification(self) -> float:
-        """Bytes read per byte needed; 1 where nothing is needed."""
-        return float(self.read.sum() / self.needed.sum()) if self.needed.any() else 1.0
+        """Elements read per element needed, however they are compressed; 1 where nothing is needed."""
+        return sum(t.unpacked for t in self.tensors.values()) / int(self.needed.sum()) if self.needed.any() else 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +104,8 @@ class _Kind:
     reads: ChunksRead
     needed: Ints
     """(groups,) bytes"""
+    unpacked: Ints
+    """(groups,) bytes of the elements of all chunks that a host reads"""
     readers: NDArray[np.float64]
     """(groups, bins of readers) how many hosts of each group are in each bin."""
 
@@ -140,7 +150,8 @@ def forecast_restore(
         read[mine] += reads
         needed[mine] += needs
         flow += between
-        found[tensor.name] = TensorReads(int(reads.sum()), int(needs.sum()))
+        unpacked = int(kind.unpacked[kind.held.group[mine]].sum())
+        found[tensor.name] = TensorReads(int(reads.sum()), int(needs.sum()), unpacked)
     requests, of_hosts = None, 0
     if limits is not None and len(of_tensor) == len(tensors):
         requests, of_hosts = _requests(of_tensor, read, limits)
@@ -152,7 +163,10 @@ def _kind(tensor: TensorRecord, layout: StoredLayout | None, hosts: Hosts, bins:
     readers = np.zeros((held.groups, bins.number))
     known = held.group >= 0
     np.add.at(readers, (held.group[known], bins.of(np.arange(hosts.number))[known]), 1.0)
-    return _Kind(held, chunks_read(tensor.pieces, held), held.elements() * tensor.dtype.storage.itemsize, readers)
+    reads, itemsize = chunks_read(tensor.pieces, held), tensor.dtype.storage.itemsize
+    size = np.repeat([prod(p.chunks) * itemsize for p in tensor.pieces], [p.num_chunks for p in tensor.pieces])
+    unpacked = np.bincount(reads.group, size[reads.chunk], held.groups).astype(np.int64)
+    return _Kind(held, reads, held.elements() * itemsize, unpacked, readers)
 
 
 def _count(kind: _Kind, chunks: StoredChunks) -> tuple[Ints, NDArray[np.float64]]:

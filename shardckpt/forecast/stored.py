@@ -79,15 +79,20 @@ class ByLayout:
 
     exact = False
 
-    def __init__(self, record: CheckpointRecord) -> None:
+    def __init__(self, record: CheckpointRecord, compressed: float | None = None) -> None:
+        """Of a checkpoint with that record.
+
+        Args:
+            record: names its hosts and tensors.
+            compressed: stored bytes per byte that chunks would have uncompressed; None: as the record's totals say.
+        """
         tensors = record.structure.tensors.values()
         self._hosts = Hosts.of(((_known(t), len(t.shape)) for t in tensors), number=max(1, len(record.hosts)))
         self.bins = Bins(self._hosts.number)
-        self._ratio = 1.0
-        if record.compression is not None:
-            self._ratio = record.totals["stored_bytes"] / max(
-                1, sum(_length(t, k) * p.num_chunks for t in tensors for k, p in enumerate(t.pieces))
-            )
+        self._ratio = 1.0 if compressed is None else compressed
+        if compressed is None and record.compression is not None:
+            unpacked = sum(_length(t, k) * p.num_chunks for t in tensors for k, p in enumerate(t.pieces))
+            self._ratio = record.totals["stored_bytes"] / max(1, unpacked)
 
     def chunks(self, tensor: TensorRecord) -> StoredChunks:
         """See `Stored`."""

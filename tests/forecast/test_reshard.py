@@ -72,7 +72,7 @@ def test_a_reshard_pays_when_restores_have_saved_what_it_moves(tmp_path):
     save(tmp_path / "a")
     found = forecast_of(tmp_path / "a", ReshardOptions(mesh=TARGET, rules=RULES), devices_per_host=1)
     saved = int(found.before.read.sum() - found.after.read.sum())
-    moved = found.read_bytes + found.plan.written_bytes
+    moved = found.read_bytes + found.written_bytes
 
     assert saved * (found.pays_after - 1) < moved <= saved * found.pays_after
     assert forecast_of(tmp_path / "a", ReshardOptions()).pays_after is None

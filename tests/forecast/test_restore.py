@@ -64,6 +64,9 @@ def test_every_host_reads_what_was_forecast_to_the_byte_and_to_the_request(saved
     assert found.requests_counted == hosts.number
     assert sum(one.read for one in found.tensors.values()) == found.read.sum()
     assert found.flow.nbytes.sum(axis=0).tolist() == found.read.tolist()
+    assert found.amplification >= 1.0
+    if checkpoint.record.compression is None:
+        assert found.amplification == pytest.approx(found.read.sum() / found.needed.sum(), rel=1e-3)
 
 
 @pytest.mark.parametrize("target", TARGETS)
