@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from emulators import environment
 from processes import Processes
 from simulated_readers import read_by_host
 
@@ -107,3 +108,20 @@ def test_the_flow_says_which_host_wrote_what_each_host_reads(tmp_path, layout):
     # From the record one knows only that each could have written a quarter of everything.
     assert not shared.exact
     assert np.allclose(shared.nbytes, quarter / 2, rtol=0.01)
+
+
+def test_requests_to_an_object_store_are_those_that_are_made(gcs_server):
+    with environment(gcs_server.env()):
+        url = f"{gcs_server.url('forecast')}/c"
+        shardckpt.save(url, state(), options=SaveOptions(shardings={"?": Sharding(MESH, PartitionSpec("data", "model"))}))
+        checkpoint = shardckpt.open(url)
+        tensors = list(checkpoint.record.structure.tensors.values())
+        layouts = dict.fromkeys(checkpoint.record.structure.tensors, TARGETS["uneven, permuted devices"])
+        hosts = Hosts.of(((layout, 2) for layout in layouts.values()), devices_per_host=2)
+
+        found = forecast_restore(tensors, layouts, hosts, by_table(checkpoint), checkpoint.reader.limits)
+
+        counted = read_by_host(url, layouts, hosts)
+        assert found.requests == sum(host.reads for host in counted)
+        # Small gaps are read along there.
+        assert all(told <= host.bytes_read for told, host in zip(found.read.tolist(), counted, strict=True))
