@@ -99,8 +99,9 @@ DEVICES_PER_HOST = 8
 def plan(html: str | None) -> dict[str, Any]:
     """Plan the reshard from 16,384 devices to 4,096, with everything that `shardckpt plan` shows."""
     from shardckpt.cli.page.page import page
+    from shardckpt.forecast.document import document
+    from shardckpt.forecast.forecast import forecast
     from shardckpt.forecast.rates import Rate, Rates
-    from shardckpt.forecast.report import document, forecast
     from shardckpt.io.url import parse
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import plan_reshard

@@ -68,7 +68,8 @@ def plan(
     """
     from shardckpt.checkpoint import open as open_checkpoint
     from shardckpt.cli import plan_lines
-    from shardckpt.forecast.report import document, forecast, known_places
+    from shardckpt.forecast.document import document
+    from shardckpt.forecast.forecast import forecast, known_places
     from shardckpt.io.url import parse
     from shardckpt.reshard.execute import all_rules
     from shardckpt.reshard.options import ReshardOptions

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.checkpoint import Checkpoint
-    from shardckpt.forecast.report import Forecast
+    from shardckpt.forecast.forecast import Forecast
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import ReshardPlan
 
@@ -184,7 +184,7 @@ def explained(plan: ReshardPlan, checkpoint: Checkpoint, name: str) -> dict[str,
     Raises:
         NamesMismatchError: there is no such tensor.
     """
-    from shardckpt.forecast.report import layout_json
+    from shardckpt.forecast.document import layout_json
 
     stored = name if name in plan.decisions else checkpoint.tensor(name).name
     decision = plan.decisions[stored]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.errors import OptionError
+from shardckpt.errors import OptionError, ShardingError
 from shardckpt.placements import Placements
 from shardckpt.sharding import Sharding
 from shardckpt.world import DeviceOwners
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["DEVICES_PER_HOST", "Bins", "Hosts"]
+__all__ = ["DEVICES_PER_HOST", "Bins", "Hosts", "placed"]
 
 DEVICES_PER_HOST = 8
 """Unless told otherwise."""
@@ -92,3 +92,16 @@ class Bins:
         """First host, and one past the last, of each bin."""
         borders = [-(-i * self.hosts // self.number) for i in range(self.number + 1)]
         return list(pairwise(borders))
+
+
+def placed(layout: StoredLayout | None, ndim: int) -> StoredLayout | None:
+    """The layout of tensors of that rank, where it says which device holds what; else None: any host may hold any of it.
+
+    An OpSharding may be replicated over nobody says which devices.
+    """
+    try:
+        if layout is not None and not isinstance(layout, Placements):
+            layout.tiling(ndim)
+    except ShardingError:
+        return None
+    return layout

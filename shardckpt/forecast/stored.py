@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shardckpt.errors import ShardingError
-from shardckpt.forecast.hosts import Bins, Hosts
+from shardckpt.forecast.hosts import Bins, Hosts, placed
 from shardckpt.io.codec import CHECKSUM_BYTES
-from shardckpt.placements import Placements
 from shardckpt.planning.plan import overlaps
 from shardckpt.planning.readers import host_boxes
 
@@ -25,11 +23,11 @@ if TYPE_CHECKING:
 
     from shardckpt.io.places import ChunkPlaces, Places
     from shardckpt.record import CheckpointRecord
-    from shardckpt.structure import StoredLayout, TensorRecord
+    from shardckpt.structure import TensorRecord
 
     Ints = NDArray[np.int64]
 
-__all__ = ["ByLayout", "ByTable", "Stored", "StoredChunks", "unknown"]
+__all__ = ["ByLayout", "ByTable", "Stored", "StoredChunks"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +85,7 @@ class ByLayout:
             compressed: stored bytes per byte that chunks would have uncompressed; None: as the record's totals say.
         """
         tensors = record.structure.tensors.values()
-        self._hosts = Hosts.of(((_known(t), len(t.shape)) for t in tensors), number=max(1, len(record.hosts)))
+        self._hosts = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in tensors), number=max(1, len(record.hosts)))
         self.bins = Bins(self._hosts.number)
         self._ratio = 1.0 if compressed is None else compressed
         if compressed is None and record.compression is not None:
@@ -97,7 +95,7 @@ class ByLayout:
     def chunks(self, tensor: TensorRecord) -> StoredChunks:
         """See `Stored`."""
         length = np.concatenate([np.full(p.num_chunks, round(_length(tensor, k) * self._ratio)) for k, p in enumerate(tensor.pieces)])
-        held = host_boxes(_known(tensor), tensor.shape, self._hosts.owners, self._hosts.number)
+        held = host_boxes(placed(tensor.layout, len(tensor.shape)), tensor.shape, self._hosts.owners, self._hosts.number)
         writer = []
         for piece in tensor.pieces:
             pairs = overlaps(piece, held.boxes)
@@ -115,18 +113,3 @@ class ByLayout:
 def _length(tensor: TensorRecord, piece: int) -> int:
     """Bytes of a chunk that is not compressed."""
     return prod(tensor.pieces[piece].chunks) * tensor.dtype.storage.itemsize + CHECKSUM_BYTES
-
-
-def unknown(tensor: TensorRecord) -> bool:
-    """Whether the record does not say which device holds what of a tensor."""
-    try:
-        if tensor.layout is not None and not isinstance(tensor.layout, Placements):
-            tensor.layout.tiling(len(tensor.shape))
-    except ShardingError:
-        return True
-    return tensor.layout is None
-
-
-def _known(tensor: TensorRecord) -> StoredLayout | None:
-    """A tensor's layout where it says which device holds what; else None: any host may have written any of it."""
-    return None if unknown(tensor) else tensor.layout

@@ -137,3 +137,11 @@ def test_checkpoints_without_elements_or_tensors_have_a_plan(run, tmp_path):
         answer = run("plan", tmp_path / name, "--mesh", "x=2", "--html", html)
         assert (answer.status, answer.err) == (0, "")
         assert html.stat().st_size > 1000
+
+
+def test_tensors_of_which_nobody_says_where_they_are_have_a_plan(run, tmp_path):
+    replicated = shardckpt.OpSharding.parse("{replicated}")
+    shardckpt.save(tmp_path / "a", {"w": np.ones((64, 64), np.float32)}, options=SaveOptions(shardings={"w": replicated}))
+    answer = run("plan", tmp_path / "a", "--rate", "1GiB", "--html", tmp_path / "plan.html")
+    assert (answer.status, answer.err) == (0, "")
+    assert "1 device on 1 host" in answer.out

@@ -6,8 +6,9 @@ from simulated_readers import read_by_host
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt.forecast.document import document
+from shardckpt.forecast.forecast import forecast, known_places
 from shardckpt.forecast.rates import Rates, given_rates
-from shardckpt.forecast.report import document, forecast, known_places
 from shardckpt.reshard import ReshardOptions, plan_reshard
 from shardckpt.reshard.job import Job
 from shardckpt.reshard.task import _opened, run_task
