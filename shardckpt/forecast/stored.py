@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from shardckpt.box import BoxArray
 from shardckpt.forecast.hosts import Bins, Hosts, placed
 from shardckpt.io.codec import CHECKSUM_BYTES
 from shardckpt.planning.plan import overlaps
@@ -98,9 +99,10 @@ class ByLayout:
         held = host_boxes(placed(tensor.layout, len(tensor.shape)), tensor.shape, self._hosts.owners, self._hosts.number)
         writer = []
         for piece in tensor.pieces:
-            pairs = overlaps(piece, held.boxes)
+            near = held.boxes.overlapping(piece.box)
+            pairs = overlaps(piece, BoxArray(held.boxes.start[near], held.boxes.stop[near]))
             first = np.searchsorted(pairs.chunk, np.arange(piece.num_chunks))
-            writer.append(pairs.box[np.minimum(first, max(0, len(pairs.box) - 1))])  # a chunk lies in one shard
+            writer.append(near[pairs.box[np.minimum(first, max(0, len(pairs.box) - 1))]])  # a chunk lies in one shard
         # Of each box, the hosts of all groups that hold it: in each bin so many of them.
         in_bin = np.zeros((held.groups, self.bins.number))
         known = held.group >= 0

@@ -117,9 +117,11 @@ def chunks_read(pieces: Sequence[Piece], held: HostBoxes) -> ChunksRead:
     number = {piece.path: int(begin) for piece, begin in zip(pieces, begins[:-1], strict=True)}
     found = []
     for piece in touched(pieces, held.boxes):
-        pairs = overlaps(piece, held.boxes)
+        # There may be as many pieces as boxes; of each piece only the boxes near it are looked at closely.
+        near = held.boxes.overlapping(piece.box)
+        pairs = overlaps(piece, BoxArray(held.boxes.start[near], held.boxes.stop[near]))
         order = np.argsort(pairs.box, kind="stable")
-        begin = np.searchsorted(pairs.box[order], np.arange(len(held.boxes) + 1))
+        begin = np.searchsorted(near[pairs.box[order]], np.arange(len(held.boxes) + 1))
         counts = (begin[1:] - begin[:-1])[held.held]
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         chunk = pairs.chunk[order][np.repeat(begin[held.held], counts) + within]
