@@ -112,7 +112,7 @@ def reshard(
         dtype: what floating-point tensors are converted to, or pattern → dtype, as `restore(cast=True)` converts.
         only: the names that the new checkpoint has: a pattern, or several.
         engine: who does the work; None: processes on this machine.
-        memory_limit: bytes of buffers, over all workers of this machine together; each process takes about 160 MiB besides.
+        memory_limit: bytes of buffers, over all workers of this machine together; each process takes up to 128 MiB besides.
         workers: how many; None: as many as there are cores, and memory for.
         worker: (K, N): this call is worker K, from 0, of N that are started by somebody else, and does its share only. When all
             are done, `shardckpt.commit(dst)` commits.
