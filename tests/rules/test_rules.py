@@ -137,7 +137,7 @@ def test_the_tiles_of_every_decision_cover_the_tensor(shape, text):
         (["a/**=(None,None,model)"], ShardingError, r"has 3 entries, and 'a/w' has shape \(8, 8\); give at most one per dimension"),
         (["w=(model)"], OptionError, r"rule 1 .'w=.model.'. matches no tensor; .* '\*\*/w' would match 'a/w'"),
         (["a/wurst=(model)"], OptionError, "matches no tensor; patterns are matched with whole names, such as 'a/w'"),
-        (["a/*=(model)", "a/w=(data)"], OptionError, r"rule 2 .'a/w=.data.'. decides nothing: others come first wherever it matches, as rule 1 "),
+        (["a/*=(model)", "a/w=(data)"], OptionError, r"rule 2 .'a/w=.data.'. decides nothing: others come first wherever it matches"),
     ],
 )  # fmt: skip
 def test_mistakes_name_the_rule_and_what_to_do(texts, kind, message):
