@@ -29,6 +29,7 @@ from shardckpt.io.commit import publish, published_attempt, remove_replaced
 from shardckpt.io.strays import remove_strays
 from shardckpt.names import shown
 from shardckpt.record import CheckpointRecord
+from shardckpt.reshard.carry import carry
 from shardckpt.reshard.engines import executor
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
@@ -150,8 +151,10 @@ def reshard(
         verify=verify,
     )
     share = _checked(worker)
-    job = Job(os.fspath(src), os.fspath(dst), options)
+    job = Job(os.fspath(src), os.fspath(dst), options, alone=worker is None and engine is None)
     opened = OpenJob(job)
+    if opened.carries:
+        return _carried(opened, progress or (lambda _done, _total: None), began)
     finished = set(finished_hosts(opened.place))
     mine = [task for task in opened.plan.tasks if task.number % share[1] == share[0]]
     left = [task for task in mine if task.number not in finished]
@@ -164,7 +167,7 @@ def reshard(
     in_one_memory = "memory" in (opened.checkpoint.location.scheme, opened.store.location.scheme)
     at_once = 1 if in_one_memory else min(opened.plan.memory.workers, max(1, len(left)))
     with executor(engine, at_once) as does:
-        for report in _done(does, replace(job, attempt=opened.attempt), left, at_once):
+        for report in _done(does, replace(job, attempt=opened.attempt, alone=False), left, at_once):
             reports.append(report)
             done += report.nbytes
             tell(done, total)
@@ -179,6 +182,24 @@ def reshard(
         nbytes=opened.plan.nbytes,
         read_bytes=sum(report.read_bytes for report in reports),
         stored_bytes=sum(report.stored_bytes for report in reports),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _carried(opened: OpenJob, progress: Callable[[int, int], None], began: float) -> ReshardReport:
+    """Take the source's files over, where nothing in them changes."""
+    done = None if opened.committed else carry(opened, progress)
+    if done is not None:
+        _commit(opened)
+    return ReshardReport(
+        url=str(opened.store.location),
+        attempt=opened.attempt,
+        committed=True,
+        tasks=len(opened.plan.source.hosts),
+        done_before=len(opened.plan.source.hosts) if done is None else done.done_before,
+        nbytes=opened.plan.nbytes,
+        read_bytes=0 if done is None else done.read_bytes,
+        stored_bytes=0,
         seconds=time.monotonic() - began,
     )
 
