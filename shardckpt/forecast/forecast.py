@@ -12,15 +12,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardckpt.forecast.hosts import DEVICES_PER_HOST, Hosts, placed
-from shardckpt.forecast.reshard import reshard_reads
+from shardckpt.forecast.reshard import ReshardReads, reshard_reads
 from shardckpt.forecast.restore import RestoreForecast, forecast_restore
 from shardckpt.forecast.stored import ByLayout, ByTable
+from shardckpt.io.carrying import can_link
 from shardckpt.io.places import read_places
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
 
 if TYPE_CHECKING:
     from shardckpt.checkpoint import Checkpoint
     from shardckpt.forecast.rates import Rates
-    from shardckpt.forecast.reshard import ReshardReads
     from shardckpt.forecast.stored import Stored
     from shardckpt.io.places import Places
     from shardckpt.reshard.options import ReshardOptions
@@ -53,6 +55,8 @@ class Forecast:
     after: RestoreForecast
     """The same of what the reshard would make."""
     rates: Rates
+    linked: bool
+    """Whether the reshard takes the source's files over by hard links, because nothing in them changes."""
     reads: ReshardReads | None
     """Of the reshard, as the chunk tables have it; None: they were not read."""
     stored_bytes: int
@@ -121,7 +125,11 @@ def forecast(
     made = ByLayout(replace(record, structure=plan.target, hosts=record.hosts[:1] * len(plan.tasks)), compressed)
     after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
     saved_by = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in sources), number=max(1, len(record.hosts)))
-    reads = None if places is None else reshard_reads(plan, places, checkpoint.reader.limits)
+    linked = destination is not None and plan.unchanged and can_link(checkpoint.place, Store.open(parse(destination)))
+    if linked:
+        reads: ReshardReads | None = ReshardReads(0, 0, len(plan.tasks))
+    else:
+        reads = None if places is None else reshard_reads(plan, places, checkpoint.reader.limits)
     return Forecast(
         url=str(checkpoint.location),
         destination=destination,
@@ -133,9 +141,10 @@ def forecast(
         before=before,
         after=after,
         rates=rates,
+        linked=linked,
         reads=reads,
         stored_bytes=held,
-        written_bytes=round(plan.written_bytes * compressed),
+        written_bytes=0 if linked else round(plan.written_bytes * compressed),
     )
 
 

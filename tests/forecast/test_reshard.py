@@ -55,6 +55,18 @@ def test_a_reshard_reads_and_writes_what_was_forecast(tmp_path, compression, mem
     assert told["peak_memory"] <= told["memory_limit"] == options.budget
 
 
+def test_files_in_which_nothing_changes_are_linked_and_only_read_back(tmp_path):
+    save(tmp_path / "a")
+    told = document(forecast_of(tmp_path / "a", ReshardOptions(), destination=str(tmp_path / "b")))["reshard"]
+
+    report = shardckpt.reshard(tmp_path / "a", tmp_path / "b")
+
+    assert told["linked"]
+    assert (told["bytes_read"], told["bytes_written"], told["requests"]) == (0, report.stored_bytes, 0)
+    assert told["bytes_read_back"] == report.read_bytes
+    assert not document(forecast_of(tmp_path / "a", ReshardOptions(), destination="memory://b"))["reshard"]["linked"]
+
+
 def test_after_a_reshard_hosts_read_what_was_forecast(tmp_path):
     save(tmp_path / "a")
     options = ReshardOptions(mesh=TARGET, rules=RULES)
