@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,19 +12,16 @@ from shardckpt.cli.plan_words import assumptions, factor, hosts_text, notice_tex
 from shardckpt.cli.screen import Cell, Screen
 from shardckpt.cli.text import count, file_size, visible
 from shardckpt.excerpt import shortened
+from shardckpt.forecast.hosts import joined
 from shardckpt.placements import Placements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Iterator
 
     from shardckpt.checkpoint import Checkpoint
     from shardckpt.forecast.forecast import Forecast
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import ReshardPlan
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["explained", "explanation", "lines"]
 
@@ -131,14 +127,14 @@ def _balance(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[s
     """What each target host reads, as bars: as stored, and a mark for after the reshard."""
     spans = doc["flow"]["target_hosts"]
     step = -(-len(spans) // MOST_BARS)
-    joined = [(spans[i][0], spans[min(i + step, len(spans)) - 1][1]) for i in range(0, len(spans), step)]
+    grouped_hosts = [(spans[i][0], spans[min(i + step, len(spans)) - 1][1]) for i in range(0, len(spans), step)]
     most = max(1, int(found.before.read.max(initial=0)), int(found.after.read.max(initial=0)))
-    names = [hosts_text(span) for span in joined]
+    names = [hosts_text(span) for span in grouped_hosts]
     width = max(10, min(50, screen.width - max(map(len, names)) - 14))
     yield ""
     grouped = ": the most of them" if step > 1 or len(spans) < found.hosts.number else ""
     yield f"Each host reads, as it is stored (█) and after the reshard (│){grouped}"
-    for name, (first, stop) in zip(names, joined, strict=True):
+    for name, (first, stop) in zip(names, grouped_hosts, strict=True):
         before, after = (int(reads[first:stop].max(initial=0)) for reads in (found.before.read, found.after.read))
         bar = list("█" * round(before / most * width) + " " * width)[: width + 1]
         at = min(width, round(after / most * width))
@@ -151,8 +147,8 @@ def _heat(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]
     nbytes = found.before.flow.nbytes
     if nbytes.size <= 1:
         return
-    rows, writers = _joined(nbytes, doc["flow"]["source_hosts"], MOST_HEAT)
-    across, readers = _joined(rows.T, doc["flow"]["target_hosts"], max(4, min(64, (screen.width - 20) // 2)))
+    rows, writers = joined(nbytes, doc["flow"]["source_hosts"], MOST_HEAT)
+    across, readers = joined(rows.T, doc["flow"]["target_hosts"], max(4, min(64, (screen.width - 20) // 2)))
     cells = across.T
     most = max(1, int(cells.max(initial=0)))
     shades = np.where(cells > 0, 1 + np.minimum((cells * 4 - 1) // most, 3), 0)
@@ -165,14 +161,6 @@ def _heat(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]
     for name, row in zip(names, shades.tolist(), strict=True):
         yield f"  {name:>{margin}} {screen.paint(''.join(SHADES[k] * 2 for k in row), 'blue')}"
     yield ""
-
-
-def _joined(nbytes: Ints, spans: Sequence[Sequence[int]], most: int) -> tuple[Ints, list[tuple[int, int]]]:
-    """Rows together where there are more than `most`."""
-    step = -(-len(spans) // most)
-    starts = list(range(0, len(spans), step))
-    together = np.add.reduceat(nbytes, starts, axis=0)
-    return together, [(spans[a][0], spans[b - 1][1]) for a, b in zip_longest(starts, starts[1:], fillvalue=len(spans))]
 
 
 # --- one tensor -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from shardckpt.sharding import Sharding
 from shardckpt.world import DeviceOwners
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["DEVICES_PER_HOST", "Bins", "Hosts", "placed"]
+__all__ = ["DEVICES_PER_HOST", "Bins", "Hosts", "joined", "placed"]
 
 DEVICES_PER_HOST = 8
 """Unless told otherwise."""
@@ -92,6 +92,24 @@ class Bins:
         """First host, and one past the last, of each bin."""
         borders = [-(-i * self.hosts // self.number) for i in range(self.number + 1)]
         return list(pairwise(borders))
+
+
+def joined(nbytes: Ints, spans: Sequence[Sequence[int]], most: int) -> tuple[Ints, list[tuple[int, int]]]:
+    """Rows of a matrix together with their neighbours, where there are more of them than `most`.
+
+    Args:
+        nbytes: (rows, columns).
+        spans: the range of hosts that each row is of.
+        most: rows of the result.
+
+    >>> joined(np.array([[1], [2], [4]]), [(0, 2), (2, 4), (4, 5)], 2)
+    (array([[3],
+           [4]]), [(0, 4), (4, 5)])
+    """
+    step = -(-len(spans) // most)
+    starts = list(range(0, len(spans), step))
+    together = np.add.reduceat(nbytes, starts, axis=0)
+    return together, [(spans[a][0], spans[b - 1][1]) for a, b in pairwise([*starts, len(spans)])]
 
 
 def placed(layout: StoredLayout | None, ndim: int) -> StoredLayout | None:

@@ -17,6 +17,7 @@ from shardckpt.cli.plan_words import hosts_text
 from shardckpt.cli.text import count, file_size, shape_text
 from shardckpt.cli.tiles import bins, tiles_of
 from shardckpt.errors import ShardingError
+from shardckpt.forecast.hosts import joined
 from shardckpt.placements import Placements
 
 if TYPE_CHECKING:
@@ -80,11 +81,11 @@ def tile_grid(title: str, layout: StoredLayout | None, shape: tuple[int, ...], h
             at = {down: slice(*row), across: slice(*column)}
             devices = tiles.devices[tuple(at.get(d, slice(0, 1)) for d in range(len(shape)))]
             of = np.unique(hosts.owners.of_devices(devices.reshape(-1)))
-            joined = row[1] - row[0] > 1 or column[1] - column[0] > 1
+            several = row[1] - row[0] > 1 or column[1] - column[0] > 1
             w, h = width / len(columns), height / len(rows)
-            color = "cj" if joined else f"c{int(of[0]) % COLORS}"
+            color = "cj" if several else f"c{int(of[0]) % COLORS}"
             cell = el("rect", x=f"{1 + j * w:.1f}", y=f"{1 + i * h:.1f}", width=f"{w:.1f}", height=f"{h:.1f}", class_=f"tile {color}")
-            words = "⋯" if joined else device_list(of, most=max(3, int(w / 6.5)))
+            words = "⋯" if several else device_list(of, most=max(3, int(w / 6.5)))
             room = w >= 6.5 * len(words) + 2 and h >= 13
             parts += [cell, _label(1 + (j + 0.5) * w, 1 + (i + 0.5) * h, words) if room else Html("")]
     parts += _chunk_lines(shape, chunks, (down, across), (width, height), joined=max(len(rows), len(columns)) >= MOST_TILES)
@@ -163,8 +164,8 @@ def heat_map(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[S
 
 def ribbons(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[Sequence[int]]) -> Html:
     """The same as bands from hosts that wrote, on the left, to hosts that would read."""
-    nbytes, writers = _joined(nbytes, writers)
-    across, readers = _joined(nbytes.T, readers)
+    nbytes, writers = joined(nbytes, writers, MOST_RIBBON_ENDS)
+    across, readers = joined(nbytes.T, readers, MOST_RIBBON_ENDS)
     nbytes = across.T
     total = max(1, int(nbytes.sum()))
     ends = max(len(writers), len(readers))
@@ -210,16 +211,6 @@ def ribbons(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[Se
     )
     sentence += f"{file_size(total)} together. The heat map below has the numbers."
     return svg("Flow from source hosts to target hosts", sentence, 430, height + 2, parts, class_="ribbons")
-
-
-def _joined(nbytes: Ints, spans: Sequence[Sequence[int]]) -> tuple[Ints, list[tuple[int, int]]]:
-    """Rows together where there are more than can be told apart."""
-    groups = np.arange(len(spans)) * min(len(spans), MOST_RIBBON_ENDS) // len(spans)
-    number = int(groups[-1]) + 1
-    together = np.zeros((number, nbytes.shape[1]), np.int64)
-    np.add.at(together, groups, nbytes)
-    members = [np.flatnonzero(groups == g) for g in range(number)]
-    return together, [(int(spans[m[0]][0]), int(spans[m[-1]][1])) for m in members]
 
 
 # --- balance --------------------------------------------------------------------------------------------------------
