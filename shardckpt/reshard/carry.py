@@ -21,6 +21,7 @@ from shardckpt.io.host_files import read_host_files, read_table, write_table
 from shardckpt.io.lookup import WholeTable
 from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.record import FileReference, HostFiles, HostRecord, seal
+from shardckpt.reshard.memory import READERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +117,7 @@ def read_back(opened: OpenJob, table: Table) -> int:
         opened.place,
         WholeTable(table.files, arrays),
         compression=plan.compression,
-        threads=opened.readers,
+        threads=READERS,
         memory=plan.memory.writing,
     )
     pieces = {piece.path: (tensor, piece) for tensor in plan.target.tensors.values() for piece in tensor.pieces if piece.path in arrays}

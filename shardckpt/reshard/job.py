@@ -73,7 +73,6 @@ class OpenJob:
         self.source_place = Store.open(self.checkpoint.location).sub(self.plan.source.attempt)
         self.carries = False
         """Whether the source's files are taken over as they are (`carry`)."""
-        self.readers = READERS
         self.prior: Prior = read_prior(self.store, overwrite=True)
         self.attempt, self.committed = self._attempt()
         """The second: whether the job is done, for what is committed at the destination is what it makes where nothing was before."""
