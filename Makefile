@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps torture soak check format lint types layers examples clean
+.PHONY: help setup demo test sweeps browser torture soak check format lint types layers examples clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,11 +22,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
-test: setup ## the tests, but for sweeps over all faults, flips and interleavings
-	$(PYTEST) -m "not slow"
+test: setup ## the tests, but for sweeps over all faults, flips and interleavings, and those in a browser
+	$(PYTEST) -m "not slow and not browser"
 
 sweeps: setup ## those sweeps
 	$(PYTEST) -m slow
+
+browser: setup ## the page of a plan in a real Chromium, which is installed where that can be done
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends chromium; } || \
+	  { echo "Chromium is missing, and only root on Debian can be helped: install the package chromium"; exit 1; }
+	$(BIN)/python -m pytest -p no:xdist -m browser tests/browser
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root
 	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist -o timeout=3600 -o faulthandler_timeout=0 tests/torture tests/test_faults_*.py tests/end_to_end
@@ -51,7 +58,7 @@ layers: setup
 examples: setup ## the examples in docstrings, run (those in README.md and docs/ are among the tests)
 	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' -p no:xdist
 
-check: lint types layers examples test sweeps ## exactly what CI runs
+check: lint types layers examples test sweeps browser ## exactly what CI runs
 
 clean: ## forget the environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

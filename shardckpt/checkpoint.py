@@ -220,6 +220,11 @@ class Checkpoint:
             self.reader.open(elsewhere)
 
     @property
+    def place(self) -> Store:
+        """The attempt, for parts of the library that read its files."""
+        return self._place
+
+    @property
     def reader(self) -> ChunkReader | BasedReader:
         """Reads chunks by the chunk table, whose header is read when this is first asked for; all threads share it."""
         with self._opening:

@@ -8,7 +8,7 @@ import pytest
 import shardckpt
 from shardckpt import errors
 
-HEAVY = ["torch", "torch_xla", "jax", "tensorstore", "zarr", "numpy", "fsspec", "typer", "rich"]
+HEAVY = ["torch", "torch_xla", "jax", "tensorstore", "zarr", "numpy", "fsspec", "typer", "rich", "yaml"]
 
 
 def run(code):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shardckpt.cli import commit, diff, exits, gc, info, ls, pin, reshard, verify
+from shardckpt.cli import commit, diff, exits, gc, info, ls, pin, plan, reshard, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +75,7 @@ app.command("ls")(ls.ls)
 app.command("info")(info.info)
 app.command("verify")(verify.verify)
 app.command("diff")(diff.diff)
+app.command("plan")(plan.plan)
 app.command("reshard")(reshard.reshard)
 app.command("commit")(commit.commit)
 app.command("gc")(gc.gc)

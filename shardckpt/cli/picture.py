@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
@@ -20,14 +19,12 @@ import numpy as np
 
 from shardckpt.cli.devices import device_list
 from shardckpt.cli.screen import Screen, pad
-from shardckpt.cli.text import count, index_range, visible
-from shardckpt.device_boxes import tile_shape
+from shardckpt.cli.text import count, visible
+from shardckpt.cli.tiles import Bins, Tiles, bins, tiles_of
 from shardckpt.errors import ShardingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
 
     from shardckpt.sharding import Layout
 
@@ -40,31 +37,6 @@ MOST_RULED_ROWS = 8
 """Rows with a line between each two; more are clearer without."""
 MOST_SLICES = 3
 COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-
-Bins = list[tuple[int, int]]
-"""Half-open ranges of tiles along one dimension that are drawn as one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """A tensor's tiles and who has them."""
-
-    shape: tuple[int, ...]
-    tile: tuple[int, ...]
-    """Shape of a whole tile."""
-    used: tuple[int, ...]
-    """Tiles per dimension with elements in them."""
-    devices: NDArray[np.int64]
-    """(*parts, replicas) device ids, ascending within a tile."""
-
-    @property
-    def cut(self) -> list[int]:
-        """The dimensions with more than one tile."""
-        return [d for d, parts in enumerate(self.devices.shape[:-1]) if parts > 1]
-
-    def extent(self, d: int, tiles: tuple[int, int]) -> str:
-        """The index range of some tiles of a dimension."""
-        return index_range(tiles[0] * self.tile[d], min(tiles[1] * self.tile[d], self.shape[d]))
 
 
 def picture(screen: Screen, layout: Layout, shape: Sequence[int]) -> Iterator[str]:
@@ -79,7 +51,7 @@ def picture(screen: Screen, layout: Layout, shape: Sequence[int]) -> Iterator[st
         Painted lines.
     """
     try:
-        tiles = _tiles(layout, tuple(shape))
+        tiles = tiles_of(layout, tuple(shape))
     except ShardingError as e:
         yield f"No picture: {visible(str(e))}"
         return
@@ -105,18 +77,7 @@ def picture(screen: Screen, layout: Layout, shape: Sequence[int]) -> Iterator[st
         yield f"  {'Device' if len(idle) == 1 else 'Devices'} {device_list(idle, most=40)} hold{'s' if len(idle) == 1 else ''} nothing."
 
 
-def _tiles(layout: Layout, shape: tuple[int, ...]) -> _Tiles:
-    tiling = layout.tiling(len(shape))
-    tile = tile_shape(shape, tiling.parts)
-    order = np.argsort(
-        np.ravel_multi_index(tuple(tiling.coords.T), tiling.parts) if tiling.parts else np.zeros(len(tiling.coords)), kind="stable"
-    )
-    devices = tiling.device_ids[order].reshape(*tiling.parts, -1)
-    used = tuple(-(-n // max(side, 1)) for n, side in zip(shape, tile, strict=True))
-    return _Tiles(shape, tile, used, devices)
-
-
-def _caption(tiles: _Tiles, drawn: Sequence[int]) -> Iterator[str]:
+def _caption(tiles: Tiles, drawn: Sequence[int]) -> Iterator[str]:
     """What is drawn, in words."""
     replicas = tiles.devices.shape[-1]
     if not drawn:
@@ -130,10 +91,10 @@ def _caption(tiles: _Tiles, drawn: Sequence[int]) -> Iterator[str]:
         yield f"Each tile is on {replicas} devices."
 
 
-def _grid(screen: Screen, tiles: _Tiles, drawn: Sequence[int], at: dict[int, int]) -> Iterator[str]:
+def _grid(screen: Screen, tiles: Tiles, drawn: Sequence[int], at: dict[int, int]) -> Iterator[str]:
     """One grid: the drawn dimensions, at one position in the others."""
     down, across = _directions(tiles, drawn)
-    rows = _bins(1 if down is None else tiles.used[down], MOST_ROWS)
+    rows = bins(1 if down is None else tiles.used[down], MOST_ROWS)
     labels, columns = _fitting(screen.width, tiles, (down, across), rows, at)
     heads = ["" if down is None else tiles.extent(down, row) for row in rows]
     tops = ["" if across is None else tiles.extent(across, column) for column in columns]
@@ -159,7 +120,7 @@ def _grid(screen: Screen, tiles: _Tiles, drawn: Sequence[int], at: dict[int, int
     yield rule("└┴┘")
 
 
-def _directions(tiles: _Tiles, drawn: Sequence[int]) -> tuple[int | None, int | None]:
+def _directions(tiles: Tiles, drawn: Sequence[int]) -> tuple[int | None, int | None]:
     """Which dimension goes down, and which across."""
     if len(drawn) == 2:
         return drawn[0], drawn[1]
@@ -168,13 +129,13 @@ def _directions(tiles: _Tiles, drawn: Sequence[int]) -> tuple[int | None, int | 
     return (None, drawn[0]) if _is_bar(tiles, drawn) else (drawn[0], None)
 
 
-def _is_bar(tiles: _Tiles, drawn: Sequence[int]) -> bool:
+def _is_bar(tiles: Tiles, drawn: Sequence[int]) -> bool:
     """Whether the one dimension that is cut lies across; many tiles have more room when they go down."""
     return tiles.used[drawn[0]] <= 8
 
 
 def _fitting(
-    width: int, tiles: _Tiles, directions: tuple[int | None, int | None], rows: Bins, at: dict[int, int]
+    width: int, tiles: Tiles, directions: tuple[int | None, int | None], rows: Bins, at: dict[int, int]
 ) -> tuple[list[list[str]], Bins]:
     """The labels of all cells, with as many columns as fit the width, and these columns."""
     down, across = directions
@@ -183,7 +144,7 @@ def _fitting(
     label = cache(lambda row, column: _label(tiles, {down: row, across: column}, at))
 
     def draw(most: int) -> tuple[list[list[str]], Bins, int]:
-        columns = _bins(extent, most)
+        columns = bins(extent, most)
         labels = [[label(row, column) for column in columns] for row in rows]
         tops = ["" if across is None else tiles.extent(across, column) for column in columns]
         return labels, columns, margin + 4 + sum(max(len(top), *(len(line[j]) for line in labels)) + 3 for j, top in enumerate(tops))
@@ -194,20 +155,7 @@ def _fitting(
     return labels, columns
 
 
-def _bins(extent: int, most: int) -> Bins:
-    """Tiles one by one where they are few enough; otherwise those in the middle together.
-
-    >>> _bins(3, 4), _bins(9, 4)
-    ([(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 8), (8, 9)])
-    """
-    if extent <= most:
-        return [(i, i + 1) for i in range(extent)]
-    after = (most - 1) // 2
-    before = most - 1 - after
-    return [*((i, i + 1) for i in range(before)), (before, extent - after), *((i, i + 1) for i in range(extent - after, extent))]
-
-
-def _label(tiles: _Tiles, ranges: dict[int | None, tuple[int, int]], at: dict[int, int]) -> str:
+def _label(tiles: Tiles, ranges: dict[int | None, tuple[int, int]], at: dict[int, int]) -> str:
     """The devices of some tiles."""
     index = tuple(slice(*ranges[d]) if d in ranges else slice(at.get(d, 0), at.get(d, 0) + 1) for d in range(tiles.devices.ndim - 1))
     several = any(last - first > 1 for d, (first, last) in ranges.items() if d is not None)
@@ -215,7 +163,7 @@ def _label(tiles: _Tiles, ranges: dict[int | None, tuple[int, int]], at: dict[in
     return f"⋯ {text} ⋯" if several else text
 
 
-def _idle(tiles: _Tiles) -> list[int]:
+def _idle(tiles: Tiles) -> list[int]:
     """Devices of tiles without elements."""
     holding = np.zeros(tiles.devices.shape, bool)
     holding[tuple(slice(n) for n in tiles.used)] = True

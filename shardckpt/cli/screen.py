@@ -23,7 +23,20 @@ if TYPE_CHECKING:
 __all__ = ["Cell", "Screen", "column_widths", "pad", "progress_bar", "transfer_bar", "write_json"]
 
 _ASCII = str.maketrans(
-    {**dict.fromkeys("┌┬┐├┼┤└┴┘", "+"), **dict.fromkeys("─–", "-"), "│": "|", "×": "x", "…": "...", "→": "->", "⋮": ":", "⋯": "..."}
+    {
+        **dict.fromkeys("┌┬┐├┼┤└┴┘", "+"),
+        **dict.fromkeys("─–", "-"),
+        "│": "|",
+        "×": "x",
+        "…": "...",
+        "→": "->",
+        "⋮": ":",
+        "⋯": "...",
+        "░": ".",
+        "▒": "o",
+        "▓": "O",
+        "█": "#",
+    }
 )
 """Our own signs where the terminal speaks no Unicode; everything else is escaped there."""
 

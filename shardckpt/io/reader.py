@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.io.lookup import Lookup
+    from shardckpt.io.lookup import Lookup, WholeTable
     from shardckpt.io.store import Store
     from shardckpt.io.wanted import Chunk, Damaged
     from shardckpt.planning.plan import Piece
@@ -152,6 +152,15 @@ class ChunkReader:
                     yield file, CorruptionError(f"{self._store}/{file} has more bytes than the {nbytes} of its chunks.")
             except StorageError as e:
                 yield file, e
+
+    @property
+    def limits(self) -> RunLimits:
+        """How far chunks are joined into one read or request here."""
+        return self._limits
+
+    def whole_table(self) -> WholeTable:
+        """Where all chunks are; reads the whole table, 28 bytes per chunk."""
+        return self._table.whole()
 
     def stored_chunk(self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int) -> bytes:
         """A chunk's bytes as stored (checksum included), verified, for readers that decode by themselves.

@@ -9,12 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from shardckpt.io.wanted import Chunk
 
-__all__ = ["Run", "RunLimits", "runs"]
+    Ints = NDArray[np.int64]
+
+__all__ = ["Run", "RunLimits", "count_runs", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +74,31 @@ def runs(chunks: Iterable[Chunk], limits: RunLimits) -> Iterator[Run]:
         run.append(chunk)
     if run:
         yield Run(run)
+
+
+def count_runs(file: Ints, offset: Ints, length: Ints, limits: RunLimits) -> tuple[int, int]:
+    """How many runs `runs` would make of some chunks, and the bytes of all of them, gaps included.
+
+    Args:
+        file: (n,) number of each chunk's file.
+        offset: (n,) first byte.
+        length: (n,) bytes.
+        limits: how far chunks are joined.
+    """
+    if not len(file):
+        return 0, 0
+    order = np.lexsort((offset, file))
+    file, offset, stop = file[order], offset[order], (offset + length)[order]
+    gap = offset[1:] - stop[:-1]
+    apart = np.flatnonzero((file[1:] != file[:-1]) | (gap < 0) | (gap > limits.gap)) + 1
+    count = nbytes = 0
+    for first, last in zip([0, *apart.tolist()], [*apart.tolist(), len(file)], strict=True):
+        at = first
+        while at < last:
+            # Within such a stretch chunks follow each other, so where a run ends is a matter of its own length.
+            end = int(np.searchsorted(stop[at:last], offset[at] + limits.nbytes, side="right")) + at
+            end = min(max(end, at + 1), at + limits.chunks)
+            count += 1
+            nbytes += int(stop[end - 1] - offset[at])
+            at = end
+    return count, nbytes

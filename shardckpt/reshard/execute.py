@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.reshard.plan import Task
 
-__all__ = ["ReshardReport", "reshard"]
+__all__ = ["ReshardReport", "all_rules", "reshard"]
 
 MOST_LOSSES = 3
 """Workers that may die over one task."""
@@ -139,7 +139,7 @@ def reshard(
     began = time.monotonic()
     options = ReshardOptions(
         mesh=mesh,
-        rules=_rules(rules, like, unmatched),
+        rules=all_rules(rules, like, unmatched),
         layout=layout,
         compression=compression,
         dtype=dtype,
@@ -204,7 +204,7 @@ def _carried(opened: OpenJob, progress: Callable[[int, int], None], began: float
     )
 
 
-def _rules(
+def all_rules(
     rules: Rules | str | Sequence[str] | Mapping[str, PartitionSpec] | None,
     like: str | os.PathLike[str] | Checkpoint | None,
     unmatched: Literal["replicate", "error"] | None,

@@ -58,7 +58,7 @@ def decide(steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: 
     used: set[int] = set()
     unmatched: list[str] = []
     for name in tensors if names is None else names:
-        shape = tensors[name]
+        shape = tuple(tensors[name])
         number = judge.first(name, shape)
         parameter = judge.parameters.of(name) if number is None else None
         if number is not None:
@@ -95,7 +95,8 @@ class _Judge:
         """Decide for a tensor, given the step that means it, or else the parameter that it belongs to."""
         step = None if number is None else self.steps[number]
         if isinstance(step, Like):
-            return Decision(step.layout(name, shape, self.mesh), f"like {step.origin}", f"{step.origin} has it so")
+            copied = step.layout(name, shape, self.mesh)
+            return Decision(copied, f"like {step.origin}", f"{step.origin} has it so", notices_of(copied, shape))
         if one_element(shape):
             return self._replicated(step, "it has one element at most: there is nothing to cut")
         if step is not None:
@@ -111,8 +112,10 @@ class _Judge:
 
     def _by_rule(self, rule: Rule, name: str, shape: tuple[int, ...]) -> Decision:
         how = meaning(rule, name, len(shape))
+        assert how is not None
         fits = len(rule.spec) <= len(shape)
-        parameter = self.parameters.of(name) if how is Match.BELOW or not fits else None
+        # A rank that suits a rule may be an accident: Adafactor's rows of a stacked weight have that of a weight by itself.
+        parameter = self.parameters.of(name) if how is Match.BELOW or not fits or rule.rank is not None else None
         if rule.spec.parts and parameter is not None and self.parameters.shape(parameter) != shape:
             return self._other_shape(rule, parameter, shape)
         if not fits and how is Match.WHOLE:
@@ -124,8 +127,8 @@ class _Judge:
             notice = f"it lies below what {str(rule)!r} means, which has more entries than its {len(shape)} dimensions: replicated"
             return self._replicated(rule, notice, notice)
         layout = sharding(self.mesh, rule.spec)
-        why = f"{rule.origin or 'the rule'} matches {how.value}" if how else ""
-        return Decision(layout, str(rule), why, () if layout is None else notices_of(rule, layout, shape))
+        why = f"{rule.origin or 'the rule'} matches {how.value}"
+        return Decision(layout, str(rule), why, notices_of(layout, shape, rule))
 
     def _other_shape(self, rule: Rule | None, parameter: str, shape: tuple[int, ...]) -> Decision:
         notice = f"it belongs to a parameter of shape {self.parameters.shape(parameter)} and has shape {shape} itself: replicated"

@@ -38,18 +38,20 @@ def sharding(mesh: Mesh | None, spec: PartitionSpec) -> Sharding | None:
     return None if mesh is None else Sharding(mesh, spec)
 
 
-def notices_of(rule: Rule, layout: Sharding, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """What a reader should know of a tensor of that shape when a rule cuts it so."""
-    notices = []
+def notices_of(layout: StoredLayout | None, shape: tuple[int, ...], rule: Rule | None = None) -> tuple[str, ...]:
+    """What a reader should know of a tensor of that shape that is laid out so, by a rule that may know what it consists of."""
+    notices: list[str] = []
+    if not isinstance(layout, Sharding):
+        return ()
     for dim, (size, parts) in enumerate(zip(shape, layout.parts(len(shape)), strict=True)):
         if parts == 1 or size == 0:
             continue
         over = "×".join(f"{axis}={layout.mesh.axis_sizes[str(axis)]}" for axis in layout.spec.axes[dim])
         if size % parts:
             notices.append(_uneven(dim, size, parts, over))
-        if rule.units is not None and rule.units.dim == dim and rule.units.count % parts:
+        if rule is not None and rule.units is not None and rule.units.dim == dim and rule.units.count % parts:
             notices.append(f"dimension {dim}: {rule.units.count} {rule.units.what} do not divide into {parts} parts ({over}): some are cut")
-        if rule.packed is not None and rule.packed[0] == dim:
+        if rule is not None and rule.packed is not None and rule.packed[0] == dim:
             notices.append(
                 f"dimension {dim} holds {rule.packed[1]} one behind the other: a part ({over}) is a run of them, and not a run of each"
             )

@@ -2,8 +2,8 @@
 
 'model/layers.0.w1.weight', shape (14, 8)
 
-    --rule 1   **/*norm.weight=(data)                 does not match
-  → --rule 2   **/layers.*.w1.weight=(data,model)     matches its name
+    rule 1   **/*norm.weight=(data)               does not match
+  → rule 2   **/layers.*.w1.weight=(data,model)   matches its name
     1 rule after it is not asked
 
 dimension 0   14 in 4 parts of 4 over data=4

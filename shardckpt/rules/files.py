@@ -116,5 +116,5 @@ def _yaml(text: str, file: Path) -> Any:
 
     try:
         return yaml.load(text, Loader)  # noqa: S506  # a SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise OptionError(f"{file}: not YAML: {' '.join(str(error).split())}.") from error

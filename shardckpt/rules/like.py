@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import ShardingError
 from shardckpt.names import shown
+from shardckpt.op_sharding import OpSharding
 from shardckpt.placements import Placements
 from shardckpt.sharding import Sharding
 
@@ -61,7 +62,11 @@ class Like:
                 f"{shown(name)} has shape {shape}, and in {self.origin} it has {there}, whose layout does not suit it; "
                 "give it a rule of its own."
             )
-        if mesh is None or (not isinstance(layout, Sharding | Placements)) or layout.mesh == mesh:
+        if mesh is None:
+            return layout
+        if isinstance(layout, OpSharding):
+            return self._over_devices(name, layout, mesh, len(shape))
+        if layout.mesh == mesh:
             return layout
         over = layout.as_sharding(shape) if isinstance(layout, Placements) else layout
         if over is None:
@@ -74,3 +79,13 @@ class Like:
             return Sharding(mesh, over.spec)
         except ShardingError as error:
             raise ShardingError(f"{shown(name)}: {self.origin} has another mesh: {error}") from error
+
+    def _over_devices(self, name: str, layout: OpSharding, mesh: Mesh, ndim: int) -> StoredLayout:
+        """A layout that names no axes: the spec that says the same over the mesh, or itself over as many devices."""
+        found = Sharding.infer(mesh, layout, ndim)
+        if found is None and layout.num_devices != mesh.size:
+            raise ShardingError(
+                f"{shown(name)}: {self.origin} has it over {layout.num_devices} devices, without a mesh of named axes, and the mesh has "
+                f"{mesh.size}; give it a rule of its own."
+            )
+        return layout if found is None else found

@@ -41,7 +41,7 @@ class Parameters:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter."""
-        return self._tensors[name]
+        return tuple(self._tensors[name])
 
 
 def _ends(name: str) -> list[str]:

@@ -140,6 +140,11 @@ class Preset:
                 )
             if axis is not None:
                 found[role] = axis
+        if not found:
+            raise ShardingError(
+                f"{self.origin}: of the mesh's axes, {', '.join(names) or 'none'}, none is called after a role; name it, as in "
+                f"{self.family}/fsdp={names[0] if names else 'x'}, or write '**=replicated'."
+            )
         return found
 
 

@@ -80,9 +80,8 @@ class Rule:
         Raises:
             OptionError: it is no rule; says where.
         """
-        where = f"{origin}: " if origin else ""
         if not isinstance(text, str) or "=" not in text:
-            raise OptionError(f"{where}{excerpt(text)} is no rule; write pattern=spec, as in '**/layers.*.w1=(None,model)'.")
+            raise OptionError(f"{origin or 'rule'}: {excerpt(text)} is no rule; write pattern=spec, as in '**/layers.*.w1=(None,model)'.")
         at = text.find("=")
         first = text.rfind("=") if text.rstrip().endswith("replicated") else text.rfind("=(") if "=(" in text else at
         mistake: OptionError | None = None
@@ -95,7 +94,7 @@ class Rule:
             else:
                 return cls(text[:at].strip(), spec, origin)
             at = text.find("=", at + 1)
-        raise OptionError(f"{where}rule {shortened(text)!r}: {mistake}") from mistake
+        raise OptionError(f"{_title(text, origin)}: {mistake}") from mistake
 
     def __str__(self) -> str:
         """The rule as text."""
@@ -108,10 +107,10 @@ class Rule:
     @property
     def title(self) -> str:
         """The rule as messages name it: where it was written, and its text."""
-        return f"{self._where}rule {shortened(str(self))!r}"
+        return _title(str(self), self.origin)
 
     def check_axes(self, mesh: Mesh | None) -> None:
-        """Raise ShardingError unless the mesh has all axes of the spec."""
+        """Raise ShardingError unless the mesh has all axes of the spec, each once."""
         for axis in (axis for axes in self.spec.axes for axis in axes):
             if mesh is None:
                 raise ShardingError(f"{self.title} cuts over {axis!r}, and there is no mesh; give one, as in data=2,model=4.")
@@ -120,3 +119,11 @@ class Rule:
                 raise ShardingError(
                     f"{self.title}: the mesh has no axis {axis!r}{meant}; its axes are {', '.join(mesh.axis_names) or 'none'}."
                 )
+        try:
+            _ = self.spec if mesh is None else self.spec.named(mesh)
+        except ShardingError as error:  # an index and a name of the same axis
+            raise ShardingError(f"{self.title}: {error}") from error
+
+
+def _title(text: str, origin: str) -> str:
+    return f"{origin} ({shortened(text)!r})" if origin else f"rule {shortened(text)!r}"

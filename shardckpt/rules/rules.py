@@ -15,6 +15,7 @@ rules that decide nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -31,7 +32,7 @@ from shardckpt.rules.unused import refuse_unused
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from shardckpt.record import CheckpointRecord
     from shardckpt.rules.deciding import Step
@@ -81,8 +82,8 @@ class Rules:
         """
         from shardckpt.rules.mesh_text import parse_mesh
 
-        listed = [texts] if isinstance(texts, str) else list(texts)
-        entries = tuple(Rule.parse(text, f"--rule {number}") for number, text in enumerate(listed, 1))
+        listed = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
+        entries = tuple(Rule.parse(text, f"rule {number}") for number, text in enumerate(listed, 1))
         return cls(entries, unmatched, parse_mesh(mesh) if isinstance(mesh, str) else mesh)
 
     @classmethod

@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.excerpt import excerpt, shortened
+from shardckpt.excerpt import excerpt
 from shardckpt.partition_spec import PartitionSpec
 
 if TYPE_CHECKING:
@@ -119,4 +119,4 @@ def _unexpected(text: str, at: int) -> OptionError:
     rest = text[at:].lstrip()
     found = f"found {excerpt(rest[:12])}" if rest else "it ends"
     where = len(text) - len(rest) + 1
-    return OptionError(f"{shortened(text)}: at character {where} {found}, where an axis, None, a comma or a bracket is expected; {_FORM}.")
+    return OptionError(f"{excerpt(text)}: at character {where} {found}, where an axis, None, a comma or a bracket is expected; {_FORM}.")

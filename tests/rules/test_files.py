@@ -69,7 +69,7 @@ def test_an_empty_file_has_no_rules(tmp_path):
         ("a.yaml", "", OptionError, "a NoneType stands where keys are expected: mesh"),
         ("a.yaml", "- a", OptionError, "a list stands where keys are expected"),
         ("a.toml", "rule = []", OptionError, "there is no key 'rule' .did you mean 'rules'.*; there are mesh, unmatched, preset, rules"),
-        ("a.toml", "rules = ['a=(b']", OptionError, r"a.toml, rule 1: rule 'a=\(b': .* at character 3 it ends"),
+        ("a.toml", "rules = ['a=(b']", OptionError, r"a.toml, rule 1 .'a=\(b'.: .* at character 3 it ends"),
         ("a.toml", "rules = [3]", OptionError, "a.toml, rule 1: 3 is no rule"),
         ("a.toml", "[rules]\na = 3", OptionError, r"a.toml, rule 1 \('a'\): 3 is no partition spec"),
         ("a.yaml", "rules: {a: [no]}", OptionError, r"a.yaml, rule 1 \('a'\): .*entry 0 holds False"),
@@ -98,7 +98,7 @@ def test_a_file_that_is_not_there_or_no_text_is_an_option_error(tmp_path):
 
 def test_a_mistake_that_shows_later_names_the_file_as_well(tmp_path):
     rules = Rules.from_file(written(tmp_path, "a.toml", "rules = ['a=(x)', 'b=replicated']"))
-    with pytest.raises(ShardingError, match=r"a.toml, rule 1: rule 'a=\(x\)': the mesh has no axis 'x'"):
+    with pytest.raises(ShardingError, match=r"a.toml, rule 1 .'a=\(x\)'.: the mesh has no axis 'x'"):
         rules.decide("a", (8,), parse_mesh("data=2"))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardckpt import PartitionSpec, Rules, Sharding
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.names import matches
+from shardckpt.names import matches, pattern_regex
 from shardckpt.rules import Rule, parse_mesh
 
 MESH = parse_mesh("data=2,model=4")
@@ -26,7 +26,7 @@ def test_the_first_rule_that_means_a_tensor_decides():
     assert spec(rules, "model/layers.0.w2.weight", (8, 8)) == PartitionSpec("data")
     assert spec(rules, "model/layers.0.w2.bias", (8,)) == PartitionSpec()
     decision = rules.decide(W1, (8, 8), MESH)
-    assert (decision.rule, decision.why) == ("**/*.w1.weight=(model)", "--rule 1 matches its name")
+    assert (decision.rule, decision.why) == ("**/*.w1.weight=(model)", "rule 1 matches its name")
 
 
 @given(
@@ -46,7 +46,7 @@ def test_state_of_an_optimizer_follows_its_parameter():
     tensors = {W1: (8, 16), MOMENT: (8, 16), "optim/state.layers.0.w1.weight.exp_avg_sq": (8, 16)}
     decided = rules.decide_all(tensors, MESH)
     assert {decision.layout.spec for decision in decided.values()} == {PartitionSpec(None, "model")}
-    assert decided[MOMENT].why == "--rule 1 matches what it lies below"
+    assert decided[MOMENT].why == "rule 1 matches what it lies below"
 
 
 def test_state_of_another_shape_than_its_parameter_is_replicated_with_a_notice():
@@ -71,6 +71,24 @@ def test_state_in_a_tree_of_its_own_follows_its_parameter():
     assert "'params/layers_0/wq/kernel'" in decided["opt_state/0/mu/layers_0/wq/kernel"].why
     assert decided["opt_state/0/v_row/layers_0/wq/kernel"].layout.spec == PartitionSpec()
     assert decided["opt_state/0/count"].layout.spec == PartitionSpec()
+
+
+def test_factors_of_a_parameter_are_told_from_parameters_of_fewer_dimensions():
+    scanned = "decoder/layers/self_attention/query/kernel"
+    tensors = {f"params/{scanned}": (64, 2, 8, 64), f"opt_state/0/v_row/{scanned}": (64, 2, 8), f"opt_state/0/mu/{scanned}": (64, 2, 8, 64)}
+    specs = [decision.layout.spec for decision in Rules.preset("llama/tp").decide_all(tensors, MESH).values()]
+    assert specs == [PartitionSpec(None, None, "model", None), PartitionSpec(), PartitionSpec(None, None, "model", None)]
+    rules = Rules.parse("**/kernel=(None,None,model,data)")
+    specs = [decision.layout.spec for decision in rules.decide_all(tensors, MESH).values()]
+    assert specs == [PartitionSpec(None, None, "model", "data"), PartitionSpec(), PartitionSpec(None, None, "model", "data")]
+
+
+def test_a_thousand_tensors_compile_each_pattern_once():
+    rules = Rules.preset("mixtral/fsdp=data+tp")
+    names = {f"model/model.layers.{layer}.self_attn.{x}_proj.weight": (8, 8) for layer in range(250) for x in "qkvo"}
+    before = pattern_regex.cache_info().misses
+    assert len({decision.layout for decision in rules.decide_all(names, MESH).values()}) == 2
+    assert pattern_regex.cache_info().misses - before <= len(rules.steps(MESH))
 
 
 def test_what_has_one_element_is_replicated_whatever_the_rules_say():
@@ -111,12 +129,15 @@ def test_the_tiles_of_every_decision_cover_the_tensor(shape, text):
 @pytest.mark.parametrize(
     ("texts", "kind", "message"),
     [
-        (["a=(None,modle)"], ShardingError, "--rule 1: rule 'a=.None,modle.': the mesh has no axis 'modle' .did you mean 'model'..;"),
-        (["**=replicated", "a=(5)"], ShardingError, "--rule 2: rule 'a=.5.': the mesh has no axis 5; its axes are data, model"),
+        (["a=(None,modle)"], ShardingError, "rule 1 .'a=.None,modle.'.: the mesh has no axis 'modle' .did you mean 'model'..;"),
+        (["**=replicated", "a=(5)"], ShardingError, "rule 2 .'a=.5.'.: the mesh has no axis 5; its axes are data, model"),
+        (["a/w=(0,data)"], ShardingError, "rule 1 .'a/w=.0,data.'.: .*axis 'data' appears more than once"),
+        ([3], OptionError, "rule 1: 3 is no rule"),
+        (3, OptionError, "rule 1: 3 is no rule"),
         (["a/**=(None,None,model)"], ShardingError, r"has 3 entries, and 'a/w' has shape \(8, 8\); give at most one per dimension"),
-        (["w=(model)"], OptionError, r"--rule 1: rule 'w=.model.' matches no tensor; .* '\*\*/w' would match 'a/w'"),
+        (["w=(model)"], OptionError, r"rule 1 .'w=.model.'. matches no tensor; .* '\*\*/w' would match 'a/w'"),
         (["a/wurst=(model)"], OptionError, "matches no tensor; patterns are matched with whole names, such as 'a/w'"),
-        (["a/*=(model)", "a/w=(data)"], OptionError, r"--rule 2: rule 'a/w=.data.' decides nothing: --rule 1: rule 'a.*' comes first"),
+        (["a/*=(model)", "a/w=(data)"], OptionError, r"rule 2 .'a/w=.data.'. decides nothing: others come first wherever it matches"),
     ],
 )  # fmt: skip
 def test_mistakes_name_the_rule_and_what_to_do(texts, kind, message):
@@ -126,7 +147,7 @@ def test_mistakes_name_the_rule_and_what_to_do(texts, kind, message):
 
 def test_without_a_mesh_only_what_cuts_nothing_can_be_said():
     assert Rules.parse("**=replicated").decide("w", (8,)).layout is None
-    with pytest.raises(ShardingError, match=r"--rule 1: rule 'w=.model.' cuts over 'model', and there is no mesh; give one"):
+    with pytest.raises(ShardingError, match=r"rule 1 .'w=.model.'. cuts over 'model', and there is no mesh; give one"):
         Rules.parse("w=(model)").decide("w", (8,))
 
 

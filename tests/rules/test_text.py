@@ -88,7 +88,7 @@ def test_what_is_no_spec_is_refused_with_its_place(text, message):
         ("w1", "'w1' is no rule; write pattern=spec"),
         ("=(model)", "'' is no pattern of names"),
         ("[z-a]=(model)", r"^here: '\[z-a\]' is not a pattern of names: bad character range"),
-        ("a=b=(mo del)", r"here: rule 'a=b=\(mo del\)': .* at character 5 found 'del\)'"),
+        ("a=b=(mo del)", r"here .'a=b=\(mo del\)'.: .* at character 5 found 'del\)'"),
         ("a=replicate", "'replicate' is no partition spec"),
         (7, "7 is no rule"),
     ],

@@ -1,0 +1,61 @@
+"""HTML out of texts and elements, everything escaped that is not an element already."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, TypeAlias
+
+from shardckpt.cli.text import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Html", "Part", "data", "el"]
+
+_EMPTY = frozenset({"meta", "input"})
+"""Elements that have no end. Drawings are XML in this: there every element has one."""
+_DRAWN = frozenset({"path", "rect", "line"})
+
+
+class Html(str):
+    """Text that is HTML: made by `el` alone, or written in this package."""
+
+    __slots__ = ()
+
+
+Part: TypeAlias = "str | Html | Iterable[str | Html | None] | None"
+
+
+def el(name: str, /, *parts: Part, **attributes: object) -> Html:
+    """An element.
+
+    Args:
+        name: of the element.
+        parts: what is in it: elements, text (which is escaped), or iterables of both; None is nothing.
+        attributes: underscores stand for hyphens, and one at the end for nothing; None and False leave it out.
+
+    >>> el("p", "a < b", class_="note", data_n=1)
+    '<p class="note" data-n="1">a &lt; b</p>'
+    """
+    given = "".join(
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(visible(str(value)))}"')
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    inside = "".join(map(_html, parts))
+    if name in _EMPTY:
+        return Html(f"<{name}{given}>")
+    return Html(f"<{name}{given}/>" if name in _DRAWN and not inside else f"<{name}{given}>{inside}</{name}>")
+
+
+def data(key: str, value: object, text: str) -> Html:
+    """A number as people read it, and exactly: `key` is its place in the JSON document."""
+    return el("data", text, value="" if value is None else value, data_key=key)
+
+
+def _html(part: Part) -> str:
+    if part is None:
+        return ""
+    if isinstance(part, Html):
+        return part
+    return escape(visible(part)) if isinstance(part, str) else "".join(map(_html, part))

@@ -1,0 +1,108 @@
+"""What a plan's numbers come to, in words: for the terminal and for the page alike, from the plan's document."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.cli.duration import duration_text
+from shardckpt.cli.text import count, file_size, visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["assumptions", "factor", "hosts_text", "notice_text", "rate_text", "route", "span_text", "verdict"]
+
+WORTH = 1.1
+"""Amplification of a restore as it is stored below which a reshard hardly saves anything."""
+
+
+def factor(ratio: float | None) -> str:
+    """A ratio of bytes.
+
+    >>> factor(1.004), factor(12.31), factor(None)
+    ('1.00×', '12.3×', '–')
+    """
+    return "–" if ratio is None else f"{ratio:.2f}×" if ratio < 10 else f"{ratio:,.1f}×"
+
+
+def hosts_text(span: Sequence[int]) -> str:
+    """A half-open range of hosts.
+
+    >>> hosts_text((3, 4)), hosts_text((0, 16))
+    ('host 3', 'hosts 0–15')
+    """
+    first, stop = span
+    return f"host {first}" if stop - first == 1 else f"hosts {first}–{stop - 1}"
+
+
+def span_text(seconds: float | None) -> str:
+    """About how long.
+
+    >>> span_text(0.2), span_text(59.6), span_text(500), span_text(None)
+    ('under 1 s', '60 s', '8 min', 'not known')
+    """
+    if seconds is None:
+        return "not known"
+    return "under 1 s" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else duration_text(seconds)
+
+
+def rate_text(rates: dict[str, Any]) -> str:
+    """The rates that times rest on."""
+    known = [
+        f"{what} at {file_size(rates[key]['bytes_per_second'])}/s" for key, what in (("read", "reads"), ("write", "writes")) if rates[key]
+    ]
+    return ", ".join(known) or "no rate known"
+
+
+def route(doc: dict[str, Any]) -> tuple[str, str]:
+    """Where it begins and where it ends: hosts, devices, storage."""
+    source, target = doc["source"], doc["target"]
+    meshes = [" × ".join(f"{a}={n}" for a, n in zip(m["axes"], m["shape"], strict=True)) or "one device" for m in target["meshes"]]
+    compressed = {key: side["compression"] or "not compressed" for key, side in (("source", source), ("target", target))}
+    begins = f"{count(source['tensors'], 'tensor')}, {file_size(source['bytes'])}, written by {count(source['hosts'], 'host')}"
+    ends = f"{visible('; '.join(meshes)) or 'no mesh'}: {count(target['devices'], 'device')} on {count(target['hosts'], 'host')}"
+    return f"{begins}; {source['layout']}, {compressed['source']}", f"{ends}; {target['layout']}, {compressed['target']}"
+
+
+def verdict(doc: dict[str, Any]) -> str:
+    """Is the reshard worth its while?"""
+    before, after, pays = doc["restore"], doc["restore_after"], doc["pays_after_restores"]
+    if doc["reshard"]["linked"]:
+        return "Nothing in the files changes: a reshard takes them over by hard links, and copies nothing."
+    now = f"Restored as it is, {factor(before['amplification'])} of what devices need is read"
+    if pays is None or before["amplification"] < WORTH:
+        return f"{now}: a reshard saves next to nothing. Restore it directly, unless the files themselves are wanted in another layout."
+    return (
+        f"{now}, {file_size(before['bytes_read'])}; after the reshard {factor(after['amplification'])}, {file_size(after['bytes_read'])}. "
+        f"The reshard moves {file_size(doc['reshard']['bytes_read'] + doc['reshard']['bytes_written'])}, which "
+        + ("the first restore saves." if pays == 1 else f"{pays:,} restores by all hosts save.")
+    )
+
+
+def notice_text(notice: dict[str, Any]) -> str:
+    """A notice, and which tensors it is about."""
+    others = f" and {count(notice['tensors'] - 1, 'other tensor')}" if notice["tensors"] > 1 else ""
+    return visible(f"{notice['first']}{others}: {notice['notice']}")
+
+
+def assumptions(doc: dict[str, Any]) -> Iterator[str]:
+    """What the numbers rest on."""
+    target, restore = doc["target"], doc["restore"]
+    per_host = count(target["devices_per_host"], "device")
+    yield f"A host is taken to have {per_host}, of ascending ids (--devices-per-host)."
+    for key, what in (("read", "reading"), ("write", "writing")):
+        rate = doc["rates"][key]
+        if rate is None:
+            how = "read nothing" if key == "read" else "name a destination, or give --rate"
+            yield f"The rate of {what} is not known: {how}."
+        elif rate["sample_bytes"] is None:
+            yield f"{what.capitalize()} at {file_size(rate['bytes_per_second'])}/s was given."
+        else:
+            sample = f"{file_size(rate['sample_bytes'])} in {rate['sample_seconds']:.2f} s"
+            yield f"{what.capitalize()} at {file_size(rate['bytes_per_second'])}/s was measured just now: {sample}, by this machine alone."
+    back = ", and of reading back what was written" if doc["reshard"]["bytes_read_back"] else ""
+    yield f"The time of the reshard is that of reading and then writing at these rates{back}; of a restore, that of the host with most."
+    if restore["requests"] is not None and restore["requests_counted_hosts"] < target["hosts"]:
+        yield f"Requests were counted of {count(restore['requests_counted_hosts'], 'host')}, evenly chosen, and stand for all."
+    if not doc["flow"]["exact"]:
+        yield "The chunk tables were not read: chunks' lengths and who wrote them follow from the record."

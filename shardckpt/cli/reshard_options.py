@@ -1,0 +1,78 @@
+"""What `plan` and `reshard` are both told: the new layout, by a mesh and rules, and how it is to be stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardckpt.errors import OptionError
+
+if TYPE_CHECKING:
+    from shardckpt.rules import Rules
+
+__all__ = [
+    "Compress",
+    "Dtypes",
+    "HfConfig",
+    "Like",
+    "MemoryLimit",
+    "MeshText",
+    "Only",
+    "Preset",
+    "RuleTexts",
+    "RulesFile",
+    "StoredAs",
+    "Unmatched",
+    "Workers",
+    "parse_dtypes",
+    "parse_rules",
+]
+
+MeshText = Annotated[str | None, typer.Option("--mesh", metavar="AXES", help="The new mesh, as in data=2,model=4.")]
+RuleTexts = Annotated[list[str] | None, typer.Option("--rule", metavar="PATTERN=SPEC", help="How tensors are cut; may be repeated.")]
+RulesFile = Annotated[str | None, typer.Option("--rules", metavar="FILE", help="A file of rules, TOML or YAML.")]
+Preset = Annotated[str | None, typer.Option("--preset", metavar="FAMILY", help="Rules of a family of models: llama/fsdp+tp.")]
+HfConfig = Annotated[str | None, typer.Option("--from-hf-config", metavar="FILE", help="The preset that a config.json names.")]
+Like = Annotated[str | None, typer.Option("--like", metavar="URL", help="Lay tensors out as another checkpoint has them.")]
+Unmatched = Annotated[str | None, typer.Option("--unmatched", metavar="WHAT", help="Tensors without a rule: replicate or error.")]
+StoredAs = Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="packed or zarr; by default the source's.")]
+Compress = Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="zstd or none; by default the source's.")]
+Dtypes = Annotated[
+    list[str] | None, typer.Option("--dtype", metavar="[PATTERN=]DTYPE", help="Convert; floats, or names that match. May be repeated.")
+]
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Names to keep; may be repeated.")]
+Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Processes at once; by default one per core.")]
+MemoryLimit = Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Of buffers, all workers together.")]
+
+
+def parse_rules(rule: list[str] | None, file: str | None, preset: str | None, hf_config: str | None) -> Rules | None:
+    """All rules in the order in which they count: those of the command line, of the file, of the preset; None: there are none."""
+    from shardckpt.rules import Rules
+
+    found = [Rules.parse(rule)] if rule else []
+    found += [Rules.from_file(file)] if file is not None else []
+    found += [Rules.preset(preset)] if preset is not None else []
+    found += [Rules.from_hf_config(hf_config)] if hf_config is not None else []
+    if not found:
+        return None
+    together, *others = found
+    for more in others:
+        together = together.then(more)
+    return together
+
+
+def parse_dtypes(texts: list[str] | None) -> str | dict[str, str] | None:
+    """What `--dtype` says: one dtype for all floats, or patterns.
+
+    Raises:
+        OptionError: both.
+    """
+    if not texts:
+        return None
+    if len(texts) == 1 and "=" not in texts[0]:
+        return texts[0]
+    pairs = [text.rpartition("=") for text in texts]
+    if not all(pattern for pattern, _, _ in pairs):
+        raise OptionError("--dtype: give one dtype for all floating-point tensors, or PATTERN=DTYPE each time.")
+    return {pattern: name for pattern, _, name in pairs}

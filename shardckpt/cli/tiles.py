@@ -1,0 +1,72 @@
+"""A tensor as the grid of tiles that a layout cuts it into, for those who draw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.cli.text import index_range
+from shardckpt.device_boxes import tile_shape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardckpt.sharding import Layout
+
+__all__ = ["Bins", "Tiles", "bins", "tiles_of"]
+
+Bins = list[tuple[int, int]]
+"""Half-open ranges of tiles along one dimension that are drawn as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A tensor's tiles and who has them."""
+
+    shape: tuple[int, ...]
+    tile: tuple[int, ...]
+    """Shape of a whole tile."""
+    used: tuple[int, ...]
+    """Tiles per dimension with elements in them."""
+    devices: NDArray[np.int64]
+    """(*parts, replicas) device ids, ascending within a tile."""
+
+    @property
+    def cut(self) -> list[int]:
+        """The dimensions with more than one tile."""
+        return [d for d, parts in enumerate(self.devices.shape[:-1]) if parts > 1]
+
+    def extent(self, d: int, tiles: tuple[int, int]) -> str:
+        """The index range of some tiles of a dimension."""
+        return index_range(tiles[0] * self.tile[d], min(tiles[1] * self.tile[d], self.shape[d]))
+
+
+def tiles_of(layout: Layout, shape: tuple[int, ...]) -> Tiles:
+    """The tiles of a tensor of that shape.
+
+    Raises:
+        ShardingError: the layout does not suit it, or does not say where data is.
+    """
+    tiling = layout.tiling(len(shape))
+    tile = tile_shape(shape, tiling.parts)
+    order = np.argsort(
+        np.ravel_multi_index(tuple(tiling.coords.T), tiling.parts) if tiling.parts else np.zeros(len(tiling.coords)), kind="stable"
+    )
+    devices = tiling.device_ids[order].reshape(*tiling.parts, -1)
+    used = tuple(-(-n // max(side, 1)) for n, side in zip(shape, tile, strict=True))
+    return Tiles(shape, tile, used, devices)
+
+
+def bins(extent: int, most: int) -> Bins:
+    """Tiles one by one where they are few enough; otherwise those in the middle together.
+
+    >>> bins(3, 4), bins(9, 4)
+    ([(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 8), (8, 9)])
+    """
+    if extent <= most:
+        return [(i, i + 1) for i in range(extent)]
+    after = (most - 1) // 2
+    before = most - 1 - after
+    return [*((i, i + 1) for i in range(before)), (before, extent - after), *((i, i + 1) for i in range(extent - after, extent))]

@@ -1,0 +1,157 @@
+"""Everything that is known of a reshard, and of restores onto its layout, before either is done.
+
+1. The layouts are those that the reshard's plan has decided on; who restores onto them follows from their devices (`hosts`).
+2. A restore of what is stored now, and one of what the reshard would make, are counted alike (`restore`).
+3. So is what the reshard itself reads (`reshard`), where the chunk tables say where everything lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from shardckpt.forecast.hosts import DEVICES_PER_HOST, Hosts, placed
+from shardckpt.forecast.reshard import ReshardReads, reshard_reads
+from shardckpt.forecast.restore import RestoreForecast, forecast_restore
+from shardckpt.forecast.stored import ByLayout, ByTable
+from shardckpt.io.based_reader import BasedReader
+from shardckpt.io.carrying import can_link
+from shardckpt.io.places import read_places
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+
+if TYPE_CHECKING:
+    from shardckpt.checkpoint import Checkpoint
+    from shardckpt.forecast.rates import Rates
+    from shardckpt.forecast.stored import Stored
+    from shardckpt.io.places import Places
+    from shardckpt.reshard.options import ReshardOptions
+    from shardckpt.reshard.plan import ReshardPlan
+
+__all__ = ["Forecast", "forecast", "known_places"]
+
+LARGEST_TABLE = 256 << 20
+"""Bytes of a chunk table that is read to plan: nine million chunks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """A reshard and what it changes."""
+
+    url: str
+    """Of the checkpoint that would be read."""
+    destination: str | None
+    """Where the new one would go, where that was said."""
+    plan: ReshardPlan
+    hosts: Hosts
+    """That would restore onto the new layout."""
+    devices_per_host: int
+    source_hosts: Hosts
+    """That saved, as far as the record tells."""
+    options: ReshardOptions
+    """Of the reshard."""
+    before: RestoreForecast
+    """A restore of the source straight onto the new layout."""
+    after: RestoreForecast
+    """The same of what the reshard would make."""
+    rates: Rates
+    linked: bool
+    """Whether the reshard takes the source's files over by hard links, because nothing in them changes."""
+    reads: ReshardReads | None
+    """Of the reshard, as the chunk tables have it; None: they were not read."""
+    stored_bytes: int
+    """Of the tensors that the reshard reads."""
+    written_bytes: int
+    """Stored bytes that the reshard writes: where it compresses, taken to shrink as much as the source's did."""
+
+    @property
+    def pays_after(self) -> int | None:
+        """Restores by all hosts after which the reshard has saved more bytes of storage traffic than it took; None: never."""
+        saved = int(self.before.read.sum() - self.after.read.sum())
+        return -(-(self.read_bytes + self.written_bytes) // saved) if saved > 0 else None
+
+    @cached_property
+    def read_bytes(self) -> int:
+        """Stored bytes that the reshard reads; without the tables, chunks are taken to be compressed alike."""
+        if self.reads is not None:
+            return self.reads.nbytes
+        return round(self.plan.read_bytes * self.stored_bytes / max(1, self.plan.source_bytes))
+
+    @property
+    def amplification(self) -> float:
+        """Stored bytes that the reshard reads, per stored byte of the tensors."""
+        return self.read_bytes / max(1, self.stored_bytes)
+
+
+def known_places(checkpoint: Checkpoint) -> Places | None:
+    """Where the checkpoint's chunks are, read from its chunk table; None where that is too large, or some are in other checkpoints."""
+    table, reader = checkpoint.record.table, checkpoint.reader
+    if isinstance(reader, BasedReader) or (table is not None and table.size > LARGEST_TABLE):
+        return None
+    return read_places(checkpoint.place, checkpoint.record, reader.whole_table())
+
+
+def forecast(
+    checkpoint: Checkpoint,
+    plan: ReshardPlan,
+    rates: Rates,
+    *,
+    options: ReshardOptions,
+    destination: str | None = None,
+    devices_per_host: int | None = None,
+    places: Places | None = None,
+) -> Forecast:
+    """Put together what a reshard costs and changes.
+
+    Args:
+        checkpoint: the source.
+        plan: of the reshard.
+        rates: of the storage.
+        options: of the reshard.
+        destination: where the new checkpoint would go.
+        devices_per_host: of those that would restore it; None: `DEVICES_PER_HOST`, or all devices where there are fewer.
+        places: where the source's chunks are; None: what the record says must do.
+    """
+    record, reader = checkpoint.record, checkpoint.reader
+    limits = None if places is None or isinstance(reader, BasedReader) else reader.limits
+    layouts = {name: placed(decision.layout, len(plan.target.tensors[name].shape)) for name, decision in plan.decisions.items()}
+    ranked = [(layout, len(plan.target.tensors[name].shape)) for name, layout in layouts.items()]
+    each = devices_per_host or min(DEVICES_PER_HOST, max(1, len(Hosts.of(ranked, number=1).owners.device_ids)))
+    hosts = Hosts.of(ranked, devices_per_host=each)
+    stored: Stored = ByLayout(record) if places is None else ByTable(record, places)
+    sources = [replace(plan.sources[name], name=name) for name in plan.target.tensors]
+    before = forecast_restore(sources, layouts, hosts, stored, limits)
+    held = _stored_bytes(plan, stored)
+    compressed = held / max(1, plan.source_bytes) if plan.compression is not None else 1.0
+    made = ByLayout(replace(record, structure=plan.target, hosts=record.hosts[:1] * len(plan.tasks)), compressed)
+    after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
+    saved_by = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in sources), number=max(1, len(record.hosts)))
+    linked = destination is not None and plan.unchanged and can_link(checkpoint.place, Store.open(parse(destination)))
+    if linked:
+        reads: ReshardReads | None = ReshardReads(0, 0, len(plan.tasks))
+    else:
+        reads = None if places is None or limits is None else reshard_reads(plan, places, limits)
+    return Forecast(
+        url=str(checkpoint.location),
+        destination=destination,
+        plan=plan,
+        hosts=hosts,
+        devices_per_host=each,
+        source_hosts=saved_by,
+        options=options,
+        before=before,
+        after=after,
+        rates=rates,
+        linked=linked,
+        reads=reads,
+        stored_bytes=held,
+        written_bytes=0 if linked else round(plan.written_bytes * compressed),
+    )
+
+
+def _stored_bytes(plan: ReshardPlan, stored: Stored) -> int:
+    """Of the tensors that a reshard reads, as they are stored."""
+    if plan.source.compression is None:
+        return plan.source_bytes
+    return sum(int(stored.chunks(tensor).length.sum()) for tensor in {id(t): t for t in plan.sources.values()}.values())

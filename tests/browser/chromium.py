@@ -1,0 +1,152 @@
+"""A headless Chromium, told what to do through its debugging pipe: the DevTools protocol, one JSON document after another."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TIMEOUT = 30
+"""Seconds for any answer."""
+FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions"]
+
+
+class Chromium:
+    """A running browser, without a page so far."""
+
+    def __init__(self) -> None:
+        program = shutil.which("chromium") or shutil.which("chromium-browser")
+        assert program, "no Chromium: `make browser` installs it on Debian; elsewhere install the package chromium"
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        theirs_in, self._out = os.pipe()
+        self._in, theirs_out = os.pipe()
+        # The browser reads from descriptor 3 and writes to 4.
+        command = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
+        arguments = [*FLAGS, f"--user-data-dir={self._profile.name}", "--remote-debugging-pipe", "about:blank"]
+        self._process = subprocess.Popen(
+            ["bash", "-c", command, program, *arguments],
+            pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._number = 0
+        self._buffer = b""
+        self.events: list[dict] = []
+
+    def call(self, method: str, session: str | None = None, **params):
+        """Send a command; its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params, **({"sessionId": session} if session else {})}
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            answer = self._next(deadline)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return answer["result"]
+            self.events.append(answer)
+
+    def wait_for(self, method: str) -> None:
+        """Wait for an event."""
+        deadline = time.monotonic() + TIMEOUT
+        while all(event.get("method") != method for event in self.events):
+            self.events.append(self._next(deadline))
+
+    def _next(self, deadline: float) -> dict:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._in], [], [], max(0, deadline - time.monotonic()))
+            assert ready, "the browser does not answer"
+            data = os.read(self._in, 1 << 20)
+            assert data, "the browser has ended"
+            self._buffer += data
+        first, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(first)
+
+    def close(self) -> None:
+        """End it, and everything it has started."""
+        os.close(self._out)
+        os.close(self._in)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(TIMEOUT)
+        self._profile.cleanup()
+
+    @contextmanager
+    def page(self, path: Path, *, width: int = 1200, height: int = 900, dark: bool = False):
+        """A file, opened in a window of that size."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.events.clear()
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable", session)
+        self.call("Emulation.setDeviceMetricsOverride", session, width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = "dark" if dark else "light"
+        self.call("Emulation.setEmulatedMedia", session, features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call("Page.navigate", session, url=path.resolve().as_uri())
+        self.wait_for("Page.loadEventFired")
+        try:
+            yield Page(self, session)
+        finally:
+            self.call("Target.closeTarget", targetId=target)
+
+
+class Page:
+    """An open page."""
+
+    def __init__(self, browser: Chromium, session: str) -> None:
+        self._browser, self._session = browser, session
+
+    def run(self, script: str):
+        """The value of an expression."""
+        answer = self._browser.call("Runtime.evaluate", self._session, expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def press(self, key: str) -> None:
+        """A key, pressed and released."""
+        for kind in ("keyDown", "keyUp"):
+            text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
+            code = {"Enter": 13, "Tab": 9}.get(key, 0)
+            self._browser.call("Input.dispatchKeyEvent", self._session, type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+
+    def point_at(self, x: float, y: float) -> None:
+        """Move the pointer there."""
+        self._browser.call("Input.dispatchMouseEvent", self._session, type="mouseMoved", x=x, y=y)
+
+    def type(self, text: str) -> None:
+        """Type into what has the focus."""
+        self._browser.call("Input.insertText", self._session, text=text)
+
+    def screenshot(self, path: Path) -> None:
+        """The page as a PNG, but for what is far below."""
+        size = self._browser.call("Page.getLayoutMetrics", self._session)["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 8000), "scale": 1}
+        shot = self._browser.call("Page.captureScreenshot", self._session, captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    @property
+    def complaints(self) -> list[dict]:
+        """Errors of scripts, what was written to the console, and what the browser says of the page."""
+        self.run("1")  # everything before it has been told then
+        wrong = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+        return [event["params"] for event in self._browser.events if event.get("method") in wrong]
+
+    @property
+    def requests(self) -> list[str]:
+        """Urls that were asked for."""
+        sent = (event["params"] for event in self._browser.events if event.get("method") == "Network.requestWillBeSent")
+        return [params["request"]["url"] for params in sent]

@@ -1,0 +1,106 @@
+"""What the forecast of a reshard says is what the reshard does: oracle is the reshard, run for real, and restores after it."""
+
+import numpy as np
+import pytest
+from simulated_readers import read_by_host
+
+import shardckpt
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt.forecast.document import document
+from shardckpt.forecast.forecast import forecast, known_places
+from shardckpt.forecast.rates import Rates, given_rates
+from shardckpt.reshard import ReshardOptions, plan_reshard
+from shardckpt.reshard.job import Job
+from shardckpt.reshard.task import _opened, run_task
+from shardckpt.rules import Rules
+
+MESH = Mesh((4, 2), ("data", "model"))
+TARGET = Mesh((2, 3), ("data", "model"))
+RULES = Rules.parse(["**/w*=(model,data)", "embed=(None,model)", "**=replicated"])
+
+
+def save(place, **options):
+    rng = np.random.default_rng(0)
+    state = {
+        "layers": {f"w{i}": rng.integers(0, 9, (600, 512)).astype(np.float32) for i in range(3)},
+        "embed": rng.standard_normal((1031, 256)).astype(np.float32),
+        "norm": np.ones(256, np.float32),
+    }
+    shardings = {"**/w*": Sharding(MESH, PartitionSpec("data", "model")), "embed": Sharding(MESH, PartitionSpec("data"))}
+    shardckpt.save(place, state, options=SaveOptions(shardings=shardings, **options))
+
+
+def forecast_of(place, options, **more):
+    checkpoint = shardckpt.open(place)
+    plan = plan_reshard(checkpoint, options)
+    return forecast(checkpoint, plan, Rates(), options=options, places=known_places(checkpoint), **more)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("memory_limit", ["512MiB", "24MiB"])
+def test_a_reshard_reads_and_writes_what_was_forecast(tmp_path, compression, memory_limit):
+    save(tmp_path / "a", compression=compression)
+    options = ReshardOptions(mesh=TARGET, rules=RULES, memory_limit=memory_limit, workers=1, dtype={"embed": "bfloat16"})
+    found = forecast_of(tmp_path / "a", options)
+    told = document(found)["reshard"]
+
+    job = Job(str(tmp_path / "a"), str(tmp_path / "b"), options)
+    reports = [run_task(job, number) for number in range(told["tasks"])]
+
+    assert told["bytes_read"] == sum(report.read_bytes for report in reports)
+    assert told["requests"] == _opened(job).checkpoint.stats.reads
+    assert told["requests_counted_tasks"] == told["tasks"]
+    if compression is None:
+        assert told["bytes_written"] == sum(report.stored_bytes for report in reports)
+    assert told["peak_memory"] <= told["memory_limit"] == options.budget
+
+
+def test_files_in_which_nothing_changes_are_linked_and_only_read_back(tmp_path):
+    save(tmp_path / "a")
+    told = document(forecast_of(tmp_path / "a", ReshardOptions(), destination=str(tmp_path / "b")))["reshard"]
+
+    report = shardckpt.reshard(tmp_path / "a", tmp_path / "b")
+
+    assert told["linked"]
+    assert (told["bytes_read"], told["bytes_written"], told["requests"]) == (0, report.stored_bytes, 0)
+    assert told["bytes_read_back"] == report.read_bytes
+    assert not document(forecast_of(tmp_path / "a", ReshardOptions(), destination="memory://b"))["reshard"]["linked"]
+
+
+def test_after_a_reshard_hosts_read_what_was_forecast(tmp_path):
+    save(tmp_path / "a")
+    options = ReshardOptions(mesh=TARGET, rules=RULES)
+    found = forecast_of(tmp_path / "a", options, devices_per_host=2)
+
+    shardckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=TARGET, rules=RULES, workers=1)
+
+    layouts = {name: decision.layout for name, decision in found.plan.decisions.items()}
+    for url, told in ((tmp_path / "a", found.before), (tmp_path / "b", found.after)):
+        counted = read_by_host(url, layouts, found.hosts)
+        assert told.read.tolist() == [host.bytes_read for host in counted]
+        assert told.needed.tolist() == [host.bytes_needed for host in counted]
+
+
+def test_a_reshard_pays_when_restores_have_saved_what_it_moves(tmp_path):
+    save(tmp_path / "a")
+    found = forecast_of(tmp_path / "a", ReshardOptions(mesh=TARGET, rules=RULES), devices_per_host=1)
+    saved = int(found.before.read.sum() - found.after.read.sum())
+    moved = found.read_bytes + found.written_bytes
+
+    assert saved * (found.pays_after - 1) < moved <= saved * found.pays_after
+    assert forecast_of(tmp_path / "a", ReshardOptions()).pays_after is None
+
+
+def test_times_follow_from_the_rates(tmp_path):
+    save(tmp_path / "a")
+    checkpoint = shardckpt.open(tmp_path / "a")
+    options = ReshardOptions(mesh=TARGET, rules=RULES, verify=False)
+    plan = plan_reshard(checkpoint, options)
+
+    told = document(forecast(checkpoint, plan, given_rates("1MB,2MB"), options=options))
+
+    assert told["reshard"]["seconds"] == pytest.approx(
+        told["reshard"]["bytes_read"] / 1e6 + told["reshard"]["bytes_written"] / 2e6, abs=0.01
+    )
+    assert told["restore"]["seconds"] == pytest.approx(told["restore"]["largest_host"] / 1e6, abs=0.01)
+    assert document(forecast(checkpoint, plan, Rates(), options=options))["reshard"]["seconds"] is None
