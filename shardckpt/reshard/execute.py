@@ -33,7 +33,7 @@ from shardckpt.reshard.carry import carry
 from shardckpt.reshard.engines import executor
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
-from shardckpt.reshard.task import TaskReport, run_task
+from shardckpt.reshard.task import TaskReport, forget, run_task
 from shardckpt.rules import Rule, Rules
 from shardckpt.space import check_space
 
@@ -48,6 +48,8 @@ __all__ = ["ReshardReport", "all_rules", "reshard"]
 
 MOST_LOSSES = 3
 """Workers that may die over one task."""
+_ENGINE_WORKERS = 64
+"""That an engine is taken to have, where nobody says."""
 _AHEAD = 2
 """Tasks per worker that are handed out: the next one is there when one is done."""
 
@@ -165,12 +167,14 @@ def reshard(
     tell(done, total)
     reports: list[TaskReport] = []
     in_one_memory = "memory" in (opened.checkpoint.location.scheme, opened.store.location.scheme)
-    at_once = 1 if in_one_memory else min(opened.plan.memory.workers, max(1, len(left)))
+    own = 1 if in_one_memory else opened.plan.memory.workers
+    at_once = min(own if engine is None else workers or _ENGINE_WORKERS, max(1, len(left)))
     with executor(engine, at_once) as does:
         for report in _done(does, replace(job, attempt=opened.attempt, alone=False), left, at_once):
             reports.append(report)
             done += report.nbytes
             tell(done, total)
+    forget()  # where the tasks were done in this very thread
     if worker is None and not opened.committed:
         _commit(opened)
     return ReshardReport(
