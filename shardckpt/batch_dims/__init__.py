@@ -10,7 +10,7 @@ operators. Nothing here imports torch: a graph says all that is asked about itse
 from __future__ import annotations
 
 from shardckpt.batch_dims.inference import BatchDims, batch_dims
-from shardckpt.batch_dims.layouts import Layout, Partial, Replicate, Shard, Unknown
+from shardckpt.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
 from shardckpt.batch_dims.shardings import batch_shardings
 
-__all__ = ["BatchDims", "Layout", "Partial", "Replicate", "Shard", "Unknown", "batch_dims", "batch_shardings"]
+__all__ = ["BatchDims", "Layout", "Numbered", "Partial", "Replicate", "Shard", "Unknown", "batch_dims", "batch_shardings"]

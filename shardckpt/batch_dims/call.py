@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardckpt.batch_dims.layouts import Layout, Partial, Replicate, Shard, Unknown
+from shardckpt.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
 from shardckpt.batch_dims.sizes import BatchSize, Undecided
 
 __all__ = ["Call", "Result", "Unresolved", "is_node", "op_name", "shown"]
@@ -67,7 +67,13 @@ class Call:
             raise Undecided(f"{value.name} is a tuple of tensors")
         if isinstance(found, Unknown):
             raise Unresolved(found)
+        if isinstance(found, Numbered):
+            raise Undecided(f"{value.name} counts the samples, and every process begins at 0")
         return found
+
+    def known(self, value: Any) -> Result:
+        """All that is known of a node."""
+        return self._known[value]
 
     def steady(self, value: Any) -> Replicate | Shard:
         """Of an operand that must be whole: replicated or cut, to no power of the batch.

@@ -7,6 +7,7 @@ related to the tensor of the whole batch in one of few ways:
 - `Shard`: the parts, put behind one another along a dimension, are the tensor. Where that dimension came about by merging
   others, the batch may be inside of it: the dimension is (outer, batch, inner) in row-major order.
 - `Partial`: the parts, reduced element by element, are the tensor.
+- `Numbered`: the numbers of the samples, which every process counts from 0. They serve to pick each sample's own row.
 - `Unknown`: none of these, or that cannot be told. It says why, and where in the program that began.
 
 Each may be off by a power of the batch size: a program that divides a sum by its number of samples divides by k times
@@ -18,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Layout", "Partial", "Replicate", "Shard", "Unknown"]
+__all__ = ["Layout", "Numbered", "Partial", "Replicate", "Shard", "Unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,23 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
+class Numbered:
+    """Each sample's number, counted from 0 in every process: `arange(batch)`, perhaps with other shape.
+
+    >>> str(Numbered(0))
+    'Numbered(0)'
+    """
+
+    dim: int
+    """The dimension that has the samples."""
+    outer: int = 1
+    """As for `Shard`."""
+
+    def __str__(self) -> str:
+        return str(Shard(self.dim, self.outer)).replace("Shard", "Numbered")
+
+
+@dataclass(frozen=True, slots=True)
 class Unknown:
     """Nothing can be said.
 
@@ -95,7 +113,7 @@ class Unknown:
         return f"Unknown: {self.node}: {self.reason}" if self.node else f"Unknown: {self.reason}"
 
 
-Layout: TypeAlias = Replicate | Shard | Partial | Unknown
+Layout: TypeAlias = Replicate | Shard | Partial | Numbered | Unknown
 """How the parts of a tensor make it up."""
 
 

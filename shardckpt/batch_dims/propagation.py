@@ -11,12 +11,13 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.batch_dims.call import Call, Result, Unresolved, op_name
-from shardckpt.batch_dims.layouts import Layout, Partial, Replicate, Shard, Unknown
+from shardckpt.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
 from shardckpt.batch_dims.rules import rule_of
-from shardckpt.batch_dims.sizes import Undecided, symbol_of
+from shardckpt.batch_dims.rules.views import MOVES
+from shardckpt.batch_dims.sizes import Undecided, is_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from shardckpt.batch_dims.sizes import BatchSize
 
@@ -55,11 +56,23 @@ def _of_call(node: Any, known: Mapping[Any, Result], batch: BatchSize, even_coun
         if rule is None:
             unknown = next((known[n] for n in node.all_input_nodes if isinstance(known[n], Unknown)), None)
             return unknown or _without_rule(node)
-        return rule(Call(node, batch, known, even_counts=even_counts))
+        return _with_numbers(node, known, lambda seen: rule(Call(node, batch, seen, even_counts=even_counts)))
     except Undecided as reason:
         return Unknown(f"{op_name(node)}: {reason}", node.name)
     except Unresolved as operand:
         return operand.unknown
+
+
+def _with_numbers(node: Any, known: Mapping[Any, Result], rule: Callable[[Mapping[Any, Result]], Result]) -> Result:
+    """Numbers of samples are moved like anything that is cut, and only by what moves elements."""
+    if op_name(node) not in MOVES:
+        return rule(known)
+    source = node.all_input_nodes[0]
+    numbers = known[source]
+    if not isinstance(numbers, Numbered):
+        return rule(known)
+    moved = rule({**known, source: Shard(numbers.dim, numbers.outer)})
+    return Numbered(moved.dim, moved.outer) if isinstance(moved, Shard) else moved
 
 
 def _without_rule(node: Any) -> Result:
@@ -72,8 +85,7 @@ def _without_rule(node: Any) -> Result:
 def _is_number(node: Any) -> bool:
     """Whether a node is computed from sizes and numbers alone."""
     value = node.meta.get("val")
-    number = isinstance(value, int | float) or symbol_of(value) is not None
-    return number and (op_name(node) in _SIZES_OF or not any(hasattr(n.meta.get("val"), "shape") for n in node.all_input_nodes))
+    return is_number(value) and (op_name(node) in _SIZES_OF or not any(hasattr(n.meta.get("val"), "shape") for n in node.all_input_nodes))
 
 
 def _of_number(node: Any, known: Mapping[Any, Result], batch: BatchSize) -> Layout:
@@ -100,7 +112,7 @@ def _compared(node: Any, layout: Layout, value: Any, batch: BatchSize) -> Layout
         shape = batch.shape(value.shape)
     except Undecided as reason:
         return Unknown(str(reason), node.name)
-    cut = {layout.dim} if isinstance(layout, Shard) else set()
+    cut = {layout.dim} if isinstance(layout, Shard | Numbered) else set()
     if isinstance(layout, Shard) and (layout.dim >= len(shape) or shape[layout.dim] % (layout.outer * batch.value)):
         return Unknown(f"{layout} does not fit its shape {tuple(value.shape)}", node.name)
     if not batch.literal_sizes and any(batch.divides(size) and d not in cut for d, size in enumerate(shape)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["BatchSize", "Undecided", "symbol_of"]
+__all__ = ["BatchSize", "Undecided", "is_number", "symbol_of"]
 
 _FIRST_PRIME = 1_000_003
 
@@ -29,6 +29,11 @@ def symbol_of(size: Any) -> Any:
     node = getattr(size, "node", None)
     expr = getattr(node, "expr", None)
     return None if expr is None or not expr.free_symbols else expr
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a plain number or a symbolic one."""
+    return isinstance(value, int | float) or hasattr(getattr(value, "node", None), "expr")
 
 
 class BatchSize:
@@ -77,6 +82,7 @@ class BatchSize:
         """
         expr = symbol_of(number)
         if expr is None:
+            number = int(number) if hasattr(number, "node") else number
             if self.literal_sizes and _may_count(number, self.value):
                 raise Undecided(
                     f"the constant {number} may have been derived from the batch of {self.value}; export with a dynamic batch dimension"

@@ -3,7 +3,7 @@
 | operators | rule |
 |---|---|
 | full, zeros, ones, and those like another tensor | replicated; with a dimension of the batch's size cut in it |
-| arange | replicated; Unknown where its length is the batch's: every process counts its samples from 0 |
+| arange | replicated; Numbered where its length is the batch's: every process counts its samples from 0 |
 | rand, bernoulli, native_dropout, … | cut: every sample draws its own; Unknown where all processes would have to draw the same |
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.batch_dims.layouts import Partial, Replicate, Shard
+from shardckpt.batch_dims.layouts import Numbered, Partial, Replicate, Shard
 from shardckpt.batch_dims.sizes import Undecided
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def _filled(call: Call) -> Result:
 
 
 def _counted(call: Call) -> Result:
+    if call.out == (call.batch.value,) and not call.batch.literal_sizes and call["start"] in (None, 0) and call["step"] in (None, 1):
+        return Numbered(0)
     if any(call.batch.divides(size) for size in call.out):
         raise Undecided("it counts the samples, and every process begins at 0")
     for name in ("start", "end", "step"):

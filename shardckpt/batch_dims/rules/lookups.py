@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardckpt.batch_dims.call import Call, Result, shown
-from shardckpt.batch_dims.layouts import Partial, Replicate, Shard
+from shardckpt.batch_dims.layouts import Numbered, Partial, Replicate, Shard
 from shardckpt.batch_dims.rules.algebra import Known, added, position
 from shardckpt.batch_dims.rules.pointwise import aligned
 from shardckpt.batch_dims.sizes import Undecided
@@ -57,6 +57,8 @@ def _indexed(call: Call, indices: list[Any]) -> Known:
     if any(index is not None and "bool" in str(index.meta["val"].dtype) for index in indices):
         raise Undecided("how many elements a mask takes depends on the data")
     block, start, lengths = _index_block(call, indices)
+    if _own_row(call, source, indices):
+        return Shard(start + block.dim, block.outer, source.power) if isinstance(block, Shard) else source
     if isinstance(block, Shard):
         if not isinstance(source, Replicate):
             raise Undecided(f"{shown(call['self'])} is {source} and is read at indices that are cut")
@@ -66,11 +68,30 @@ def _indexed(call: Call, indices: list[Any]) -> Known:
     return source
 
 
+def _own_row(call: Call, source: Known, indices: list[Any]) -> bool:
+    """Whether every sample picks its own row, by its number.
+
+    Raises:
+        Undecided: samples are numbered in a dimension that is not theirs.
+    """
+    numbered = [d for d, index in enumerate(indices) if index is not None and isinstance(call.known(index), Numbered)]
+    if not numbered:
+        return False
+    if not isinstance(source, Shard) or numbered != [source.dim] or call.shape(call["self"])[source.dim] != call.batch.value:
+        raise Undecided(f"{shown(call['self'])} is {source} and is indexed by numbers of samples, which every process counts from 0")
+    return True
+
+
+def _index_layout(call: Call, index: Any) -> Known:
+    found = call.known(index)
+    return Shard(found.dim, found.outer) if isinstance(found, Numbered) else call.steady(index)
+
+
 def _index_block(call: Call, indices: list[Any]) -> tuple[Known, int, int]:
     """The layout of the indices together, broadcast; at which dimension of what is read they are, and their number of dimensions."""
     given = [index for index in indices if index is not None]
     block = tuple(max(sizes) for sizes in zip(*(_padded(call.shape(i), given, call) for i in given), strict=True))
-    layouts = [call.steady(index) for index in given]
+    layouts = [_index_layout(call, index) for index in given]
     cut = frozenset(
         layout.dim + len(block) - len(call.shape(index)) for index, layout in zip(given, layouts, strict=True) if isinstance(layout, Shard)
     )
@@ -104,6 +125,10 @@ def _index_put(call: Call) -> Result:
     if isinstance(values, Shard):
         values = Shard(values.dim + written - len(shape), values.outer, values.power)
     zero, base_zero = call.is_zero(call["values"]), call.is_zero(call["self"])
+    if isinstance(block, Shard) and _own_row(call, base, indices):
+        place = Shard(block.dim + start, block.outer)
+        _refuse_rows(call, place.dim, values, written)
+        return added([base, _into(base, values, place)], [base_zero, zero])
     if isinstance(block, Shard):
         place = Shard(block.dim + start, block.outer)
         if isinstance(values, Shard):
@@ -115,18 +140,20 @@ def _index_put(call: Call) -> Result:
     if isinstance(base, Shard):
         place = Shard(_kept_at(base.dim, indices, start, length), base.outer)
         _refuse_rows(call, place.dim, values, written)
-        return added([base, Shard(base.dim, base.outer, _at(values, place).power)], [base_zero, zero])
+        return added([base, _into(base, values, place)], [base_zero, zero])
     if isinstance(values, Shard):
         raise Undecided(f"{shown(call['self'])} is {base} and samples are written into it; name it in batch=… if it is cut")
     return added([base, values], [base_zero, zero])
 
 
-def _at(values: Known, place: Shard) -> Known:
+def _into(base: Known, values: Known, place: Shard) -> Known:
+    """The layout of what is written at a place that corresponds to the batch of `base`, in terms of `base`."""
+    assert isinstance(base, Shard)
     if isinstance(values, Partial):
         raise Undecided(f"{values} is written into a tensor that is cut: it must be reduced before")
     if isinstance(values, Shard):
         position([Shard(values.dim, values.outer), place])
-    return values
+    return Shard(base.dim, base.outer, values.power)
 
 
 def _refuse_rows(call: Call, dim: int, values: Known, written: int) -> None:

@@ -20,7 +20,15 @@ from shardckpt.batch_dims.layouts import Partial, Replicate, Shard
 from shardckpt.batch_dims.rules.algebra import Known, added
 from shardckpt.batch_dims.sizes import Undecided
 
-__all__ = ["RULES", "untouched"]
+__all__ = ["MOVES", "RULES", "untouched"]
+
+MOVES = frozenset({"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "permute", "t", "transpose", "expand", "slice"}) | {
+    "clone",
+    "alias",
+    "detach",
+    "_to_copy",
+}
+"""Operators that hand elements on as they are, each to where its sample is."""
 
 
 def untouched(layout: Known, dims: tuple[int, ...], what: str) -> Known:
@@ -178,8 +186,9 @@ def _scattered(call: Call) -> Result:
     dim = call.dim(call["dim"] or 0, len(call.out))
     if str(call.node.target).startswith("aten.select_scatter"):
         part = _with(part, dim)
-    for layout in (base, part):
-        untouched(layout, (dim,), "it writes")
+    if call.shape(call["src"]) != call.out:
+        for layout in (base, part):
+            untouched(layout, (dim,), "it writes")
     if isinstance(base, Shard) != isinstance(part, Shard):
         raise Undecided(f"{shown(call['self'])} is {base} and {shown(call['src'])} is {part}: one is cut and the other is whole")
     return added([base, part], [call.is_zero(call["self"]), call.is_zero(call["src"])])
