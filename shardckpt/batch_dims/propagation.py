@@ -115,7 +115,21 @@ def _compared(node: Any, layout: Layout, value: Any, batch: BatchSize) -> Layout
     cut = {layout.dim} if isinstance(layout, Shard | Numbered) else set()
     if isinstance(layout, Shard) and (layout.dim >= len(shape) or shape[layout.dim] % (layout.outer * batch.value)):
         return Unknown(f"{layout} does not fit its shape {tuple(value.shape)}", node.name)
-    if not batch.literal_sizes and any(batch.divides(size) and d not in cut for d, size in enumerate(shape)):
-        kind = "partial" if isinstance(layout, Partial) else "cut" if cut else "replicated"
-        return Unknown(f"it is {kind}, and another dimension of its shape {tuple(value.shape)} is the batch's: samples meet", node.name)
-    return layout
+    reason = _stray_size(node, layout, value.shape, [size for d, size in enumerate(shape) if d not in cut and batch.divides(size)], batch)
+    return Unknown(reason, node.name) if reason else layout
+
+
+def _stray_size(node: Any, layout: Layout, shape: Any, others: list[int], batch: BatchSize) -> str | None:
+    """Why sizes that have the batch in them where the layout is not cut refute it; None if they do not."""
+    if not others:
+        return None
+    if not batch.literal_sizes:
+        kind = "partial" if isinstance(layout, Partial) else "cut" if isinstance(layout, Shard | Numbered) else "replicated"
+        return f"it is {kind}, and another dimension of its shape {tuple(shape)} is the batch's: samples meet"
+    known = {int(size) for n in node.all_input_nodes for size in getattr(n.meta.get("val"), "shape", ())}
+    if node.op != "call_function" or node.target is operator.getitem or known.issuperset(others):
+        return None
+    return (
+        f"its shape {tuple(shape)} has a new size that may have been derived from the batch of {batch.value}; export with a dynamic batch "
+        f"dimension, or with a batch that divides no other size"
+    )

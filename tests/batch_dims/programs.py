@@ -124,8 +124,8 @@ def inputs(batch=BATCH, seed=0):
 
 
 @st.composite
-def programs(draw, tries=14):
-    """Steps that run for batches of two sizes."""
+def programs(draw, tries=10):
+    """Steps that run for a batch, its halves and its thirds."""
     dice = random.Random(draw(st.integers(0, 1 << 32)))
     return chosen(dice, tries)
 
@@ -136,7 +136,7 @@ def chosen(dice, tries):
         known = 4 + len(steps)
         step = (dice.choice(sorted(STEPS)), recent(dice, known), recent(dice, known), dice.randrange(4))
         try:
-            for batch in (BATCH, 8):
+            for batch in (BATCH, BATCH // 2, BATCH // 3):
                 values = run([*steps, step], *inputs(batch))
         except (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError):
             continue

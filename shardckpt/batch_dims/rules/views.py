@@ -45,7 +45,6 @@ def untouched(layout: Known, dims: tuple[int, ...], what: str) -> Known:
 def _reshaped(call: Call) -> Result:
     layout, before, after = call.layout(call["self"]), call.shape(call["self"]), call.out
     if not isinstance(layout, Shard):
-        _refuse_new_literals(call, before, after)
         return layout
     outside = prod(before[: layout.dim]) * layout.outer
     passed = 1
@@ -59,14 +58,6 @@ def _reshaped(call: Call) -> Result:
 def _named_sizes(call: Call) -> str:
     """The result's shape, with the graph's own symbols."""
     return f"[{', '.join(map(str, call.node.meta['val'].shape))}]"
-
-
-def _refuse_new_literals(call: Call, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-    new = [size for size in after if call.batch.divides(size) and size not in before]
-    if new and call.batch.literal_sizes:
-        raise Undecided(
-            f"the size {new[0]} may have been derived from the batch of {call.batch.value}; export with a dynamic batch dimension"
-        )
 
 
 def _permuted(call: Call) -> Result:
@@ -85,27 +76,20 @@ def _permuted(call: Call) -> Result:
 def _expanded(call: Call) -> Result:
     layout, before, after = call.layout(call["self"]), call.shape(call["self"]), call.out
     shift = len(after) - len(before)
+    new = [d for d, size in enumerate(after) if call.batch.divides(size) and (d < shift or before[d - shift] != size)]
+    if new and (call.batch.literal_sizes or len(new) > 1 or not isinstance(layout, Replicate)):
+        raise Undecided(f"{shown(call['self'])} is {layout} and is repeated for each sample, or as often by accident")
     if isinstance(layout, Shard):
         return Shard(layout.dim + shift, layout.outer, layout.power)
-    new = [d for d, size in enumerate(after) if call.batch.divides(size) and (d < shift or before[d - shift] != size)]
-    if not new:
-        return layout
-    _refuse_new_literals(call, before, after)
-    if isinstance(layout, Partial) or len(new) > 1:
-        raise Undecided(f"{shown(call['self'])} is {layout} and is expanded to the samples: it must be reduced before")
-    return Shard(new[0], 1, layout.power)
+    return Shard(new[0], 1, layout.power) if new else layout
 
 
 def _repeated(call: Call) -> Result:
     layout, before, after = call.layout(call["self"]), call.shape(call["self"]), call.out
-    if isinstance(layout, Shard):
-        dim = layout.dim + len(after) - len(before)
-        if after[dim] != before[layout.dim]:
-            raise Undecided("it repeats the samples")
-        return Shard(dim, layout.outer, layout.power)
-    if any(call.batch.divides(size) and size not in before for size in after):
-        raise Undecided("it repeats once per sample; use expand")
-    return layout
+    shift = len(after) - len(before)
+    if any(call.batch.divides(size) and (d < shift or before[d - shift] != size) for d, size in enumerate(after)):
+        raise Undecided("it repeats the samples, or once per sample")
+    return Shard(layout.dim + shift, layout.outer, layout.power) if isinstance(layout, Shard) else layout
 
 
 def _sliced(call: Call) -> Result:
