@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from shardckpt.batch_dims.call import Call, Result, shown
-from shardckpt.batch_dims.layouts import Partial, Replicate, Shard
+from shardckpt.batch_dims.layouts import Replicate, Shard
 from shardckpt.batch_dims.rules.algebra import Known, added
 from shardckpt.batch_dims.sizes import Undecided
 
