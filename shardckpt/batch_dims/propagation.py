@@ -115,8 +115,8 @@ def _compared(node: Any, layout: Layout, value: Any, batch: BatchSize) -> Layout
     cut = {layout.dim} if isinstance(layout, Shard | Numbered) else set()
     if isinstance(layout, Shard) and (layout.dim >= len(shape) or shape[layout.dim] % (layout.outer * batch.value)):
         return Unknown(f"{layout} does not fit its shape {tuple(value.shape)}", node.name)
-    reason = _stray_size(node, layout, value.shape, [size for d, size in enumerate(shape) if d not in cut and batch.divides(size)], batch)
-    return Unknown(reason, node.name) if reason else layout
+    stray = _stray_size(node, layout, value.shape, [size for d, size in enumerate(shape) if d not in cut and batch.divides(size)], batch)
+    return Unknown(stray, node.name) if stray else layout
 
 
 def _stray_size(node: Any, layout: Layout, shape: Any, others: list[int], batch: BatchSize) -> str | None:
