@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.per_process import PerProcess
     from shardckpt.restoring import restore
+    from shardckpt.rules import Rules
     from shardckpt.save_handle import SaveHandle, SaveReport
     from shardckpt.saving import save, save_async
     from shardckpt.sharding import Sharding
@@ -47,6 +48,7 @@ __all__ = [
     "PartitionSpec",
     "PerProcess",
     "Restored",
+    "Rules",
     "SaveHandle",
     "SaveOptions",
     "SaveReport",
@@ -75,6 +77,7 @@ _HOME = {
     "PartitionSpec": "partition_spec",
     "PerProcess": "per_process",
     "Restored": "manager",
+    "Rules": "rules",
     "SaveHandle": "save_handle",
     "SaveOptions": "options",
     "SaveReport": "save_handle",

@@ -36,6 +36,7 @@ __all__ = [
     "name_of_array_path",
     "natural_key",
     "nearest",
+    "pattern_regex",
     "piece_path",
     "selector",
     "shown",
@@ -220,7 +221,7 @@ def selector(only: Only | None) -> Callable[[str], bool]:
     patterns = [only] if isinstance(only, str) else only
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptionError(f"only= takes a pattern, a list of patterns or a function of a name, not {only!r}.")
-    compiled = [_regex(pattern) for pattern in patterns]
+    compiled = [pattern_regex(pattern) for pattern in patterns]
     return lambda name: any(regex.fullmatch(name) for regex in compiled)
 
 
@@ -233,12 +234,17 @@ _GLOB = re.compile(
 )
 
 
-@lru_cache(maxsize=256)
-def _regex(pattern: str) -> re.Pattern[str]:
+@lru_cache(maxsize=1024)
+def pattern_regex(pattern: str) -> re.Pattern[str]:
+    """The regular expression that matches, as a whole, the names that a pattern asks for; see `matches`.
+
+    Raises:
+        OptionError: `pattern` is none.
+    """
     try:
         return re.compile("".join(map(_regex_of, _GLOB.finditer(pattern))), re.DOTALL)
     except re.error as error:
-        raise OptionError(f"only={pattern!r} is not a pattern: {error.msg}. Write a bracket that stands for itself as '[[]'.") from None
+        raise OptionError(f"{pattern!r} is not a pattern of names: {error.msg}. Write a bracket that stands for itself as '[[]'.") from None
 
 
 def _regex_of(token: re.Match[str]) -> str:

@@ -191,7 +191,7 @@ def test_many_double_stars_take_no_exponential_time():
 
 @pytest.mark.parametrize("pattern", [3, [3], {"a"}, "[z-a]"])
 def test_what_is_no_pattern_is_an_option_error(pattern):
-    with pytest.raises(OptionError, match="only="):
+    with pytest.raises(OptionError, match="only=|is not a pattern of names"):
         names.selector(pattern)
 
 

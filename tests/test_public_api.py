@@ -8,7 +8,7 @@ import pytest
 import shardckpt
 from shardckpt import errors
 
-HEAVY = ["torch", "torch_xla", "jax", "tensorstore", "zarr", "numpy", "fsspec", "typer", "rich"]
+HEAVY = ["torch", "torch_xla", "jax", "tensorstore", "zarr", "numpy", "fsspec", "typer", "rich", "yaml"]
 
 
 def run(code):
@@ -21,7 +21,7 @@ def test_importing_shardckpt_loads_nothing_heavy():
 
 def test_the_pure_core_needs_numpy_alone():
     sharding = ["box", "mesh", "hybrid_mesh", "partition_spec", "op_sharding", "sharding"]
-    modules = [*sharding, "dtypes", "names", "leaves", "tree", "record", "options", "planning.plan", "planning.chunks"]
+    modules = [*sharding, "dtypes", "names", "leaves", "tree", "record", "options", "planning.plan", "planning.chunks", "rules"]
     imports = "; ".join(f"import shardckpt.{m}" for m in modules)
     heavy = [m for m in HEAVY if m != "numpy"]
     assert run(f"{imports}; import sys; print([m for m in {heavy} if m in sys.modules])") == "[]"
