@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
-from shardckpt.batch_dims.sizes import BatchSize, Undecided
+from shardckpt.batch_dims.sizes import BatchSize, Undecided, is_number
+
+if TYPE_CHECKING:
+    from shardckpt.batch_dims.assumptions import Assumptions
 
 __all__ = ["Call", "Result", "Unresolved", "is_node", "op_name", "shown"]
 
 Result = Layout | tuple[Layout, ...]
 """Of one tensor, or of a tuple of them."""
+
+_SIZES = frozenset(
+    {"size", "shape", "sizes", "split_size", "split_sizes", "repeats", "N", "HxW", "num_weights", "output_size", "normalized_shape"}
+)
+"""Arguments, by their names in schemas, that say what shape the result has."""
+_POSITIONS = frozenset({"start", "end", "index", "shifts", "diagonal", "k", "pad"})
+"""Arguments that say where in a dimension, if they are numbers."""
 
 
 class Unresolved(Exception):  # noqa: N818 - it passes an operand's Unknown on
@@ -34,13 +44,13 @@ class Call:
         node: a `torch.fx.Node` that calls an ATen operator.
         batch: sizes.
         known: what is known of the nodes before it.
-        even_counts: masks are taken to have as many true elements in every part.
+        assume: what the caller says.
     """
 
-    def __init__(self, node: Any, batch: BatchSize, known: Mapping[Any, Result], *, even_counts: bool = False) -> None:
+    def __init__(self, node: Any, batch: BatchSize, known: Mapping[Any, Result], assume: Assumptions) -> None:
         self.node = node
         self.batch = batch
-        self.even_counts = even_counts
+        self.assume = assume
         self._known = known
         self._arguments = _by_name(node)
 
@@ -115,9 +125,34 @@ class Call:
 
     @property
     def out(self) -> tuple[int, ...]:
-        """The shape of the only result."""
-        (shape,) = self.outs
-        return shape or ()
+        """The shape of the only result.
+
+        Raises:
+            Undecided: there are several.
+        """
+        shapes = self.outs
+        if len(shapes) > 1:
+            raise Undecided("it has several results")
+        return shapes[0] or ()
+
+    def refuse_counts(self) -> None:
+        """Refuse numbers among the arguments that differ with the size of the part, other than sizes, which the result's shape shows.
+
+        Raises:
+            Unresolved: how one depends on the batch is not known.
+            Undecided: one is a multiple of the batch, or, in a graph of fixed sizes, a position that may be.
+        """
+        for name, argument in self._arguments.items():
+            if name in {"start", "end"} and self._takes_all():
+                continue
+            for value in argument if isinstance(argument, list | tuple) else [argument]:
+                counts = is_number(value.meta.get("val")) if is_node(value) else name in _POSITIONS
+                if counts and name not in _SIZES and self.layout(value).power:
+                    raise Undecided(f"its {name}, {shown(value)}, depends on the size of the part")
+
+    def _takes_all(self) -> bool:
+        """Whether a slice is the whole dimension."""
+        return all(self.shape(self[name]) == self.out for name in ("self", "src") if self[name] is not None)
 
     def dim(self, value: Any, ndim: int) -> int:
         """A dimension that may be counted from the end."""

@@ -15,7 +15,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.batch_dims.layouts import Layout, Partial, Replicate, Shard, Unknown
+from shardckpt.batch_dims.assumptions import Assumptions
+from shardckpt.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
 from shardckpt.batch_dims.program import Program
 from shardckpt.batch_dims.propagation import propagate
 from shardckpt.batch_dims.sizes import BatchSize, Undecided, symbol_of
@@ -97,7 +98,9 @@ class BatchDims:
         return next(reversed(alike or telling), None)
 
 
-def batch_dims(exported: Any, batch: Mapping[str, int] | None = None, *, even_counts: bool = False) -> BatchDims:
+def batch_dims(
+    exported: Any, batch: Mapping[str, int] | None = None, *, even_counts: bool = False, local_batch_norm: bool = False
+) -> BatchDims:
     """Work out the layout of every tensor of a program over equal parts of its batch.
 
     Args:
@@ -107,6 +110,9 @@ def batch_dims(exported: Any, batch: Mapping[str, int] | None = None, *, even_co
             dynamic shapes every other input with the same symbol is cut, too.
         even_counts: masks have as many true elements in every part of the batch. The mean loss over targets that are not ignored
             is then the mean of the parts' means, as data-parallel training assumes; otherwise it is Unknown.
+        local_batch_norm: batch normalisation in training by the statistics of each process's own part is what is meant, as in
+            data-parallel training without SyncBatchNorm. That is another function than that of the whole batch. Its result is
+            then cut, and what is found after it holds of the parts' results put together; otherwise it is Unknown.
 
     Raises:
         OptionError: no such input or dimension, several sizes for the batch, or the batch was not named and cannot be told.
@@ -114,7 +120,8 @@ def batch_dims(exported: Any, batch: Mapping[str, int] | None = None, *, even_co
     program = Program.of(exported)
     size, given = _batch_of(program, batch)
     inputs: dict[Any, Layout] = {**_with_symbol(program, size), **given}
-    known = _settled(program, inputs, size, even_counts)
+    settled = _settled(program, inputs, size, Assumptions(even_counts, local_batch_norm))
+    known = {node: _in_numbers(node, found, size) for node, found in settled.items()}
     return BatchDims(
         program,
         {node.name: found for node, found in known.items()},
@@ -123,6 +130,15 @@ def batch_dims(exported: Any, batch: Mapping[str, int] | None = None, *, even_co
         {name: _single(known[node]) for name, node in program.outputs.items()},
         known,
     )
+
+
+def _in_numbers(node: Any, found: Result, batch: BatchSize) -> Result:
+    """What was found, if no symbol is in it: a size that is not known yet is no number of runs."""
+    if isinstance(found, tuple):
+        return tuple(_single(_in_numbers(node, layout, batch)) for layout in found)
+    if isinstance(found, Shard | Numbered) and not batch.is_literal(found.outer):
+        return Unknown(f"dimension {found.dim} has the batch behind another dynamic size", node.name)
+    return found
 
 
 def _single(found: Result) -> Layout:
@@ -194,13 +210,13 @@ def _with_symbol(program: Program, batch: BatchSize) -> dict[Any, Layout]:
 # --- State that the program changes -------------------------------------------------------------------------------
 
 
-def _settled(program: Program, inputs: dict[Any, Layout], batch: BatchSize, even_counts: bool) -> dict[Any, Result]:
+def _settled(program: Program, inputs: dict[Any, Layout], batch: BatchSize, assume: Assumptions) -> dict[Any, Result]:
     """The layouts of all nodes, with a layout for changed state that the program keeps up."""
     changed = {program.placeholder(name): new for name, new in program.changed.items()}
     left = {node: _candidates(node, batch) for node in changed if node not in inputs}
     first: dict[Any, Result] = {}
     while True:
-        known = propagate(program.graph, inputs, batch, even_counts=even_counts)
+        known = propagate(program.graph, inputs, batch, assume)
         first = first or known
         moving = [node for node, new in changed.items() if known[new] != known[node] and not isinstance(known[node], Unknown)]
         if not moving:

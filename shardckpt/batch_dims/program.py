@@ -49,6 +49,11 @@ class Program:
                 f"batch_dims: a {type(exported).__name__} is no graph; give what torch.export.export returns, or a torch.fx.GraphModule."
             )
         for node in program.graph.nodes:
+            if node.op in {"call_method", "call_module"} or getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+                raise OptionError(
+                    f"batch_dims: {node.name} ({node.target}) is no functional ATen operator, so what it does to layouts cannot be "
+                    f"followed; give what torch.export.export returns, or trace with make_fx(torch.func.functionalize(…))."
+                )
             if node.op == "placeholder" and "val" not in node.meta:
                 raise OptionError(
                     f'batch_dims: the graph does not say the shape of {node.name}; trace it with make_fx(…, tracing_mode="symbolic").'

@@ -19,6 +19,7 @@ from shardckpt.batch_dims.sizes import Undecided, is_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from shardckpt.batch_dims.assumptions import Assumptions
     from shardckpt.batch_dims.sizes import BatchSize
 
 __all__ = ["propagate"]
@@ -27,25 +28,25 @@ _SIZES_OF = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset"}
 """Operators that look at a tensor's shape and not at its elements."""
 
 
-def propagate(graph: Any, inputs: Mapping[Any, Layout], batch: BatchSize, *, even_counts: bool = False) -> dict[Any, Result]:
+def propagate(graph: Any, inputs: Mapping[Any, Layout], batch: BatchSize, assume: Assumptions) -> dict[Any, Result]:
     """What is known of every node.
 
     Args:
         graph: a `torch.fx.Graph` of ATen operators whose nodes have `meta["val"]`.
         inputs: what is known of the placeholders; of others, that they are replicated.
         batch: which sizes are the batch's.
-        even_counts: a mask is taken to have as many true elements in every part of the batch.
+        assume: what the caller says.
     """
     known: dict[Any, Result] = {}
     for node in graph.nodes:
         if node.op == "output":
             continue
         called = node.op == "call_function"
-        known[node] = _checked(node, _of_call(node, known, batch, even_counts) if called else inputs.get(node, Replicate()), batch)
+        known[node] = _checked(node, _of_call(node, known, batch, assume) if called else inputs.get(node, Replicate()), batch)
     return known
 
 
-def _of_call(node: Any, known: Mapping[Any, Result], batch: BatchSize, even_counts: bool) -> Result:
+def _of_call(node: Any, known: Mapping[Any, Result], batch: BatchSize, assume: Assumptions) -> Result:
     if node.target is operator.getitem:
         source, key = known[node.args[0]], node.args[1]
         return source[key] if isinstance(source, tuple) else source
@@ -56,7 +57,7 @@ def _of_call(node: Any, known: Mapping[Any, Result], batch: BatchSize, even_coun
         if rule is None:
             unknown = next((known[n] for n in node.all_input_nodes if isinstance(known[n], Unknown)), None)
             return unknown or _without_rule(node)
-        return _with_numbers(node, known, lambda seen: rule(Call(node, batch, seen, even_counts=even_counts)))
+        return _with_numbers(node, known, lambda seen: rule(Call(node, batch, seen, assume)))
     except Undecided as reason:
         return Unknown(f"{op_name(node)}: {reason}", node.name)
     except Unresolved as operand:
@@ -113,7 +114,7 @@ def _compared(node: Any, layout: Layout, value: Any, batch: BatchSize) -> Layout
     except Undecided as reason:
         return Unknown(str(reason), node.name)
     cut = {layout.dim} if isinstance(layout, Shard | Numbered) else set()
-    if isinstance(layout, Shard) and (layout.dim >= len(shape) or shape[layout.dim] % (layout.outer * batch.value)):
+    if isinstance(layout, Shard | Numbered) and (layout.dim >= len(shape) or shape[layout.dim] % (layout.outer * batch.value)):
         return Unknown(f"{layout} does not fit its shape {tuple(value.shape)}", node.name)
     stray = _stray_size(node, layout, value.shape, [size for d, size in enumerate(shape) if d not in cut and batch.divides(size)], batch)
     return Unknown(stray, node.name) if stray else layout

@@ -32,10 +32,12 @@ def batch_shardings(
     axis: str = "data",
     replicated: Sequence[str] = (),
     prefix: str = "",
+    even_counts: bool = False,
+    local_batch_norm: bool = False,
 ) -> dict[str, Sharding | Placements]:
     """Layouts of a program's parameters, buffers and changed inputs over a mesh, by name.
 
-    They are what `SaveOptions(shardings=…)` takes. `{name: layout.spec}` are rules of partition specs.
+    They are what `SaveOptions(shardings=…)` and `Rules.by_name` take.
 
     Args:
         exported: a program, or what `batch_dims` found of one.
@@ -45,6 +47,8 @@ def batch_shardings(
         replicated: patterns of names that the training keeps equal by means that are not in the graph: it reduces them, as
             SyncBatchNorm does, or copies those of one process, as DistributedDataParallel does with buffers.
         prefix: put before each name, such as "model/" for a state {"model": module.state_dict()}.
+        even_counts: as for `batch_dims`, unless its result is given.
+        local_batch_norm: likewise.
 
     Raises:
         OptionError: as for `batch_dims`.
@@ -52,7 +56,11 @@ def batch_shardings(
     """
     if axis not in mesh.axis_names:
         raise ShardingError(f"batch_shardings: the mesh has no axis {axis!r}; its axes are {', '.join(mesh.axis_names)}.")
-    found = exported if isinstance(exported, BatchDims) else batch_dims(exported, batch)
+    found = (
+        exported
+        if isinstance(exported, BatchDims)
+        else batch_dims(exported, batch, even_counts=even_counts, local_batch_norm=local_batch_norm)
+    )
     inputs = {name: found.inputs[name] for name in found.program.changed if name in found.inputs}
     layouts = {name: _stated(name, layout, replicated) for name, layout in {**found.states, **inputs}.items()}
     shapes = {name: tuple(found.program.placeholder(name).meta["val"].shape) for name in layouts}

@@ -18,6 +18,8 @@ from typing import Any
 __all__ = ["BatchSize", "Undecided", "is_number", "symbol_of"]
 
 _FIRST_PRIME = 1_000_003
+_END = 1 << 62
+"""A literal of this size means the end of a dimension, and no number of samples."""
 
 
 class Undecided(Exception):  # noqa: N818 - it ends one rule's reasoning, and becomes an Unknown
@@ -46,6 +48,7 @@ class BatchSize:
 
     def __init__(self, size: Any) -> None:
         self._primes: dict[Any, int] = {}
+        self._degrees: dict[Any, int | None] = {}
         self._symbol = symbol_of(size)
         self.literal_sizes = self._symbol is None
         """Sizes of the graph are literals: whether one comes from the batch cannot be seen."""
@@ -61,10 +64,9 @@ class BatchSize:
         expr = symbol_of(size)
         if expr is None:
             return int(size)
-        found = int(self._evaluated(expr))
-        if self._symbol is not None and self._symbol in expr.free_symbols and found % self._primes[self._symbol]:
+        if self._symbol in expr.free_symbols and self._degree(expr) != 1:
             raise Undecided(f"the size {expr} depends on the batch and is no multiple of it")
-        return found
+        return int(self._evaluated(expr))
 
     def shape(self, sizes: Any) -> tuple[int, ...]:
         """A shape as integers; see `of`."""
@@ -88,13 +90,24 @@ class BatchSize:
                     f"the constant {number} may have been derived from the batch of {self.value}; export with a dynamic batch dimension"
                 )
             return 0
-        if self._symbol is None or self._symbol not in expr.free_symbols:
+        if self._symbol not in expr.free_symbols:
             return 0
-        ratio = self._evaluated(expr.subs(self._symbol, 2 * self._symbol)) / self._evaluated(expr)
-        for power in (1, -1, 2, -2):
-            if ratio == type(ratio)(2) ** power:
-                return power
-        raise Undecided(f"the number {expr} is not proportional to the batch")
+        degree = self._degree(expr)
+        if degree is None:
+            raise Undecided(f"the number {expr} is not proportional to the batch")
+        return degree
+
+    def is_literal(self, size: int) -> bool:
+        """Whether a size has no symbol in it."""
+        return all(size % prime for prime in self._primes.values())
+
+    def _degree(self, expr: Any) -> int | None:
+        """The power of the batch that an expression is a multiple of, as batches of several sizes show; None if of none."""
+        if expr not in self._degrees:
+            values = {t: self._evaluated(expr.subs(self._symbol, t)) for t in (1, 2, 3, _FIRST_PRIME)}
+            fits = (p for p in (1, -1, 2, -2) if all(v * t ** max(-p, 0) == values[1] * t ** max(p, 0) for t, v in values.items()))
+            self._degrees[expr] = next(fits, None)
+        return self._degrees[expr]
 
     def _evaluated(self, expr: Any) -> Any:
         for symbol in sorted(expr.free_symbols, key=str):
@@ -104,7 +117,7 @@ class BatchSize:
 
 
 def _may_count(number: Any, batch: int) -> bool:
-    if isinstance(number, bool) or not isinstance(number, int | float) or not number or not math.isfinite(number):
+    if isinstance(number, bool) or not isinstance(number, int | float) or not number or not math.isfinite(number) or abs(number) >= _END:
         return False
     return any(abs(x) >= batch and abs(x / batch - round(x / batch)) < 1e-6 * abs(x / batch) for x in (number, 1 / number))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import AverageLoss, Block, CachedAttention, ConvNet, Statistics, exported, joint
 from parts import contradictions, exported_inputs
+from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.fx import GraphModule
 
 from shardckpt.batch_dims import Numbered, Partial, Replicate, Shard, Unknown, batch_dims
@@ -99,3 +100,23 @@ def test_explaining_a_tensor_goes_from_the_batch_to_it_node_by_node(tokens):
     assert lines[0].startswith("ids: input of shape [s")
     assert lines[-1] == "embed.weight.grad is Partial(mean)"
     assert any("Shard(0, outer=3)" in line for line in lines)
+
+
+def test_local_batch_normalisation_is_followed_where_the_caller_means_it():
+    """It is another function than that of the whole batch, so that only the parts put together can be compared: nothing of it is run."""
+    program = exported(ConvNet(), (torch.randn(8, 3, 6, 6),))
+    found = batch_dims(program, local_batch_norm=True)
+    assert list(found.outputs.values()) == [Shard(0)]
+    assert found.states["norm.running_mean"] == Partial("sum", -1)
+    assert isinstance(found.states["norm.running_var"], Unknown)
+
+
+def test_graphs_of_aot_autograd_are_read():
+    def loss(w, x, y):
+        return (((x @ w) - y) ** 2).mean()
+
+    arguments = torch.randn(4, 3, requires_grad=True), torch.randn(8, 4), torch.randn(8, 3)
+    program = aot_export_joint_simple(lambda *a: (loss(*a),), arguments, trace_joint=True)
+    names = [node.target for node in program.graph.nodes if node.op == "placeholder"]
+    found = batch_dims(program, {names[1]: 0, names[2]: 0})
+    assert [str(layout).partition(":")[0] for layout in found.outputs.values()] == ["Partial(mean)", "Unknown"]

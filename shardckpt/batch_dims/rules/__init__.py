@@ -16,13 +16,22 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "rule_of"]
 
+
+def _same_numbers(rule: Callable[[Call], Result]) -> Callable[[Call], Result]:
+    """For operators of which the rules look at tensors alone."""
+
+    def guarded(call: Call) -> Result:
+        call.refuse_counts()
+        return rule(call)
+
+    return guarded
+
+
+_OF_TENSORS = (views, reductions, contractions, lookups, norms)
+
 RULES: dict[str, Callable[[Call], Result]] = {
     **pointwise.RULES,
-    **views.RULES,
-    **reductions.RULES,
-    **contractions.RULES,
-    **lookups.RULES,
-    **norms.RULES,
+    **{name: _same_numbers(rule) for family in _OF_TENSORS for name, rule in family.RULES.items()},
     **factories.RULES,
 }
 """ATen operator, without its overload → rule."""

@@ -14,7 +14,7 @@ from typing import Any
 from shardckpt.batch_dims.call import Call, Result, shown
 from shardckpt.batch_dims.layouts import Partial, Replicate, Shard
 from shardckpt.batch_dims.rules.algebra import Known, added, multiplied, position
-from shardckpt.batch_dims.rules.pointwise import operands
+from shardckpt.batch_dims.rules.pointwise import aligned
 from shardckpt.batch_dims.sizes import Undecided
 
 __all__ = ["RULES"]
@@ -64,29 +64,36 @@ def _plus_einsum(equation: str, *names: str) -> Any:
         factors = [call.layout(call[name] if call[name] is not None else 1) for name in ("alpha", "beta")]
         if factors != [Replicate(), Replicate()]:
             raise Undecided("alpha or beta scales with the batch")
-        product = contracted(call, equation, *(call[name] for name in names))
-        (bias,) = operands(call, [call["self"]])
-        if isinstance(product, Shard) and not isinstance(bias, Shard):
-            shift, shape = len(call.out) - len(call.shape(call["self"])), call.shape(call["self"])
-            if product.dim >= shift and shape[product.dim - shift] != 1:
-                raise Undecided(f"{shown(call['self'])} is {bias} and has elements along the batch; name it in batch=… if it is cut")
-        return added([bias, product], [call.is_zero(call["self"]), False])
+        return _plus_bias(call, contracted(call, equation, *(call[name] for name in names)), call["self"])
 
     return rule
 
 
+def _plus_bias(call: Call, product: Known, bias: Any) -> Known:
+    """A product and what is added to it, which is broadcast to the product's dimensions."""
+    if bias is None:
+        return product
+    layout = call.layout(bias)
+    if isinstance(layout, Shard) and not isinstance(product, Shard):
+        raise Undecided(f"{shown(bias)} is {layout}, and what it is added to is {product}; name its operands in batch=… if they are cut")
+    along = frozenset({product.dim}) if isinstance(product, Shard) else frozenset[int]()
+    return added([aligned(call, bias, layout, call.out, along), product], [call.is_zero(bias), False])
+
+
 def _linear(call: Call) -> Result:
     letters = "abcdefgh"[: len(call.shape(call["input"])) - 1]
-    product = contracted(call, f"{letters}i,oi->{letters}o", call["input"], call["weight"])
-    return product if call["bias"] is None else added([product, call.layout(call["bias"])])
+    return _plus_bias(call, contracted(call, f"{letters}i,oi->{letters}o", call["input"], call["weight"]), call["bias"])
 
 
 def _convolution(call: Call) -> Result:
     image, weight = call.layout(call["input"]), call.layout(call["weight"])
     if any(isinstance(layout, Shard) and layout.dim for layout in (image, weight)) or isinstance(weight, Shard):
         raise Undecided("the batch is in its channels, its kernel or along the image")
+    bias = call.layout(call["bias"])
+    if isinstance(bias, Shard):
+        raise Undecided("the batch is in its channels")
     product = multiplied([image, weight])
-    return product if call["bias"] is None else added([product, call.layout(call["bias"])])
+    return product if call["bias"] is None else added([product, bias])
 
 
 def _convolution_backward(call: Call) -> Result:
@@ -102,22 +109,27 @@ def _convolution_backward(call: Call) -> Result:
 
 
 def _attention(call: Call) -> Result:
-    """Each head of each sample by itself: dimensions 0 and 1 are batch and heads, of the mask as well."""
+    """Each head of each sample by itself: all dimensions but the last two are batch and heads, of the mask as well."""
     tensors = [call.steady(call[name]) for name in ("query", "key", "value")]
     mask = call["attn_mask"] if call["attn_mask"] is not None else call["attn_bias"]
-    place = position(tensors)
-    if place is not None and (place[0] > 1 or not all(isinstance(layout, Shard) for layout in tensors)):
+    place, ndim = position(tensors), len(call.shape(call["query"]))
+    if place is None and call["dropout_p"]:
+        raise Undecided("it draws random numbers, which are the same in all processes only if their generators are")
+    if place is not None and (place[0] >= ndim - 2 or not all(isinstance(layout, Shard) for layout in tensors)):
         raise Undecided("queries, keys and values are not all cut in their batch or their heads")
     if mask is not None:
-        layout, shape = call.steady(mask), call.shape(mask)
-        shift = 4 - len(shape)
-        if isinstance(layout, Shard):
-            if (layout.dim + shift, layout.outer) != place:
-                raise Undecided("its mask is cut elsewhere than its queries")
-        elif place is not None and place[0] >= shift and shape[place[0] - shift] != 1:
-            raise Undecided(f"{shown(mask)} is {layout} and has elements along the batch; name it in batch=… if it is cut")
+        _check_mask(call, mask, place, ndim)
     found: Known = Replicate() if place is None else Shard(*place)
     return found if len(call.outs) == 1 else tuple(found if shape is not None and len(shape) > 2 else Replicate() for shape in call.outs)
+
+
+def _check_mask(call: Call, mask: Any, place: tuple[int, int] | None, ndim: int) -> None:
+    """A mask is cut where the queries are, or has one row for all."""
+    layout = call.steady(mask)
+    along = frozenset() if place is None else frozenset({place[0]})
+    found = aligned(call, mask, layout, (1,) * ndim, along)
+    if isinstance(found, Shard) and (found.dim, found.outer) != place:
+        raise Undecided(f"{shown(mask)} is {layout}, cut elsewhere than the queries")
 
 
 def _attention_backward(call: Call) -> Result:
@@ -126,9 +138,8 @@ def _attention_backward(call: Call) -> Result:
     place = position([gradient, *others])
     if place is None or place[0] > 1 or not all(isinstance(layout, Shard) for layout in (gradient, *others)):
         raise Undecided("its gradient, queries, keys and values are not all cut in their batch or their heads")
-    mask = call["attn_mask"]
-    if mask is not None and (call.replicated(mask) and any(call.batch.divides(size) for size in call.shape(mask))):
-        raise Undecided(f"{shown(mask)} has elements along the batch")
+    if call["attn_mask"] is not None:
+        _check_mask(call, call["attn_mask"], place, 4)
     return (Shard(*place, gradient.power),) * len(call.outs)
 
 

@@ -2,7 +2,7 @@
 
 | operators | rule |
 |---|---|
-| full, zeros, ones, and those like another tensor | replicated; with a dimension of the batch's size cut in it |
+| full, zeros, ones, empty, and those like another tensor | replicated; with a dimension of the batch's size cut in it |
 | arange | replicated; Numbered where its length is the batch's: every process counts its samples from 0 |
 | rand, bernoulli, native_dropout, … | cut: every sample draws its own; Unknown where all processes would have to draw the same |
 """
@@ -69,6 +69,7 @@ def _dropout(call: Call) -> Result:
 RULES = {
     **dict.fromkeys(["full", "zeros", "ones", "scalar_tensor", "full_like", "zeros_like", "ones_like"], _filled),
     **dict.fromkeys(["new_full", "new_zeros", "new_ones"], _filled),
+    **dict.fromkeys(["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"], _filled),
     "arange": _counted,
     **dict.fromkeys(["rand", "randn", "rand_like", "randn_like", "bernoulli"], _drawn),
     "native_dropout": _dropout,

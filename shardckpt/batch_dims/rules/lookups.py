@@ -54,7 +54,7 @@ def _indexed(call: Call, indices: list[Any]) -> Known:
     """What is read from a tensor at indices: dimensions without an index stay, and the indices' own come in their place."""
     source, ndim = call.layout(call["self"]), len(call.shape(call["self"]))
     indices = indices + [None] * (ndim - len(indices))
-    if any(index is not None and "bool" in str(index.meta["val"].dtype) for index in indices):
+    if any(map(_is_mask, indices)):
         raise Undecided("how many elements a mask takes depends on the data")
     block, start, lengths = _index_block(call, indices)
     if _own_row(call, source, indices):
@@ -66,6 +66,10 @@ def _indexed(call: Call, indices: list[Any]) -> Known:
     if isinstance(source, Shard):
         return Shard(_kept_at(source.dim, indices, start, lengths), source.outer, source.power)
     return source
+
+
+def _is_mask(index: Any) -> bool:
+    return index is not None and str(index.meta["val"].dtype) in {"torch.bool", "torch.uint8"}
 
 
 def _own_row(call: Call, source: Known, indices: list[Any]) -> bool:
@@ -117,11 +121,13 @@ def _kept_at(dim: int, indices: list[Any], start: int, length: int) -> int:
 def _index_put(call: Call) -> Result:
     base, ndim = call.layout(call["self"]), len(call.shape(call["self"]))
     indices = list(call["indices"]) + [None] * (ndim - len(call["indices"]))
-    if any(index is not None and "bool" in str(index.meta["val"].dtype) for index in indices):
+    if any(map(_is_mask, indices)):
         raise Undecided("how many elements a mask writes depends on the data")
     block, start, length = _index_block(call, indices)
     written = length + sum(index is None for index in indices)
     values, shape = call.layout(call["values"]), call.shape(call["values"])
+    if call["accumulate"]:
+        _refuse_extreme(values)
     if isinstance(values, Shard):
         values = Shard(values.dim + written - len(shape), values.outer, values.power)
     zero, base_zero = call.is_zero(call["values"]), call.is_zero(call["self"])
@@ -144,6 +150,12 @@ def _index_put(call: Call) -> Result:
     if isinstance(values, Shard):
         raise Undecided(f"{shown(call['self'])} is {base} and samples are written into it; name it in batch=… if it is cut")
     return added([base, values], [base_zero, zero])
+
+
+def _refuse_extreme(values: Known) -> None:
+    """Several of them may be added at one place."""
+    if isinstance(values, Partial) and values.reduction != "sum":
+        raise Undecided(f"it adds up elements of {values}, which must be reduced before")
 
 
 def _into(base: Known, values: Known, place: Shard) -> Known:
@@ -184,13 +196,17 @@ def _scatter(call: Call) -> Result:
     base, index, written = call.layout(call["self"]), call.steady(call["index"]), call.layout(source)
     if call["reduce"] is not None:
         raise Undecided("it reduces what it writes")
+    adds = "scatter_add" in str(call.node.target)
+    if adds:
+        _refuse_extreme(written)
     cut = [layout for layout in (base, index, written) if isinstance(layout, Shard)]
     if not cut:
         return added([base, written], [call.is_zero(call["self"]), call.is_zero(source)])
     place = position([Shard(layout.dim, layout.outer) for layout in cut])
     assert place is not None
-    adds = call.node.target is not None and "scatter_add" in str(call.node.target)
     if adds and place[0] == dim and isinstance(index, Shard) and isinstance(written, Shard) and not isinstance(base, Shard):
+        if call.shape(call["index"])[dim] != call.shape(source)[dim]:
+            raise Undecided("it writes fewer samples than there are")
         return added([base, Partial("sum", written.power)], [call.is_zero(call["self"]), False])
     whole = [layout for layout in (base, index, *([] if call["src"] is None else [written])) if not isinstance(layout, Shard)]
     if place[0] == dim or whole or isinstance(written, Partial):

@@ -71,19 +71,26 @@ def _batch_norm(call: Call) -> Result:
     layout = call.steady(call["input"])
     for name in ("weight", "bias"):
         call.replicated(call[name])
+    functional = len(call.outs) > 3  # it returns the running statistics too
     if not isinstance(layout, Shard):
-        return (layout,) * len(call.outs)
+        return (layout,) * 3 + (tuple(_moved(call, name, layout) for name in ("running_mean", "running_var")) if functional else ())
     if layout.dim:
         raise Undecided("the batch is in its channels or along the image")
     coupled = Unknown(
         "batch normalisation couples samples: every process normalises by the mean and variance of its own part", call.node.name
     )
     mean = Partial("sum", -1)
-    found: list[Layout] = [coupled, mean, coupled]
-    if len(call.outs) > 3:  # the functional form, which returns the running statistics too
-        found.append(added([mean, call.layout(call["running_mean"])]))
+    found: list[Layout] = [layout if call.assume.local_batch_norm else coupled, mean, coupled]
+    if functional:
+        found.append(_moved(call, "running_mean", mean))
         found.append(Unknown("the variances of the parts do not make the variance of the batch", call.node.name))
     return tuple(found)
+
+
+def _moved(call: Call, name: str, towards: Replicate | Partial) -> Layout:
+    """Running statistics, moved towards those of this call."""
+    found = call.known(call[name])
+    return found if isinstance(found, Unknown) else added([towards, call.layout(call[name])])
 
 
 def _each_sample(*names: str) -> Any:

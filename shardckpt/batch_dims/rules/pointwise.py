@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardckpt.batch_dims.call import Call, Result, shown
+from shardckpt.batch_dims.call import Call, Result, is_node, shown
 from shardckpt.batch_dims.layouts import Partial, Replicate, Shard
 from shardckpt.batch_dims.rules.algebra import Known, added, extreme, multiplied
 from shardckpt.batch_dims.sizes import Undecided
@@ -122,7 +122,7 @@ def _quotient(call: Call) -> Result:
 
 def _linear_in_first(call: Call) -> Result:
     """Backward functions: the gradient times something of the other operands."""
-    first, *others = call.operands
+    first, *others = [argument for argument in call.node.args if is_node(argument)]
     for other in others:
         call.steady(other)
     return multiplied(operands(call, [first, *others]))

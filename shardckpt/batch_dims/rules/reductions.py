@@ -40,7 +40,7 @@ def _total(power: int) -> Any:
         if isinstance(layout, Shard):
             if layout.dim not in dims:
                 return _kept(layout, dims, bool(call["keepdim"]))
-            if call.even_counts and not power and _counts(call):
+            if call.assume.even_counts and not power and _counts(call):
                 return Replicate(1)
             return Partial("sum", layout.power + power)
         if isinstance(layout, Partial) and layout.reduction != "sum":

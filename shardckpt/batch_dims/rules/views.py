@@ -43,6 +43,8 @@ def untouched(layout: Known, dims: tuple[int, ...], what: str) -> Known:
 
 
 def _reshaped(call: Call) -> Result:
+    if call["dtype"] is not None:  # the same bits as another type: of no partial tensor
+        call.steady(call["self"])
     layout, before, after = call.layout(call["self"]), call.shape(call["self"]), call.out
     if not isinstance(layout, Shard):
         return layout
