@@ -135,8 +135,9 @@ class Rules:
 
     @classmethod
     def by_name(cls, layouts: Mapping[str, StoredLayout], origin: str = "its layout by name") -> Rules:
-        """Layouts that were worked out for each tensor, such as those of `shardckpt.batch_dims.batch_shardings`; over their own
-        mesh where no other is given.
+        """Layouts that were worked out for each tensor; over their own mesh where no other is given.
+
+        `shardckpt.batch_dims.batch_shardings` gives such, from the graph of a program.
 
         Args:
             layouts: name in the checkpoint → layout.

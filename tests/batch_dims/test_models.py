@@ -30,6 +30,7 @@ def tokens():
     return torch.randint(0, 11, (8, 5), generator=generator), torch.randint(0, 11, (8, 5), generator=generator)
 
 
+@pytest.mark.slow
 def test_every_gradient_of_a_transformer_is_the_mean_of_those_of_the_parts(tokens):
     model = Block()
     found = checked(joint(model, tokens), tokens, even_counts=True)
@@ -39,6 +40,7 @@ def test_every_gradient_of_a_transformer_is_the_mean_of_those_of_the_parts(token
     assert not found.unknown_operators
 
 
+@pytest.mark.slow
 def test_a_loss_over_targets_some_of_which_are_ignored_is_no_mean_of_parts(tokens):
     found = checked(exported(Block(), tokens), tokens)
     (loss,) = found.outputs.values()
@@ -93,6 +95,7 @@ def test_gradients_of_a_mean_over_samples_follow_from_symbols_alone():
     assert {type(found.nodes[name]) for name in found.nodes} <= {Replicate, Shard, Partial, Numbered, tuple}
 
 
+@pytest.mark.slow
 def test_explaining_a_tensor_goes_from_the_batch_to_it_node_by_node(tokens):
     found = batch_dims(joint(Block(), tokens), even_counts=True)
     lines = found.explain("embed.weight.grad").splitlines()
@@ -113,10 +116,10 @@ def test_local_batch_normalisation_is_followed_where_the_caller_means_it():
 
 def test_graphs_of_aot_autograd_are_read():
     def loss(w, x, y):
-        return (((x @ w) - y) ** 2).mean()
+        return (((x @ w) - y) ** 2).sum()
 
     arguments = torch.randn(4, 3, requires_grad=True), torch.randn(8, 4), torch.randn(8, 3)
     program = aot_export_joint_simple(lambda *a: (loss(*a),), arguments, trace_joint=True)
     names = [node.target for node in program.graph.nodes if node.op == "placeholder"]
     found = batch_dims(program, {names[1]: 0, names[2]: 0})
-    assert [str(layout).partition(":")[0] for layout in found.outputs.values()] == ["Partial(mean)", "Unknown"]
+    assert [str(layout).partition(":")[0] for layout in found.outputs.values()] == ["Partial(sum)", "Partial(sum)"]

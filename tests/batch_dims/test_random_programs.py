@@ -27,8 +27,9 @@ def literals(graph_module):
     return [leaf for leaf in leaves if type(leaf) in (int, float)]
 
 
+@pytest.mark.slow
 @given(steps=programs())
-@settings(max_examples=8)
+@settings(max_examples=20)
 def test_every_claim_holds_for_parts_of_any_size(steps):
     program = traced(steps, symbolic=True)
     found = batch_dims(program, named(program))
@@ -38,8 +39,9 @@ def test_every_claim_holds_for_parts_of_any_size(steps):
         assert claims >= 4
 
 
+@pytest.mark.slow
 @given(steps=programs())
-@settings(max_examples=5)
+@settings(max_examples=10)
 def test_every_claim_holds_in_graphs_of_fixed_sizes(steps):
     program, part = (traced(steps, False, batch) for batch in (BATCH, BATCH // 2))
     if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in part.graph.nodes]:

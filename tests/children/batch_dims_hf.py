@@ -1,4 +1,4 @@
-"""What is found of small models of transformers: prints JSON, model → layouts, operators without one, and claims that running contradicts."""
+"""What is found of small models of transformers: prints JSON, model → layouts, and claims that running them contradicts."""
 
 import json
 import sys
