@@ -18,7 +18,7 @@ CHILDREN = Path(__file__).parents[1] / "children"
 
 
 def printed(child):
-    done = subprocess.run([sys.executable, CHILDREN / f"{child}.py"], capture_output=True, text=True, timeout=250)
+    done = subprocess.run([sys.executable, CHILDREN / f"{child}.py"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -40,6 +40,7 @@ def test_of_single_operators_dtensor_says_the_same():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(250)
 def test_logits_of_transformers_are_cut_and_gradients_are_means():
     models = printed("batch_dims_hf")
     for name, found in models.items():

@@ -67,7 +67,6 @@ if __name__ == "__main__":
     print(
         json.dumps(
             {
-                "Llama": described(Logits, llama, exported),
                 "Llama's gradients": described(Loss, llama, joint),
                 "Llama, tied": described(Logits, transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True), exported),
                 "GPT-2": described(Logits, transformers.GPT2Config(**GPT2), exported),
