@@ -24,11 +24,11 @@ __all__ = ["Like"]
 class Like:
     """Tensors, and how they are laid out somewhere else."""
 
-    tensors: tuple[tuple[str, tuple[int, ...], StoredLayout | None], ...]
-    """Name, shape there, layout there (None: a plain host tensor)."""
+    tensors: tuple[tuple[str, tuple[int, ...] | None, StoredLayout | None], ...]
+    """Name, shape there (None: not known), layout there (None: a plain host tensor)."""
     origin: str = field(default="the other checkpoint", compare=False)
     """What has them, for messages."""
-    _by_name: Mapping[str, tuple[tuple[int, ...], StoredLayout | None]] = field(init=False, repr=False, compare=False)
+    _by_name: Mapping[str, tuple[tuple[int, ...] | None, StoredLayout | None]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Index the names."""
@@ -57,7 +57,7 @@ class Like:
         there, layout = self._by_name[name]
         if layout is None:
             return None
-        if len(shape) != len(there):
+        if there is not None and len(shape) != len(there):
             raise ShardingError(
                 f"{shown(name)} has shape {shape}, and in {self.origin} it has {there}, whose layout does not suit it; "
                 "give it a rule of its own."

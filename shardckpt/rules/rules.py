@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.record import CheckpointRecord
     from shardckpt.rules.deciding import Step
     from shardckpt.rules.decision import Decision
+    from shardckpt.structure import StoredLayout
 
 __all__ = ["Rules"]
 
@@ -130,6 +131,19 @@ class Rules:
             origin: its url, for messages.
         """
         entry = Like.of(record.structure, origin)
+        return cls((entry,), mesh=entry.mesh)
+
+    @classmethod
+    def by_name(cls, layouts: Mapping[str, StoredLayout], origin: str = "its layout by name") -> Rules:
+        """Layouts that were worked out for each tensor; over their own mesh where no other is given.
+
+        `shardckpt.batch_dims.batch_shardings` gives such, from the graph of a program.
+
+        Args:
+            layouts: name in the checkpoint → layout.
+            origin: where they are from, for messages.
+        """
+        entry = Like(tuple((name, None, layout) for name, layout in layouts.items()), origin)
         return cls((entry,), mesh=entry.mesh)
 
     def then(self, others: Rules) -> Rules:

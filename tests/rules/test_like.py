@@ -87,3 +87,13 @@ def test_layouts_without_axes_are_copied_as_they_are_or_by_an_equivalent_spec():
     with pytest.raises(ShardingError, match=r"'text': .*over 4 devices"):
         rules.decide("text", (8, 3), other)
     assert rules.decide("text", (8, 3), parse_mesh("x=4")).layout == Sharding(parse_mesh("x=4"), PartitionSpec("x", None))
+
+
+def test_layouts_that_were_worked_out_for_each_tensor_are_rules():
+    worked_out = {"cache": Sharding(MESH, PartitionSpec("data", None)), "scale": Sharding(MESH, PartitionSpec())}
+    rules = Rules.parse("scale=(model)").then(Rules.by_name(worked_out, "the graph"))
+    decided = rules.decide_all({"cache": (8, 3), "scale": (8,), "new": (40_000,)})
+    assert decided["cache"].layout == worked_out["cache"]
+    assert (decided["cache"].rule, decided["cache"].why) == ("like the graph", "the graph has it so")
+    assert decided["scale"].layout.spec == PartitionSpec("model")
+    assert decided["new"].notices == ("no rule means it: replicated",)

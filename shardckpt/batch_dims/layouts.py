@@ -1,0 +1,123 @@
+"""What do the processes of a data-parallel program hold of a tensor?
+
+Each of k equal parts of the batch goes through the same program. What a process then has of a tensor, its *part*, is
+related to the tensor of the whole batch in one of few ways:
+
+- `Replicate`: all parts are equal, and are the tensor.
+- `Shard`: the parts, put behind one another along a dimension, are the tensor. Where that dimension came about by merging
+  others, the batch may be inside of it: the dimension is (outer, batch, inner) in row-major order.
+- `Partial`: the parts, reduced element by element, are the tensor.
+- `Numbered`: the numbers of the samples, which every process counts from 0. They serve to pick each sample's own row.
+- `Unknown`: none of these, or that cannot be told. It says why, and where in the program that began.
+
+Each may be off by a power of the batch size: a program that divides a sum by its number of samples divides by k times
+less in each process. The mean of the parts' means is so a sum with the power -1 (a `Partial` of "mean").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = ["Layout", "Numbered", "Partial", "Replicate", "Shard", "Unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """The same in every process.
+
+    >>> str(Replicate()), str(Replicate(1))
+    ('Replicate', 'Replicate × B')
+    """
+
+    power: int = 0
+    """The tensor is the part times k to this power."""
+
+    def __str__(self) -> str:
+        return f"Replicate{_scaled(self.power)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Cut along a dimension: each process has its samples.
+
+    >>> str(Shard(0)), str(Shard(0, outer=4))
+    ('Shard(0)', 'Shard(0, outer=4)')
+    """
+
+    dim: int
+    """The dimension, from 0."""
+    outer: int = 1
+    """Elements of that dimension outside of the batch: each process has this many runs of it, evenly spaced."""
+    power: int = 0
+    """The tensor is the parts put together, times k to this power."""
+
+    def __str__(self) -> str:
+        outer = f", outer={self.outer}" if self.outer > 1 else ""
+        return f"Shard({self.dim}{outer}){_scaled(self.power)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Each process has a term of it.
+
+    >>> str(Partial("sum")), str(Partial("sum", -1)), str(Partial("max"))
+    ('Partial(sum)', 'Partial(mean)', 'Partial(max)')
+    """
+
+    reduction: str
+    """sum, max or min."""
+    power: int = 0
+    """The tensor is the parts reduced, times k to this power; -1 makes a sum the mean."""
+
+    @property
+    def op(self) -> str:
+        """What reduces the parts: sum, mean, max or min."""
+        return "mean" if (self.reduction, self.power) == ("sum", -1) else self.reduction
+
+    def __str__(self) -> str:
+        return f"Partial({self.op}){_scaled(0 if self.op == 'mean' else self.power)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """Each sample's number, counted from 0 in every process: `arange(batch)`, perhaps with other shape.
+
+    >>> str(Numbered(0))
+    'Numbered(0)'
+    """
+
+    dim: int
+    """The dimension that has the samples."""
+    outer: int = 1
+    """As for `Shard`."""
+
+    def __str__(self) -> str:
+        return str(Shard(self.dim, self.outer)).replace("Shard", "Numbered")
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Nothing can be said.
+
+    >>> str(Unknown("an operation without a rule", "sort_1"))
+    'Unknown: sort_1: an operation without a rule'
+    """
+
+    reason: str
+    """Why."""
+    node: str = ""
+    """The node of the graph where that began."""
+
+    def __str__(self) -> str:
+        return f"Unknown: {self.node}: {self.reason}" if self.node else f"Unknown: {self.reason}"
+
+
+Layout: TypeAlias = Replicate | Shard | Partial | Numbered | Unknown
+"""How the parts of a tensor make it up."""
+
+
+def _scaled(power: int) -> str:
+    if not power:
+        return ""
+    return " × B" if power == 1 else f" × B^{power}"

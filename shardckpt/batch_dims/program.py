@@ -1,0 +1,99 @@
+"""What a graph's inputs and outputs are called, and which outputs are inputs of the next step.
+
+Of a `torch.export.ExportedProgram` its signature says so: parameters, buffers and constants by their full names, buffers and
+inputs that the program changes, gradients in a joint graph. Of a plain `torch.fx.GraphModule` there are the names of the
+placeholders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardckpt.errors import OptionError
+
+__all__ = ["Program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A functional graph of ATen operators with names."""
+
+    graph: Any
+    """The `torch.fx.Graph`."""
+    states: dict[str, Any]
+    """Parameters, buffers and constants by full name → their placeholders."""
+    inputs: dict[str, Any]
+    """What a caller passes, by name → placeholders."""
+    changed: dict[str, Any]
+    """States and inputs that the program changes → the nodes of their new values."""
+    outputs: dict[str, Any]
+    """All other results, by name → nodes. Gradients are called as their parameters, with `.grad`."""
+
+    @classmethod
+    def of(cls, exported: Any) -> Program:
+        """Read an `ExportedProgram`, or a `GraphModule`.
+
+        Raises:
+            OptionError: it is neither, or the shapes of its tensors are not known.
+        """
+        signature = getattr(exported, "graph_signature", None)
+        if signature is not None:
+            if signature.backward_signature is None:
+                exported = exported.run_decompositions()
+            program = _of_exported(exported)
+        elif hasattr(exported, "graph") and hasattr(exported.graph, "nodes"):
+            program = _of_graph(exported.graph)
+        else:
+            raise OptionError(
+                f"batch_dims: a {type(exported).__name__} is no graph; give what torch.export.export returns, or a torch.fx.GraphModule."
+            )
+        for node in program.graph.nodes:
+            if node.op in {"call_method", "call_module"} or getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+                raise OptionError(
+                    f"batch_dims: {node.name} ({node.target}) is no functional ATen operator, so what it does to layouts cannot be "
+                    f"followed; give what torch.export.export returns, or trace with make_fx(torch.func.functionalize(…))."
+                )
+            if node.op == "placeholder" and "val" not in node.meta:
+                raise OptionError(
+                    f'batch_dims: the graph does not say the shape of {node.name}; trace it with make_fx(…, tracing_mode="symbolic").'
+                )
+        return program
+
+    def placeholder(self, name: str) -> Any:
+        """The placeholder of a state or an input.
+
+        Raises:
+            OptionError: there is none of that name.
+        """
+        for some in (self.inputs, self.states):
+            if name in some:
+                return some[name]
+        raise OptionError(f"batch_dims: the program has no input {name!r}; it has {', '.join(map(repr, (*self.inputs, *self.states)))}.")
+
+
+def _of_exported(exported: Any) -> Program:
+    signature, nodes = exported.graph_signature, {node.name: node for node in exported.graph.nodes}
+    states: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
+    for spec in signature.input_specs:
+        node = nodes.get(getattr(spec.arg, "name", None))
+        if node is not None:
+            (inputs if spec.target is None else states)[spec.target or node.name] = node
+    changed: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
+    for spec in signature.output_specs:
+        node, kind = nodes.get(getattr(spec.arg, "name", None)), spec.kind.name
+        if node is None:
+            continue
+        if kind in {"BUFFER_MUTATION", "USER_INPUT_MUTATION"}:
+            changed[spec.target] = node
+        else:
+            outputs[f"{spec.target}.grad" if kind.startswith("GRADIENT") else node.name] = node
+    return Program(exported.graph, states, inputs, changed, outputs)
+
+
+def _of_graph(graph: Any) -> Program:
+    inputs = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    return Program(graph, {}, inputs, {}, {node.name: node for node in output.all_input_nodes})

@@ -1,0 +1,62 @@
+"""Nothing that is claimed of random programs is contradicted by running them on the whole batch and on its parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from parts import contradictions
+from programs import BATCH, inputs, programs, run
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardckpt.batch_dims import batch_dims
+
+
+def traced(steps, symbolic, batch=BATCH):
+    return make_fx(lambda *a: run(steps, *a), tracing_mode="symbolic" if symbolic else "fake")(*inputs(batch))
+
+
+def named(graph_module):
+    placeholders = [node.target for node in graph_module.graph.nodes if node.op == "placeholder"]
+    return dict.fromkeys(placeholders[2:], 0)
+
+
+def literals(graph_module):
+    """All numbers that are written in a graph."""
+    leaves = torch.utils._pytree.tree_leaves([[node.args, node.kwargs] for node in graph_module.graph.nodes])
+    return [leaf for leaf in leaves if type(leaf) in (int, float)]
+
+
+@pytest.mark.slow
+@given(steps=programs())
+@settings(max_examples=20)
+def test_every_claim_holds_for_parts_of_any_size(steps):
+    program = traced(steps, symbolic=True)
+    found = batch_dims(program, named(program))
+    for batch, parts in ((BATCH, 2), (BATCH, 3)):
+        wrong, claims = contradictions(found, program, inputs(batch, seed=1), parts)
+        assert not wrong, (steps, program.code)
+        assert claims >= 4
+
+
+@pytest.mark.slow
+@given(steps=programs())
+@settings(max_examples=10)
+def test_every_claim_holds_in_graphs_of_fixed_sizes(steps):
+    program, part = (traced(steps, False, batch) for batch in (BATCH, BATCH // 2))
+    if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in part.graph.nodes]:
+        return  # it unrolls its batch
+    if any(a != b and a % BATCH for a, b in zip(literals(program), literals(part), strict=True)):
+        return  # a size less one, which is a constant like any other in such a graph
+    found = batch_dims(program, named(program))
+    wrong, claims = contradictions(found, program, inputs(seed=1), 2, part)
+    assert not wrong, (steps, program.code)
+    assert claims >= 4
+
+
+@pytest.mark.parametrize("batch", [BATCH, 6])
+def test_the_oracle_notices_a_wrong_claim(batch):
+    program = traced([("sum", 3, 0, 0), ("tanh", 4, 0, 0)], symbolic=True)
+    found = batch_dims(program, named(program))
+    lies = type(found)(found.program, {**found.nodes, "tanh": found.nodes["sum_1"]}, {}, {}, {}, {})
+    assert [name for name, _, _ in contradictions(lies, program, inputs(batch), 2)[0]] == ["tanh"]
