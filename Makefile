@@ -2,10 +2,11 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test torture soak check format lint types layers examples clean
+.PHONY: help setup demo test sweeps torture soak check format lint types layers examples clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,8 +22,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
-test: setup ## every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
+test: setup ## the tests, but for sweeps over all faults, flips and interleavings
+	$(PYTEST) -m "not slow"
+
+sweeps: setup ## those sweeps
+	$(PYTEST) -m slow
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root
 	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist -o timeout=3600 -o faulthandler_timeout=0 tests/torture tests/test_faults_*.py tests/end_to_end
@@ -47,7 +51,7 @@ layers: setup
 examples: setup ## the examples in docstrings, run (those in README.md and docs/ are among the tests)
 	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' -p no:xdist
 
-check: lint types layers examples test ## exactly what CI runs
+check: lint types layers examples test sweeps ## exactly what CI runs
 
 clean: ## forget the environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -45,6 +45,11 @@ class Block:
         return self.box.size * self.itemsize
 
     @property
+    def chunk_bytes(self) -> int:
+        """Of its largest chunk."""
+        return min(self.nbytes, prod(self.piece.chunks) * self.itemsize)
+
+    @property
     def inside(self) -> Index:
         """Where it is in the array of the held box."""
         return _index(self.box.start, self.box.stop, self.corner)

@@ -324,7 +324,7 @@ def _run(
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes), (pool.limit // 2, LARGEST_BATCH)))
 
     def read(batch: Sequence[_Job]) -> Lease:
-        lease = pool.take(sum(job.staged_bytes for job in batch))
+        lease = pool.take(sum(job.staged_bytes for job in batch), beside=sum(job.placing_bytes for job in batch))
         try:
             for job in batch:
                 for landing in job.landings:

@@ -1,6 +1,6 @@
 """Saving in the background: one thread per save, and buffers and plans that are kept from save to save.
 
-On the thread that saves: plan, copy chunk after chunk to the stage (`staging`). On the save's own thread: take the chunks
+On the thread that saves: plan, copy all blocks to the stage (`staging`). On the save's own thread: take the chunks
 off, write them and the record, commit or wait for the commit. What is asked of a storage, or of another process, is asked
 there.
 
@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from contextlib import suppress
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.attempt import Attempt
@@ -29,7 +28,7 @@ from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.plan_cache import PlanCache
 from shardckpt.save_handle import Outcome, SaveHandle, SaveReport
-from shardckpt.staging import MOST_COPIES, Stage, read, write_chunks
+from shardckpt.staging import MOST_COPIES, Stage, are_own, read, write_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,8 +138,6 @@ class _Save:
         self._began = self._planned = self._copied = began
         self._share: tuple[Contents, bytes | None] | None = None
         self._writer_memory = pool.limit // 4 if attempt.store.location.local is None else 0
-        self._reserved = 0
-        """Bytes of the pool that are counted for the writer."""
         self._tensors = self._nbytes = 0
 
     # --- the thread that saves
@@ -162,27 +159,24 @@ class _Save:
                 self._thread = None
                 _in_flight.discard(self)
             if self._thread is None:
-                self._release_writer()
+                self._stage.end()
                 self.attempt.give_up(e)
             raise
 
     def _copy(self, share: Share) -> None:
         """Copy all chunks to the stage, while copies of the frameworks' own, and the writer's, are counted too."""
-        copies = min(MOST_COPIES, self.pool.limit // 4) if any(source.staged_bytes for source in share.sources.values()) else 0
-        self._stage.reserve(copies + self._writer_memory)
-        self._reserved = self._writer_memory
-        try:
-            most = self._stage.fit(chain(*share.plan.blocks.values()), self.pool.limit - copies - self._writer_memory)
-            for block, elements in read(share.plan, share.sources, copies, most=most):
-                self._stage.put(block, elements)
-            self._copied = time.monotonic()
-            self._stage.close()
-        finally:
-            self.pool.release(copies)
-
-    def _release_writer(self) -> None:
-        reserved, self._reserved = self._reserved, 0
-        self.pool.release(reserved)
+        plan, sources = share.plan, share.sources
+        room = min(MOST_COPIES, self.pool.limit // 4)
+        largest = max((sources[name].staged_bytes for name in plan.blocks), default=0)
+        most = self._stage.fit(
+            (pair for name, blocks in plan.blocks.items() for pair in zip(blocks, are_own(blocks, sources[name]), strict=True)),
+            fetching=max(room, largest) if largest else 0,
+            writing=self._writer_memory,
+        )
+        for batch in read(plan, sources, room, most=most):
+            self._stage.put(batch)
+        self._copied = time.monotonic()
+        self._stage.close()
 
     def _start(self) -> None:
         # Known before it runs: who gives up waits for it, and takes nothing away under it.
@@ -216,7 +210,7 @@ class _Save:
                 stage.fail(e)
                 raise
             finally:
-                self._release_writer()
+                stage.end()
             durable = time.monotonic()
             self.outcome.durable()
             if attempt.commits:

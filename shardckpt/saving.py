@@ -53,9 +53,10 @@ def save(url: str | os.PathLike[str], state: Any, *, options: SaveOptions | None
         share = attempt.take(state)
 
         def fill(writer: HostWriter) -> None:
-            for block, elements in read(share.plan, share.sources, staging):
-                for _ in write_chunks(writer, block, elements):
-                    pass
+            for batch in read(share.plan, share.sources, staging):
+                for block, elements, _ in batch:
+                    for _ in write_chunks(writer, block, elements):
+                        pass
 
         attempt.write(share.contents, share.values, fill, options.budget // 2)
         if attempt.commits:

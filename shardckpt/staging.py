@@ -2,16 +2,19 @@
 
 1. `read` goes through this process's blocks (`blocks`) in grid order: batch after batch of tensors, whose copies
    (where a framework makes some) stay within a limit.
-2. A `Stage` takes them on the thread that saves, and copies each into pooled buffers, of one block many bytes at once.
-3. Another thread takes them off, in the same order, and cuts them into chunks. A buffer is free again when its last
-   block is written.
+2. A `Stage` takes them on the thread that saves. It keeps those that come in memory of their own, and copies the others into
+   a pooled buffer, many bytes at once (`copying`).
+3. Another thread takes them off, in the same order, and cuts them into chunks.
 
 That thread starts when everything is copied, because until then the two would share the machine's memory bandwidth,
-and it is the first one that training waits for. Then there is one buffer, of the size of all blocks together, the same
-from save to save. Only where the pool has no room for that there are small ones, the second thread starts at once,
-and the first one waits for what it frees: the save streams.
+and it is the first one that training waits for. The buffer has the size of all blocks that are copied, the same from
+save to save. Only where the pool has no room for all of it the buffer is smaller and falls into parts, the second
+thread starts at once, and the first one waits for the parts that it frees: the save streams. Then all blocks are copied.
 
-Either side that fails wakes the other one.
+A save asks the pool once, for all that it needs until it is written. So saves wait for each other only while they hold
+nothing, and one that has begun to copy waits for its own second thread alone.
+
+Either side that fails wakes the other one. What was taken from the pool is given back when both have left.
 """
 
 from __future__ import annotations
@@ -21,17 +24,19 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.batches import batches
 from shardckpt.blocks import chunks_of, smaller
+from shardckpt.copying import copy_all
 from shardckpt.io.budget import round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from shardckpt.blocks import Block
@@ -41,17 +46,25 @@ if TYPE_CHECKING:
     from shardckpt.save_plan import SavePlan
     from shardckpt.structure import TensorRecord
 
-__all__ = ["MOST_COPIES", "Stage", "read", "stored", "write_chunks"]
+__all__ = ["MOST_COPIES", "Fetched", "Stage", "are_own", "read", "stored", "write_chunks"]
 
 MOST_COPIES = 32 << 20
 """Bytes of copies that frameworks are asked for at a time. So few an allocator hands out again and again, where more is fresh
 memory each time, which the kernel has to clear: from torch_xla, reading takes four times as long."""
 
 _BUFFER_BYTES = 32 << 20
-"""Of a buffer, where one does not hold all."""
-_LEAST_BUFFERS = 8
-"""The pool has room for so many, where they are smaller: what the last block leaves of each is lost, and both sides work on one at a
-time."""
+"""Of a part of the buffer, where it does not hold all."""
+_LEAST_PARTS = 8
+"""There are so many, where they are smaller: what the last block leaves of each is lost, and both sides work on one at a time."""
+
+
+class Fetched(NamedTuple):
+    """A block, and its elements as they are stored."""
+
+    block: Block
+    elements: NDArray[np.generic]
+    own: bool
+    """Whether the elements are in memory of their own, which nobody else has and nothing else is in."""
 
 
 def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.generic]:
@@ -59,12 +72,19 @@ def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.gener
     return array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
 
 
-def read(
-    plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize
-) -> Iterator[tuple[Block, NDArray[np.generic]]]:
-    """All blocks of this process, with their elements as they are stored.
+def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
+    """Per block of a source, whether it will be fetched into memory of its own: a whole box, of which it gives such copies."""
+    if not source.private:
+        return [False] * len(blocks)
+    sizes = source.boxes.sizes().tolist()
+    return [block.box.size == sizes[block.held] for block in blocks]
 
-    These may be views of the tensors, and are to be used up before the next block is asked for.
+
+def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize) -> Iterator[Iterator[Fetched]]:
+    """All blocks of this process, in batches.
+
+    Elements that are not in memory of their own may be views of the tensors, and are to be used up before the next batch is
+    asked for.
 
     Args:
         plan: what this process writes.
@@ -72,15 +92,19 @@ def read(
         room: bytes of copies that may be made at a time; a tensor that takes more goes alone.
         most: bytes of a block, where one chunk does not take more.
     """
-    for batch in batches(plan.blocks, lambda name: (sources[name].staged_bytes,), (room,)):
-        wanted = [sorted({block.held for block in plan.blocks[name]}) for name in batch]
-        fetched = frameworks.fetch([sources[name] for name in batch], wanted)
-        for name, boxes, arrays in zip(batch, wanted, fetched, strict=True):
-            of_box = {i: stored(array, plan.tensors[name]) for i, array in zip(boxes, arrays, strict=True)}
-            for block in plan.blocks[name]:
-                for part in smaller(block, most):
-                    yield part, of_box[part.held][part.inside]
-        fetched, arrays, of_box = [], [], {}  # before the next batch is fetched, which then finds this memory free
+    for names in batches(plan.blocks, lambda name: (sources[name].staged_bytes,), (room,)):
+        # An iterator, and nothing of it stays here: used up, it leaves the batch's memory to the next one.
+        yield _fetched(plan, {name: sources[name] for name in names}, most)
+
+
+def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[Fetched]:
+    wanted = [sorted({block.held for block in plan.blocks[name]}) for name in sources]
+    fetched = frameworks.fetch([*sources.values()], wanted)
+    for (name, source), boxes, arrays in zip(sources.items(), wanted, fetched, strict=True):
+        of_box = {i: stored(array, plan.tensors[name]) for i, array in zip(boxes, arrays, strict=True)}
+        for block, own in zip(plan.blocks[name], are_own(plan.blocks[name], source), strict=True):
+            for part in smaller(block, most):
+                yield Fetched(part, of_box[part.held][part.inside], own)
 
 
 def write_chunks(writer: HostWriter, block: Block, elements: NDArray[np.generic]) -> Iterator[int]:
@@ -92,12 +116,12 @@ def write_chunks(writer: HostWriter, block: Block, elements: NDArray[np.generic]
 
 
 @dataclass(slots=True)
-class _Buffer:
-    """A lease with blocks in it, one after another."""
+class _Part:
+    """Of the buffer: blocks one after another, and those beside it that come between them."""
 
-    lease: Lease
-    left: int
-    """Bytes that are still free in it."""
+    memory: NDArray[np.generic]
+    used: int = 0
+    """Bytes of the memory."""
     blocks: list[tuple[Block, NDArray[np.generic]]] = field(default_factory=list)
 
 
@@ -105,111 +129,129 @@ class Stage:
     """Blocks on their way from the thread that saves to the one that writes."""
 
     def __init__(self, pool: BufferPool, start: Callable[[], None]) -> None:
-        """Nothing is taken from the pool before the first block.
+        """Nothing is taken from the pool before `fit`.
 
         Args:
-            pool: where buffers come from, and go back to.
+            pool: where the buffer comes from, and goes back to.
             start: starts the thread that takes the blocks off; called once, on the thread that saves.
         """
         self.streamed = False
-        """Whether the buffers did not suffice."""
+        """Whether the buffer does not hold everything."""
         self.blocked = 0.0
-        """Seconds for which the thread that saves has waited for a buffer."""
+        """Seconds for which the thread that saves has waited for the pool, or for a part of the buffer."""
         self.started = False
         """Whether the writing thread was started."""
         self._pool = pool
         self._start = start
-        self._buffer_bytes = 0
-        self._filling: _Buffer | None = None
-        self._ready: deque[_Buffer] = deque()
+        self._lease: Lease | None = None
+        self._sides = {"copying"}
+        """Who may still touch the buffer."""
+        self._fetching = 0
+        self._filling: _Part | None = None
+        self._free: deque[NDArray[np.generic]] = deque()
+        self._ready: deque[_Part] = deque()
         self._closed = False
         self._failure: BaseException | None = None
         self._changed = Condition()
 
     # --- the thread that saves
 
-    def reserve(self, nbytes: int) -> None:
-        """Wait until the pool has room for what others allocate (`BufferPool.reserve`)."""
-        began = time.monotonic()
-        self._pool.reserve(nbytes)
-        self.blocked += time.monotonic() - began
+    def fit(self, blocks: Iterable[tuple[Block, bool]], *, fetching: int = 0, writing: int = 0) -> int:
+        """Take from the pool what the save needs, waiting until it has that.
 
-    def fit(self, blocks: Iterable[Block], room: int) -> int:
-        """Prepare for these blocks, of which the pool has room for so many bytes.
+        Args:
+            blocks: all that will be put, and which of them are in memory of their own.
+            fetching: bytes that frameworks allocate at a time, until everything is copied.
+            writing: bytes that the other thread allocates, until everything is written.
 
         Returns:
             How large a block may be, in bytes.
         """
-        total = sum(round_up(block.nbytes) for block in blocks)
-        if total <= room:
-            self._buffer_bytes = total
+        wanted = [*blocks]
+        copied = sum(round_up(block.nbytes) for block, own in wanted if not own)
+        beside = fetching + writing
+        kept = sum(block.nbytes for block, own in wanted if own)
+        self._fetching = fetching
+        if copied + kept + beside <= self._pool.limit:
+            self._lease = self._pool.take_at_once(copied, beside=kept + beside)
+        if self._lease is not None:
+            self._free.append(self._lease.array((copied,), np.uint8))
             return sys.maxsize
-        self._buffer_bytes = min(_BUFFER_BYTES, max(1, room // _LEAST_BUFFERS))
-        self._stream()
-        return self._buffer_bytes
+        chunk = max((round_up(block.chunk_bytes) for block, _ in wanted), default=0)
+        least = max(chunk, (self._pool.limit - beside) // _LEAST_PARTS)
+        began = time.monotonic()
+        self._lease = self._pool.take(least, most=sum(round_up(block.nbytes) for block, _ in wanted), beside=beside)
+        self.blocked += time.monotonic() - began
+        size = max(chunk, round_up(min(_BUFFER_BYTES, self._lease.nbytes // _LEAST_PARTS)))
+        self._free.extend(self._lease.array((size,), np.uint8) for _ in range(self._lease.nbytes // size))
+        self.streamed = True
+        self._start_writing()
+        return size
 
-    def put(self, block: Block, elements: NDArray[np.generic]) -> None:
-        """Copy a block.
+    def put(self, batch: Iterable[Fetched]) -> None:
+        """Keep blocks, or copy them: when this returns, their tensors may change.
 
         Raises:
             BaseException: what ended the other thread.
         """
-        room = round_up(elements.nbytes)
-        if self._filling is None or self._filling.left < room:
-            self._hand_over()
-            size = max(room, self._buffer_bytes)
-            self._filling = _Buffer(self._take(size), size)
-        copy = self._filling.lease.array(elements.shape, elements.dtype)
-        self._filling.left -= room
-        copy[...] = elements
-        self._filling.blocks.append((block, copy))
+        copies: list[tuple[NDArray[np.generic], NDArray[np.generic]]] = []
+        for block, elements, own in batch:
+            keep = own and not self.streamed
+            room = 0 if keep else round_up(elements.nbytes)
+            if self._filling is None or self._filling.memory.nbytes - self._filling.used < room:
+                copy_all(copies)
+                copies = []
+                self._hand_over()
+                self._filling = _Part(self._free_memory())
+            if keep:
+                self._filling.blocks.append((block, elements))
+                continue
+            begin = self._filling.used
+            self._filling.used += room
+            copy = self._filling.memory[begin : begin + elements.nbytes].view(elements.dtype).reshape(elements.shape)
+            self._filling.blocks.append((block, copy))
+            copies.append((copy, elements))
+        copy_all(copies)
 
     def close(self) -> None:
         """Everything is copied."""
+        assert self._lease is not None
+        self._lease.release(self._fetching)
         self._hand_over()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._start_writing()
+        self._leave("copying")
 
     def give_up(self, error: BaseException) -> None:
         """Copying has failed: nothing of this is to be written any more."""
         self.fail(error)
-        self._hand_over()
+        self._filling = None
+        self._leave("copying")
 
-    def _stream(self) -> None:
-        self.streamed = True
-        self._start_writing()
-
-    def _take(self, nbytes: int) -> Lease:
-        lease = self._pool.take_unless(nbytes, lambda: True)
-        if lease is None:
-            self._stream()
-            began = time.monotonic()
-            lease = self._pool.take_unless(nbytes, lambda: self._failure is not None)
-            self.blocked += time.monotonic() - began
-        if self._failure is not None:
-            if lease is not None:
-                lease.give_back()
-            raise self._failure
-        assert lease is not None
-        return lease
+    def _free_memory(self) -> NDArray[np.generic]:
+        with self._changed:
+            if not self._free and self._failure is None:
+                began = time.monotonic()
+                self._changed.wait_for(lambda: self._free or self._failure is not None)
+                self.blocked += time.monotonic() - began
+            if self._failure is not None:
+                raise self._failure
+            return self._free.popleft()
 
     def _hand_over(self) -> None:
         """What is copied so far may be written."""
-        buffer, self._filling = self._filling, None
-        if buffer is None:
-            return
+        part, self._filling = self._filling, None
         with self._changed:
-            if self._failure is None:
-                self._ready.append(buffer)
+            if part is not None and self._failure is None:
+                self._ready.append(part)
                 self._changed.notify_all()
-                return
-        buffer.lease.give_back()
 
     def _start_writing(self) -> None:
         if not self.started:
             self.started = True
+            self._sides.add("writing")
             self._start()
 
     # --- the thread that writes
@@ -220,13 +262,20 @@ class Stage:
         Raises:
             BaseException: what ended the other thread.
         """
-        while (buffer := self._next()) is not None:
+        while (part := self._next()) is not None:
             try:
-                yield from buffer.blocks
+                yield from part.blocks
             finally:
-                buffer.lease.give_back()
+                part.blocks.clear()
+                with self._changed:
+                    self._free.append(part.memory)
+                    self._changed.notify_all()
 
-    def _next(self) -> _Buffer | None:
+    def end(self) -> None:
+        """Nothing is written any more: everything is, or something has failed."""
+        self._leave("writing")
+
+    def _next(self) -> _Part | None:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._closed or self._failure is not None)
             if self._failure is not None:
@@ -236,13 +285,19 @@ class Stage:
     # --- both
 
     def fail(self, error: BaseException) -> None:
-        """One side has failed: the other one is told, and all buffers are given back, but for one that is being read."""
+        """One side has failed: the other one is told."""
         with self._changed:
             if self._failure is None:
                 self._failure = error
-            abandoned = [*self._ready]
             self._ready.clear()
             self._changed.notify_all()
-        for buffer in abandoned:
-            buffer.lease.give_back()
-        self._pool.wake()
+
+    def _leave(self, side: str) -> None:
+        """One side touches nothing any more; the last one gives everything back."""
+        with self._changed:
+            self._sides.discard(side)
+            lease = None
+            if not self._sides:
+                lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.give_back()

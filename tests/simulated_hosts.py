@@ -25,6 +25,7 @@ class HostSource:
     boxes: BoxArray
     holders: list | None
     own_pieces: bool = False
+    private: bool = False
     staged_bytes: int = 0
 
 

@@ -20,6 +20,8 @@ import shardckpt
 from shardckpt.errors import CorruptionError, NotFoundError, StorageError
 from shardckpt.io import packed
 
+pytestmark = pytest.mark.slow
+
 CHILD = Path(__file__).parent / "children" / "fault_saver.py"
 STATE, OTHER = make_state(0), make_state(1)
 LAYOUTS = ["packed", "zarr"]

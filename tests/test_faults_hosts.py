@@ -22,6 +22,8 @@ from fault_hosts import own, state
 import shardckpt
 from shardckpt import collecting, errors
 
+pytestmark = pytest.mark.slow
+
 RECORD = "*/checkpoint.json"
 LAYOUTS = ["packed", "zarr"]
 ON_ONE_STORE = pytest.mark.parametrize("job", ["gs", "s3"] if TORTURE else ["gs"], indirect=True)

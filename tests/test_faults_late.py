@@ -18,6 +18,8 @@ from shardckpt import collecting
 from shardckpt.errors import AlreadyExistsError, NotFoundError, StorageError
 from shardckpt.io import packed
 
+pytestmark = pytest.mark.slow
+
 STATE, OTHER = make_state(0), make_state(1)
 RECORD, HOST_RECORD = "*/checkpoint.json", "*/records/00000.json"
 LATE = Rule("late", kinds=("upload",), objects=RECORD)

@@ -12,6 +12,8 @@ import shardckpt
 from shardckpt.errors import AlreadyExistsError, NotFoundError, StorageError
 from shardckpt.io import packed
 
+pytestmark = pytest.mark.slow
+
 STATE, OTHER = make_state(0), make_state(1)
 RECORD = "*/checkpoint.json"
 OF_UPLOADS = {

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from emulators import environment, gcs_emulator
 from faults import patience_of
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from processes import Processes
 
 import shardckpt
@@ -130,6 +132,32 @@ def test_saves_to_several_places_are_in_flight_at_once(tmp_path):
     assert saver.pool.high_water <= 24 * MiB
     saver.close()
     assert saver.pool.kept == []
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=6),
+    places=st.lists(st.sampled_from(["memory", "disk", "gs"]), min_size=6, max_size=6),
+    threads=st.integers(1, 3),
+)
+@example(sizes=[20, 20, 20], places=["memory", "gs", "disk"] * 2, threads=3)  # each larger than what is left beside the others' writers
+@settings(max_examples=5, deadline=None)
+def test_saves_in_flight_together_never_exceed_the_limit_and_always_end(tmp_path_factory, gcs_server, sizes, places, threads):
+    """Writers of object stores take a quarter of it each, for as long as they write."""
+    root, saver = tmp_path_factory.mktemp("together"), Saver(memory_limit="16MiB")
+    roots = {"memory": f"memory://{root.name}", "disk": str(root), "gs": f"gs://{gcs_server.bucket}/{root.name}"}
+    urls = [f"{roots[place]}/{i}" for i, (_, place) in enumerate(zip(sizes, places, strict=False))]
+
+    def begin(i):
+        return saver.begin(urls[i], state(sizes[i], i), SaveOptions())
+
+    with environment(gcs_server.env()):
+        with ThreadPoolExecutor(threads) as loops:
+            for handle in [*loops.map(begin, range(len(sizes)))]:
+                handle.wait(timeout=60)
+        for i, url in enumerate(urls):
+            assert (shardckpt.restore(url)["w"] == state(sizes[i], i)["w"]).all()
+    assert saver.pool.high_water <= 16 * MiB
+    assert saver.pool.take_at_once(saver.pool.limit) is not None  # all was given back
 
 
 def test_later_saves_use_the_buffers_and_the_plan_of_the_first(tmp_path, monkeypatch):

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[1] / "tools" / "soak.py"
 
 
+@pytest.mark.slow
 def test_whatever_kills_a_training_it_resumes_from_what_it_saved():
     run = subprocess.run([sys.executable, TOOL, "--saves", "40", "--json"], capture_output=True, text=True, timeout=110)
     assert run.returncode == 0, (run.stdout, run.stderr)

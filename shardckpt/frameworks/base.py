@@ -67,6 +67,10 @@ class Source(Protocol):
     def staged_bytes(self) -> int:
         """Host bytes that fetching this leaf by itself takes at its peak; 0 where the arrays are views of the leaf."""
 
+    @property
+    def private(self) -> bool:
+        """Whether what is fetched of it is a copy that nobody else has: one per box, with nothing besides in its memory."""
+
     @classmethod
     def fetch(cls, sources: Sequence[Self], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
         """The elements of many leaves of this class: per source, one array per box that is wanted of it.

@@ -73,6 +73,7 @@ class _ProtocolSource:
     process: int
     layout: None = None
     own_pieces: bool = True
+    private: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -237,6 +237,7 @@ class _DTensorSource:
     local: Any
     held: _Held
     own_pieces: bool = False
+    private: bool = False
 
     @property
     def layout(self) -> Sharding | Placements:

@@ -89,6 +89,7 @@ class _JaxSource:
     holders: list[tuple[int, ...]] | None
     """None where each process has devices of its own, and for an array that is uncommitted."""
     own_pieces: bool = False
+    private: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ class ArraySource:
     layout: None = None
     holders: None = None
     own_pieces: bool = False
+    private: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -69,6 +69,7 @@ class TensorSource:
     layout: None = None
     holders: None = None
     own_pieces: bool = False
+    private: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -137,6 +137,11 @@ class _XlaSource:
         elements = prod(self.shape) if self.shards is None else self.shards.elements
         return 2 * elements * self.dtype.itemsize
 
+    @property
+    def private(self) -> bool:
+        """Not what `_xla_get_cpu_tensors` gives, which may be a host tensor that a leaf was made from, nor what has padding."""
+        return self.shards is not None and bool((self.boxes.sizes() == prod(self.shards.tile)).all())
+
     @classmethod
     def fetch(cls, sources: Sequence[_XlaSource], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
         fetched: list[list[Array]] = [[] for _ in sources]

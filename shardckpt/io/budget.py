@@ -1,25 +1,30 @@
 """Host buffers that stay inside a byte budget, and are used again.
 
 Fresh memory is the slowest part of moving data on a host (the kernel clears every page at its first touch), so a
-pool keeps what it has allocated. `take` waits until the request fits; a request larger than the whole
-budget is let through alone, because a framework may want all of a tensor's shards in one call.
+pool keeps what it has allocated. What is lent, and what is counted beside it, never exceeds the limit, with one
+exception: a request larger than the whole limit is let through when nothing else is lent, because a framework may
+want all of a tensor's shards in one call.
+
+Requests are served in the order in which they come, so none starves. One request asks for all that its user needs
+until it is through, memory that others allocate for it included: who holds a lease never waits for another one, so
+leases are always given back, and everyone's turn comes.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from math import prod
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["BufferPool", "Lease"]
+__all__ = ["BufferPool", "Lease", "round_up"]
 
 ALIGNMENT = 64
 """Buffers start at multiples of this many bytes, as devices' transfer engines like it."""
@@ -28,11 +33,12 @@ ALIGNMENT = 64
 class Lease:
     """Bytes lent by a pool; a context manager that gives them back."""
 
-    def __init__(self, pool: BufferPool, buffer: NDArray[np.uint8], nbytes: int) -> None:
+    def __init__(self, pool: BufferPool, buffer: NDArray[np.uint8], nbytes: int, beside: int) -> None:
         self._pool = pool
         self._buffer: NDArray[np.uint8] | None = buffer
         self.nbytes = nbytes
-        """Bytes asked for."""
+        """Bytes of the buffer that may be used."""
+        self._beside = beside
         self._used = 0
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]:
@@ -46,11 +52,17 @@ class Lease:
         array: NDArray[np.generic] = self._buffer[begin : begin + size].view(kind).reshape(shape)
         return array
 
+    def release(self, nbytes: int) -> None:
+        """So many of the bytes that are counted beside the buffer have been freed."""
+        assert nbytes <= self._beside, "more released than was counted"
+        self._beside -= nbytes
+        self._pool._take_back(None, nbytes)  # noqa: SLF001  (pool and lease are one thing)
+
     def give_back(self) -> None:
         """End the lease; arrays taken from it must no longer be used."""
-        if self._buffer is not None:
-            self._pool._take_back(self._buffer)  # noqa: SLF001  (pool and lease are one thing)
-            self._buffer = None
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._pool._take_back(buffer, self._beside)  # noqa: SLF001
 
     def __enter__(self) -> Self:
         """The lease itself."""
@@ -68,59 +80,40 @@ class BufferPool:
         self.limit = limit
         """Bytes."""
         self.high_water = 0
-        """Most bytes that existed at once, lent, reserved or kept for later."""
-        self._lent = 0
-        self._reserved = 0
+        """Most bytes that existed at once: lent, counted beside that, or kept for later."""
+        self._taken = 0
+        """Bytes that are lent, or counted beside that."""
         self._kept: list[NDArray[np.uint8]] = []
+        self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
 
-    def take(self, nbytes: int) -> Lease:
-        """Lend `nbytes`, waiting until what is lent leaves room for it.
+    def take(self, nbytes: int, *, most: int = 0, beside: int = 0) -> Lease:
+        """Lend a buffer, waiting until there is room for it and all who came earlier are served.
 
-        A thread that holds a lease must not wait for another one: take what is needed in one lease, or hand on what
-        one holds to a thread that gives it back.
-        """
-        lease = self.take_unless(nbytes, lambda: False)
-        assert lease is not None
-        return lease
-
-    def take_unless(self, nbytes: int, given_up: Callable[[], bool]) -> Lease | None:
-        """Lend `nbytes`, or nothing where there is no room for it and none is waited for any more.
+        A thread that holds a lease must not wait for another one.
 
         Args:
-            nbytes: at least so many.
-            given_up: asked at once, whenever something is given back, and on `wake`.
+            nbytes: that the buffer has at least.
+            most: what it should rather have, as far as there is room without waiting longer.
+            beside: bytes that are allocated by others as long as the lease lasts, and count like lent ones; `Lease.release`
+                ends that earlier.
         """
-        wanted = max(round_up(nbytes), ALIGNMENT)
+        turn = object()
         with self._changed:
-            self._changed.wait_for(lambda: self._fits(wanted) or given_up())
-            if not self._fits(wanted):
-                return None
-            buffer = self._reuse(wanted)
-            if buffer is None:
-                self._make_room(wanted)
-                buffer = _aligned(wanted)
-            self._lent += buffer.nbytes
-            self.high_water = max(self.high_water, self._allocated())
-        return Lease(self, buffer, nbytes)
+            self._waiting.append(turn)
+            try:
+                self._changed.wait_for(lambda: self._waiting[0] is turn and self._fits(_size(nbytes) + beside))
+                room = (self.limit - self._taken - beside) // ALIGNMENT * ALIGNMENT
+                return self._lend(max(nbytes, min(most, room)), beside)
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
 
-    def reserve(self, nbytes: int) -> None:
-        """Count `nbytes` that others allocate as lent, waiting until there is room for them; `release` ends it."""
+    def take_at_once(self, nbytes: int, *, beside: int = 0) -> Lease | None:
+        """Like `take`; None where that would have to wait."""
         with self._changed:
-            self._changed.wait_for(lambda: self._fits(nbytes))
-            self._make_room(nbytes)
-            self._reserved += nbytes
-
-    def release(self, nbytes: int) -> None:
-        """Count no longer what was reserved, or a part of it."""
-        with self._changed:
-            self._reserved -= nbytes
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Have those who wait ask whether they have given up."""
-        with self._changed:
-            self._changed.notify_all()
+            fits = not self._waiting and self._fits(_size(nbytes) + beside)
+            return self._lend(nbytes, beside) if fits else None
 
     def clear(self) -> None:
         """Free what is kept for later; what is lent stays so."""
@@ -134,32 +127,47 @@ class BufferPool:
             return sorted(buffer.ctypes.data for buffer in self._kept)
 
     def _fits(self, wanted: int) -> bool:
-        return not self._lent or self._lent + self._reserved + wanted <= self.limit
+        return not self._taken or self._taken + wanted <= self.limit
 
-    def _make_room(self, wanted: int) -> None:
-        while self._kept and self._allocated() + wanted > self.limit:
+    def _lend(self, nbytes: int, beside: int) -> Lease:
+        wanted = _size(nbytes)
+        buffer = self._reuse(wanted, self.limit - self._taken - beside)
+        total = beside + (wanted if buffer is None else buffer.nbytes)
+        while self._kept and self._allocated() + total > self.limit:
             self._kept.pop(0)
+        if buffer is None:
+            buffer = _aligned(wanted)
+        self._taken += total
+        self.high_water = max(self.high_water, self._allocated())
+        return Lease(self, buffer, nbytes, beside)
 
-    def _reuse(self, wanted: int) -> NDArray[np.uint8] | None:
+    def _reuse(self, wanted: int, room: int) -> NDArray[np.uint8] | None:
         """The smallest kept buffer that is large enough and not wastefully larger."""
-        room = max(self.limit - self._lent - self._reserved, wanted)
-        fitting = [i for i, b in enumerate(self._kept) if wanted <= b.nbytes <= min(2 * wanted + (1 << 20), room)]
+        most = max(wanted, min(2 * wanted + (1 << 20), room))
+        fitting = [i for i, b in enumerate(self._kept) if wanted <= b.nbytes <= most]
         return self._kept.pop(min(fitting, key=lambda i: self._kept[i].nbytes)) if fitting else None
 
     def _allocated(self) -> int:
-        return self._lent + self._reserved + sum(b.nbytes for b in self._kept)
+        return self._taken + sum(b.nbytes for b in self._kept)
 
-    def _take_back(self, buffer: NDArray[np.uint8]) -> None:
+    def _take_back(self, buffer: NDArray[np.uint8] | None, beside: int) -> None:
         with self._changed:
-            self._lent -= buffer.nbytes
-            if self._allocated() + buffer.nbytes <= self.limit:
-                self._kept.append(buffer)
+            self._taken -= beside
+            if buffer is not None:
+                self._taken -= buffer.nbytes
+                if self._allocated() + buffer.nbytes <= self.limit:
+                    self._kept.append(buffer)
             self._changed.notify_all()
 
 
 def round_up(nbytes: int) -> int:
     """To the next multiple of the alignment: what an array of `nbytes` takes from a lease."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _size(nbytes: int) -> int:
+    """Of the buffer that is lent for so many bytes."""
+    return max(round_up(nbytes), ALIGNMENT)
 
 
 def _aligned(nbytes: int) -> NDArray[np.uint8]:

@@ -26,6 +26,7 @@ class Held:
     holders: list
     layout: object = None
     own_pieces: bool = False
+    private: bool = False
 
 
 def over(mesh, texts, array, rank):

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import json
 import os
 import sys
@@ -306,6 +307,38 @@ def memory(case):
     return {"peak": status("VmHWM") - before, "said": source.staged_bytes}
 
 
+def private(case):
+    """What a source says of the memory that its arrays are in, and what becomes of them."""
+    array, tensor = sharded(case)
+    source = frameworks.source("w", tensor)
+    torch_xla.sync(wait=True)
+    ((*first,), (*second,)) = (frameworks.fetch([source])[0] for _ in range(2))
+    for one in second:
+        one[...] = 0  # neither the tensor nor another fetch sees that
+    kept = [one.copy() for one in first]
+    unharmed = same_bits(assembled(source, first)[0], array)
+    for _ in range(3):
+        tensor.mul_(2)  # the program may write to the memory that it is given: what was fetched sees nothing of that
+        torch_xla.sync(wait=True)
+    del tensor, source
+    gc.collect()
+    return {
+        "private": case["private"],
+        "said": frameworks.source("w", sharded(case)[1]).private,
+        "apart": not any(np.shares_memory(a, b) for a, b in itertools.combinations([*first, *second], 2)),
+        "nothing besides": all(one.nbytes == memory_under(one) for one in first),
+        "unharmed": unharmed,
+        "unchanged": all(map(same_bits, first, kept)),
+    }
+
+
+def memory_under(array):
+    """Bytes of the torch tensor that an array is a view of."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return array.untyped_storage().nbytes()
+
+
 def batched(case):
     """Many leaves in small calls are the leaves one by one."""
     tensors = [sharded(case, seed) for seed in range(7)]
@@ -336,7 +369,7 @@ def refusals(_):
     }
 
 
-QUESTIONS = (round_trip, targets, names, pending, unmarked, identities, training, memory, batched, refusals)
+QUESTIONS = (round_trip, targets, names, pending, unmarked, identities, training, memory, private, batched, refusals)
 
 if __name__ == "__main__":
     questions = {question.__name__: question for question in QUESTIONS}

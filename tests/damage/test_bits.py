@@ -6,6 +6,8 @@ import pytest
 import shardckpt
 from shardckpt import errors
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("layout", "compression", "number"), [("packed", None, 1), ("packed", None, 3), ("zarr", "zstd", 3)])
 def test_no_flipped_bit_goes_unnoticed(hosts, tmp_path, layout, compression, number):

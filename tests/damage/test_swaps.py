@@ -12,6 +12,8 @@ from noticed import CHUNKS, INDEXES, KINDS, LAYOUTS, SPARE, assert_noticed, dama
 import shardckpt
 from shardckpt import SaveOptions, ShardckptError, errors
 
+pytestmark = pytest.mark.slow
+
 
 def names(path, checkpoint):
     """What verify may call a file: of an index's node it names the index."""

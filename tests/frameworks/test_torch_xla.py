@@ -71,6 +71,11 @@ CASES = {
     "targets": [c for c in layouts() if c["shape"] != [0]],
     "names": [TILED | {"devices": PERMUTED}, PARTIAL, REPLICATED],
     "pending": [None],
+    "private": [
+        *(case | {"private": True} for case in (TILED, PARTIAL, TILED | {"dtype": "bfloat16"}, TILED | {"dtype": "int32"})),
+        TILED | {"shape": [10, 7], "private": False},
+        REPLICATED | {"private": False},
+    ],
     "unmarked": [None],
     "identities": [None],
     "training": [None],
@@ -155,6 +160,14 @@ def test_the_bytes_that_a_source_says_it_stages_are_what_fetching_it_takes(answe
         assert 0.8 * found["said"] <= found["peak"] <= 1.05 * found["said"], case
     tiled, partial, replicated = (found["said"] for found in answers["memory"])
     assert tiled == replicated == partial / 4
+
+
+def test_what_is_fetched_of_a_sharded_tensor_is_nobody_elses_and_stays_as_it_is(answers):
+    """A save in the background keeps it while the tensor is trained on."""
+    for found in answers["private"]:
+        assert found["said"] == found["private"], found
+        if found["said"]:
+            assert all(found.values()), found
 
 
 def test_many_leaves_in_several_calls_are_the_leaves_one_by_one(answers):

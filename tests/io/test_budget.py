@@ -1,6 +1,7 @@
 """Host buffers stay inside their budget and are used again."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -20,18 +21,21 @@ def test_no_more_than_the_limit_exists_unless_one_lease_is_larger(requests):
     assert pool.high_water <= max([pool.limit, *map(round_up, requests)])
 
 
-@given(st.lists(st.integers(0, 2000), min_size=1, max_size=20))
+@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 5000)), min_size=1, max_size=20))
 @settings(max_examples=20, deadline=None)
 def test_threads_that_share_a_pool_stay_inside_its_limit(requests):
     pool = BufferPool(4096)
 
-    def use(nbytes):
-        with pool.take(nbytes) as lease:
-            lease.array((nbytes,), np.uint8)[...] = 1
+    def use(request):
+        nbytes, beside, most = request
+        with pool.take(nbytes, most=most, beside=beside) as lease:
+            lease.array((lease.nbytes,), np.uint8)[...] = 1
+            lease.release(beside // 2)
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(use, requests))
     assert pool.high_water <= pool.limit
+    assert pool.take_at_once(pool.limit) is not None  # all was given back
 
 
 def test_a_buffer_that_was_given_back_is_used_again():
@@ -79,38 +83,74 @@ def test_a_request_larger_than_the_limit_is_let_through_alone():
     assert pool.high_water == round_up(5000)
 
 
-def test_who_gives_up_waiting_gets_nothing():
+def test_who_does_not_want_to_wait_gets_nothing_where_there_is_no_room():
     pool = BufferPool(1000)
-    given_up = threading.Event()
     with pool.take(800):
-        assert pool.take_unless(800, lambda: True) is None
-        waiting = ThreadPoolExecutor(1).submit(pool.take_unless, 800, given_up.is_set)
-        given_up.set()
-        pool.wake()
-        assert waiting.result(10) is None
-    with pool.take(800):
+        assert pool.take_at_once(800) is None
+    with pool.take_at_once(800):
         pass
 
 
-def test_what_others_allocate_counts_as_lent():
-    pool = BufferPool(1000)
-    with pool.take(600):
+def test_what_others_allocate_beside_a_lease_counts_as_lent():
+    pool = BufferPool(1024)
+    with pool.take(640):
         pass
-    pool.reserve(500)
-    assert pool.kept == []
-    assert pool.high_water <= 1000
-    with pool.take(400):
-        assert pool.take_unless(200, lambda: True) is None
-    pool.release(500)
-    with pool.take(1000 // 64 * 64):
-        assert pool.high_water <= 1000
+    with pool.take(64, beside=448) as lease:
+        assert pool.kept == []
+        assert pool.take_at_once(576) is None
+        lease.release(192)
+        with pool.take_at_once(704):
+            assert pool.take_at_once(1) is None
+    with pool.take_at_once(1024):
+        assert pool.high_water == 1024
 
 
-def test_a_request_larger_than_what_is_reserved_leaves_goes_alone():
+def test_a_request_may_say_what_it_would_rather_have():
+    pool = BufferPool(1024)
+    with pool.take(128, most=4096, beside=256) as all_there_is:
+        assert all_there_is.nbytes == 768
+    pool.clear()
+    with pool.take(128, most=512) as what_it_wants, pool.take(128, most=4096) as the_rest:
+        assert (what_it_wants.nbytes, the_rest.nbytes) == (512, 512)
+    assert pool.high_water <= 1024
+
+
+def test_a_request_that_is_too_large_beside_what_is_counted_waits_until_nothing_is():
     pool = BufferPool(1000)
-    pool.reserve(900)
-    with pool.take(500):
-        assert pool.take_unless(64, lambda: True) is None
+    counted = pool.take(0, beside=900)
+    assert pool.take_at_once(500) is None
+    assert pool.take_at_once(5000) is None
+    counted.give_back()
+    with pool.take_at_once(5000):
+        assert pool.take_at_once(64) is None
+
+
+def test_requests_are_served_in_the_order_in_which_they_come():
+    """Else a large one might wait for ever while small ones come and go."""
+    pool = BufferPool(1024)
+    small, served = pool.take(512), []
+
+    def use(nbytes):
+        with pool.take(nbytes):
+            served.append(nbytes)
+
+    with ThreadPoolExecutor(2) as threads:
+        large = threads.submit(use, 1024)
+        wait_until(lambda: len(pool._waiting) == 1)
+        assert pool.take_at_once(64) is None
+        later = threads.submit(use, 64)
+        wait_until(lambda: len(pool._waiting) == 2)
+        small.give_back()
+        large.result(10)
+        later.result(10)
+    assert served == [1024, 64]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_buffers_that_are_kept_can_be_freed():

@@ -159,6 +159,7 @@ def all_end(stage, *parties):
 # --- every order of two that matters --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "before", "stride"),
     [
