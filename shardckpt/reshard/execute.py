@@ -47,8 +47,8 @@ __all__ = ["ReshardReport", "reshard"]
 
 MOST_LOSSES = 3
 """Workers that may die over one task."""
-_AHEAD = 2
-"""Tasks per worker that are handed out: the next one is there when one is done."""
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at an engine that may have grown, or have lost everybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def reshard(
     compression: Literal["zstd", "none"] | None = None,
     dtype: str | Mapping[str, str] | None = None,
     only: str | Sequence[str] | None = None,
-    engine: Executor | None = None,
+    engine: Executor | str | None = None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     workers: int | None = None,
     worker: tuple[int, int] | None = None,
@@ -111,9 +111,11 @@ def reshard(
         compression: "zstd" or "none"; None: as the source has it.
         dtype: what floating-point tensors are converted to, or pattern → dtype, as `restore(cast=True)` converts.
         only: the names that the new checkpoint has: a pattern, or several.
-        engine: who does the work; None: processes on this machine.
-        memory_limit: bytes of buffers, over all workers of this machine together; each process takes about 160 MiB besides.
-        workers: how many; None: as many as there are cores, and memory for.
+        engine: who does the work: an Executor, or the url of a cluster, as in "ray://head:10001" or "dask://scheduler:8786"; None:
+            processes on this machine.
+        memory_limit: bytes of buffers, over all workers of this machine together, and on a cluster of each task that is being done;
+            each process takes about 160 MiB besides.
+        workers: how many tasks are done at once; None: as many as there are cores, and memory for, or places in the cluster.
         worker: (K, N): this call is worker K, from 0, of N that are started by somebody else, and does its share only. When all
             are done, `shardckpt.commit(dst)` commits.
         task_bytes: about what a task writes: what an interruption loses at most, per worker.
@@ -133,6 +135,8 @@ def reshard(
         CorruptionError: stored bytes of the source are damaged or missing.
         ReplacedError: the source was replaced or deleted meanwhile.
         CommitError: workers died over a task again and again; or the tasks' records contradict each other.
+        CoordinationError: the cluster does not answer, or has lost all its workers.
+        MissingExtraError: the cluster's package is not installed here, or shardckpt not there.
         StorageError: a storage failed, or has no room.
     """
     began = time.monotonic()
