@@ -89,12 +89,13 @@ def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, joine
     every = [_unbroken(targets, d) for d in range(len(targets[0].shape))]
     free = [_free(borders, d, sources) for d, borders in enumerate(every)]
     while _largest(free) * itemsize > LARGEST_CELL:
-        # Where most chunks of the target lie in a cell, a border costs least.
-        d = max(range(len(free)), key=lambda d: int(np.diff(np.searchsorted(every[d], free[d])).max()))
-        halves = _halved(every[d], free[d])
-        if len(halves) == len(free[d]):
+        halves = [_halved(e, f) for e, f in zip(every, free, strict=True)]
+        able = [d for d in range(len(free)) if len(halves[d]) > len(free[d])]
+        if not able:
             break
-        free[d] = halves
+        # A border costs what straddles it, which is the least part where cells are longest, measured in chunks of the source.
+        d = max(able, key=lambda d: int(np.diff(free[d]).max()) / _side(sources, d))
+        free[d] = halves[d]
     for d in reversed(range(len(free))):
         others = _largest([*free[:d], *free[d + 1 :]]) * itemsize
         free[d] = _thinned(free[d], -(-min(joined, CELL_BYTES) // others))
@@ -171,19 +172,25 @@ def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize
         yield Step(box, 0)
         return
     # Elements that a step may advance: of what fits, up to a chunk at either end is reached into only.
-    reaches = [room // -(-nbytes // n) - 2 * max(p.chunks[d] for p in into) for d, n in enumerate(box.shape)]
-    along = max(range(box.ndim), key=lambda d: reaches[d] / max(p.chunks[d] for p in of))
-    if reaches[along] >= max(p.chunks[along] for p in of):
+    reaches = [room // -(-nbytes // n) - 2 * _side(into, d) for d, n in enumerate(box.shape)]
+    along = max(range(box.ndim), key=lambda d: reaches[d] / _side(of, d))
+    if reaches[along] >= _side(of, along):
         for first, last in pairwise(_walk(_within(_unbroken(of, along), box, along), reaches[along])):
             yield Step(_part(box, along, first, last), along)
         return
     borders = [_within(_unbroken(into, d), box, d) for d in range(box.ndim)]
-    widest = max(range(box.ndim), key=lambda d: len(borders[d]))
-    if len(borders[widest]) == 2:
+    able = [d for d in range(box.ndim) if len(borders[d]) > 2]
+    if not able:
         yield Step(box, 0)
         return
-    for first, last in pairwise((box.start[widest], int(borders[widest][len(borders[widest]) // 2]), box.stop[widest])):
-        yield from steps(_part(box, widest, first, last), into, of, itemsize, room)
+    longest = max(able, key=lambda d: box.shape[d] / _side(of, d))
+    for first, last in pairwise((box.start[longest], int(borders[longest][len(borders[longest]) // 2]), box.stop[longest])):
+        yield from steps(_part(box, longest, first, last), into, of, itemsize, room)
+
+
+def _side(pieces: Sequence[Piece], d: int) -> int:
+    """The longest side of any chunk of some arrays along dimension d."""
+    return max(p.chunks[d] for p in pieces)
 
 
 def _walk(borders: Ints, reach: int) -> Iterator[int]:

@@ -1,0 +1,19 @@
+"""Each stored byte is read once, whatever the two layouts, and the layout that was made reads hardly more than it needs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import reshard_amplification as tool
+
+
+@pytest.mark.parametrize("memory_limit", ["36MiB", "512MiB"])
+def test_a_whole_job_reads_a_twentieth_too_much_at_most_and_just_what_was_planned(tmp_path, memory_limit):
+    found = tool.measure(8, pairs=6, seed=0, memory_limit=memory_limit, really=1, directory=tmp_path)
+
+    assert found["job"]["worst"] <= 1.05
+    assert found["restore"]["worst"] <= 1.02
+    assert found["wrong"] == []

@@ -1,0 +1,70 @@
+"""The memory limit holds for tensors of any size, and what cannot fit is refused in advance."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardckpt
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+from shardckpt.reshard import ReshardOptions, plan_reshard
+from shardckpt.reshard.memory import PROCESS_BYTES, Sizes, share
+from shardckpt.rules import Rules
+
+CHILD = Path(__file__).parents[1] / "children" / "reshard_memory.py"
+MiB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """One tensor of 384 MiB that consists of rows of 7ths."""
+    place = tmp_path_factory.mktemp("memory") / "a"
+    w = np.arange(96 * MiB, dtype=np.uint32).reshape(12288, 8192)
+    shardckpt.save(place, {"w": w}, options=SaveOptions(shardings={"w": Sharding(Mesh((7,), ("x",)), PartitionSpec("x"))}))
+    return place
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd", "layout": "zarr"}], ids=["plain", "compressed objects"])
+def test_a_tensor_much_larger_than_the_limit_is_resharded_within_it(source, tmp_path, options):
+    options = {"src": str(source), "dst": str(tmp_path / "b"), "mesh": "x=5", "rules": ["w=(None,x)"], "memory_limit": 64 * MiB, **options}
+    finished = subprocess.run([sys.executable, CHILD, json.dumps(options)], capture_output=True, text=True, timeout=200, check=False)
+
+    assert finished.returncode == 0, finished.stderr
+    took = json.loads(finished.stdout)
+    assert took["bytes"] == 384 * MiB
+    assert took["peak"] <= 64 * MiB + PROCESS_BYTES
+    assert took["read"] <= 1.05 * took["bytes"]
+
+
+def test_a_limit_that_does_not_suffice_is_refused_before_anything_is_written_with_both_numbers(tmp_path):
+    shardckpt.save(tmp_path / "a", {"w": np.zeros((4096, 1024), np.float32)})
+    with pytest.raises(errors.BudgetError, match=r"memory_limit=8388608 is too little for 1 worker: .* each needs \d+ bytes, \d+ together"):
+        shardckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=Mesh((2,), ("x",)), rules=["w=(x)"], memory_limit="8MiB")
+    with pytest.raises(errors.BudgetError, match="too little for 16 workers"):
+        shardckpt.reshard(tmp_path / "a", tmp_path / "b", memory_limit="64MiB", workers=16)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("limit", [256 * MiB, 512 * MiB, 4096 * MiB])
+def test_no_share_of_memory_exceeds_the_limit(limit, local, compressed):
+    sizes = Sizes(2 * MiB, 16 * MiB, local, not local, compressed, compressed)
+    memory = share(limit, None, 100, sizes, "a")
+    assert limit * 0.9 <= memory.peak <= limit
+    assert memory.room >= sizes.target_chunk
+    assert memory.reading >= sizes.reading
+    assert memory.writing >= sizes.writing
+
+
+def test_no_step_needs_more_room_than_there_is(source):
+    opened = shardckpt.open(source)
+    rules = Rules.parse("w=(None,x)", mesh=Mesh((5,), ("x",)))
+    plan = plan_reshard(opened, ReshardOptions(rules=rules, memory_limit="48MiB", workers=1))
+    steps = [step for task in plan.tasks for share in task.shares for step in plan.steps(share)]
+    assert len(steps) > 10
+    assert max(step.box.size * 4 for step in steps) <= plan.memory.room < 48 * MiB
+    assert plan.memory.peak <= 48 * MiB
