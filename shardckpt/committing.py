@@ -10,6 +10,7 @@ saves there (`io.job`), or what would replace a pinned checkpoint, may be what w
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +22,7 @@ from shardckpt.io.commit import publish, read_prior, remove_replaced
 from shardckpt.io.job import RUN, holder
 from shardckpt.io.markers import PINNED, is_marked
 from shardckpt.io.store import Store
+from shardckpt.io.strays import remove_strays
 from shardckpt.io.url import parse
 from shardckpt.names import natural_key
 from shardckpt.record import CheckpointRecord
@@ -126,6 +128,8 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str 
         return outcome("refused", str(e))
     if isinstance(prior.record, CheckpointRecord):
         remove_replaced(store, prior.record.attempt)
+    with suppress(ShardckptError):  # what cannot be removed costs room, no more
+        remove_strays(place)
     return outcome("committed")
 
 

@@ -2,8 +2,7 @@
 
 1. `ray://HOST:PORT` and `dask://HOST:PORT` name a cluster that is running; `ray://auto` and `dask://auto` one that the
    environment names, as it does within a job of that cluster. It is left as it was found: nothing is started or stopped there.
-2. The cluster schedules. It is given twice as many tasks as it has places for now, so that the next one is there when one is
-   done, and more as it grows.
+2. The cluster schedules. It is asked from time to time how many places it has, so that it gets more tasks as it grows.
 3. A worker that is lost, with its process or its whole machine, breaks the future of its task with a `WorkerLostError`. A task's
    own error comes as it was raised. Whatever else goes wrong is an error of shardckpt's.
 4. A cluster without a single worker may be one that is starting: it is waited for, but not for ever.
@@ -35,7 +34,6 @@ PATIENCE = 300
 """Seconds that a cluster may be without any worker: one that grows on demand has to start a machine."""
 _LOOK_EVERY = 1
 """Seconds between two looks at how large a cluster is."""
-_AHEAD = 2
 _EXTRAS = {"ray": "ray", "dask": "distributed"}
 """Extra of shardckpt → the package without which it cannot be."""
 _URL = re.compile(r"(\w+)://(auto|\[[0-9a-fA-F:.]+\]:\d{1,5}|[^\s/:@\[\]]+:\d{1,5})", re.ASCII)
@@ -64,8 +62,8 @@ class ClusterExecutor(Executor, ABC):
         """Have a function called somewhere in the cluster; the future is the cluster's own."""
 
     @abstractmethod
-    def places(self) -> int:
-        """How many tasks the cluster can do at a time now."""
+    def count(self) -> int:
+        """Ask the cluster how many tasks it can do at a time."""
 
     @abstractmethod
     def understand(self, error: BaseException) -> BaseException:
@@ -90,8 +88,8 @@ class ClusterExecutor(Executor, ABC):
             mine.set_exception(self._meant(e))
         return mine
 
-    def room(self) -> int:
-        """How many tasks to have with the cluster now, running or waiting.
+    def places(self) -> int:
+        """How many tasks the cluster does at a time now; at least 1.
 
         Raises:
             CoordinationError: nobody has been there to do any for too long.
@@ -99,7 +97,7 @@ class ClusterExecutor(Executor, ABC):
         now = time.monotonic()
         if now >= self._looked + _LOOK_EVERY:
             try:
-                self._places = self.places()
+                self._places = self.count()
             except Exception:  # noqa: BLE001  (then it answers soon, or is lost)
                 self._places = 0
             self._looked = now = time.monotonic()
@@ -110,7 +108,7 @@ class ClusterExecutor(Executor, ABC):
                     f"{self._url} has had no worker {self.asked()}for {PATIENCE} s. What tasks have finished stays; the same call goes on "
                     f"there when there are workers."
                 )
-        return max(1, _AHEAD * self._places)
+        return max(1, self._places)
 
     def asked(self) -> str:
         """What a worker must have, in words for a message."""

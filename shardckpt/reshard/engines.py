@@ -28,10 +28,8 @@ __all__ = ["Engine", "check_engine", "start"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MOST_WAITING = 4096
-"""Tasks that a cluster is given at a time, however large it is."""
-_AHEAD = 2
-"""Tasks per process of ours that are handed out: the next one is there when one is done."""
+MOST_PLACES = 4096
+"""Tasks that a cluster does at a time, however large it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,10 @@ class Engine:
     """Something that does tasks."""
 
     executor: Executor
-    room: Callable[[], int]
-    """How many tasks to hand out at a time, now."""
+    places: Callable[[], int]
+    """How many tasks it does at a time, now."""
+    ahead: int = 1
+    """How many tasks to hand out for each place: with 2, the next one is there when one is done."""
     changes: bool = False
     """Whether that may change while all of them are being done."""
 
@@ -81,10 +81,10 @@ def start(engine: Executor | str | None, workers: int | None, at_once: int, memo
     if isinstance(engine, str):
         cluster = connect(engine, memory + PROCESS_BYTES)
         own: Executor = cluster
-        made = Engine(own, lambda: min(cluster.room(), workers or MOST_WAITING), changes=True)
+        made = Engine(own, lambda: min(cluster.places(), workers or MOST_PLACES), 2 if workers is None else 1, changes=True)
     else:
         own = _Inline() if at_once == 1 else LocalProcesses(at_once)
-        made = Engine(own, lambda: _AHEAD * at_once)
+        made = Engine(own, lambda: at_once, 2)
     try:
         yield made
     except BaseException:

@@ -27,9 +27,11 @@ from shardckpt.excerpt import excerpt
 from shardckpt.io.assemble import assemble, finished_hosts
 from shardckpt.io.commit import publish, published_attempt, remove_replaced
 from shardckpt.io.strays import remove_strays
+from shardckpt.io.url import parse
 from shardckpt.names import shown
 from shardckpt.record import CheckpointRecord
-from shardckpt.reshard.engines import executor
+from shardckpt.reshard.clusters import WorkerLostError
+from shardckpt.reshard.engines import check_engine, start
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
 from shardckpt.reshard.task import TaskReport, run_task
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
     from shardckpt.mesh import Mesh
     from shardckpt.partition_spec import PartitionSpec
+    from shardckpt.reshard.engines import Engine
     from shardckpt.reshard.plan import Task
 
 __all__ = ["ReshardReport", "reshard"]
@@ -139,7 +142,7 @@ def reshard(
         MissingExtraError: the cluster's package is not installed here, or shardckpt not there.
         StorageError: a storage failed, or has no room.
     """
-    began = time.monotonic()
+    began, most = time.monotonic(), workers
     options = ReshardOptions(
         mesh=mesh,
         rules=_rules(rules, like, unmatched),
@@ -154,8 +157,21 @@ def reshard(
         verify=verify,
     )
     share = _checked(worker)
-    job = Job(os.fspath(src), os.fspath(dst), options)
+    check_engine(engine)
+    on_cluster = isinstance(engine, str)
+    if on_cluster:
+        options = replace(options, workers=1)  # each has the memory for itself
+    job = Job(str(parse(src)), str(parse(dst)), options)
+    in_one_memory = any(parse(url).scheme == "memory" for url in (job.source, job.destination))
+    if on_cluster and (in_one_memory or worker is not None):
+        raise OptionError(
+            f"reshard(engine={engine!r}): {'workers elsewhere cannot reach memory:// urls' if in_one_memory else 'not with worker=(K, N)'}; "
+            f"leave one of them out."
+        )
     opened = OpenJob(job)
+    workers = 1 if in_one_memory else opened.plan.memory.workers
+    # Workers on other machines would count cores of their own.
+    job = replace(job, options=replace(options, workers=opened.plan.memory.workers), attempt=opened.attempt)
     finished = set(finished_hosts(opened.place))
     mine = [task for task in opened.plan.tasks if task.number % share[1] == share[0]]
     left = [task for task in mine if task.number not in finished]
@@ -165,13 +181,12 @@ def reshard(
     tell = progress or (lambda _done, _total: None)
     tell(done, total)
     reports: list[TaskReport] = []
-    in_one_memory = "memory" in (opened.checkpoint.location.scheme, opened.store.location.scheme)
-    at_once = 1 if in_one_memory else min(opened.plan.memory.workers, max(1, len(left)))
-    with executor(engine, at_once) as does:
-        for report in _done(does, replace(job, attempt=opened.attempt), left, at_once):
-            reports.append(report)
-            done += report.nbytes
-            tell(done, total)
+    if left:
+        with start(engine, most, min(workers, len(left)), opened.plan.memory.peak // opened.plan.memory.workers) as does:
+            for report in _done(does, job, left, share[1]):
+                reports.append(report)
+                done += report.nbytes
+                tell(done, total)
     if worker is None and not opened.committed:
         _commit(opened)
     return ReshardReport(
@@ -219,21 +234,22 @@ def _checked(worker: Any) -> tuple[int, int]:
     return worker
 
 
-def _done(does: Executor, job: Job, tasks: Sequence[Task], workers: int) -> Iterator[TaskReport]:
-    """Have tasks done; their reports as they come."""
+def _done(engine: Engine, job: Job, tasks: Sequence[Task], jobs: int) -> Iterator[TaskReport]:
+    """Have tasks done, by one of so many engines that share the job; their reports as they come."""
     waiting, losses = deque(tasks), Counter[int]()
     under_way: dict[Future[TaskReport], Task] = {}
     try:
         while waiting or under_way:
-            while waiting and len(under_way) < _AHEAD * workers:
+            places = engine.places()
+            while waiting and len(under_way) < engine.ahead * places:
                 task = waiting.popleft()
-                under_way[does.submit(run_task, job, task.number)] = task
-            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                under_way[engine.executor.submit(run_task, job, task.number, jobs * places)] = task
+            for future in wait(under_way, _LOOK_EVERY if engine.changes else None, FIRST_COMPLETED).done:
                 task = under_way.pop(future)
                 try:
                     report = future.result()
                 except BrokenExecutor as e:
-                    losses[task.number] += 1
+                    losses[task.number] += e.times if isinstance(e, WorkerLostError) else 1
                     if losses[task.number] >= MOST_LOSSES:
                         raise _lost(task, losses[task.number], e) from e
                     waiting.append(task)

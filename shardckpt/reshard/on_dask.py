@@ -46,7 +46,7 @@ class OnDask(ClusterExecutor):
         future: Future[T] = self._calls.submit(fn, *args, **kwargs)
         return future
 
-    def places(self) -> int:
+    def count(self) -> int:
         """Threads of all workers."""
         return sum(self._client.nthreads().values())
 

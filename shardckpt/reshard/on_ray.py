@@ -10,6 +10,7 @@ connected to Ray already uses the connection that it has.
 from __future__ import annotations
 
 import logging
+import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,21 +47,24 @@ class OnRay(ClusterExecutor):
         self._connected = not ray.is_initialized()
         if self._connected:
             try:
-                ray.init(AUTO if address == AUTO else url, log_to_driver=False, logging_level=logging.ERROR)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # what goes wrong is raised too
+                    ray.init(AUTO if address == AUTO else url, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, TimeoutError, RuntimeError, ValueError, exceptions.RayError) as e:
                 raise CoordinationError(f"{url}: no Ray cluster answers there ({_first_line(e)}).") from e
+        options = {"num_cpus": 1, "memory": memory, "max_retries": 0, "scheduling_strategy": "SPREAD"}
+        self._call = ray.remote(**options)(_call)
         self._refs: dict[Future[Any], Any] = {}
 
     def start(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[T]:
         """Submit a call, spread over all machines: what they share is the storage, and each has a network of its own."""
-        remote = ray.remote(num_cpus=1, memory=self._memory, max_retries=0, scheduling_strategy="SPREAD")(fn)
-        ref = remote.remote(*args, **kwargs)
+        ref = self._call.remote(fn, args, kwargs)
         future: Future[T] = ref.future()
         self._refs[future] = ref
         future.add_done_callback(lambda done: self._refs.pop(done, None))
         return future
 
-    def places(self) -> int:
+    def count(self) -> int:
         """Over all machines, how many tasks they have CPUs and memory for."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return int(sum(min(has.get("CPU", 0), has.get("memory", 0) // self._memory) for has in nodes))
@@ -89,6 +93,11 @@ class OnRay(ClusterExecutor):
                     ray.cancel(ref)
         if self._connected:
             ray.shutdown()
+
+
+def _call(fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    """What Ray knows as the task."""
+    return fn(*args, **kwargs)
 
 
 def _first_line(error: BaseException) -> str:
