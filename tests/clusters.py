@@ -52,8 +52,9 @@ def ray_cluster() -> Iterator[Cluster]:
     """A head that does no tasks, and two nodes with a CPU each."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
         port = _free_port()
+        # gRPC's handlers of forks may end the process that Ray's client server starts for the first client.
         loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # where Ray keeps to the loopback interface
-        env = {**loopback, "RAY_TMPDIR": place, "RAY_USAGE_STATS_ENABLED": "0", "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": str(PATIENCE)}
+        env = {**loopback, "RAY_TMPDIR": place, "RAY_USAGE_STATS_ENABLED": "0", "GRPC_ENABLE_FORK_SUPPORT": "0", "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": str(PATIENCE)}
         with _group([sys.executable, "-W", "ignore", CHILDREN / "ray_cluster.py", port, 2], env) as child:
             assert child.stdout is not None
             answer = json.loads(child.stdout.readline() or "{}")

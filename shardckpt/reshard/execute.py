@@ -12,7 +12,6 @@ One of N workers that are started by somebody else (`worker=(K, N)`) does every 
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from shardckpt.rules import Rule, Rules
 from shardckpt.space import check_space
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator
 
     from shardckpt.mesh import Mesh
@@ -158,16 +158,14 @@ def reshard(
     )
     share = _checked(worker)
     check_engine(engine)
-    on_cluster = isinstance(engine, str)
-    if on_cluster:
+    if isinstance(engine, str):
         options = replace(options, workers=1)  # each has the memory for itself
     job = Job(str(parse(src)), str(parse(dst)), options)
-    in_one_memory = any(parse(url).scheme == "memory" for url in (job.source, job.destination))
-    if on_cluster and (in_one_memory or worker is not None):
-        raise OptionError(
-            f"reshard(engine={engine!r}): {'workers elsewhere cannot reach memory:// urls' if in_one_memory else 'not with worker=(K, N)'}; "
-            f"leave one of them out."
-        )
+    in_one_memory = "memory" in (parse(job.source).scheme, parse(job.destination).scheme)
+    if isinstance(engine, str) and worker is not None:
+        raise OptionError(f"reshard(engine={engine!r}, worker={worker}): a cluster has workers of its own; leave one of the two out.")
+    if isinstance(engine, str) and in_one_memory:
+        raise OptionError(f"reshard(engine={engine!r}): a memory:// url is of this process alone, and a cluster cannot reach it.")
     opened = OpenJob(job)
     workers = 1 if in_one_memory else opened.plan.memory.workers
     # Workers on other machines would count cores of their own.

@@ -53,11 +53,21 @@ def cluster(request):
     return request.getfixturevalue(request.param)
 
 
-def start(source, target, env=None, **options):
-    """A job in a program of its own, as `python -c` in another directory than the cluster's."""
-    arguments = json.dumps({"src": str(source), "dst": str(target), **JOB, **options})
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, CHILD, arguments], env={**os.environ, **(env or {})}, **streams)
+@pytest.fixture
+def start():
+    """Starts jobs, each in a program of its own; those that still run at the end of the test are killed."""
+    jobs = []
+
+    def start(source, target, env=None, **options):
+        arguments = json.dumps({"src": str(source), "dst": str(target), **JOB, **options})
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        jobs.append(subprocess.Popen([sys.executable, CHILD, arguments], env={**os.environ, **(env or {})}, **streams))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+        job.communicate()
 
 
 def finish(job):
@@ -87,8 +97,7 @@ def check(source, target):
     assert len(list((target / made.record.attempt / "hosts").iterdir())) == TASKS, "what lost workers left is gone"
 
 
-
-def test_processes_of_this_machine_do_it(source, tmp_path):
+def test_processes_of_this_machine_do_it(start, source, tmp_path):
     job = start(source, tmp_path / "b", workers=2)
     wait_for(lambda: records(tmp_path / "b") or job.poll() is not None)
     os.kill(children(job.pid)[0], signal.SIGKILL)
@@ -105,7 +114,7 @@ def test_threads_of_a_user_do_it(source, tmp_path):
     check(source, tmp_path / "b")
 
 
-def test_workers_that_somebody_else_starts_do_it_and_one_that_is_killed_is_started_again(source, tmp_path):
+def test_workers_that_somebody_else_starts_do_it_and_one_that_is_killed_is_started_again(start, source, tmp_path):
     target = tmp_path / "b"
     jobs = [start(source, target, worker=[k, 2], workers=1) for k in range(2)]
     wait_for(lambda: len(records(target)) >= 3 or jobs[0].poll() is not None)
@@ -123,7 +132,7 @@ def test_workers_that_somebody_else_starts_do_it_and_one_that_is_killed_is_start
 
 @pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
 @pytest.mark.timeout(400)
-def test_a_cluster_does_it(source, tmp_path, cluster):
+def test_a_cluster_does_it(start, source, tmp_path, cluster):
     report = finish(start(source, tmp_path / "b", engine=cluster.url))
     assert (report["tasks"], report["done_before"], report["committed"]) == (TASKS, 0, True)
     check(source, tmp_path / "b")
@@ -131,7 +140,7 @@ def test_a_cluster_does_it(source, tmp_path, cluster):
 
 @pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
 @pytest.mark.timeout(400)
-def test_a_program_within_a_cluster_finds_it_by_itself(source, tmp_path, cluster):
+def test_a_program_within_a_cluster_finds_it_by_itself(start, source, tmp_path, cluster):
     url = f"{cluster.url.partition('://')[0]}://auto"
     report = finish(start(source, tmp_path / "b", engine=url, env=cluster.auto, workers=1))
     assert report["committed"]
@@ -140,7 +149,7 @@ def test_a_program_within_a_cluster_finds_it_by_itself(source, tmp_path, cluster
 
 @pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
 @pytest.mark.timeout(400)
-def test_an_error_of_a_task_is_raised_as_it_is(source, tmp_path, cluster):
+def test_an_error_of_a_task_is_raised_as_it_is(start, source, tmp_path, cluster):
     damaged = tmp_path / "a"
     subprocess.run(["cp", "-r", source, damaged], check=True)
     data = max((path for path in damaged.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
@@ -155,7 +164,7 @@ def test_an_error_of_a_task_is_raised_as_it_is(source, tmp_path, cluster):
 
 @pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
 @pytest.mark.timeout(400)
-def test_a_worker_that_is_killed_in_the_middle_is_done_without(source, tmp_path, cluster):
+def test_a_worker_that_is_killed_in_the_middle_is_done_without(start, source, tmp_path, cluster):
     job = start(source, tmp_path / "b", engine=cluster.url)
     wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
     killed = cluster.workers()[:1]
@@ -169,7 +178,7 @@ def test_a_worker_that_is_killed_in_the_middle_is_done_without(source, tmp_path,
 
 @pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
 @pytest.mark.timeout(600)
-def test_machines_are_lost_one_after_the_other(source, tmp_path, cluster):
+def test_machines_are_lost_one_after_the_other(start, source, tmp_path, cluster):
     """With one of two the job goes on; with none it fails in time, and what was done is not lost. The cluster is gone afterwards."""
     job = start(source, tmp_path / "b", engine=cluster.url)
     wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
@@ -215,5 +224,5 @@ def test_a_package_that_is_not_installed_is_named(source, tmp_path, monkeypatch)
     for kind, package in (("ray", "ray"), ("dask", "distributed")):
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.delitem(sys.modules, f"shardckpt.reshard.on_{kind}", raising=False)
-        with pytest.raises(errors.MissingExtraError, match=rf'shardckpt\[{kind}\]'):
+        with pytest.raises(errors.MissingExtraError, match=rf"shardckpt\[{kind}\]"):
             shardckpt.reshard(source, tmp_path / "b", engine=f"{kind}://127.0.0.1:1")
