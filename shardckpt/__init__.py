@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from shardckpt._version import __version__
 
 if TYPE_CHECKING:
-    from shardckpt import reshard
     from shardckpt.box import Box
     from shardckpt.checkpoint import Checkpoint, open  # noqa: A004
     from shardckpt.committing import commit
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from shardckpt.options import SaveOptions
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.per_process import PerProcess
+    from shardckpt.reshard.execute import reshard
     from shardckpt.restoring import restore
     from shardckpt.rules import Rules
     from shardckpt.save_handle import SaveHandle, SaveReport

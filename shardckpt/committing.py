@@ -120,6 +120,8 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str 
         record = assemble(place)
         _check_may_be_published(store, record, prior, run_id)
         publish(store, record, prior)
+        with suppress(ShardckptError):  # what cannot be removed costs room, no more
+            remove_strays(place)
     except AlreadyExistsError as e:
         return outcome("overtaken", str(e))
     except StorageError:
@@ -128,8 +130,6 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior, run_id: str 
         return outcome("refused", str(e))
     if isinstance(prior.record, CheckpointRecord):
         remove_replaced(store, prior.record.attempt)
-    with suppress(ShardckptError):  # what cannot be removed costs room, no more
-        remove_strays(place)
     return outcome("committed")
 
 

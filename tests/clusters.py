@@ -54,7 +54,7 @@ def ray_cluster() -> Iterator[Cluster]:
         port = _free_port()
         # gRPC's handlers of forks may end the process that Ray's client server starts for the first client.
         loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # where Ray keeps to the loopback interface
-        env = {**loopback, "RAY_TMPDIR": place, "RAY_USAGE_STATS_ENABLED": "0", "GRPC_ENABLE_FORK_SUPPORT": "0", "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": str(PATIENCE)}
+        env = {**loopback, "RAY_TMPDIR": place, "RAY_USAGE_STATS_ENABLED": "0", "GRPC_ENABLE_FORK_SUPPORT": "0"}
         with _group([sys.executable, "-W", "ignore", CHILDREN / "ray_cluster.py", port, 2], env) as child:
             assert child.stdout is not None
             answer = json.loads(child.stdout.readline() or "{}")

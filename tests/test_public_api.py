@@ -46,8 +46,14 @@ def test_every_public_name_is_there_and_documented():
 
 def test_functions_are_functions_whatever_was_imported_first():
     """A submodule of the same name would hide the function."""
-    code = "import shardckpt.saving, shardckpt.restoring, shardckpt.checkpoint, shardckpt"
-    assert run(f"{code}; print(callable(shardckpt.save), callable(shardckpt.restore), callable(shardckpt.open))") == "True True True"
+    code = "import shardckpt.saving, shardckpt.restoring, shardckpt.checkpoint, shardckpt.reshard.plan, shardckpt"
+    names = "save", "restore", "open", "reshard"
+    assert run(f"{code}; print([callable(getattr(shardckpt, name)) for name in {names}])") == "[True, True, True, True]"
+
+
+def test_the_package_of_resharding_is_the_function_and_imports_nothing_heavy():
+    code = "import sys, shardckpt; reshard = shardckpt.reshard; import shardckpt.reshard"
+    assert run(f"{code}; print(reshard is shardckpt.reshard, [m for m in {HEAVY} if m in sys.modules])") == "True []"
 
 
 def test_errors_have_codes_of_their_own_and_builtin_kin():

@@ -51,9 +51,9 @@ def reshard(
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back what was written.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Write a checkpoint anew, stored as it suits another mesh; every element stays what it is.
+    """Write a checkpoint anew, as it suits another mesh.
 
-    Interrupted, the same command goes on where it was. SRC is only read.
+    Every element stays what it is, but for what --dtype converts. Interrupted, the same command goes on where it was. SRC is only read.
     """
     if source == COMMIT:
         commit(destination, as_json=as_json)

@@ -29,6 +29,7 @@ from shardckpt.io.strays import remove_strays
 from shardckpt.io.url import parse
 from shardckpt.names import shown
 from shardckpt.record import CheckpointRecord
+from shardckpt.reshard.carry import carry
 from shardckpt.reshard.clusters import WorkerLostError
 from shardckpt.reshard.engines import check_engine, start
 from shardckpt.reshard.job import Job, OpenJob
@@ -117,7 +118,7 @@ def reshard(
         engine: who does the work: an Executor, or the url of a cluster, as in "ray://head:10001" or "dask://scheduler:8786"; None:
             processes on this machine.
         memory_limit: bytes of buffers, over all workers of this machine together, and on a cluster of each task that is being done;
-            each process takes about 160 MiB besides.
+            each process takes up to 128 MiB besides.
         workers: how many tasks are done at once; None: as many as there are cores, and memory for, or places in the cluster.
         worker: (K, N): this call is worker K, from 0, of N that are started by somebody else, and does its share only. When all
             are done, `shardckpt.commit(dst)` commits.
@@ -160,16 +161,18 @@ def reshard(
     check_engine(engine)
     if isinstance(engine, str):
         options = replace(options, workers=1)  # each has the memory for itself
-    job = Job(str(parse(src)), str(parse(dst)), options)
+    job = Job(str(parse(src)), str(parse(dst)), options, alone=worker is None and engine is None)
     in_one_memory = "memory" in (parse(job.source).scheme, parse(job.destination).scheme)
     if isinstance(engine, str) and worker is not None:
         raise OptionError(f"reshard(engine={engine!r}, worker={worker}): a cluster has workers of its own; leave one of the two out.")
     if isinstance(engine, str) and in_one_memory:
         raise OptionError(f"reshard(engine={engine!r}): a memory:// url is of this process alone, and a cluster cannot reach it.")
     opened = OpenJob(job)
+    if opened.carries:
+        return _carried(opened, progress or (lambda _done, _total: None), began)
     workers = 1 if in_one_memory else opened.plan.memory.workers
     # Workers on other machines would count cores of their own.
-    job = replace(job, options=replace(options, workers=opened.plan.memory.workers), attempt=opened.attempt)
+    job = replace(job, options=replace(options, workers=opened.plan.memory.workers), attempt=opened.attempt, alone=False)
     finished = set(finished_hosts(opened.place))
     mine = [task for task in opened.plan.tasks if task.number % share[1] == share[0]]
     left = [task for task in mine if task.number not in finished]
@@ -196,6 +199,24 @@ def reshard(
         nbytes=opened.plan.nbytes,
         read_bytes=sum(report.read_bytes for report in reports),
         stored_bytes=sum(report.stored_bytes for report in reports),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _carried(opened: OpenJob, progress: Callable[[int, int], None], began: float) -> ReshardReport:
+    """Take the source's files over, where nothing in them changes."""
+    done = None if opened.committed else carry(opened, progress)
+    if done is not None:
+        _commit(opened)
+    return ReshardReport(
+        url=str(opened.store.location),
+        attempt=opened.attempt,
+        committed=True,
+        tasks=len(opened.plan.source.hosts),
+        done_before=len(opened.plan.source.hosts) if done is None else done.done_before,
+        nbytes=opened.plan.nbytes,
+        read_bytes=0 if done is None else done.read_bytes,
+        stored_bytes=0,
         seconds=time.monotonic() - began,
     )
 

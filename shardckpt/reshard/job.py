@@ -19,8 +19,11 @@ from shardckpt._version import __version__
 from shardckpt.checkpoint import Checkpoint
 from shardckpt.contents import Contents
 from shardckpt.errors import AlreadyExistsError, CommitError
+from shardckpt.io.assemble import finished_hosts
+from shardckpt.io.carrying import can_link
 from shardckpt.io.commit import read_prior
 from shardckpt.io.host import describe
+from shardckpt.io.host_files import read_table
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.record import CheckpointRecord
@@ -46,6 +49,8 @@ class Job:
     options: ReshardOptions
     attempt: str | None = None
     """The one that all write into, for a worker to compare; None: whichever follows from the rest."""
+    alone: bool = False
+    """Whether this process does all of it, and so may take files over as they are."""
 
 
 class OpenJob:
@@ -65,11 +70,16 @@ class OpenJob:
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
         self.checkpoint.limit_reading(threads=READERS, memory=self.plan.memory.reading)
         self.store = Store.open(location)
+        self.source_place = Store.open(self.checkpoint.location).sub(self.plan.source.attempt)
+        self.carries = False
+        """Whether the source's files are taken over as they are (`carry`)."""
         self.prior: Prior = read_prior(self.store, overwrite=True)
-        first = self._name(None)
-        self.committed = isinstance(self.prior.record, CheckpointRecord) and self.prior.record.attempt == first
-        """Whether the job is done: what is committed at the destination is what it makes where nothing was before."""
-        self.attempt = first if self.committed else self._name(self.prior.digest)
+        self.attempt, self.committed = self._attempt()
+        """The second: whether the job is done, for what is committed at the destination is what it makes where nothing was before."""
+        if job.alone and self.plan.unchanged and can_link(self.source_place, self.store):
+            begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers that others started: go on there
+            self.carries = not begun
+            self.attempt, self.committed = self._attempt()
         if not self.committed and not job.options.overwrite and self.prior.digest is not None:
             self._refuse_to_replace()
         if job.attempt not in (None, self.attempt):
@@ -81,11 +91,20 @@ class OpenJob:
 
     @cached_property
     def described(self) -> FileReference:
-        """The file, written by now, in which every task says what the new checkpoint holds."""
-        record = self.plan.source
-        return describe(
-            self.place, Contents(self.plan.target, {}, record.metadata, processes=record.processes if self.plan.values else None)
-        )
+        """The file, written by now, in which every host says what the new checkpoint holds."""
+        record, small = self.plan.source, dict[str, bytes]()
+        if self.carries and record.small_table is not None:  # no host has these, and the committer writes them anew
+            written = read_table(self.source_place, record.small_table).counts
+            tensors = record.structure.tensors
+            small = {name: self.checkpoint.read(name).tobytes() for name in tensors if tensors[name].pieces[0].path in written}
+        saved_by = record.saved_by if self.carries else record.processes if self.plan.values else None
+        return describe(self.place, Contents(self.plan.target, small, record.metadata, processes=saved_by))
+
+    def remove_run(self, folder: str, number: int) -> None:
+        """Remove the files of one run of a host, unless its record names them: the answer to writing it may be all that was lost."""
+        key = f"records/{number:05d}.json"
+        if not self.place.exists(key) or folder.encode() not in self.place.read(key):
+            self.place.delete_prefix(f"{folder}/")
 
     def _refuse_to_replace(self) -> None:
         """Raise, unless what is there is a tombstone."""
@@ -93,8 +112,16 @@ class OpenJob:
             read_prior(self.store, overwrite=False)
         except AlreadyExistsError as e:
             raise AlreadyExistsError(
-                f"{self.store}: another checkpoint is committed there already; reshard to another place, or with overwrite=True (--overwrite)."
+                f"{self.store}: another checkpoint is committed there already; reshard to another place, or replace it with overwrite=True "
+                f"(--overwrite)."
             ) from e
+
+    def _attempt(self) -> tuple[str, bool]:
+        """The attempt, and whether it is committed."""
+        there, first = self.prior.record, self._name(None)
+        if isinstance(there, CheckpointRecord) and there.attempt == first:
+            return first, True
+        return self._name(self.prior.digest), False
 
     def _name(self, prior: str | None) -> str:
         """The attempt of a job that finds that commit record (its SHA-256; None: there is none)."""
@@ -105,7 +132,7 @@ class OpenJob:
             "target": plan.target.to_json(),
             "layout": plan.layout,
             "compression": [plan.compression, _compressor() if plan.compression is not None else None],
-            "tasks": [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
+            "tasks": self.carries or [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
             "metadata": plan.source.metadata,
             "prior": prior,
         }

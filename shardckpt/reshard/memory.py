@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PROCESS_BYTES", "READERS", "Memory", "Sizes", "largest_chunk", "share"]
 
-PROCESS_BYTES = 160 << 20
+PROCESS_BYTES = 128 << 20
 """What a process takes besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Stated, and tested."""
 READERS = 2
 """Threads with which a worker reads from a local disk."""

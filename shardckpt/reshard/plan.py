@@ -90,6 +90,15 @@ class ReshardPlan:
     _cells: Mapping[str, Cells] = field(default_factory=dict, repr=False, compare=False)
 
     @property
+    def unchanged(self) -> bool:
+        """Whether every chunk of the target is one of the source, byte for byte, and there are no others."""
+        return (
+            (self.layout, self.compression) == (self.source.layout, self.source.compression)
+            and self.target.tree == self.source.structure.tree
+            and all(t.dtype == self.sources[n].dtype and t.pieces == self.sources[n].pieces for n, t in self.target.tensors.items())
+        )
+
+    @property
     def nbytes(self) -> int:
         """Of all elements in the target."""
         return sum(task.nbytes for task in self.tasks)

@@ -30,12 +30,11 @@ from shardckpt.errors import CommitError, CorruptionError, ShardckptError
 from shardckpt.io.budget import round_up
 from shardckpt.io.codec import CHECKSUM_BYTES, room_for
 from shardckpt.io.host import HostWriter
-from shardckpt.io.lookup import WholeTable
-from shardckpt.io.reader import ChunkReader, Request
+from shardckpt.io.reader import Request
 from shardckpt.planning.plan import chunk_boxes, overlaps, touched
 from shardckpt.record import seal
+from shardckpt.reshard.carry import read_back
 from shardckpt.reshard.job import OpenJob
-from shardckpt.reshard.memory import READERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -201,14 +200,8 @@ class _Run:
         finally:
             if not first:
                 with suppress(ShardckptError):  # then it is removed with what else no record names
-                    self._remove(writer.folder, number)
+                    self._opened.remove_run(writer.folder, number)
         return first, record.stored_bytes
-
-    def _remove(self, folder: str, number: int) -> None:
-        """Remove this run's own files, unless the record may name them: the answer to writing it may be all that was lost."""
-        key = record_key(number)
-        if not self._place.exists(key) or folder.encode() not in self._place.read(key):
-            self._place.delete_prefix(f"{folder}/")
 
     def _values(self) -> bytes | None:
         """The file of what the process of this number owned by itself."""
@@ -293,16 +286,8 @@ class _Run:
 
     def _read_back(self, table: Table) -> None:
         """Compare what is durable with what was written."""
-        plan = self._plan
-        reader = ChunkReader(
-            self._place, WholeTable(table.files, table.arrays()), compression=plan.compression, threads=READERS, memory=plan.memory.writing
-        )
-        pieces = {p.path: (t, p) for share in self._task.shares for t in (plan.target.tensors[share.tensor],) for p in t.pieces}
         try:
-            reader.confirm(
-                (Request(t.name, t.dtype.storage, [p], BoxArray.of([], len(p.shape)), []), p, rows.chunk.astype(np.int64))
-                for (t, p), rows in ((pieces[path], rows) for path, rows in table.arrays().items())
-            )
+            read_back(self._opened, table)
         except CorruptionError as e:
             raise CommitError(
                 f"{self._place}: task {self._task.number} does not read back what it wrote ({e}) Nothing was published."

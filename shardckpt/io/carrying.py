@@ -1,0 +1,112 @@
+"""A host's files taken over into another attempt as they are: by hard links, or by copies that the kernel makes.
+
+Data files, and the indexes beside them, are never changed once they are there, and name each other relative to their own folder. So
+a host of one attempt becomes a host of another by linking its files; only its chunk table says where they are from the top of the
+attempt, and is written anew. A file that is linked has two names and needs no room; each attempt may be removed without the other.
+
+Where a disk cannot link (or not so often), the kernel copies: it shares the blocks where the file system can, and moves them
+without a detour through this process where it cannot.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.keys import chunk_object_key
+from shardckpt.io.plain import PLAIN_ROOT
+from shardckpt.io.store import sync_directory
+from shardckpt.io.table import OWN_OBJECT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from shardckpt.io.store import Store
+    from shardckpt.io.table import Table
+    from shardckpt.planning.plan import Piece
+
+__all__ = ["can_link", "carry_chunks", "carry_lanes"]
+
+
+def can_link(source: Store, target: Store) -> bool:
+    """Whether both places are on one file system of this machine; the target's need not exist yet."""
+    ours, theirs = source.local_path(""), target.local_path("")
+    if ours is None or theirs is None:
+        return False
+    there = next((path for path in (theirs, *theirs.parents) if path.exists()), None)
+    return there is not None and ours.exists() and ours.stat().st_dev == there.stat().st_dev
+
+
+def carry_lanes(source: Store, target: Store, lanes: Iterable[str], table: Table, folder: str) -> tuple[list[str], Table]:
+    """Take over the packed chunks of a host.
+
+    Args:
+        source: an attempt on a local disk.
+        target: another one.
+        lanes: the host's databases.
+        table: its chunk table.
+        folder: where the files go, relative to the target.
+
+    Returns:
+        The databases' new names, and the chunk table of the new places.
+    """
+    new = {lane: f"{folder}/{number}" for number, lane in enumerate(lanes)}
+    for lane, name in new.items():
+        top = source.local_path(lane)
+        assert top is not None
+        with storage_errors("read", top):
+            files = [path.relative_to(top) for path in sorted(top.rglob("*")) if path.is_file()]
+        _link(source, target, ((f"{lane}/{file}", f"{name}/{file}") for file in files))
+    moved = [next(f"{new[lane]}{file.removeprefix(lane)}" for lane in new if file.startswith(f"{lane}/")) for file in table.files]
+    return list(new.values()), replace(table, files=moved)
+
+
+def carry_chunks(source: Store, target: Store, table: Table, pieces: Mapping[str, Piece], drafts: str) -> None:
+    """Take over the chunks of a host that are objects of their own; `drafts` is a folder for files that are not whole yet."""
+    keys = (
+        f"{PLAIN_ROOT}/{chunk_object_key(pieces[path], position)}"
+        for path, rows in table.arrays().items()
+        for position in rows.chunk[rows.file == OWN_OBJECT].tolist()
+    )
+    _link(source, target, ((key, key) for key in keys), drafts)
+    target.delete_prefix(f"{drafts}/")
+
+
+def _link(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:
+    """Link files, durably; with `drafts` in place of what is there."""
+    changed: set[Path] = set()
+    for number, (old, new) in enumerate(files):
+        ours, final = source.local_path(old), target.local_path(new)
+        assert ours is not None
+        assert final is not None
+        target.make_parents(new)
+        place = final
+        if drafts is not None:
+            target.make_parents(f"{drafts}/{number}")
+            place = target.local_path(f"{drafts}/{number}") or final
+        with storage_errors("link", final):
+            try:
+                os.link(ours, place, follow_symlinks=True)
+            except OSError:
+                _copy(ours, place)
+            if place != final:
+                place.replace(final)
+                place.unlink(missing_ok=True)  # of two names of one file, replacing one by the other removes neither
+        changed.add(final.parent)
+    for directory in changed:
+        with storage_errors("write", directory):
+            sync_directory(directory)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as read, target.open("xb") as write:
+        left = os.fstat(read.fileno()).st_size
+        while left:
+            moved = os.copy_file_range(read.fileno(), write.fileno(), left)
+            if not moved:
+                raise OSError(f"{source} ends before its size says so")
+            left -= moved
+        os.fsync(write.fileno())

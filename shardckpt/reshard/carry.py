@@ -1,0 +1,128 @@
+"""Where no chunk changes, files are taken over as they are: nothing is read, decoded or written but what says where they are.
+
+That is so where layout, compression, dtypes, names and all chunk grids are the source's, and both places are on one file system.
+Then each host of the source becomes a host of the new attempt (`io.carrying`), with a record of its own that says what the new
+checkpoint holds. Its chunks are read back and compared with their checksums as those of a task are.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.box import BoxArray
+from shardckpt.errors import ShardckptError
+from shardckpt.io.carrying import carry_chunks, carry_lanes
+from shardckpt.io.host_files import read_host_files, read_table, write_table
+from shardckpt.io.lookup import WholeTable
+from shardckpt.io.reader import ChunkReader, Request
+from shardckpt.record import FileReference, HostFiles, HostRecord, seal
+from shardckpt.reshard.memory import READERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.io.table import Table
+    from shardckpt.reshard.job import OpenJob
+
+__all__ = ["Carried", "carry"]
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What taking a checkpoint over took."""
+
+    hosts: int
+    done_before: int
+    """Hosts that had been taken over already."""
+    read_bytes: int
+    """Stored bytes that were read back."""
+
+
+def carry(opened: OpenJob, progress: Callable[[int, int], None]) -> Carried:
+    """Take over all hosts of the source that have not been yet.
+
+    Args:
+        opened: a job that carries (`OpenJob.carries`).
+        progress: called with bytes of elements that are there, and in all.
+
+    Raises:
+        CorruptionError, MissingDataError: what is taken over is not as it was written.
+        StorageError: the storage failed.
+    """
+    hosts, total = opened.plan.source.hosts, opened.plan.nbytes
+    before = read = 0
+    for number, reference in enumerate(hosts):
+        if opened.place.exists(f"records/{number:05d}.json"):
+            before += 1
+        else:
+            read += _carry_host(opened, number, reference)
+        progress(total * (number + 1) // len(hosts), total)
+    return Carried(len(hosts), before, read)
+
+
+def _carry_host(opened: OpenJob, number: int, reference: FileReference) -> int:
+    """Take over one host; bytes that were read."""
+    source, place, plan = opened.source_place, opened.place, opened.plan
+    described = opened.described
+    files = read_host_files(source, reference)
+    table = read_table(source, files.table)
+    folder = f"hosts/{number:05d}-{secrets.token_hex(4)}"
+    first = False
+    try:
+        lanes: list[str] = []
+        if plan.layout == "packed":
+            lanes, table = carry_lanes(source, place, files.lanes, table, folder)
+        else:
+            pieces = {piece.path: piece for tensor in plan.target.tensors.values() for piece in tensor.pieces}
+            carry_chunks(source, place, table, pieces, f"{folder}/drafts")
+        values = None
+        if files.values is not None:
+            data = source.read(files.values.key)
+            files.values.check(data, source.path_of(files.values.key))
+            values = FileReference.of(f"{folder}/values.json", data)
+            place.write(values.key, data)
+        read = read_back(opened, table) if opened.job.options.verify else 0
+        record = HostRecord(
+            attempt=opened.attempt,
+            host=number,
+            hosts=len(plan.source.hosts),
+            prior=opened.prior.digest,
+            layout=plan.layout,
+            compression=plan.compression,
+            files=HostFiles(write_table(place, f"{folder}/table", table), tuple(lanes), described, values),
+            chunks=len(table.rows),
+            stored_bytes=int(table.rows.length.sum(dtype=np.int64)),
+        )
+        first = place.create(record.key, seal(record.to_json()))
+    finally:
+        if not first:
+            with suppress(ShardckptError):
+                opened.remove_run(folder, number)
+    return read
+
+
+def read_back(opened: OpenJob, table: Table) -> int:
+    """Compare what lies in the new attempt with a chunk table; bytes that were read.
+
+    Raises:
+        CorruptionError, MissingDataError: a chunk is not as the table says.
+    """
+    plan, arrays = opened.plan, table.arrays()
+    reader = ChunkReader(
+        opened.place,
+        WholeTable(table.files, arrays),
+        compression=plan.compression,
+        threads=READERS,
+        memory=plan.memory.writing,
+    )
+    pieces = {piece.path: (tensor, piece) for tensor in plan.target.tensors.values() for piece in tensor.pieces if piece.path in arrays}
+    reader.confirm(
+        (Request(tensor.name, tensor.dtype.storage, [piece], BoxArray.of([], len(piece.shape)), []), piece, rows.chunk.astype(np.int64))
+        for (tensor, piece), rows in ((pieces[path], rows) for path, rows in arrays.items())
+    )
+    return reader.stats.bytes_read

@@ -1,0 +1,96 @@
+"""Where no chunk changes, files are taken over as they are."""
+
+import shutil
+
+import numpy as np
+import pytest
+from processes import Processes
+
+import shardckpt
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+
+ROWS = Sharding(Mesh((4,), ("x",)), PartitionSpec("x"))
+
+
+def state():
+    rng = np.random.default_rng(0)
+    return {"w": rng.random((300, 400)), "v": rng.random((1000,), np.float32), "none": np.zeros((0, 2)), "lr": 0.5}
+
+
+def chunk_files(attempt):
+    """Where chunks are, in either layout."""
+    return [*attempt.glob("hosts/*/*/d/0*"), *(path for path in attempt.glob("zarr/*/c/**/*") if path.is_file())]
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_files_are_linked_and_each_checkpoint_may_go_without_the_other(tmp_path, layout, compression):
+    saved = state()
+    shardckpt.save(tmp_path / "a", saved, options=SaveOptions(layout=layout, compression=compression, shardings={"[wv]": ROWS}))
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*") if path.is_file()}
+
+    report = shardckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=Mesh((4,), ("x",)))
+
+    assert report.stored_bytes == 0
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before} == before
+    files = chunk_files(tmp_path / "b" / report.attempt)
+    assert len(files) == len(chunk_files(tmp_path / "a" / shardckpt.open(tmp_path / "a").record.attempt)) > 0
+    assert all(path.stat().st_nlink == 2 for path in files)
+    shutil.rmtree(tmp_path / "a")
+    made = shardckpt.open(tmp_path / "b")
+    assert made.verify().ok
+    got = shardckpt.restore(tmp_path / "b")
+    for name, value in saved.items():
+        assert np.asarray(got[name]).tobytes() == np.asarray(value).tobytes()
+
+
+def test_damage_is_found_before_anything_is_committed(tmp_path):
+    shardckpt.save(tmp_path / "a", state())
+    (data,) = (tmp_path / "a").glob("*/hosts/00000/0/d/00000")
+    content = bytearray(data.read_bytes())
+    content[50_000] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(errors.CorruptionError):
+        shardckpt.reshard(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(errors.NotFoundError):
+        shardckpt.open(tmp_path / "b")
+    assert shardckpt.reshard(tmp_path / "a", tmp_path / "b", verify=False).committed
+
+
+def test_a_save_of_many_hosts_is_taken_over_host_by_host_and_goes_on_where_it_was(tmp_path):
+    with Processes("many_hosts") as job:
+        job.run("save_without_committing", 4, tmp_path / "a")
+    shardckpt.commit(tmp_path / "a")
+    source = shardckpt.open(tmp_path / "a")
+    first = shardckpt.reshard(tmp_path / "a", tmp_path / "b")
+    assert (first.tasks, first.done_before) == (4, 0)
+    record = tmp_path / "b" / "checkpoint.json"
+    record.unlink()
+    (tmp_path / "b" / first.attempt / "records" / "00002.json").unlink()
+
+    again = shardckpt.reshard(tmp_path / "a", tmp_path / "b")
+
+    assert (again.attempt, again.done_before) == (first.attempt, 3)
+    made = shardckpt.open(tmp_path / "b")
+    assert made.verify().ok
+    assert made.record.processes == source.record.processes == 4
+    assert len(list((tmp_path / "b" / again.attempt / "hosts").glob("0*"))) == 4
+    for name in source.names():
+        assert made.read(name).tobytes() == source.read(name).tobytes()
+    for process in range(4):
+        assert made.process_values(process) == source.process_values(process)
+
+
+def test_values_of_processes_outlive_a_reshard_that_has_other_tasks_than_they_were(tmp_path):
+    with Processes("many_hosts") as job:
+        job.run("save_per_process", 4, tmp_path / "a")
+    source = shardckpt.open(tmp_path / "a")
+    report = shardckpt.reshard(tmp_path / "a", tmp_path / "b", layout="zarr", workers=1)
+    assert report.tasks == 4, "as many as had values, though there is nothing else for them to do"
+    made = shardckpt.open(tmp_path / "b")
+    assert made.verify().ok
+    assert made.record.processes == 4
+    for name in source.names():
+        assert made.read(name).tobytes() == source.read(name).tobytes()
+    for process in range(4):
+        assert made.process_values(process) == source.process_values(process)

@@ -1,0 +1,40 @@
+"""A part of a state is the document of what is left, and all names stay what they are."""
+
+import numpy as np
+
+from shardckpt.names import selector
+from shardckpt.tree import flatten, select, tensor_names, unflatten
+
+
+def document(state):
+    return flatten(state, lambda leaf: isinstance(leaf, np.ndarray), id, lambda _leaf: None).tree
+
+
+def state():
+    w = np.zeros(2)
+    return {"model": {"w": w, "head": w, 3: np.zeros(1)}, "list": [np.zeros(1), 5, (np.zeros(1), None)], "empty": {}, "lr": 0.1}
+
+
+def test_all_of_a_state_is_the_state():
+    tree = document(state())
+    assert select(tree, lambda _name: True) == (tree, {name: name for name in tensor_names(tree)})
+
+
+def test_nothing_of_a_state_is_empty():
+    assert select(document(state()), lambda _name: False) == ({}, {})
+
+
+def test_a_part_is_what_restore_makes_of_the_whole_with_the_same_names():
+    whole = document(state())
+    for only in ("model/**", ["list/2/*", "lr"], "list/[02]*", "model/head", "empty", "**/3", ["model/head", "model/3"]):
+        wanted = selector(only)
+        part, stored = select(whole, wanted)
+        values = {name: f"value of {name}" for name in tensor_names(whole)}
+        assert unflatten(part, {name: values[old] for name, old in stored.items()}) == unflatten(whole, values, wanted)
+        assert list(stored) == tensor_names(part)
+
+
+def test_a_tied_name_whose_first_is_left_out_is_the_tensor_itself():
+    part, stored = select(document(state()), selector("model/head"))
+    assert part == {"model": {"head": "$tensor"}}
+    assert stored == {"model/head": "model/w"}
