@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,10 +81,11 @@ def dask_cluster() -> Iterator[Cluster]:
 
 def children(pid: int) -> list[int]:
     """Of a process; none where it is gone."""
-    try:
-        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    except FileNotFoundError:
-        return []
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
+            found += map(int, listed.read_text().split())
+    return found
 
 
 def wait_for(condition: Callable[[], object]) -> None:
