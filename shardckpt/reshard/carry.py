@@ -72,7 +72,6 @@ def _carry_host(opened: OpenJob, number: int, reference: FileReference) -> int:
     files = read_host_files(source, reference)
     table = read_table(source, files.table)
     folder = f"hosts/{number:05d}-{secrets.token_hex(4)}"
-    first = False
     try:
         lanes: list[str] = []
         if plan.layout == "packed":
@@ -87,22 +86,25 @@ def _carry_host(opened: OpenJob, number: int, reference: FileReference) -> int:
             values = FileReference.of(f"{folder}/values.json", data)
             place.write(values.key, data)
         read = read_back(opened, table) if opened.job.options.verify else 0
-        record = HostRecord(
-            attempt=opened.attempt,
-            host=number,
-            hosts=len(plan.source.hosts),
-            prior=opened.prior.digest,
-            layout=plan.layout,
-            compression=plan.compression,
-            files=HostFiles(write_table(place, f"{folder}/table", table), tuple(lanes), described, values),
-            chunks=len(table.rows),
-            stored_bytes=int(table.rows.length.sum(dtype=np.int64)),
-        )
-        first = place.create(record.key, seal(record.to_json()))
-    finally:
-        if not first:
-            with suppress(ShardckptError):
-                opened.remove_run(folder, number)
+        written = HostFiles(write_table(place, f"{folder}/table", table), tuple(lanes), described, values)
+    except BaseException:
+        with suppress(ShardckptError):
+            place.delete_prefix(f"{folder}/")
+        raise
+    record = HostRecord(
+        attempt=opened.attempt,
+        host=number,
+        hosts=len(plan.source.hosts),
+        prior=opened.prior.digest,
+        layout=plan.layout,
+        compression=plan.compression,
+        files=written,
+        chunks=len(table.rows),
+        stored_bytes=int(table.rows.length.sum(dtype=np.int64)),
+    )
+    if not place.create(record.key, seal(record.to_json())):  # somebody else was first
+        with suppress(ShardckptError):
+            place.delete_prefix(f"{folder}/")
     return read
 
 

@@ -75,7 +75,7 @@ def start(engine: Executor | str | None, workers: int | None, at_once: int, memo
         CoordinationError: the cluster does not answer.
     """
     if isinstance(engine, Executor):
-        # It may have more workers than that, and the memory is shared out for so many.
+        # How many workers it has it does not say; if fewer, the others wait with it.
         yield Engine(engine, lambda: at_once)
         return
     if isinstance(engine, str):

@@ -34,7 +34,7 @@ from shardckpt.reshard.clusters import WorkerLostError
 from shardckpt.reshard.engines import check_engine, start
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
-from shardckpt.reshard.task import TaskReport, run_task
+from shardckpt.reshard.task import TaskReport, forget, run_task
 from shardckpt.rules import Rule, Rules
 from shardckpt.space import check_space
 
@@ -51,6 +51,8 @@ __all__ = ["ReshardReport", "reshard"]
 
 MOST_LOSSES = 3
 """Workers that may die over one task."""
+_ENGINE_WORKERS = 64
+"""That an engine is taken to have, where nobody says."""
 _LOOK_EVERY = 1.0
 """Seconds between two looks at an engine that may have grown, or have lost everybody."""
 
@@ -143,7 +145,7 @@ def reshard(
         MissingExtraError: the cluster's package is not installed here, or shardckpt not there.
         StorageError: a storage failed, or has no room.
     """
-    began, most = time.monotonic(), workers
+    began = time.monotonic()
     options = ReshardOptions(
         mesh=mesh,
         rules=_rules(rules, like, unmatched),
@@ -170,7 +172,7 @@ def reshard(
     opened = OpenJob(job)
     if opened.carries:
         return _carried(opened, progress or (lambda _done, _total: None), began)
-    workers = 1 if in_one_memory else opened.plan.memory.workers
+    own = 1 if in_one_memory else opened.plan.memory.workers
     # Workers on other machines would count cores of their own.
     job = replace(job, options=replace(options, workers=opened.plan.memory.workers), attempt=opened.attempt, alone=False)
     finished = set(finished_hosts(opened.place))
@@ -183,11 +185,13 @@ def reshard(
     tell(done, total)
     reports: list[TaskReport] = []
     if left:
-        with start(engine, most, min(workers, len(left)), opened.plan.memory.peak // opened.plan.memory.workers) as does:
+        at_once = min(own if engine is None else workers or _ENGINE_WORKERS, len(left))
+        with start(engine, workers, at_once, opened.plan.memory.peak // opened.plan.memory.workers) as does:
             for report in _done(does, job, left, share[1]):
                 reports.append(report)
                 done += report.nbytes
                 tell(done, total)
+        forget()  # where the tasks were done in this very thread
     if worker is None and not opened.committed:
         _commit(opened)
     return ReshardReport(

@@ -100,12 +100,6 @@ class OpenJob:
         saved_by = record.saved_by if self.carries else record.processes if self.plan.values else None
         return describe(self.place, Contents(self.plan.target, small, record.metadata, processes=saved_by))
 
-    def remove_run(self, folder: str, number: int) -> None:
-        """Remove the files of one run of a host, unless its record names them: the answer to writing it may be all that was lost."""
-        key = f"records/{number:05d}.json"
-        if not self.place.exists(key) or folder.encode() not in self.place.read(key):
-            self.place.delete_prefix(f"{folder}/")
-
     def _refuse_to_replace(self) -> None:
         """Raise, unless what is there is a tombstone."""
         try:

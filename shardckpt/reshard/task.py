@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["TaskReport", "record_key", "run_task"]
+__all__ = ["TaskReport", "forget", "record_key", "run_task"]
 
 _PAGES = 64 << 20
 """Bytes of files of a local disk that are being made durable at a time. They are the kernel's, not this process's."""
@@ -105,6 +105,11 @@ def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
 _NOTHING: Bytes = np.empty(0, np.uint8)
 _here = local()
 """The job that this thread is at work on, and its buffers, kept from task to task."""
+
+
+def forget() -> None:
+    """Free what this thread keeps from task to task."""
+    _here.__dict__.clear()
 
 
 def _opened(job: Job) -> OpenJob:
@@ -186,22 +191,26 @@ class _Run:
             memory_limit=max(plan.memory.writing, _PAGES) if self._place.location.local is not None else plan.memory.writing,
             run=secrets.token_hex(4),
         )
-        first = False
         try:
             self._write(writer)
             described, hosts = self._opened.described, len(plan.tasks)
             record, table = writer.complete(described, hosts=hosts, prior=self._opened.prior.digest, values=self._values())
             if self._opened.job.options.verify:
                 self._read_back(table)
-            first = self._place.create(record.key, seal(record.to_json()))
         except BaseException:
             writer.abort()
+            self._remove(writer)
             raise
-        finally:
-            if not first:
-                with suppress(ShardckptError):  # then it is removed with what else no record names
-                    self._opened.remove_run(writer.folder, number)
+        writer.vouches = True  # if the answer is lost the record may be there all the same, and then all that it names has to stay
+        first = self._place.create(record.key, seal(record.to_json()))
+        if not first:
+            self._remove(writer)
         return first, record.stored_bytes
+
+    def _remove(self, writer: HostWriter) -> None:
+        """Remove this run's own files; what cannot be removed goes with what else no record names."""
+        with suppress(ShardckptError):
+            self._place.delete_prefix(f"{writer.folder}/")
 
     def _values(self) -> bytes | None:
         """The file of what the process of this number owned by itself."""

@@ -242,9 +242,28 @@ def test_collecting_leaves_a_job_alone_until_nothing_is_written_any_more(source,
     assert again.attempt != report.attempt, "what was collected can never be published"
 
 
-def test_a_run_that_fails_leaves_nothing_of_its_own(source, tmp_path, monkeypatch):
+def test_a_run_that_fails_leaves_nothing_of_its_own(source, tmp_path):
+    for data in source.glob("*/hosts/*/*/d/0*"):
+        data.write_bytes(bytes(data.stat().st_size))
     job, plan = opened(source, tmp_path / "b")
-    monkeypatch.setattr(Store, "create", lambda *_: (_ for _ in ()).throw(errors.StorageError("no")))
-    with pytest.raises(errors.StorageError):
+    with pytest.raises(errors.CorruptionError):
         run_task(job, 0)
-    assert list((tmp_path / "b" / plan.attempt / "hosts").iterdir()) == []
+    assert list((tmp_path / "b").glob("*/hosts/*")) == []
+    assert not plan.place.exists("records/00000.json")
+
+
+def test_a_record_whose_answer_was_lost_keeps_all_that_it_names(source, tmp_path, monkeypatch):
+    job, plan = opened(source, tmp_path / "b")
+    create = Store.create
+
+    def lose_the_answer(store, key, data):
+        create(store, key, data)
+        raise errors.StorageError("the answer was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create", lose_the_answer)
+        with pytest.raises(errors.StorageError):
+            run_task(job, 0)
+    report = shardckpt.reshard(source, tmp_path / "b", rules=job.options.rules, task_bytes="256KiB", workers=1)
+    assert (report.attempt, report.done_before) == (plan.attempt, 1)
+    assert shardckpt.open(tmp_path / "b").verify().ok
