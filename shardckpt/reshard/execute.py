@@ -12,7 +12,6 @@ One of N workers that are started by somebody else (`worker=(K, N)`) does every 
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -27,10 +26,12 @@ from shardckpt.excerpt import excerpt
 from shardckpt.io.assemble import assemble, finished_hosts
 from shardckpt.io.commit import publish, published_attempt, remove_replaced
 from shardckpt.io.strays import remove_strays
+from shardckpt.io.url import parse
 from shardckpt.names import shown
 from shardckpt.record import CheckpointRecord
 from shardckpt.reshard.carry import carry
-from shardckpt.reshard.engines import executor
+from shardckpt.reshard.clusters import WorkerLostError
+from shardckpt.reshard.engines import check_engine, start
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
 from shardckpt.reshard.task import TaskReport, forget, run_task
@@ -38,10 +39,12 @@ from shardckpt.rules import Rule, Rules
 from shardckpt.space import check_space
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator
 
     from shardckpt.mesh import Mesh
     from shardckpt.partition_spec import PartitionSpec
+    from shardckpt.reshard.engines import Engine
     from shardckpt.reshard.plan import Task
 
 __all__ = ["ReshardReport", "all_rules", "reshard"]
@@ -50,8 +53,8 @@ MOST_LOSSES = 3
 """Workers that may die over one task."""
 _ENGINE_WORKERS = 64
 """That an engine is taken to have, where nobody says."""
-_AHEAD = 2
-"""Tasks per worker that are handed out: the next one is there when one is done."""
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at an engine that may have grown, or have lost everybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def reshard(
     compression: Literal["zstd", "none"] | None = None,
     dtype: str | Mapping[str, str] | None = None,
     only: str | Sequence[str] | None = None,
-    engine: Executor | None = None,
+    engine: Executor | str | None = None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     workers: int | None = None,
     worker: tuple[int, int] | None = None,
@@ -114,9 +117,11 @@ def reshard(
         compression: "zstd" or "none"; None: as the source has it.
         dtype: what floating-point tensors are converted to, or pattern → dtype, as `restore(cast=True)` converts.
         only: the names that the new checkpoint has: a pattern, or several.
-        engine: who does the work; None: processes on this machine.
-        memory_limit: bytes of buffers, over all workers of this machine together; each process takes up to 128 MiB besides.
-        workers: how many; None: as many as there are cores, and memory for.
+        engine: who does the work: an Executor, or the url of a cluster, as in "ray://head:10001" or "dask://scheduler:8786"; None:
+            processes on this machine.
+        memory_limit: bytes of buffers, over all workers of this machine together, and on a cluster of each task that is being done;
+            each process takes up to 128 MiB besides.
+        workers: how many tasks are done at once; None: as many as there are cores, and memory for, or places in the cluster.
         worker: (K, N): this call is worker K, from 0, of N that are started by somebody else, and does its share only. When all
             are done, `shardckpt.commit(dst)` commits.
         task_bytes: about what a task writes: what an interruption loses at most, per worker.
@@ -136,6 +141,8 @@ def reshard(
         CorruptionError: stored bytes of the source are damaged or missing.
         ReplacedError: the source was replaced or deleted meanwhile.
         CommitError: workers died over a task again and again; or the tasks' records contradict each other.
+        CoordinationError: the cluster does not answer, or has lost all its workers.
+        MissingExtraError: the cluster's package is not installed here, or shardckpt not there.
         StorageError: a storage failed, or has no room.
     """
     began = time.monotonic()
@@ -153,10 +160,21 @@ def reshard(
         verify=verify,
     )
     share = _checked(worker)
-    job = Job(os.fspath(src), os.fspath(dst), options, alone=worker is None and engine is None)
+    check_engine(engine)
+    if isinstance(engine, str):
+        options = replace(options, workers=1)  # each has the memory for itself
+    job = Job(str(parse(src)), str(parse(dst)), options, alone=worker is None and engine is None)
+    in_one_memory = "memory" in (parse(job.source).scheme, parse(job.destination).scheme)
+    if isinstance(engine, str) and worker is not None:
+        raise OptionError(f"reshard(engine={engine!r}, worker={worker}): a cluster has workers of its own; leave one of the two out.")
+    if isinstance(engine, str) and in_one_memory:
+        raise OptionError(f"reshard(engine={engine!r}): a memory:// url is of this process alone, and a cluster cannot reach it.")
     opened = OpenJob(job)
     if opened.carries:
         return _carried(opened, progress or (lambda _done, _total: None), began)
+    own = 1 if in_one_memory else opened.plan.memory.workers
+    # Workers on other machines would count cores of their own.
+    job = replace(job, options=replace(options, workers=opened.plan.memory.workers), attempt=opened.attempt, alone=False)
     finished = set(finished_hosts(opened.place))
     mine = [task for task in opened.plan.tasks if task.number % share[1] == share[0]]
     left = [task for task in mine if task.number not in finished]
@@ -166,15 +184,14 @@ def reshard(
     tell = progress or (lambda _done, _total: None)
     tell(done, total)
     reports: list[TaskReport] = []
-    in_one_memory = "memory" in (opened.checkpoint.location.scheme, opened.store.location.scheme)
-    own = 1 if in_one_memory else opened.plan.memory.workers
-    at_once = min(own if engine is None else workers or _ENGINE_WORKERS, max(1, len(left)))
-    with executor(engine, at_once) as does:
-        for report in _done(does, replace(job, attempt=opened.attempt, alone=False), left, at_once):
-            reports.append(report)
-            done += report.nbytes
-            tell(done, total)
-    forget()  # where the tasks were done in this very thread
+    if left:
+        at_once = min(own if engine is None else workers or _ENGINE_WORKERS, len(left))
+        with start(engine, workers, at_once, opened.plan.memory.peak // opened.plan.memory.workers) as does:
+            for report in _done(does, job, left, share[1]):
+                reports.append(report)
+                done += report.nbytes
+                tell(done, total)
+        forget()  # where the tasks were done in this very thread
     if worker is None and not opened.committed:
         _commit(opened)
     return ReshardReport(
@@ -240,21 +257,22 @@ def _checked(worker: Any) -> tuple[int, int]:
     return worker
 
 
-def _done(does: Executor, job: Job, tasks: Sequence[Task], workers: int) -> Iterator[TaskReport]:
-    """Have tasks done; their reports as they come."""
+def _done(engine: Engine, job: Job, tasks: Sequence[Task], jobs: int) -> Iterator[TaskReport]:
+    """Have tasks done, by one of so many engines that share the job; their reports as they come."""
     waiting, losses = deque(tasks), Counter[int]()
     under_way: dict[Future[TaskReport], Task] = {}
     try:
         while waiting or under_way:
-            while waiting and len(under_way) < _AHEAD * workers:
+            places = engine.places()
+            while waiting and len(under_way) < engine.ahead * places:
                 task = waiting.popleft()
-                under_way[does.submit(run_task, job, task.number)] = task
-            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                under_way[engine.executor.submit(run_task, job, task.number, jobs * places)] = task
+            for future in wait(under_way, _LOOK_EVERY if engine.changes else None, FIRST_COMPLETED).done:
                 task = under_way.pop(future)
                 try:
                     report = future.result()
                 except BrokenExecutor as e:
-                    losses[task.number] += 1
+                    losses[task.number] += e.times if isinstance(e, WorkerLostError) else 1
                     if losses[task.number] >= MOST_LOSSES:
                         raise _lost(task, losses[task.number], e) from e
                     waiting.append(task)

@@ -78,12 +78,13 @@ def record_key(number: int) -> str:
     return f"records/{number:05d}.json"
 
 
-def run_task(job: Job, number: int) -> TaskReport:
+def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
     """Do one task of a job, unless it is done.
 
     Args:
         job: which one; the same for all its tasks.
         number: of the task, from 0.
+        at_once: how many tasks of the job are done at a time, everywhere: they share what a bucket bears.
 
     Raises:
         CorruptionError: the source is damaged there; or what was written does not read back as it was.
@@ -97,7 +98,7 @@ def run_task(job: Job, number: int) -> TaskReport:
         return TaskReport(number, done_before=True, nbytes=task.nbytes)
     began, stats = time.monotonic(), opened.checkpoint.stats
     before = stats.bytes_read
-    first, stored = _Run(opened, task).do()
+    first, stored = _Run(opened, task, at_once).do()
     return TaskReport(number, not first, task.nbytes, stats.bytes_read - before, stored, time.monotonic() - began)
 
 
@@ -170,12 +171,11 @@ class _Batch:
 class _Run:
     """One run of one task."""
 
-    def __init__(self, opened: OpenJob, task: Task) -> None:
+    def __init__(self, opened: OpenJob, task: Task, at_once: int) -> None:
         self._opened = opened
         self._plan: ReshardPlan = opened.plan
         self._task = task
-        workers = self._plan.memory.workers
-        self._place: Store = opened.place.among(task.number % workers, workers)
+        self._place: Store = opened.place.among(task.number % at_once, at_once)
         self._open: dict[tuple[str, int], tuple[_Batch, Bytes]] = {}
         """Chunks, by array and position, that the last step has begun and not finished; and in which batch."""
 

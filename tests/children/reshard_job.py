@@ -1,11 +1,19 @@
-"""One call of `shardckpt.reshard` in a process of its own, to be interrupted: arguments as JSON, the report as JSON."""
+"""One call of `shardckpt.reshard` in a process of its own, to be interrupted: arguments as JSON, the report as JSON.
+
+Besides the arguments of that, `patience`: for how many seconds a cluster may be without workers.
+"""
 
 import json
 import sys
 from dataclasses import asdict
 
 import shardckpt
+from shardckpt.reshard import clusters
 from shardckpt.rules import parse_mesh
 
 arguments = json.loads(sys.argv[1])
-print(json.dumps(asdict(shardckpt.reshard(**{**arguments, "mesh": parse_mesh(arguments["mesh"])}))))
+clusters.PATIENCE = arguments.pop("patience", clusters.PATIENCE)
+arguments["mesh"] = parse_mesh(arguments["mesh"])
+if "worker" in arguments:
+    arguments["worker"] = tuple(arguments["worker"])
+print(json.dumps(asdict(shardckpt.reshard(**arguments))))

@@ -1,0 +1,179 @@
+"""Clusters that others run, as a `concurrent.futures.Executor`: what Ray and Dask have in common.
+
+1. `ray://HOST:PORT` and `dask://HOST:PORT` name a cluster that is running; `ray://auto` and `dask://auto` one that the
+   environment names, as it does within a job of that cluster. It is left as it was found: nothing is started or stopped there.
+2. The cluster schedules. It is asked from time to time how many places it has, so that it gets more tasks as it grows.
+3. A worker that is lost, with its process or its whole machine, breaks the future of its task with a `WorkerLostError`. A task's
+   own error comes as it was raised. Whatever else goes wrong is an error of shardckpt's.
+4. A cluster without a single worker may be one that is starting: it is waited for, but not for ever.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from abc import ABC, abstractmethod
+from concurrent.futures import BrokenExecutor, Executor, Future
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from shardckpt._version import __version__
+from shardckpt.errors import CoordinationError, MissingExtraError, OptionError
+from shardckpt.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["AUTO", "ClusterExecutor", "WorkerLostError", "address_of", "connect"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+AUTO = "auto"
+"""In place of an address: the cluster that the environment names."""
+PATIENCE = 300
+"""Seconds that a cluster may be without any worker: one that grows on demand has to start a machine."""
+_LOOK_EVERY = 1
+"""Seconds between two looks at how large a cluster is."""
+_EXTRAS = {"ray": "ray", "dask": "distributed"}
+"""Extra of shardckpt → the package without which it cannot be."""
+_URL = re.compile(r"(\w+)://(auto|\[[0-9a-fA-F:.]+\]:\d{1,5}|[^\s/:@\[\]]+:\d{1,5})", re.ASCII)
+
+
+class WorkerLostError(BrokenExecutor):
+    """The worker that was at a task is gone, and nobody knows how far it came."""
+
+    def __init__(self, message: str, times: int = 1) -> None:
+        """What happened, and how many workers were lost over it: a cluster may have tried again by itself."""
+        super().__init__(message)
+        self.times = times
+
+
+class ClusterExecutor(Executor, ABC):
+    """A connection to a cluster."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._places = 0
+        self._looked = float("-inf")
+        self._alive = time.monotonic()
+
+    @abstractmethod
+    def start(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[T]:
+        """Have a function called somewhere in the cluster; the future is the cluster's own."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """Ask the cluster how many tasks it can do at a time."""
+
+    @abstractmethod
+    def understand(self, error: BaseException) -> BaseException:
+        """What an error of the cluster's own kind means."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call a function in the cluster; function, arguments and result are picklable."""
+        mine: Future[T] = Future()
+        mine.set_running_or_notify_cancel()
+
+        def settle(theirs: Future[T]) -> None:
+            if theirs.cancelled():
+                mine.set_exception(self.lost())
+            elif (error := theirs.exception()) is not None:
+                mine.set_exception(self._meant(error))
+            else:
+                mine.set_result(theirs.result())
+
+        try:
+            self.start(fn, args, kwargs).add_done_callback(settle)
+        except Exception as e:  # noqa: BLE001  (the future's to raise)
+            mine.set_exception(self._meant(e))
+        return mine
+
+    def places(self) -> int:
+        """How many tasks the cluster does at a time now; at least 1.
+
+        Raises:
+            CoordinationError: nobody has been there to do any for too long.
+        """
+        now = time.monotonic()
+        if now >= self._looked + _LOOK_EVERY:
+            try:
+                self._places = self.count()
+            except Exception:  # noqa: BLE001  (then it answers soon, or is lost)
+                self._places = 0
+            self._looked = now = time.monotonic()
+            if self._places:
+                self._alive = now
+            elif now > self._alive + PATIENCE:
+                raise CoordinationError(
+                    f"{self._url} has had no worker {self.asked()}for {PATIENCE} s. What tasks have finished stays; the same call goes on "
+                    f"there when there are workers."
+                )
+        return max(1, self._places)
+
+    def asked(self) -> str:
+        """What a worker must have, in words for a message."""
+        return ""
+
+    def lost(self) -> CoordinationError:
+        """The error for a connection that is gone."""
+        return CoordinationError(
+            f"{self._url}: the connection to the cluster is lost. What tasks have finished stays; the same call goes on there."
+        )
+
+    def _meant(self, error: BaseException) -> BaseException:
+        """What to raise: an error that tells a user what to do, where it is not the task's own."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if "No module named 'shardckpt" in str(cause):
+                return MissingExtraError(
+                    f"{self._url}: a worker cannot import shardckpt; install shardckpt {__version__} wherever the cluster runs Python."
+                )
+            cause = cause.__cause__
+        return self.understand(error)
+
+
+def address_of(url: str) -> tuple[str, str]:
+    """The kind of a cluster, and where it is.
+
+    Raises:
+        OptionError: not an url of a cluster.
+
+    >>> address_of("ray://head.example:10001")
+    ('ray', 'head.example:10001')
+    >>> address_of("dask://auto")
+    ('dask', 'auto')
+    """
+    found = _URL.fullmatch(url)
+    if found is None or found[1] not in _EXTRAS:
+        raise OptionError(
+            f"engine={excerpt(url)}: give ray://HOST:PORT, dask://HOST:PORT, ray://auto or dask://auto; "
+            f"without an engine, processes of this machine do the work."
+        )
+    return found[1], found[2]
+
+
+def connect(url: str, memory: int) -> ClusterExecutor:
+    """Connect to a cluster that is running.
+
+    Args:
+        url: of the cluster.
+        memory: bytes that a task takes, for a cluster that schedules by that.
+
+    Raises:
+        OptionError: not an url of a cluster.
+        MissingExtraError: the package for such a cluster is not installed.
+        CoordinationError: it does not answer.
+    """
+    kind, address = address_of(url)
+    try:
+        if kind == "ray":
+            from shardckpt.reshard.on_ray import OnRay
+
+            return OnRay(url, address, memory)
+        from shardckpt.reshard.on_dask import OnDask
+
+        return OnDask(url, address)
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] != _EXTRAS[kind]:
+            raise
+        raise MissingExtraError(f'{url} needs {_EXTRAS[kind]}; install it with `pip install "shardckpt[{kind}]"`.') from None

@@ -1,0 +1,228 @@
+"""Every engine does the same job, bit for bit, also when its workers are killed in the middle of it.
+
+Each job is a program of its own, as are the clusters' workers; what it has done so far is seen in the directory it writes to.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from clusters import children, dask_cluster, ray_cluster, wait_for
+
+import shardckpt
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+
+CHILD = Path(__file__).parents[1] / "children" / "reshard_job.py"
+JOB = {"mesh": "x=3", "rules": ["*=(None,x)"], "task_bytes": 256 << 10, "memory_limit": "64MiB"}
+TASKS = 16
+PATIENCE = 180
+CLUSTERS = [pytest.param("dask", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """8 MiB in two tensors, cut by rows: 16 tasks."""
+    place = tmp_path_factory.mktemp("engines") / "a"
+    elements = np.random.default_rng(0).integers(0, 1 << 32, 1 << 21, np.uint32)
+    state = {"a": elements[: 1 << 20].reshape(1024, 1024), "b": elements[1 << 20 :].reshape(512, 2048)}
+    rows = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
+    shardckpt.save(place, state, options=SaveOptions(shardings={"*": rows}))
+    return place
+
+
+@pytest.fixture(scope="module")
+def dask():
+    with dask_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def ray():
+    with ray_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def start():
+    """Starts jobs, each in a program of its own; those that still run at the end of the test are killed."""
+    jobs = []
+
+    def start(source, target, env=None, **options):
+        arguments = json.dumps({"src": str(source), "dst": str(target), **JOB, **options})
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        jobs.append(subprocess.Popen([sys.executable, CHILD, arguments], env={**os.environ, **(env or {})}, **streams))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+        job.communicate()
+
+
+def finish(job):
+    """The report of a job that succeeds."""
+    out, err = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def failure(job):
+    """What a job says that does not."""
+    _, err = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 1, err
+    return err.strip().splitlines()[-1]
+
+
+def records(target):
+    return list(target.glob("*/records/*.json"))
+
+
+def check(source, target):
+    made, before = shardckpt.open(target), shardckpt.open(source)
+    assert made.verify().ok
+    for name in ("a", "b"):
+        assert made.read(name).tobytes() == before.read(name).tobytes()
+        assert made.info(name).layout.spec == PartitionSpec(None, "x")
+    assert len(list((target / made.record.attempt / "hosts").iterdir())) == TASKS, "what lost workers left is gone"
+
+
+def test_processes_of_this_machine_do_it(start, source, tmp_path):
+    job = start(source, tmp_path / "b", workers=2)
+    wait_for(lambda: records(tmp_path / "b") or job.poll() is not None)
+    os.kill(min(children(job.pid)), signal.SIGKILL)
+    report = finish(job)
+    assert (report["tasks"], report["committed"]) == (TASKS, True)
+    check(source, tmp_path / "b")
+
+
+def test_threads_of_a_user_do_it(source, tmp_path):
+    with ThreadPoolExecutor(3) as engine:
+        options = {**JOB, "mesh": Mesh((3,), ("x",))}
+        report = shardckpt.reshard(source, tmp_path / "b", engine=engine, workers=2, **options)
+    assert report.tasks == TASKS
+    check(source, tmp_path / "b")
+
+
+def test_workers_that_somebody_else_starts_do_it_and_one_that_is_killed_is_started_again(start, source, tmp_path):
+    target = tmp_path / "b"
+    jobs = [start(source, target, worker=[k, 2], workers=1) for k in range(2)]
+    wait_for(lambda: len(records(target)) >= 3 or jobs[0].poll() is not None)
+    jobs[0].kill()
+    jobs[0].communicate(timeout=PATIENCE)
+    finish(jobs[1])
+    (outcome,) = shardckpt.commit(target)
+    assert outcome.state == "incomplete"
+    again = finish(start(source, target, worker=[0, 2], workers=1))
+    assert not again["committed"]
+    (outcome,) = shardckpt.commit(target)
+    assert outcome.state == "committed"
+    check(source, target)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
+@pytest.mark.timeout(400)
+def test_a_cluster_does_it(start, source, tmp_path, cluster):
+    report = finish(start(source, tmp_path / "b", engine=cluster.url))
+    assert (report["tasks"], report["done_before"], report["committed"]) == (TASKS, 0, True)
+    check(source, tmp_path / "b")
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
+@pytest.mark.timeout(400)
+def test_a_program_within_a_cluster_finds_it_by_itself(start, source, tmp_path, cluster):
+    url = f"{cluster.url.partition('://')[0]}://auto"
+    report = finish(start(source, tmp_path / "b", engine=url, env=cluster.auto, workers=1))
+    assert report["committed"]
+    check(source, tmp_path / "b")
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
+@pytest.mark.timeout(400)
+def test_an_error_of_a_task_is_raised_as_it_is(start, source, tmp_path, cluster):
+    damaged = tmp_path / "a"
+    subprocess.run(["cp", "-r", source, damaged], check=True)
+    data = max((path for path in damaged.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    with data.open("r+b") as file:
+        file.seek(data.stat().st_size // 2)
+        file.write(b"damaged!")
+    message = failure(start(damaged, tmp_path / "b", engine=cluster.url))
+    assert message.startswith("shardckpt.errors.CorruptionError"), message
+    with pytest.raises(errors.UncommittedError):
+        shardckpt.open(tmp_path / "b")
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
+@pytest.mark.timeout(400)
+def test_a_worker_that_is_killed_in_the_middle_is_done_without(start, source, tmp_path, cluster):
+    job = start(source, tmp_path / "b", engine=cluster.url)
+    wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
+    killed = cluster.workers()[:1]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    report = finish(job)
+    assert killed
+    assert report["tasks"] == TASKS
+    check(source, tmp_path / "b")
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
+@pytest.mark.timeout(600)
+def test_machines_are_lost_one_after_the_other(start, source, tmp_path, cluster):
+    """With one of two the job goes on; with none it fails in time, and what was done is not lost. The cluster is gone afterwards."""
+    job = start(source, tmp_path / "b", engine=cluster.url)
+    wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
+    lose(cluster, 0)
+    assert finish(job)["tasks"] == TASKS
+    check(source, tmp_path / "b")
+
+    job = start(source, tmp_path / "c", engine=cluster.url, patience=2)
+    wait_for(lambda: len(records(tmp_path / "c")) >= 3 or job.poll() is not None)
+    lose(cluster, 1)
+    message = failure(job)
+    assert message.startswith("shardckpt.errors.CoordinationError"), message
+    assert "has had no worker" in message
+    done = len(records(tmp_path / "c"))
+    report = finish(start(source, tmp_path / "c", workers=1))
+    assert 3 <= done <= report["done_before"] < TASKS
+    check(source, tmp_path / "c")
+
+
+def lose(cluster, node):
+    """A machine with all its processes."""
+    for pid in [cluster.nodes[node], *children(cluster.nodes[node])]:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "engine", ["ray", "ray://", "ray://host", "dask://host:port", "spark://host:1", "dask://a:1/b", "ray://user@host:1", 3]
+)
+def test_what_is_no_engine_is_refused(source, tmp_path, engine):
+    with pytest.raises(errors.OptionError, match="engine="):
+        shardckpt.reshard(source, tmp_path / "b", engine=engine)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_cluster_is_not_asked_for_what_it_cannot_do(source, tmp_path):
+    with pytest.raises(errors.OptionError, match="memory://"):
+        shardckpt.reshard(source, "memory://b", engine="ray://host:1")
+    with pytest.raises(errors.OptionError, match="worker="):
+        shardckpt.reshard(source, tmp_path / "b", engine="ray://host:1", worker=(0, 2))
+
+
+def test_a_package_that_is_not_installed_is_named(source, tmp_path, monkeypatch):
+    for kind, package in (("ray", "ray"), ("dask", "distributed")):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"shardckpt.reshard.on_{kind}", raising=False)
+        with pytest.raises(errors.MissingExtraError, match=rf"shardckpt\[{kind}\]"):
+            shardckpt.reshard(source, tmp_path / "b", engine=f"{kind}://127.0.0.1:1")
