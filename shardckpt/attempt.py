@@ -166,25 +166,23 @@ class Attempt:
             wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
 
     def assembled(self) -> CheckpointRecord:
-        """What remains is to publish the record."""
-        return assemble(self.place)
+        """The record, with all that it refers to in place; what remains is to publish it."""
+        assert self.prior is not None
+        record = assemble(self.place)
+        check_bases(self.store.location, record, self.prior.attempt)
+        return record
 
     def publish(self, record: CheckpointRecord) -> None:
         """Make the attempt the checkpoint, and tell the others."""
         assert self.prior is not None
-        try:
-            check_bases(self.store.location, record)
-        except BaseException as e:
-            self.give_up(e)
-            raise
         try:
             publish(self.store, record, self.prior)
         except BaseException as e:
             self._tell(_WORD, _in_words(e))
             raise
         self._tell(_WORD, None)
-        if isinstance(self.prior.record, CheckpointRecord):
-            remove_replaced(self.store, self.prior.record.attempt)
+        if self.prior.attempt is not None:
+            remove_replaced(self.store, self.prior.attempt)
 
     def see_published(self) -> None:
         """Wait for the committer's word.

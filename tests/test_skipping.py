@@ -261,6 +261,29 @@ def test_a_base_from_elsewhere_is_named_by_its_whole_url_and_by_links_too_if_it_
     assert shardckpt.open(root / "2").record.structure.bases[0].url == "../0"
 
 
+@pytest.mark.parametrize("name", ["latest", "0"])
+def test_a_base_beside_is_named_without_links_so_that_it_is_known_what_must_stay(root, name):
+    (root / "latest").symlink_to("0")
+    shardckpt.save(root / "2", model(2), options=SaveOptions(base=root / name), skip="model/embed")
+    assert shardckpt.open(root / "2").record.structure.bases[0].url == "../0"
+
+
+def test_a_checkpoint_is_not_its_own_base_by_any_other_name(root, tmp_path_factory):
+    links = [root / "latest", tmp_path_factory.mktemp("links") / "latest"]
+    for link in links:
+        link.symlink_to(root / "0")
+        with pytest.raises(errors.OptionError, match="cannot be its own base"):
+            shardckpt.save(link, model(), options=SaveOptions(base=root / "0", overwrite=True), skip="model/embed")
+    assert equal(shardckpt.restore(root / "1"), model(1))
+
+
+def test_what_is_replaced_is_no_base_of_what_replaces_it_wherever_its_copies_are(root):
+    shutil.copytree(root / "0", root / "copy")
+    with pytest.raises(errors.CommitError, match="which is what it would replace"):
+        shardckpt.save(root / "0", model(), options=SaveOptions(base=root / "copy", overwrite=True), skip="model/embed")
+    assert equal(shardckpt.restore(root / "1"), model(1))
+
+
 def test_a_base_that_is_gone_is_named_before_anything_is_read(root):
     shutil.rmtree(root / "0")
     like = {"lora": np.full((40, 4), 7, np.float32), "model": {"embed": np.zeros((300, 40), np.float32)}}
@@ -354,7 +377,7 @@ def test_a_base_that_goes_while_the_save_runs_is_noticed_before_it_is_published(
             shutil.rmtree(root / "9")
 
     shardckpt.save(root / "9", model())
-    handle = Saver().begin(root / "2", model(2), SaveOptions(base=root / "9", skip="model/*"), before_publish=goes)
+    handle = Saver().begin(root / "2", model(2), SaveOptions(base=root / "9", skip="model/*"), progress=lambda _done, _all: goes())
     with pytest.raises(errors.CommitError, match=r"'model/.*': .*/2 has left it in its base .*/9.*Nothing was published"):
         handle.wait()
     assert [*(root / "2").glob("*")] == []

@@ -44,7 +44,8 @@ def base_url(checkpoint: Location, base: Location) -> str:
             f"{checkpoint}: its base {base} is in another kind of storage, and whoever reads the one could not be sure to reach the "
             f"other; copy the base to {checkpoint.scheme}://, or save without skip=."
         )
-    for ours, theirs in ((checkpoint, base), (_physical(checkpoint), _physical(base))):
+    # Without links first: where `latest` leads to 10, it is 10 that must stay.
+    for ours, theirs in ((_physical(checkpoint), _physical(base)), (checkpoint, base)):
         if ours == theirs:
             raise OptionError(f"{checkpoint}: a checkpoint cannot be its own base; save it with skip=(), or name another base.")
         above = ours.parent
@@ -132,16 +133,26 @@ def holder(checkpoint: Location, tensor: TensorRecord, found: CheckpointRecord) 
     )
 
 
-def check_bases(checkpoint: Location, record: CheckpointRecord) -> None:
+def check_bases(checkpoint: Location, record: CheckpointRecord, replaces: str | None) -> None:
     """Just before a checkpoint is published: all of its bases are there, and are what they were.
 
     Whoever deletes one between this and the publication is not seen.
 
+    Args:
+        checkpoint: that would be published.
+        record: that it would have.
+        replaces: the attempt that is published there now, which would be removed.
+
     Raises:
-        CommitError: one is not.
+        CommitError: one is not, or is what would be replaced, reached by another name.
     """
     of = {tensor.base.base: name for name, tensor in record.structure.tensors.items() if tensor.base is not None}
     for base, name in of.items():
+        if base.attempt == replaces:
+            raise CommitError(
+                f"{shown(name)}: {checkpoint} has left it in its base {base.url}, which is what it would replace, or a copy of that; save "
+                f"with another base, or without skip=. Nothing was published."
+            )
         try:
             base_record(checkpoint, base, shown(name), "save with another base, or without skip=")
         except ShardckptError as e:
