@@ -94,8 +94,8 @@ def restore(
         LeafError, ShardingError: a leaf that cannot be restored into, by name; nothing was read.
         OptionError: an option that cannot be.
         ReplacedError: the checkpoint was replaced or deleted while it was being read.
-        CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined. A base that is gone
-            is a MissingDataError before anything is read.
+        CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined. A base that is gone,
+            or was replaced, is a MissingDataError before anything is read.
     """
     check_flag(strict, "strict")
     check_flag(cast, "cast")

@@ -308,9 +308,9 @@ def test_a_base_that_is_deleted_while_it_is_read_is_named(root):
 def test_another_checkpoint_in_the_bases_place_is_never_read_for_it(root):
     shardckpt.save(root / "0", {"model": {"embed": EMBED * 2}}, options=SaveOptions(overwrite=True))
 
-    with pytest.raises(errors.ReplacedError, match=r"'model/embed': .*/1 has left it in its base .*/0 .*another checkpoint"):
+    with pytest.raises(errors.MissingDataError, match=r"'model/embed': .*/1 has left it in its base .*/0 .*another checkpoint"):
         shardckpt.restore(root / "1")
-    with pytest.raises(errors.ReplacedError):
+    with pytest.raises(errors.MissingDataError):
         shardckpt.open(root / "1").read("model/embed")
     assert not shardckpt.open(root / "1").verify().ok
 

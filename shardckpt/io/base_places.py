@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from shardckpt.bases import BESIDE
-from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ReplacedError, ShardckptError, UrlError
+from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ShardckptError, UrlError
 from shardckpt.io.commit import RECORD
 from shardckpt.io.store import Store
 from shardckpt.io.url import UNQUOTED, Location, parse
@@ -88,8 +88,7 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_W
         The place of the base's attempt, and its commit record.
 
     Raises:
-        MissingDataError: it is gone.
-        ReplacedError: another attempt is there now.
+        MissingDataError: it is gone, or another attempt is there now.
         FormatError: it is no checkpoint, or damaged.
     """
     place = base_location(checkpoint, base)
@@ -105,7 +104,7 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_W
         was = "no checkpoint is there" if found is None else f"that was deleted ({found.reason})"
         raise MissingDataError(f"{wanted} (attempt {base.attempt}), and {was}; {advice}.")
     if found.attempt != base.attempt:
-        raise ReplacedError(
+        raise MissingDataError(
             f"{wanted} (attempt {base.attempt}), and another checkpoint has taken its place (attempt {found.attempt}); {advice}."
         )
     if (found.layout, found.compression) != (base.layout, base.compression):
