@@ -383,6 +383,13 @@ def test_a_base_that_goes_while_the_save_runs_is_noticed_before_it_is_published(
     assert [*(root / "2").glob("*")] == []
 
 
+def test_a_base_is_not_deleted_by_a_link_either(root):
+    (root / "latest").symlink_to("0")
+    with pytest.raises(errors.OptionError, match=r"/0 is the base of checkpoints beside it, .*: 1;"):
+        delete(root / "latest")
+    assert equal(shardckpt.restore(root / "1"), model(1))
+
+
 def test_a_base_is_not_deleted_before_what_names_it(root):
     shardckpt.save(root / "2", model(2), options=SaveOptions(base=root / "1", skip="model/embed"))
     with pytest.raises(errors.OptionError, match=r"/0 is the base of checkpoints beside it, which have left tensors in it: 1, 2; so"):

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
@@ -19,12 +18,13 @@ from shardckpt.bases import BESIDE
 from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ShardckptError, UrlError
 from shardckpt.io.commit import RECORD
 from shardckpt.io.store import Store
-from shardckpt.io.url import UNQUOTED, Location, parse
+from shardckpt.io.url import UNQUOTED, parse
 from shardckpt.names import shown
 from shardckpt.record import CheckpointRecord, parse_checkpoint
 
 if TYPE_CHECKING:
     from shardckpt.bases import Base
+    from shardckpt.io.url import Location
     from shardckpt.structure import TensorRecord
 
 __all__ = ["base_location", "base_record", "base_url", "check_bases", "holder"]
@@ -45,7 +45,7 @@ def base_url(checkpoint: Location, base: Location) -> str:
             f"other; copy the base to {checkpoint.scheme}://, or save without skip=."
         )
     # Without links first: where `latest` leads to 10, it is 10 that must stay.
-    for ours, theirs in ((_physical(checkpoint), _physical(base)), (checkpoint, base)):
+    for ours, theirs in ((checkpoint.resolved, base.resolved), (checkpoint, base)):
         if ours == theirs:
             raise OptionError(f"{checkpoint}: a checkpoint cannot be its own base; save it with skip=(), or name another base.")
         above = ours.parent
@@ -64,7 +64,7 @@ def base_location(checkpoint: Location, base: Base) -> Location:
         if base.url.startswith(BESIDE):
             below = unquote(base.url.removeprefix(BESIDE), errors="strict")
             # A checkpoint that was linked from elsewhere has its base beside it in one of the two places.
-            parents = [place.parent for place in dict.fromkeys([checkpoint, _physical(checkpoint)])]
+            parents = [place.parent for place in dict.fromkeys([checkpoint, checkpoint.resolved])]
             places = [parent.join(below) for parent in parents if parent is not None]
         else:
             places = [place for place in [parse(base.url)] if place.scheme == checkpoint.scheme]
@@ -160,8 +160,3 @@ def check_bases(checkpoint: Location, record: CheckpointRecord, replaces: str | 
 
 def _cuts(tensor: TensorRecord) -> list[object]:
     return [(piece.start, piece.shape, piece.chunks) for piece in tensor.pieces]
-
-
-def _physical(place: Location) -> Location:
-    """The same without symbolic links."""
-    return place if place.local is None else Location("file", "/" + os.path.realpath(place.path).lstrip("/"))
