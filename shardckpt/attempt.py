@@ -28,7 +28,7 @@ from shardckpt import frameworks
 from shardckpt.contents import Contents
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError
 from shardckpt.io.assemble import assemble, wait_for_hosts
-from shardckpt.io.base_places import base_location, base_url, check_bases
+from shardckpt.io.base_places import base_location, check_base, check_bases
 from shardckpt.io.commit import Prior, discard, new_attempt, publish, published_attempt, read_prior, remove_replaced
 from shardckpt.io.host import HostWriter
 from shardckpt.io.url import parse
@@ -118,7 +118,7 @@ class Attempt:
         planned = plan(sources, self.options, self.world)
         self._nbytes, self._skipped = planned.nbytes, planned.skipped
         if self._skipped:
-            base_url(self.store.location, self._base)  # raises for what cannot be a base
+            check_base(self.store.location, self._base)
         values = encode_values(flat.per_process)
         structure, metadata = Structure(flat.tree, planned.tensors), deepcopy(dict(self.options.metadata))
         contents = Contents(structure, _small(planned, sources), metadata, _samples(planned, sources))

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.structure import TensorRecord
 
-__all__ = ["base_location", "base_record", "base_url", "check_bases", "holder"]
+__all__ = ["base_location", "base_record", "base_url", "check_base", "check_bases", "holder"]
 
 
 _READ_WITHOUT = "put the base back to that place, or leave the tensor out with only="
 
 
-def base_url(checkpoint: Location, base: Location) -> str:
-    """How a checkpoint names a base.
+def check_base(checkpoint: Location, base: Location) -> None:
+    """Refuse what cannot be a checkpoint's base, by its name alone: no storage is asked.
 
     Raises:
         OptionError: the base is in another kind of storage, or is the checkpoint itself.
@@ -44,10 +44,19 @@ def base_url(checkpoint: Location, base: Location) -> str:
             f"{checkpoint}: its base {base} is in another kind of storage, and whoever reads the one could not be sure to reach the "
             f"other; copy the base to {checkpoint.scheme}://, or save without skip=."
         )
+    if base == checkpoint:
+        raise OptionError(f"{checkpoint}: a checkpoint cannot be its own base; save it with skip=(), or name another base.")
+
+
+def base_url(checkpoint: Location, base: Location) -> str:
+    """How a checkpoint names a base; on a disk, links are followed.
+
+    Raises:
+        OptionError: as `check_base` does.
+    """
     # Without links first: where `latest` leads to 10, it is 10 that must stay.
     for ours, theirs in ((checkpoint.resolved, base.resolved), (checkpoint, base)):
-        if ours == theirs:
-            raise OptionError(f"{checkpoint}: a checkpoint cannot be its own base; save it with skip=(), or name another base.")
+        check_base(ours, theirs)
         above = ours.parent
         if above is not None and theirs.path.startswith(f"{above.path.rstrip('/')}/"):
             return BESIDE + quote(theirs.path[len(above.path.rstrip("/")) + 1 :], safe=UNQUOTED)
