@@ -17,6 +17,7 @@ from collections import Counter
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -300,12 +301,14 @@ _counting = Lock()
 def _next_attempt(coordinator: Coordinator, store: Store) -> str:
     """The attempt that all processes of a job make when they save to a place of this name for the n-th time.
 
-    Of this name, because processes may reach one directory by different paths.
+    Of this name, because processes may reach one directory by different paths. It is a part of what the attempt is called: no other
+    checkpoint of the job has one of that name, by which a base is told (`bases`).
     """
+    name = store.location.name
     with _counting:
-        key = coordinator.run_id, store.location.name
+        key = coordinator.run_id, name
         _counts[key] += 1
-        return f"{coordinator.run_id}-{_counts[key]}"
+        return f"{coordinator.run_id}-{sha256(name.encode()).hexdigest()[:12]}-{_counts[key]}"
 
 
 def _small(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, bytes]:

@@ -430,6 +430,14 @@ def test_all_processes_leave_the_same_in_the_base_without_a_word(job, tmp_path):
     assert len([*(tmp_path / "1").glob("*/contents/*")]) == 1  # both say the same
 
 
+def test_the_checkpoints_of_one_job_are_told_apart_as_bases(job, tmp_path):
+    found, _ = job.run("save_chain", 2, tmp_path)
+
+    assert len(set(found)) == 3
+    assert [base.url for base in shardckpt.open(tmp_path / "3").record.structure.bases] == ["../1", "../2"]
+    assert equal(shardckpt.restore(tmp_path / "3"), {**job_state(), "nested": [{"lr": 0.1}, ("a", None)]})
+
+
 def test_processes_that_skip_different_tensors_are_refused(job, tmp_path):
     options = {"base": str(tmp_path / "0"), "skip": ["large"], "commit_timeout": 20}
     found = job.run("save", 2, tmp_path / "1", [options, {**options, "skip": ["medium"]}])
