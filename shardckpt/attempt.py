@@ -17,6 +17,7 @@ from collections import Counter
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -28,7 +29,7 @@ from shardckpt import frameworks
 from shardckpt.contents import Contents
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError
 from shardckpt.io.assemble import assemble, wait_for_hosts
-from shardckpt.io.base_places import base_location, base_url, check_bases
+from shardckpt.io.base_places import base_location, check_base, check_bases
 from shardckpt.io.commit import Prior, discard, new_attempt, publish, published_attempt, read_prior, remove_replaced
 from shardckpt.io.host import HostWriter
 from shardckpt.io.url import parse
@@ -118,7 +119,7 @@ class Attempt:
         planned = plan(sources, self.options, self.world)
         self._nbytes, self._skipped = planned.nbytes, planned.skipped
         if self._skipped:
-            base_url(self.store.location, self._base)  # raises for what cannot be a base
+            check_base(self.store.location, self._base)
         values = encode_values(flat.per_process)
         structure, metadata = Structure(flat.tree, planned.tensors), deepcopy(dict(self.options.metadata))
         contents = Contents(structure, _small(planned, sources), metadata, _samples(planned, sources))
@@ -166,25 +167,23 @@ class Attempt:
             wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
 
     def assembled(self) -> CheckpointRecord:
-        """What remains is to publish the record."""
-        return assemble(self.place)
+        """The record, with all that it refers to in place; what remains is to publish it."""
+        assert self.prior is not None
+        record = assemble(self.place)
+        check_bases(self.store.location, record, self.prior.attempt)
+        return record
 
     def publish(self, record: CheckpointRecord) -> None:
         """Make the attempt the checkpoint, and tell the others."""
         assert self.prior is not None
-        try:
-            check_bases(self.store.location, record)
-        except BaseException as e:
-            self.give_up(e)
-            raise
         try:
             publish(self.store, record, self.prior)
         except BaseException as e:
             self._tell(_WORD, _in_words(e))
             raise
         self._tell(_WORD, None)
-        if isinstance(self.prior.record, CheckpointRecord):
-            remove_replaced(self.store, self.prior.record.attempt)
+        if self.prior.attempt is not None:
+            remove_replaced(self.store, self.prior.attempt)
 
     def see_published(self) -> None:
         """Wait for the committer's word.
@@ -302,12 +301,14 @@ _counting = Lock()
 def _next_attempt(coordinator: Coordinator, store: Store) -> str:
     """The attempt that all processes of a job make when they save to a place of this name for the n-th time.
 
-    Of this name, because processes may reach one directory by different paths.
+    Of this name, because processes may reach one directory by different paths. It is a part of what the attempt is called: no other
+    checkpoint of the job has one of that name, by which a base is told (`bases`).
     """
+    name = store.location.name
     with _counting:
-        key = coordinator.run_id, store.location.name
+        key = coordinator.run_id, name
         _counts[key] += 1
-        return f"{coordinator.run_id}-{_counts[key]}"
+        return f"{coordinator.run_id}-{sha256(name.encode()).hexdigest()[:12]}-{_counts[key]}"
 
 
 def _small(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, bytes]:

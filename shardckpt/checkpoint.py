@@ -163,8 +163,8 @@ class Checkpoint:
             NamesMismatchError: no such tensor.
             ShapeMismatchError: the box lies outside it.
             OptionError: that is no box.
-            CorruptionError: stored bytes are damaged or missing; MissingDataError where the base is gone that has them.
-            ReplacedError: another checkpoint has taken the base's place.
+            CorruptionError: stored bytes are damaged or missing; MissingDataError where the base is gone that has them, or another
+                checkpoint has taken its place.
         """
         t = self.tensor(name)
         box = Box.full(t.shape) if box is None else box
@@ -213,7 +213,7 @@ class Checkpoint:
         """Open the bases of some tensors, so that what is wrong with one is known before anything is read.
 
         Raises:
-            MissingDataError, ReplacedError, FormatError: a base is gone, is another one now, or does not hold the tensor.
+            MissingDataError, FormatError: a base is gone, is another one now, or does not hold the tensor.
         """
         elsewhere = [tensor for tensor in tensors if tensor.base is not None]
         if elsewhere and isinstance(self.reader, BasedReader):

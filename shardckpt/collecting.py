@@ -99,7 +99,7 @@ def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: fl
 
 def _check_no_base(store: Store) -> None:
     """Refuse to delete what checkpoints in the same directory name as their base. Of others nobody knows."""
-    location = store.location
+    location = store.location.resolved
     try:
         attempt = published_attempt(store)
         if attempt is None:

@@ -28,7 +28,6 @@ from shardckpt.io.store import Store
 from shardckpt.io.strays import remove_strays
 from shardckpt.io.url import parse
 from shardckpt.names import natural_key
-from shardckpt.record import CheckpointRecord
 
 if TYPE_CHECKING:
     import os
@@ -90,8 +89,7 @@ def _commit_one(name: str, store: Store) -> list[Outcome]:
         prior = read_prior(store, overwrite=True)
     except ShardckptError as e:
         return [Outcome(name, store.location, attempt, "refused", str(e)) for attempt in found]
-    if isinstance(prior.record, CheckpointRecord):
-        found = [attempt for attempt in found if attempt != prior.record.attempt]
+    found = [attempt for attempt in found if attempt != prior.attempt]
     outcomes: list[Outcome] = []
     for attempt in found:
         if any(outcome.state == "committed" for outcome in outcomes):
@@ -108,7 +106,6 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
         return Outcome(name, store.location, attempt, state, reason)
 
     place = store.sub(attempt)
-    replaces = prior.record.attempt if isinstance(prior.record, CheckpointRecord) else None
     present = finished_hosts(place)
     if not present:
         return outcome("incomplete", "no host has finished")
@@ -122,8 +119,8 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
                 "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
             )
         record = assemble(place)
-        check_leftover(store, attempt, record.metadata, replaces)
-        check_bases(store.location, record)
+        check_leftover(store, attempt, record.metadata, prior.attempt)
+        check_bases(store.location, record, prior.attempt)
         root, rollback = run_root(store, record.metadata), Rollback.of(record.metadata)
         if root is not None and rollback is not None:
             rollback.tell(root)
@@ -136,6 +133,6 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
         raise
     except ShardckptError as e:
         return outcome("refused", str(e))
-    if replaces is not None:
-        remove_replaced(store, replaces)
+    if prior.attempt is not None:
+        remove_replaced(store, prior.attempt)
     return outcome("committed")

@@ -28,7 +28,10 @@ _MOST_THREADS = 4
 
 
 def copy_all(pairs: Sequence[_Pair]) -> None:
-    """Copy each source to its target, in any order. When this returns or raises, no thread touches any of them any more."""
+    """Copy each source to its target, in any order.
+
+    When this returns or raises, no thread touches any of them any more; but after Ctrl-C some may end what they are copying.
+    """
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), sum(target.nbytes for target, _ in pairs) // _PART_BYTES)
     parts = deque(part for pair in pairs for part in (_parts(*pair) if threads > 1 else (pair,)))
 

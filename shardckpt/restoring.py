@@ -103,8 +103,8 @@ def restore(
         LeafError, ShardingError: a leaf that cannot be restored into, by name; nothing was read.
         OptionError: an option that cannot be.
         ReplacedError: the checkpoint was replaced or deleted while it was being read.
-        CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined. A base that is gone
-            is a MissingDataError before anything is read.
+        CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined. A base that is gone,
+            or was replaced, is a MissingDataError before anything is read.
         CoordinationError: `cooperative`, and another process does not answer, or failed in a way of its own. What one process
             cannot read is raised on all that read together with it.
     """

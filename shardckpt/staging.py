@@ -151,6 +151,8 @@ class Stage:
         self._free: deque[NDArray[np.generic]] = deque()
         self._ready: deque[_Part] = deque()
         self._closed = False
+        self._interrupted = False
+        """Whether copying has failed: after Ctrl-C a thread may still be copying into the buffer, so that no other save may have it."""
         self._failure: BaseException | None = None
         self._changed = Condition()
 
@@ -227,6 +229,7 @@ class Stage:
     def give_up(self, error: BaseException) -> None:
         """Copying has failed: nothing of this is to be written any more."""
         self.fail(error)
+        self._interrupted = True
         self._filling = None
         self._leave("copying")
 
@@ -300,4 +303,4 @@ class Stage:
             if not self._sides:
                 lease, self._lease = self._lease, None
         if lease is not None:
-            lease.give_back()
+            lease.give_back(keep=not self._interrupted)

@@ -103,7 +103,7 @@ def test_values_and_contents_are_as_described(several_hosts, described, layout):
     commit = described["record"]((path / "checkpoint.json").read_bytes())
     attempt = path / commit["attempt"]
     restored = shardckpt.restore(checkpoint, only="rng")
-    assert re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]{8}-1", attempt.name)
+    assert re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]{8}-[0-9a-f]{12}-1", attempt.name)
     assert [host["key"] for host in commit["hosts"]] == [f"records/{n:05d}.json" for n in range(3)]
     for n, reference in enumerate(commit["hosts"]):
         host = described["record"](described["referred"](attempt, reference))

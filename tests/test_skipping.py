@@ -261,6 +261,29 @@ def test_a_base_from_elsewhere_is_named_by_its_whole_url_and_by_links_too_if_it_
     assert shardckpt.open(root / "2").record.structure.bases[0].url == "../0"
 
 
+@pytest.mark.parametrize("name", ["latest", "0"])
+def test_a_base_beside_is_named_without_links_so_that_it_is_known_what_must_stay(root, name):
+    (root / "latest").symlink_to("0")
+    shardckpt.save(root / "2", model(2), options=SaveOptions(base=root / name), skip="model/embed")
+    assert shardckpt.open(root / "2").record.structure.bases[0].url == "../0"
+
+
+def test_a_checkpoint_is_not_its_own_base_by_any_other_name(root, tmp_path_factory):
+    links = [root / "latest", tmp_path_factory.mktemp("links") / "latest"]
+    for link in links:
+        link.symlink_to(root / "0")
+        with pytest.raises(errors.OptionError, match="cannot be its own base"):
+            shardckpt.save(link, model(), options=SaveOptions(base=root / "0", overwrite=True), skip="model/embed")
+    assert equal(shardckpt.restore(root / "1"), model(1))
+
+
+def test_what_is_replaced_is_no_base_of_what_replaces_it_wherever_its_copies_are(root):
+    shutil.copytree(root / "0", root / "copy")
+    with pytest.raises(errors.CommitError, match="which is what it would replace"):
+        shardckpt.save(root / "0", model(), options=SaveOptions(base=root / "copy", overwrite=True), skip="model/embed")
+    assert equal(shardckpt.restore(root / "1"), model(1))
+
+
 def test_a_base_that_is_gone_is_named_before_anything_is_read(root):
     shutil.rmtree(root / "0")
     like = {"lora": np.full((40, 4), 7, np.float32), "model": {"embed": np.zeros((300, 40), np.float32)}}
@@ -285,9 +308,9 @@ def test_a_base_that_is_deleted_while_it_is_read_is_named(root):
 def test_another_checkpoint_in_the_bases_place_is_never_read_for_it(root):
     shardckpt.save(root / "0", {"model": {"embed": EMBED * 2}}, options=SaveOptions(overwrite=True))
 
-    with pytest.raises(errors.ReplacedError, match=r"'model/embed': .*/1 has left it in its base .*/0 .*another checkpoint"):
+    with pytest.raises(errors.MissingDataError, match=r"'model/embed': .*/1 has left it in its base .*/0 .*another checkpoint"):
         shardckpt.restore(root / "1")
-    with pytest.raises(errors.ReplacedError):
+    with pytest.raises(errors.MissingDataError):
         shardckpt.open(root / "1").read("model/embed")
     assert not shardckpt.open(root / "1").verify().ok
 
@@ -354,10 +377,17 @@ def test_a_base_that_goes_while_the_save_runs_is_noticed_before_it_is_published(
             shutil.rmtree(root / "9")
 
     shardckpt.save(root / "9", model())
-    handle = Saver().begin(root / "2", model(2), SaveOptions(base=root / "9", skip="model/*"), before_publish=goes)
+    handle = Saver().begin(root / "2", model(2), SaveOptions(base=root / "9", skip="model/*"), progress=lambda _done, _all: goes())
     with pytest.raises(errors.CommitError, match=r"'model/.*': .*/2 has left it in its base .*/9.*Nothing was published"):
         handle.wait()
     assert [*(root / "2").glob("*")] == []
+
+
+def test_a_base_is_not_deleted_by_a_link_either(root):
+    (root / "latest").symlink_to("0")
+    with pytest.raises(errors.OptionError, match=r"/0 is the base of checkpoints beside it, .*: 1;"):
+        delete(root / "latest")
+    assert equal(shardckpt.restore(root / "1"), model(1))
 
 
 def test_a_base_is_not_deleted_before_what_names_it(root):
@@ -398,6 +428,14 @@ def test_all_processes_leave_the_same_in_the_base_without_a_word(job, tmp_path):
     assert equal(shardckpt.restore(tmp_path / "1"), {**expected, "nested": [{"lr": 0.1}, ("a", None)]})
     assert shardckpt.open(tmp_path / "1").verify().damage == []
     assert len([*(tmp_path / "1").glob("*/contents/*")]) == 1  # both say the same
+
+
+def test_the_checkpoints_of_one_job_are_told_apart_as_bases(job, tmp_path):
+    found, _ = job.run("save_chain", 2, tmp_path)
+
+    assert len(set(found)) == 3
+    assert [base.url for base in shardckpt.open(tmp_path / "3").record.structure.bases] == ["../1", "../2"]
+    assert equal(shardckpt.restore(tmp_path / "3"), {**job_state(), "nested": [{"lr": 0.1}, ("a", None)]})
 
 
 def test_processes_that_skip_different_tensors_are_refused(job, tmp_path):

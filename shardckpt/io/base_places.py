@@ -11,30 +11,30 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from shardckpt.bases import BESIDE
-from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ReplacedError, ShardckptError, UrlError
+from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ShardckptError, UrlError
 from shardckpt.io.commit import RECORD
 from shardckpt.io.store import Store
-from shardckpt.io.url import UNQUOTED, Location, parse
+from shardckpt.io.url import UNQUOTED, parse
 from shardckpt.names import shown
 from shardckpt.record import CheckpointRecord, parse_checkpoint
 
 if TYPE_CHECKING:
     from shardckpt.bases import Base
+    from shardckpt.io.url import Location
     from shardckpt.structure import TensorRecord
 
-__all__ = ["base_location", "base_record", "base_url", "check_bases", "holder"]
+__all__ = ["base_location", "base_record", "base_url", "check_base", "check_bases", "holder"]
 
 
 _READ_WITHOUT = "put the base back to that place, or leave the tensor out with only="
 
 
-def base_url(checkpoint: Location, base: Location) -> str:
-    """How a checkpoint names a base.
+def check_base(checkpoint: Location, base: Location) -> None:
+    """Refuse what cannot be a checkpoint's base, by its name alone: no storage is asked.
 
     Raises:
         OptionError: the base is in another kind of storage, or is the checkpoint itself.
@@ -44,9 +44,19 @@ def base_url(checkpoint: Location, base: Location) -> str:
             f"{checkpoint}: its base {base} is in another kind of storage, and whoever reads the one could not be sure to reach the "
             f"other; copy the base to {checkpoint.scheme}://, or save without skip=."
         )
-    for ours, theirs in ((checkpoint, base), (_physical(checkpoint), _physical(base))):
-        if ours == theirs:
-            raise OptionError(f"{checkpoint}: a checkpoint cannot be its own base; save it with skip=(), or name another base.")
+    if base == checkpoint:
+        raise OptionError(f"{checkpoint}: a checkpoint cannot be its own base; save it with skip=(), or name another base.")
+
+
+def base_url(checkpoint: Location, base: Location) -> str:
+    """How a checkpoint names a base; on a disk, links are followed.
+
+    Raises:
+        OptionError: as `check_base` does.
+    """
+    # Without links first: where `latest` leads to 10, it is 10 that must stay.
+    for ours, theirs in ((checkpoint.resolved, base.resolved), (checkpoint, base)):
+        check_base(ours, theirs)
         above = ours.parent
         if above is not None and theirs.path.startswith(f"{above.path.rstrip('/')}/"):
             return BESIDE + quote(theirs.path[len(above.path.rstrip("/")) + 1 :], safe=UNQUOTED)
@@ -63,7 +73,7 @@ def base_location(checkpoint: Location, base: Base) -> Location:
         if base.url.startswith(BESIDE):
             below = unquote(base.url.removeprefix(BESIDE), errors="strict")
             # A checkpoint that was linked from elsewhere has its base beside it in one of the two places.
-            parents = [place.parent for place in dict.fromkeys([checkpoint, _physical(checkpoint)])]
+            parents = [place.parent for place in dict.fromkeys([checkpoint, checkpoint.resolved])]
             places = [parent.join(below) for parent in parents if parent is not None]
         else:
             places = [place for place in [parse(base.url)] if place.scheme == checkpoint.scheme]
@@ -87,8 +97,7 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_W
         The place of the base's attempt, and its commit record.
 
     Raises:
-        MissingDataError: it is gone.
-        ReplacedError: another attempt is there now.
+        MissingDataError: it is gone, or another attempt is there now.
         FormatError: it is no checkpoint, or damaged.
     """
     place = base_location(checkpoint, base)
@@ -104,7 +113,7 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_W
         was = "no checkpoint is there" if found is None else f"that was deleted ({found.reason})"
         raise MissingDataError(f"{wanted} (attempt {base.attempt}), and {was}; {advice}.")
     if found.attempt != base.attempt:
-        raise ReplacedError(
+        raise MissingDataError(
             f"{wanted} (attempt {base.attempt}), and another checkpoint has taken its place (attempt {found.attempt}); {advice}."
         )
     if (found.layout, found.compression) != (base.layout, base.compression):
@@ -132,16 +141,26 @@ def holder(checkpoint: Location, tensor: TensorRecord, found: CheckpointRecord) 
     )
 
 
-def check_bases(checkpoint: Location, record: CheckpointRecord) -> None:
+def check_bases(checkpoint: Location, record: CheckpointRecord, replaces: str | None) -> None:
     """Just before a checkpoint is published: all of its bases are there, and are what they were.
 
     Whoever deletes one between this and the publication is not seen.
 
+    Args:
+        checkpoint: that would be published.
+        record: that it would have.
+        replaces: the attempt that is published there now, which would be removed.
+
     Raises:
-        CommitError: one is not.
+        CommitError: one is not, or is what would be replaced, reached by another name.
     """
     of = {tensor.base.base: name for name, tensor in record.structure.tensors.items() if tensor.base is not None}
     for base, name in of.items():
+        if base.attempt == replaces:
+            raise CommitError(
+                f"{shown(name)}: {checkpoint} has left it in its base {base.url}, which is what it would replace, or a copy of that; save "
+                f"with another base, or without skip=. Nothing was published."
+            )
         try:
             base_record(checkpoint, base, shown(name), "save with another base, or without skip=")
         except ShardckptError as e:
@@ -150,8 +169,3 @@ def check_bases(checkpoint: Location, record: CheckpointRecord) -> None:
 
 def _cuts(tensor: TensorRecord) -> list[object]:
     return [(piece.start, piece.shape, piece.chunks) for piece in tensor.pieces]
-
-
-def _physical(place: Location) -> Location:
-    """The same without symbolic links."""
-    return place if place.local is None else Location("file", "/" + os.path.realpath(place.path).lstrip("/"))

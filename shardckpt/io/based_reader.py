@@ -60,7 +60,7 @@ class BasedReader:
         """Open the bases of those tensors.
 
         Raises:
-            MissingDataError, ReplacedError, FormatError: a base is gone, is another one now, or does not hold the tensor.
+            MissingDataError, FormatError: a base is gone, is another one now, or does not hold the tensor.
         """
         for tensor in tensors:
             self._holder(tensor)

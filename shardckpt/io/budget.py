@@ -58,11 +58,11 @@ class Lease:
         self._beside -= nbytes
         self._pool._take_back(None, nbytes)  # noqa: SLF001  (pool and lease are one thing)
 
-    def give_back(self) -> None:
-        """End the lease; arrays taken from it must no longer be used."""
+    def give_back(self, *, keep: bool = True) -> None:
+        """End the lease; arrays taken from it must no longer be used. Unless it is to be kept, nobody gets the buffer again."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._pool._take_back(buffer, self._beside)  # noqa: SLF001
+            self._pool._take_back(buffer, self._beside, keep=keep)  # noqa: SLF001
 
     def __enter__(self) -> Self:
         """The lease itself."""
@@ -150,12 +150,12 @@ class BufferPool:
     def _allocated(self) -> int:
         return self._taken + sum(b.nbytes for b in self._kept)
 
-    def _take_back(self, buffer: NDArray[np.uint8] | None, beside: int) -> None:
+    def _take_back(self, buffer: NDArray[np.uint8] | None, beside: int, *, keep: bool = True) -> None:
         with self._changed:
             self._taken -= beside
             if buffer is not None:
                 self._taken -= buffer.nbytes
-                if self._allocated() + buffer.nbytes <= self.limit:
+                if keep and self._allocated() + buffer.nbytes <= self.limit:
                     self._kept.append(buffer)
             self._changed.notify_all()
 

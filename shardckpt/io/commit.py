@@ -49,6 +49,11 @@ class Prior:
     digest: str | None
     """SHA-256 of its bytes, by which another process recognises it; None where there is none."""
 
+    @property
+    def attempt(self) -> str | None:
+        """The attempt that was published, whose place a new one takes; None: none was."""
+        return self.record.attempt if isinstance(self.record, CheckpointRecord) else None
+
 
 def new_attempt() -> str:
     """A name for one save attempt, never given twice; it sorts by time."""

@@ -7,10 +7,10 @@ its marker (`markers`), in ascending order: as long as one of them lacks it, the
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from shardckpt.io.deleted import step_of
 from shardckpt.io.markers import SUPERSEDED, mark, unmark
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ __all__ = ["ROLLBACK", "Rollback"]
 
 ROLLBACK = "rollback"
 """The member of a checkpoint's metadata."""
-_STEP = re.compile(r"\d{1,18}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ class Rollback:
         """What a checkpoint's metadata says; None where that is nothing, or is a user's own and something else."""
         match metadata.get(ROLLBACK):
             case {"to": int(step), "revived": bool(revived), "supersedes": dict(supersedes)}:
-                later = {int(key): attempt for key, attempt in supersedes.items() if _STEP.fullmatch(key)}
-                return cls(step, revived, {key: attempt if isinstance(attempt, str) else None for key, attempt in later.items()})
+                named = ((step_of(key), attempt if isinstance(attempt, str) else None) for key, attempt in supersedes.items())
+                return cls(step, revived, {later: attempt for later, attempt in named if later is not None})
         return None
 
     def tell(self, root: Store) -> None:

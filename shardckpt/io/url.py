@@ -98,6 +98,11 @@ class Location:
         return Location(self.scheme, above) if above else None
 
     @property
+    def resolved(self) -> Location:
+        """The same on disk without symbolic links; elsewhere there are none."""
+        return self if self.scheme != "file" else Location("file", "/" + os.path.realpath(self.path).lstrip("/"))
+
+    @property
     def name(self) -> str:
         """The last name of the path."""
         return self.path.rpartition("/")[2]

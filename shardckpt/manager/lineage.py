@@ -37,13 +37,13 @@ class Lineage:
         self.later: dict[int, str | None] = {}
         """Steps after the restored one that have not been replaced: the attempt that each one's record names, None where that
         is unreadable."""
-        self._pinned: frozenset[int] = frozenset()
+        self._kept: frozenset[int] = frozenset()
         self._untold: Rollback | None = None
         """The one of which the storage does not know."""
 
     def resume(self, found: Resumed) -> None:
         """Training goes on after a step that was restored."""
-        self.later, self._pinned = dict(found.later), found.pinned
+        self.later, self._kept = dict(found.later), found.kept
         self._untold = Rollback(found.step, found.was_superseded, found.later) if found.was_superseded or found.later else None
 
     def metadata(self) -> dict[str, Any]:
@@ -56,8 +56,8 @@ class Lineage:
         return step in self.later
 
     def protects(self, step: int) -> bool:
-        """Whether that one was pinned when this run was resumed; later pins are found by `tell_storage`."""
-        return step in self._pinned
+        """Whether that one was pinned when this run was resumed, or the base of one that was; later pins are found by `tell_storage`."""
+        return step in self._kept
 
     def tell_storage(self, step: int) -> None:
         """On the leader, just before a step is published: mark what was superseded by the restore.

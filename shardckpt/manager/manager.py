@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointManager", "Restored"]
 
-_PROTECTED = "the step from before the rollback is pinned; `shardckpt unpin` lets it be replaced"
+_PROTECTED = "the step from before the rollback is pinned, or the base of one that is; `shardckpt unpin` lets it be replaced"
 _managers: Counter[str] = Counter()
 """How many a run has made in this process: all of its processes make equally many, in the same order."""
 
@@ -198,8 +198,8 @@ class CheckpointManager:
 
         Returns:
             Whether it is being saved. Where it is not although it is due, or forced, a `SaveSkipped` event says why: the
-            step is saved already; it is from before a rollback and pinned, and the next step is saved in its place if it
-            was due; or the last save is in flight, and `in_flight="skip"`.
+            step is saved already; it is from before a rollback and pinned, or the base of one that is, and the next step is
+            saved in its place if it was due; or the last save is in flight, and `in_flight="skip"`.
 
         Raises:
             OptionError: the step is smaller than the last one that was asked about, saved or restored.

@@ -47,8 +47,8 @@ class Resumed:
     """Whether the restored step was, until now."""
     later: dict[int, str | None]
     """Steps after it: the attempt that each one's record names, None where that is unreadable."""
-    pinned: frozenset[int]
-    """Those among them that are pinned."""
+    kept: frozenset[int]
+    """Those among them that are pinned, or hold tensors of one that is."""
 
 
 def resume(
@@ -106,7 +106,7 @@ def resume(
         if worst is None:
             assert checkpoint is not None
             later = {int(s): attempt for s, attempt in chosen["later"]}
-            return Resumed(chosen["step"], restored, checkpoint.metadata, chosen["superseded"], later, frozenset(chosen["pinned"]))
+            return Resumed(chosen["step"], restored, checkpoint.metadata, chosen["superseded"], later, frozenset(chosen["kept"]))
         error, all_damage = failure or worst[0], worst[1]
         if not all_damage:
             raise error
@@ -153,12 +153,13 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
         there = ", ".join(str(n) for n in known) or "none"
         return {"error": f"{root}: there is no step {step}; there are: {there}."}
     later = [s for s in steps if s.step > taken]
+    kept = {step for s in steps if s.pinned for step in (s.step, *s.bases) if step > taken}
     return {
         "step": taken,
         "attempt": known[taken].attempt,
         "superseded": taken in superseded,
         "later": [[s.step, s.attempt] for s in later],
-        "pinned": [s.step for s in later if s.pinned],
+        "kept": sorted(kept),
     }
 
 

@@ -10,6 +10,7 @@ import os
 import resource
 import time
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 CLONE_NEWNS = 0x20000
@@ -43,7 +44,7 @@ def mounts_of_its_own():
 @contextmanager
 def full_disk(coordinator, url, affliction):
     """`bytes` are left where this process writes its chunks."""
-    attempt = Path(url, f"{coordinator.run_id}-1")
+    attempt = Path(url, f"{coordinator.run_id}-{sha256(Path(url).name.encode()).hexdigest()[:12]}-1")
     place = attempt / ("zarr" if affliction["layout"] == "zarr" else f"hosts/{coordinator.world.process:05d}")
     place.mkdir(parents=True, exist_ok=True)
     with mounts_of_its_own() as mounted:

@@ -91,17 +91,37 @@ def test_a_base_outside_of_the_run_is_none_of_its_business(run, tmp_path):
     assert holds(run, 2)
 
 
-def test_a_run_resumes_from_a_step_that_has_a_base_and_falls_back_where_that_is_gone(run):
+def test_after_a_rollback_the_base_of_a_pinned_step_is_not_replaced(run):
+    with run.manager() as manager:
+        train(manager, 0, 1)
+    with run.manager(**options(run, base=1)) as manager:
+        manager.restore()
+        manager.save(2, state(2))
+        manager.wait()
+        manager.pin(2)
+    with run.manager() as manager:
+        manager.restore(step=0)
+        assert [manager.save(step, state(step)) for step in (1, 2, 3)] == [False, False, True]
+        manager.wait()
+        assert manager.all_steps() == [0, 3]
+    assert holds(run, 2)
+
+
+@pytest.mark.parametrize("lost", ["moved", "replaced"])
+def test_a_run_resumes_from_a_step_that_has_a_base_and_falls_back_where_that_is_gone(run, lost):
     with run.manager(**options(run)) as manager:
         train(manager, 0, 1)
     with run.manager(**options(run, base=2)) as manager:
         manager.restore()
         manager.save(2, state(2), skip=())
         manager.save(3, state(3))
-    (run.root / "2").rename(run.root.parent / "gone")
+    if lost == "moved":
+        (run.root / "2").rename(run.root.parent / "gone")
+    else:
+        shardckpt.save(run.root / "2", state(2), options=SaveOptions(overwrite=True))
     found = run.manager(fallback=True).restore()
 
-    assert found.step == 1
+    assert found.step == (1 if lost == "moved" else 2)
     assert np.array_equal(found.state["frozen"], FROZEN)
     assert [event.step for event in run.told("FellBack")] == [3]
 
