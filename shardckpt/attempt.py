@@ -301,10 +301,10 @@ _counting = Lock()
 def _next_attempt(coordinator: Coordinator, store: Store) -> str:
     """The attempt that all processes of a job make when they save to a place of this name for the n-th time.
 
-    Of this name, because processes may reach one directory by different paths. It is a part of what the attempt is called: no other
-    checkpoint of the job has one of that name, by which a base is told (`bases`).
+    Of this name, because processes may reach one directory by different paths, or links. It is a part of what the attempt is called: no
+    other checkpoint of the job has one of that name, by which a base is told (`bases`).
     """
-    name = store.location.name
+    name = store.location.resolved.name  # of a disk: looks at the names of the path, and no further
     with _counting:
         key = coordinator.run_id, name
         _counts[key] += 1
