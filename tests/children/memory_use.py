@@ -104,8 +104,12 @@ def restore_host(case):
         jobs.append(restoring._Job(tensor, [landing]))
     assert checkpoint.reader.stats.bytes_read == 0  # opens it: tables are no staging
     pool = BufferPool(case["limit"])
+
+    def fetch(batch):
+        checkpoint.reader.read([job.request() for job in batch])
+
     with Peak() as peak:
-        restored = restoring._run(checkpoint, jobs, pool, in_place=False)
+        restored = restoring._run(jobs, pool, fetch, in_place=False, placed=lambda _nbytes: None)
     assert restored == {name: len(set(case["devices"])) for name in checkpoint.names()}
     stats = checkpoint.reader.stats
     return {"growth": peak.growth, "high_water": pool.high_water, "read": stats.bytes_read, "needed": stats.bytes_needed}
