@@ -11,6 +11,7 @@
    round, which finds cold caches, does not count.
 3. Told are medians: GB/s of elements, the ratio to the copy by one thread, and the seconds of processor time (user and system, of
    all processes) that a GB takes, which bear company on the machine better.
+   Where Python may not keep bytecode (PYTHONDONTWRITEBYTECODE) workers start slowly.
 """
 
 from __future__ import annotations
