@@ -1,12 +1,17 @@
 """Measure resharding beside a plain copy of the same files, on the same disk, in the same run.
 
-    python tools/reshard_speed.py --directory /disk/there                  2 GiB, three rounds
-    python tools/reshard_speed.py --gib 16 --rounds 5 --json
+    python tools/reshard_speed.py --directory /disk/there                  2 GiB, five rounds
+    python tools/reshard_speed.py --gib 16 --json
 
 1. A checkpoint of float32 matrices is saved, laid out over 8 devices by rows.
-2. In each round, in turn: every file of it is copied (`copy_file_range`, as cp does it) and made durable; then it is resharded
-   to 2 x 4 devices by rows and columns, and once more with the layout that it has. Before each, what the last one wrote is removed.
-3. Told are the medians, in GB/s of elements, and the ratio of each reshard to the copy.
+2. In each round: every file of it is copied and made durable, by one thread and by two, which read and write as
+   `cp --reflink=never` does; it is resharded to 2 x 4 devices by rows and columns, and once more with the layout that it has. Every
+   other round goes through these backwards. Before each, what the last one wrote is removed, and the disk is idle: all write the
+   same number of bytes to fresh files, from a source that lies in the page cache, and end when their bytes are durable. A first
+   round, which finds cold caches, does not count.
+3. Told are medians: GB/s of elements, the ratio to the copy by one thread, and the seconds of processor time (user and system, of
+   all processes) that a GB takes, which bear company on the machine better.
+   Where Python may not keep bytecode (PYTHONDONTWRITEBYTECODE) workers start slowly.
 """
 
 from __future__ import annotations
@@ -14,10 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -35,20 +42,29 @@ SIDE = 8192
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy all files below a directory, and make them durable."""
-    for path in source.rglob("*"):
-        if path.is_file():
-            place = target / path.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("rb") as read, place.open("wb") as write:
-                left = path.stat().st_size
-                while left:
-                    left -= os.copy_file_range(read.fileno(), write.fileno(), left)
-                os.fsync(write.fileno())
+    """Copy a file, and make it durable."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    buffer = memoryview(bytearray(256 << 10))  # cp's
+    with source.open("rb", buffering=0) as read, target.open("wb", buffering=0) as write:
+        while got := read.readinto(buffer):
+            write.write(buffer[:got])
+        os.fsync(write.fileno())
+
+
+def copy_all(source: Path, target: Path, at_once: int) -> None:
+    """Copy all files below a directory."""
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(copy, files, [target / path.relative_to(source) for path in files]))
+
+
+def processor_seconds() -> float:
+    """User and system time of this process, and of the children that it has waited for."""
+    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def measure(directory: Path, gib: float, rounds: int, workers: int | None, verify: bool) -> dict[str, object]:
-    """Medians in GB/s, and ratios to the copy."""
+    """Medians in GB/s, ratios to the copy, and seconds of processor time per GB."""
     source, target = directory / "source", directory / "target"
     count = max(1, round(gib * 4))
     elements = np.random.default_rng(0).random(SIDE * SIDE + count, np.float32)
@@ -59,20 +75,31 @@ def measure(directory: Path, gib: float, rounds: int, workers: int | None, verif
     nbytes = 4 * SIDE * SIDE * count
     mesh, rules = Mesh((2, 4), ("x", "y")), {"*": PartitionSpec("y", "x")}
     ways: dict[str, Callable[[], object]] = {
-        "copy": lambda: copy(source, target),
+        "copy": lambda: copy_all(source, target, 1),
+        "copy by two": lambda: copy_all(source, target, 2),
         "reshard": lambda: shardckpt.reshard(source, target, mesh=mesh, rules=rules, workers=workers, verify=verify),
         "same layout": lambda: shardckpt.reshard(source, target, workers=workers, verify=verify),
     }
     rates: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, run in ways.items():
+    costs: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for way, run in list(ways.items())[:: 1 if number % 2 else -1]:
             shutil.rmtree(target, ignore_errors=True)
             os.sync()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), processor_seconds()
             run()
-            rates[way].append(nbytes / (time.perf_counter() - began) / 1e9)
+            seconds, cost = time.perf_counter() - began, processor_seconds() - used
+            if number:
+                rates[way].append(nbytes / seconds / 1e9)
+                costs[way].append(cost / nbytes * 1e9)
     found = {way: median(rate) for way, rate in rates.items()}
-    return {"bytes": nbytes, "GB/s": found, "rounds": rates, "ratio": {way: rate / found["copy"] for way, rate in found.items()}}
+    return {
+        "bytes": nbytes,
+        "GB/s": found,
+        "rounds": rates,
+        "ratio": {way: rate / found["copy"] for way, rate in found.items()},
+        "processor s/GB": {way: median(cost) for way, cost in costs.items()},
+    }
 
 
 def main() -> int:
@@ -80,7 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; by default the temporary directory")
     parser.add_argument("--gib", type=float, default=2.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--no-verify", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -91,7 +118,8 @@ def main() -> int:
         print(json.dumps(found))
     else:
         for way, rate in found["GB/s"].items():  # type: ignore[attr-defined]
-            print(f"{way:12} {rate:6.2f} GB/s  {found['ratio'][way]:5.2f} of the copy   {[round(r, 2) for r in found['rounds'][way]]}")  # type: ignore[index]
+            ratio, cost, each = (found[key][way] for key in ("ratio", "processor s/GB", "rounds"))  # type: ignore[index]
+            print(f"{way:12} {rate:6.2f} GB/s  {ratio:5.2f} of the copy  {cost:5.2f} processor s/GB   {[round(r, 2) for r in each]}")
     return 0
 
 

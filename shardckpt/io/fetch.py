@@ -118,11 +118,10 @@ class ObjectFetch:
 @contextmanager
 def _errors(run: Run, place: Store) -> Iterator[None]:
     """Errors that name the tensor and the file."""
-    file = f"{run.chunks[0].where}: {place}/{run.file}"
     try:
         yield
     except (FileNotFoundError, MissingDataError) as e:
-        raise MissingDataError(f"{file} is missing; restore it from a copy, or leave the tensor out with only=.") from e
+        raise MissingDataError(f"{_first(run, place)} is missing; restore it from a copy, or leave the tensor out with only=.") from e
     except (EOFError, CorruptionError) as e:
         # Chunks are in the order of their places: of those that reach beyond the end the first is named.
         lost = bisect_left(run.chunks, True, key=lambda chunk: not place.is_longer(run.file, chunk.stop - 1))
@@ -132,7 +131,12 @@ def _errors(run: Run, place: Store) -> Iterator[None]:
             f"with only=."
         ) from e
     except OSError as e:
-        raise StorageError(f"{file} cannot be read ({e}).") from e
+        raise StorageError(f"{_first(run, place)} cannot be read ({e}).") from e
+
+
+def _first(run: Run, place: Store) -> str:
+    """For messages: a run's first chunk, and its file."""
+    return f"{run.chunks[0].where}: {place}/{run.file}"
 
 
 def _scatter_read(path: str, offset: int, length: int, vectors: list[memoryview]) -> None:

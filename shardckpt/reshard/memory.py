@@ -41,6 +41,9 @@ _OBJECT = 8 << 20
 _FILES = 5
 _COMFORTABLE = 128 << 20
 """Bytes per worker below which another worker would only take room from the others."""
+_BATCH = 32 << 20
+"""Bytes that are read at once, where work can be cut that small: more makes nothing faster, but the first use of every page of a
+buffer costs what copying it a few times does, and nothing is written before the first of them is read."""
 _MOST_LOCAL = 8
 """Workers on one machine, unless told otherwise: more wait for the same disk."""
 
@@ -90,6 +93,11 @@ class Memory:
     """Bytes for what is being read."""
     writing: int
     """Bytes for what is being written."""
+
+    @property
+    def batch(self) -> int:
+        """Bytes of the chunks to which what is small is joined, so as to be read at once; a large cell takes all the room."""
+        return min(self.room, _BATCH)
 
     @property
     def peak(self) -> int:

@@ -130,7 +130,7 @@ class ReshardPlan:
         """What is read at once of a share, one after another."""
         target, source = self.target.tensors[share.tensor], self.sources[share.tensor]
         itemsize, room = target.dtype.itemsize, self.memory.room
-        for box in self._cells[share.tensor].boxes(share.cells, room // itemsize):
+        for box in self._cells[share.tensor].boxes(share.cells, self.memory.batch // itemsize):
             yield from steps(box, target.pieces, source.pieces, itemsize, room)
 
     def task_read_bytes(self, task: Task) -> int:

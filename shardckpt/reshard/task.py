@@ -236,7 +236,7 @@ class _Run:
         """All steps of the task, as many at a time as there is room for."""
         batch = _Batch([], 0)
         for planned in self._steps():
-            if batch.steps and batch.nbytes + planned.nbytes > self._plan.memory.room:
+            if batch.steps and batch.nbytes + planned.nbytes > self._plan.memory.batch:
                 yield batch
                 batch = _Batch([], 0)
             batch.steps.append(planned)
