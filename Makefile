@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser torture soak check format lint types layers examples clean
+.PHONY: help setup demo test sweeps browser ray torture soak check format lint types layers examples clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,7 +23,7 @@ demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
 test: setup ## the tests, but for sweeps over all faults, flips and interleavings, and those in a browser
-	$(PYTEST) -m "not slow and not browser"
+	$(PYTEST) -m "not slow and not browser and not ray"
 
 sweeps: setup ## those sweeps
 	$(PYTEST) -m slow
@@ -34,6 +34,9 @@ browser: setup ## the page of a plan in a real Chromium, which is installed wher
 	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends chromium; } || \
 	  { echo "Chromium is missing, and only root on Debian can be helped: install the package chromium"; exit 1; }
 	$(BIN)/python -m pytest -p no:xdist -m browser tests/browser
+
+ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
+	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root
 	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist -o timeout=3600 -o faulthandler_timeout=0 tests/torture tests/test_faults_*.py tests/end_to_end

@@ -102,9 +102,14 @@ def test_an_indexed_job_of_kubernetes(place):
     check(place)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("title", "start", "address"), [("Ray", ray_cluster, "127.0.0.1:10001"), ("Dask", dask_cluster, "127.0.0.1:8786")])
+@pytest.mark.parametrize(
+    ("title", "start", "address"),
+    [
+        pytest.param("Ray", ray_cluster, "127.0.0.1:10001", marks=pytest.mark.ray),
+        pytest.param("Dask", dask_cluster, "127.0.0.1:8786", marks=pytest.mark.slow),
+    ],
+)
 def test_a_command_for_a_cluster(place, title, start, address):
     (command,) = commands(title)
     with start() as cluster:

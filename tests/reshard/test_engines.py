@@ -22,7 +22,7 @@ CHILD = Path(__file__).parents[1] / "children" / "reshard_job.py"
 JOB = {"mesh": "x=3", "rules": ["*=(None,x)"], "task_bytes": 256 << 10, "memory_limit": "64MiB"}
 TASKS = 16
 PATIENCE = 180
-CLUSTERS = [pytest.param("dask", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.slow)]
+CLUSTERS = [pytest.param("dask", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.ray)]
 
 
 @pytest.fixture(scope="module")
