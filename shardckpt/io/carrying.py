@@ -32,12 +32,24 @@ __all__ = ["can_link", "carry_chunks", "carry_lanes"]
 
 
 def can_link(source: Store, target: Store) -> bool:
-    """Whether both places are on one file system of this machine; the target's need not exist yet."""
+    """Whether both places are on one file system of this machine, though the target's need not exist yet.
+
+    Not so if the source has symbolic links: one that somebody else made could lead to any file of this user's, and that would
+    become a part of the target. Tasks take over nothing but chunks that have the right checksums.
+    """
     ours, theirs = source.local_path(""), target.local_path("")
     if ours is None or theirs is None:
         return False
     there = next((path for path in (theirs, *theirs.parents) if path.exists()), None)
-    return there is not None and ours.exists() and ours.stat().st_dev == there.stat().st_dev
+    return there is not None and ours.exists() and ours.stat().st_dev == there.stat().st_dev and not _has_links(ours)
+
+
+def _has_links(directory: Path) -> bool:
+    """Whether it is a symbolic link, or one lies anywhere below it; no file is looked at by itself."""
+    if directory.is_symlink():
+        return True
+    with storage_errors("list", directory), os.scandir(directory) as entries:
+        return any(entry.is_symlink() or (entry.is_dir() and _has_links(directory / entry.name)) for entry in entries)
 
 
 def carry_lanes(source: Store, target: Store, lanes: Iterable[str], table: Table, folder: str) -> tuple[list[str], Table]:

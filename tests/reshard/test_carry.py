@@ -94,3 +94,17 @@ def test_values_of_processes_outlive_a_reshard_that_has_other_tasks_than_they_we
         assert made.read(name).tobytes() == source.read(name).tobytes()
     for process in range(4):
         assert made.process_values(process) == source.process_values(process)
+
+
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_nothing_that_a_symbolic_link_leads_to_becomes_a_part_of_the_target(tmp_path, what):
+    shardckpt.save(tmp_path / "a", state())
+    (lane,) = (tmp_path / "a").glob("*/hosts/*/0")
+    if what == "directory":
+        lane.rename(tmp_path / "elsewhere")
+        lane.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "secret").write_text("of this user alone")
+    (lane / "d" / "linked").symlink_to(tmp_path / "secret")
+    shardckpt.reshard(tmp_path / "a", tmp_path / "b")
+    assert not list((tmp_path / "b").rglob("linked"))
+    assert shardckpt.open(tmp_path / "b").verify().ok
