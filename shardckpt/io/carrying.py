@@ -14,6 +14,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardckpt.errors import FormatError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.plain import PLAIN_ROOT
@@ -21,7 +22,7 @@ from shardckpt.io.store import sync_directory
 from shardckpt.io.table import OWN_OBJECT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.io.store import Store
@@ -52,7 +53,7 @@ def _has_links(directory: Path) -> bool:
         return any(entry.is_symlink() or (entry.is_dir() and _has_links(directory / entry.name)) for entry in entries)
 
 
-def carry_lanes(source: Store, target: Store, lanes: Iterable[str], table: Table, folder: str) -> tuple[list[str], Table]:
+def carry_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table, folder: str) -> tuple[list[str], Table]:
     """Take over the packed chunks of a host.
 
     Args:
@@ -64,7 +65,16 @@ def carry_lanes(source: Store, target: Store, lanes: Iterable[str], table: Table
 
     Returns:
         The databases' new names, and the chunk table of the new places.
+
+    Raises:
+        FormatError: the table names a file that is in none of the databases.
+        StorageError: the storage failed.
     """
+    foreign = [file for file in table.files if not any(file.startswith(f"{lane}/") for lane in lanes)]
+    if foreign:
+        raise FormatError(
+            f"{source}: a host's chunk table names {foreign[0]!r}, which is in none of its databases; it was not written by shardckpt."
+        )
     new = {lane: f"{folder}/{number}" for number, lane in enumerate(lanes)}
     for lane, name in new.items():
         top = source.local_path(lane)
