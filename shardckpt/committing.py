@@ -2,8 +2,9 @@
 
 The process that commits may die after all hosts have finished. What they wrote lacks nothing, and their records say
 all that there is to say; so any process can commit it, later, from the records alone. Of several attempts at one place
-the newest complete one counts. An attempt is overtaken once the place no longer has the commit record that the
-save found: something else was committed there since, or the attempt's place was collected. What a run has left that no longer
+the newest complete one counts; of several reshards none, for their names tell no order. An attempt is overtaken once the
+place no longer has the commit record that the save found: something else was committed there since, or the attempt's
+place was collected. What a run has left that no longer
 saves there, or what would replace a pinned checkpoint, may be what was refused publication: that is not committed (`io.leftover`).
 Before the first save after a rollback is published, the steps that this supersedes are marked (`io.rollback`).
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
 from shardckpt.excerpt import numbered
 from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
-from shardckpt.io.attempts import attempts, places
+from shardckpt.io.attempts import attempts, is_reshard, places
 from shardckpt.io.base_places import check_bases
 from shardckpt.io.commit import publish, read_prior, remove_replaced
 from shardckpt.io.deleted import deleted_steps, step_of
@@ -91,12 +92,40 @@ def _commit_one(name: str, store: Store) -> list[Outcome]:
         return [Outcome(name, store.location, attempt, "refused", str(e)) for attempt in found]
     found = [attempt for attempt in found if attempt != prior.attempt]
     outcomes: list[Outcome] = []
+    rivals = [attempt for attempt in found if is_reshard(attempt) and _complete(store.sub(attempt), prior)]
     for attempt in found:
-        if any(outcome.state == "committed" for outcome in outcomes):
+        if len(rivals) > 1 and attempt in rivals:
+            reason = "reshards with different options are complete; the same call of one of them without worker= commits that"
+            outcomes.append(Outcome(name, store.location, attempt, "refused", reason))
+        elif any(outcome.state == "committed" for outcome in outcomes):
             outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))
         else:
             outcomes.append(_attempted(name, store, attempt, prior))
     return outcomes
+
+
+def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken"], str] | None:
+    """What an attempt lacks to be committed; None: nothing, by what its hosts say."""
+    present = finished_hosts(place)
+    if not present:
+        return "incomplete", "no host has finished"
+    first, _ = read_host_record(place, present[0])
+    missing = sorted(set(range(first.hosts)) - set(present))
+    if missing:
+        return "incomplete", f"{numbered('host', missing)} (of {first.hosts}) did not finish"
+    if first.prior != prior.digest:
+        return "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
+    return None
+
+
+def _complete(place: Store, prior: Prior) -> bool:
+    """Whether it lacks nothing, and could be read."""
+    try:
+        return _lacks(place, prior) is None
+    except StorageError:
+        raise
+    except ShardckptError:
+        return False
 
 
 def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
@@ -106,22 +135,14 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
         return Outcome(name, store.location, attempt, state, reason)
 
     place = store.sub(attempt)
-    present = finished_hosts(place)
-    if not present:
-        return outcome("incomplete", "no host has finished")
     try:
-        first, _ = read_host_record(place, present[0])
-        missing = sorted(set(range(first.hosts)) - set(present))
-        if missing:
-            return outcome("incomplete", f"{numbered('host', missing)} (of {first.hosts}) did not finish")
-        if first.prior != prior.digest:
-            return outcome(
-                "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
-            )
+        lacks = _lacks(place, prior)
+        if lacks is not None:
+            return outcome(*lacks)
         record = assemble(place)
         check_leftover(store, attempt, record.metadata, prior.attempt)
         check_bases(store.location, record, prior.attempt)
-        root, rollback = run_root(store, record.metadata), Rollback.of(record.metadata)
+        root, rollback = run_root(store, attempt, record.metadata), Rollback.of(record.metadata)
         if root is not None and rollback is not None:
             rollback.tell(root)
         publish(store, record, prior)

@@ -108,14 +108,14 @@ def restore(
         CoordinationError: `cooperative`, and another process does not answer, or failed in a way of its own. What one process
             cannot read is raised on all that read together with it.
     """
-    check_flag(strict, "strict")
-    check_flag(cast, "cast")
     check_choice(cooperative)
     check_coordinator(coordinator)
-    limit = parse_bytes(memory_limit, "memory_limit")
-    if limit <= 0:
-        raise OptionError(f"restore(memory_limit={limit}): must be positive.")
     with Meeting(cooperative, coordinator, source.location if isinstance(source, Checkpoint) else parse(source)) as meeting:
+        check_flag(strict, "strict")
+        check_flag(cast, "cast")
+        limit = parse_bytes(memory_limit, "memory_limit")
+        if limit <= 0:
+            raise OptionError(f"restore(memory_limit={limit}): must be positive.")
         checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
         run = partial(_run_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
         return _restored(checkpoint, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)

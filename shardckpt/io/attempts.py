@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-__all__ = ["attempts", "is_attempt", "places"]
+__all__ = ["RESHARD", "attempts", "is_attempt", "is_reshard", "places"]
+
+RESHARD = "-reshard-"
+"""In the name of an attempt that lays out anew what an earlier save has written, and not in that of a save."""
 
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}(?:[._-][0-9A-Za-z._-]*)?", re.ASCII)
 _PARTS = frozenset({"contents/", "d/", "hosts/", "manifest.ocdbt", "records/", "small", "table", "zarr/"})
@@ -37,6 +40,11 @@ def is_attempt(store: Store, name: str) -> bool:
         name: of a directory that a listing showed there; one listing more says what lies in it.
     """
     return _NAME.fullmatch(name) is not None and _PARTS.issuperset(store.list_children(f"{name}/"))
+
+
+def is_reshard(name: str) -> bool:
+    """Whether an attempt of that name is a reshard's: what its metadata says of a run is the source's, and no word of this one."""
+    return RESHARD in name
 
 
 def attempts(store: Store, children: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardckpt.errors import FormatError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.plain import PLAIN_ROOT
@@ -21,7 +22,7 @@ from shardckpt.io.store import sync_directory
 from shardckpt.io.table import OWN_OBJECT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.io.store import Store
@@ -32,15 +33,27 @@ __all__ = ["can_link", "carry_chunks", "carry_lanes"]
 
 
 def can_link(source: Store, target: Store) -> bool:
-    """Whether both places are on one file system of this machine; the target's need not exist yet."""
+    """Whether both places are on one file system of this machine, though the target's need not exist yet.
+
+    Not so if the source has symbolic links: one that somebody else made could lead to any file of this user's, and that would
+    become a part of the target. Tasks take over nothing but chunks that have the right checksums.
+    """
     ours, theirs = source.local_path(""), target.local_path("")
     if ours is None or theirs is None:
         return False
     there = next((path for path in (theirs, *theirs.parents) if path.exists()), None)
-    return there is not None and ours.exists() and ours.stat().st_dev == there.stat().st_dev
+    return there is not None and ours.exists() and ours.stat().st_dev == there.stat().st_dev and not _has_links(ours)
 
 
-def carry_lanes(source: Store, target: Store, lanes: Iterable[str], table: Table, folder: str) -> tuple[list[str], Table]:
+def _has_links(directory: Path) -> bool:
+    """Whether it is a symbolic link, or one lies anywhere below it; no file is looked at by itself."""
+    if directory.is_symlink():
+        return True
+    with storage_errors("list", directory), os.scandir(directory) as entries:
+        return any(entry.is_symlink() or (entry.is_dir() and _has_links(directory / entry.name)) for entry in entries)
+
+
+def carry_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table, folder: str) -> tuple[list[str], Table]:
     """Take over the packed chunks of a host.
 
     Args:
@@ -52,7 +65,16 @@ def carry_lanes(source: Store, target: Store, lanes: Iterable[str], table: Table
 
     Returns:
         The databases' new names, and the chunk table of the new places.
+
+    Raises:
+        FormatError: the table names a file that is in none of the databases.
+        StorageError: the storage failed.
     """
+    foreign = [file for file in table.files if not any(file.startswith(f"{lane}/") for lane in lanes)]
+    if foreign:
+        raise FormatError(
+            f"{source}: a host's chunk table names {foreign[0]!r}, which is in none of its databases; it was not written by shardckpt."
+        )
     new = {lane: f"{folder}/{number}" for number, lane in enumerate(lanes)}
     for lane, name in new.items():
         top = source.local_path(lane)

@@ -163,6 +163,7 @@ def discard(place: Store) -> None:
     """
     with contextlib.suppress(StorageError, OSError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
         if locked or not place.list_children("records/"):
+            place.delete_prefix("records/")  # first: a reshard that is started again takes a record's word that its data is there
             place.delete_prefix("")
 
 

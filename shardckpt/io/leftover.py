@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CommitError, OtherJobError
+from shardckpt.io.attempts import is_reshard
 from shardckpt.io.job import RUN, holder
 from shardckpt.io.markers import PINNED, is_marked
 from shardckpt.io.store import Store
@@ -19,15 +20,16 @@ if TYPE_CHECKING:
 __all__ = ["check_leftover", "run_root"]
 
 
-def run_root(place: Store, metadata: Mapping[str, Any]) -> Store | None:
-    """The directory of a run's steps that a checkpoint lies in; None where no run has saved it.
+def run_root(place: Store, attempt: str, metadata: Mapping[str, Any]) -> Store | None:
+    """The directory of a run's steps that a checkpoint lies in; None where no run has saved it, or a reshard has laid it out anew.
 
     Args:
         place: the checkpoint's.
+        attempt: that would be published.
         metadata: the checkpoint's.
     """
     above = place.location.parent
-    return None if above is None or RUN not in metadata else Store.open(above)
+    return None if above is None or RUN not in metadata or is_reshard(attempt) else Store.open(above)
 
 
 def check_leftover(place: Store, attempt: str, metadata: Mapping[str, Any], replaces: str | None) -> None:
@@ -44,7 +46,7 @@ def check_leftover(place: Store, attempt: str, metadata: Mapping[str, Any], repl
         CommitError: it would replace a checkpoint that is pinned.
         StorageError: the storage failed.
     """
-    root = run_root(place, metadata)
+    root = run_root(place, attempt, metadata)
     saved_by, saves = metadata.get(RUN), None if root is None else holder(root)
     if saves not in (None, saved_by):
         raise OtherJobError(f"{place}: run {saved_by} has left the attempt {attempt}, and run {saves} saves there since.")

@@ -12,6 +12,7 @@ One of N workers that are started by somebody else (`worker=(K, N)`) does every 
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -163,7 +164,7 @@ def reshard(
     check_engine(engine)
     if isinstance(engine, str):
         options = replace(options, workers=1)  # each has the memory for itself
-    job = Job(str(parse(src)), str(parse(dst)), options, alone=worker is None and engine is None)
+    job = Job(str(parse(src)), str(parse(dst)), options, call=secrets.token_hex(8), alone=worker is None and engine is None)
     in_one_memory = "memory" in (parse(job.source).scheme, parse(job.destination).scheme)
     if isinstance(engine, str) and worker is not None:
         raise OptionError(f"reshard(engine={engine!r}, worker={worker}): a cluster has workers of its own; leave one of the two out.")

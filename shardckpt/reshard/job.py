@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from shardckpt._version import __version__
 from shardckpt.checkpoint import Checkpoint
 from shardckpt.contents import Contents
-from shardckpt.errors import AlreadyExistsError, CommitError
+from shardckpt.errors import AlreadyExistsError, CommitError, OptionError
 from shardckpt.io.assemble import finished_hosts
+from shardckpt.io.attempts import RESHARD
 from shardckpt.io.carrying import can_link
 from shardckpt.io.commit import read_prior
 from shardckpt.io.host import describe
@@ -49,6 +50,8 @@ class Job:
     options: ReshardOptions
     attempt: str | None = None
     """The one that all write into, for a worker to compare; None: whichever follows from the rest."""
+    call: str = ""
+    """Tells this call from others of the same job: what a worker remembers of one is no longer so if all was removed since."""
     alone: bool = False
     """Whether this process does all of it, and so may take files over as they are."""
 
@@ -62,6 +65,7 @@ class OpenJob:
         Raises:
             NotFoundError: no source there.
             AlreadyExistsError: a checkpoint is committed at the destination, and is not to be replaced.
+            OptionError: the destination holds tensors that the source has left there, and would be replaced.
             CommitError: this process makes another plan of it than who began the job.
         """
         self.job = job
@@ -82,6 +86,11 @@ class OpenJob:
             self.attempt, self.committed = self._attempt()
         if not self.committed and not job.options.overwrite and self.prior.digest is not None:
             self._refuse_to_replace()
+        if not self.committed and any(base.attempt == self.prior.attempt for base in self.plan.source.structure.bases):
+            raise OptionError(
+                f"{self.store}: {self.checkpoint.location} has left tensors in this checkpoint, its base, and could not be read any more "
+                f"if it were replaced; reshard to another place."
+            )
         if job.attempt not in (None, self.attempt):
             raise CommitError(
                 f"{self.store}: this worker would write into the attempt {self.attempt}, and the job writes into {job.attempt}: the source "
@@ -131,7 +140,7 @@ class OpenJob:
             "prior": prior,
         }
         digest = hashlib.sha256(json.dumps(decided, separators=(",", ":")).encode()).hexdigest()
-        return f"{_when(plan.source)}-{digest[:8]}-reshard-{digest[8:24]}"
+        return f"{_when(plan.source)}-{digest[:8]}{RESHARD}{digest[8:24]}"
 
 
 def _compressor() -> str:

@@ -138,10 +138,16 @@ def test_a_manager_falls_back_from_a_damaged_step_on_all_processes(run_job, tmp_
 
 
 def test_a_process_whose_state_does_not_fit_keeps_nobody_waiting(run_job, saved):
-    answers = run_job("DTensor", "e2e_cooperative:mismatched", 3, saved[0])
+    answers = run_job("DTensor", "e2e_cooperative:mismatched", 3, saved[0], {})
     assert [kind for kind, _, _ in answers] == ["ShapeMismatchError"] * 3
     assert all("process 1 could not restore: host.large" in answers[p][1] for p in (0, 2))
     assert all(untouched for _, _, untouched in answers)
+
+
+def test_a_process_that_has_an_impossible_option_keeps_nobody_waiting(run_job, saved):
+    answers = run_job("DTensor", "e2e_cooperative:mismatched", 3, saved[0], {"memory_limit": 0})
+    assert [kind for kind, _, _ in answers] == ["OptionError"] * 3
+    assert all("process 1 could not restore: restore(memory_limit=0)" in answers[p][1] for p in (0, 2))
 
 
 def test_a_process_that_cannot_go_on_is_heard_by_all(run_job, saved):

@@ -8,6 +8,9 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+from shardckpt.io.carrying import carry_lanes
+from shardckpt.io.store import Store
+from shardckpt.io.table import Table
 
 ROWS = Sharding(Mesh((4,), ("x",)), PartitionSpec("x"))
 
@@ -94,3 +97,23 @@ def test_values_of_processes_outlive_a_reshard_that_has_other_tasks_than_they_we
         assert made.read(name).tobytes() == source.read(name).tobytes()
     for process in range(4):
         assert made.process_values(process) == source.process_values(process)
+
+
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_nothing_that_a_symbolic_link_leads_to_becomes_a_part_of_the_target(tmp_path, what):
+    shardckpt.save(tmp_path / "a", state())
+    (lane,) = (tmp_path / "a").glob("*/hosts/*/0")
+    if what == "directory":
+        lane.rename(tmp_path / "elsewhere")
+        lane.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "secret").write_text("of this user alone")
+    (lane / "d" / "linked").symlink_to(tmp_path / "secret")
+    shardckpt.reshard(tmp_path / "a", tmp_path / "b")
+    assert not list((tmp_path / "b").rglob("linked"))
+    assert shardckpt.open(tmp_path / "b").verify().ok
+
+
+def test_a_chunk_table_that_names_a_file_outside_of_its_databases_is_refused(tmp_path):
+    table = Table.of(["small"], {})
+    with pytest.raises(errors.FormatError, match="'small'"):
+        carry_lanes(Store.open(tmp_path), Store.open(tmp_path / "b"), ["hosts/00000/0"], table, "hosts/00000-0")
