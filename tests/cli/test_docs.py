@@ -85,7 +85,7 @@ BEFORE = {
 
 def normal(text, top):
     text = text.replace(str(top), "/data")
-    text = re.sub(r"\d{8}T\d{6}-[0-9a-f]{8}(-\d+)?", "ATTEMPT", text)
+    text = re.sub(r"\d{8}T\d{6}-[0-9a-f]{8}(-[0-9a-f]{12}-\d+)?", "ATTEMPT", text)
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", text)
     text = re.sub(r"by shardckpt \S+", "by shardckpt VERSION", text)
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
