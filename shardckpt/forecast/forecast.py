@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardckpt.forecast.rates import Rates
     from shardckpt.forecast.stored import Stored
     from shardckpt.io.places import Places
+    from shardckpt.io.reader import ChunkReader
+    from shardckpt.io.runs import RunLimits
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import ReshardPlan
 
@@ -92,6 +94,11 @@ def known_places(checkpoint: Checkpoint) -> Places | None:
     return read_places(checkpoint.place, checkpoint.record, reader.whole_table())
 
 
+def _limits(reader: ChunkReader | BasedReader) -> RunLimits | None:
+    """How far chunks are joined into one read; None where several readers share the work."""
+    return None if isinstance(reader, BasedReader) else reader.limits
+
+
 def forecast(
     checkpoint: Checkpoint,
     plan: ReshardPlan,
@@ -113,8 +120,8 @@ def forecast(
         devices_per_host: of those that would restore it; None: `DEVICES_PER_HOST`, or all devices where there are fewer.
         places: where the source's chunks are; None: what the record says must do.
     """
-    record, reader = checkpoint.record, checkpoint.reader
-    limits = None if places is None or isinstance(reader, BasedReader) else reader.limits
+    record = checkpoint.record
+    limits = None if places is None else _limits(checkpoint.reader)
     layouts = {name: placed(decision.layout, len(plan.target.tensors[name].shape)) for name, decision in plan.decisions.items()}
     ranked = [(layout, len(plan.target.tensors[name].shape)) for name, layout in layouts.items()]
     each = devices_per_host or min(DEVICES_PER_HOST, max(1, len(Hosts.of(ranked, number=1).owners.device_ids)))
