@@ -8,7 +8,8 @@ steps. The command line and integrations with other libraries may import this pa
 
 from __future__ import annotations
 
-from shardckpt.manager.manager import CheckpointManager, Restored
+from shardckpt.manager.manager import CheckpointManager
+from shardckpt.manager.resuming import Restored
 from shardckpt.manager.steps import StepInfo
 
 __all__ = ["CheckpointManager", "Restored", "StepInfo"]

@@ -6,7 +6,6 @@ import dataclasses
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardckpt import events, pinning
@@ -21,7 +20,7 @@ from shardckpt.manager.background import Background
 from shardckpt.manager.decisions import LEADER, Decisions
 from shardckpt.manager.measured import METRICS, decode_metrics, encode_metrics
 from shardckpt.manager.preemption import Notices
-from shardckpt.manager.resuming import resume
+from shardckpt.manager.resuming import Restored, resume
 from shardckpt.manager.steps import StepInfo, list_steps
 from shardckpt.options import check_flag, checked_options
 from shardckpt.policies import Policy, any_of, as_policy
@@ -42,23 +41,11 @@ if TYPE_CHECKING:
     from shardckpt.progress import ProgressLine
     from shardckpt.save_handle import SaveReport
 
-__all__ = ["CheckpointManager", "Restored"]
+__all__ = ["CheckpointManager"]
 
 _PROTECTED = "the step from before the rollback is pinned, or the base of one that is; `shardckpt unpin` lets it be replaced"
 _managers: Counter[str] = Counter()
 """How many a run has made in this process: all of its processes make equally many, in the same order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What `CheckpointManager.restore` returns."""
-
-    state: Any
-    """As `shardckpt.restore` returns it."""
-    step: int
-    metadata: dict[str, Any]
-    """What was given to `SaveOptions(metadata=…)`, the step's `metrics`, the `run_id` of the run that saved it, and the `rollback` that
-    it was the first save after."""
 
 
 class CheckpointManager:

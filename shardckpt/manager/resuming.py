@@ -30,10 +30,22 @@ if TYPE_CHECKING:
     from shardckpt.coordination import Coordinator
     from shardckpt.io.store import Store
 
-__all__ = ["Resumed", "resume"]
+__all__ = ["Restored", "Resumed", "resume"]
 
 T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What `CheckpointManager.restore` returns."""
+
+    state: Any
+    """As `shardckpt.restore` returns it."""
+    step: int
+    metadata: dict[str, Any]
+    """What was given to `SaveOptions(metadata=…)`, the step's `metrics`, the `run_id` of the run that saved it, and the `rollback` that
+    it was the first save after."""
 
 
 @dataclass(frozen=True, slots=True)
