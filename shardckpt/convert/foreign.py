@@ -1,0 +1,141 @@
+"""What must a format say of itself to be imported?
+
+A `Foreign` is a checkpoint of another format, open. Its `structure` is what a checkpoint's record would say: the tree, the small
+leaves, and each tensor's dtype, shape and pieces. A piece is a box that is stored in one grid of chunks; a chunk is what is read at
+once, so that each stored byte is read once: what a file holds as a chunk, or, where a tensor is one run of bytes, some of its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardckpt.errors import FormatError
+from shardckpt.names import array_path, piece_path, shown
+from shardckpt.planning.plan import Piece, coverage_gap
+from shardckpt.structure import Structure, TensorRecord
+from shardckpt.tree import flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.box import Box
+    from shardckpt.dtypes import DType
+    from shardckpt.io.url import Location
+    from shardckpt.structure import StoredLayout
+
+__all__ = ["Foreign", "ForeignTensor", "Part", "row_chunks", "structure_of"]
+
+ROWS_BYTES = 1 << 20
+"""Bytes to which rows are joined to be read at once."""
+
+
+class Foreign(Protocol):
+    """A checkpoint of another format. Safe to use from several threads."""
+
+    @property
+    def format(self) -> str:
+        """Its name, as `--from` takes it: "safetensors"."""
+        ...
+
+    @property
+    def location(self) -> Location:
+        """Where it lies."""
+        ...
+
+    @property
+    def structure(self) -> Structure:
+        """What it holds."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Differs when any of its files does: a digest over names, sizes, times or checksums."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was seen, and what is left behind, in a line each."""
+        ...
+
+    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
+        """The elements of one chunk, of dtype `tensor.dtype.storage`, of the box's shape; the caller does not write to them.
+
+        Args:
+            tensor: one of `structure.tensors`.
+            piece: one of its pieces.
+            box: one of the piece's chunks, clipped to it, in the tensor's indices.
+
+        Raises:
+            MissingDataError, CorruptionError, StorageError: what should be there is not; names the tensor and the file.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor that is stored in one grid of chunks."""
+
+    start: tuple[int, ...]
+    """The tensor's index of its first element."""
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    """Shape of what is read at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignTensor:
+    """A tensor leaf in the state that `structure_of` is given."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    parts: tuple[Part, ...]
+    """Together they are the tensor, each element once."""
+    layout: StoredLayout | None = None
+    """How it was laid out over devices, where the format says it."""
+    identity: Hashable = None
+    """Equal for leaves that are the same memory: they are stored once. None: it is never shared."""
+
+
+def row_chunks(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Chunks for a tensor that is one run of bytes in row-major order: as many whole rows, or planes, as make `ROWS_BYTES`.
+
+    >>> row_chunks((4096, 1024), 4)
+    (256, 1024)
+    """
+    chunks, room = [1] * len(shape), max(1, ROWS_BYTES // itemsize)
+    for d in reversed(range(len(shape))):
+        chunks[d] = max(1, min(shape[d], room))
+        if chunks[d] < shape[d]:
+            break
+        room //= chunks[d]
+    return tuple(chunks)
+
+
+def structure_of(state: object, where: str) -> Structure:
+    """The structure of a state of plain containers, small leaves, and `ForeignTensor`s.
+
+    Args:
+        state: nested dicts, lists and tuples.
+        where: the file, for messages.
+
+    Raises:
+        LeafError: a leaf that cannot be stored; names it.
+        FormatError: a tensor's parts do not make it.
+    """
+    flat = flatten(state, lambda value: isinstance(value, ForeignTensor), lambda value: value.identity)
+    return Structure(flat.tree, {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()})
+
+
+def _record(name: str, tensor: ForeignTensor, where: str) -> TensorRecord:
+    whole = len(tensor.parts) == 1 and tensor.parts[0].shape == tensor.shape
+    pieces = tuple(
+        Piece(array_path(name) if whole else piece_path(name, tensor.shape, part.start), part.start, part.shape, part.chunks)
+        for part in tensor.parts
+    )
+    gap = coverage_gap(tensor.shape, pieces)
+    if gap is not None:
+        raise FormatError(f"{where}: {shown(name)}: what is stored does not make the tensor of shape {tensor.shape}: {gap}.")
+    return TensorRecord(name, tensor.shape, tensor.dtype, tensor.layout, pieces)
