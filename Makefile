@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser ray torture soak check format lint types layers examples clean
+.PHONY: help setup demo test sweeps browser ray torture soak bench bench-quick check format lint types layers examples clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,12 @@ torture: setup ## crashes, faults and the matrix of frameworks in full; takes an
 
 soak: setup ## a training that is killed at random moments, 1,000 saves long
 	$(BIN)/python tools/soak.py --saves 1000
+
+bench: setup ## shardckpt beside its peers, in one run; half an hour, 24 GiB, and nothing else running
+	$(BIN)/python -m tools.bench --write
+
+bench-quick: setup ## a sixteenth of it
+	$(BIN)/python -m tools.bench --quick
 
 format: setup ## rewrite the sources in the one format
 	$(BIN)/ruff format .

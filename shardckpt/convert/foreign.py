@@ -125,8 +125,12 @@ def structure_of(state: object, where: str) -> Structure:
         LeafError: a leaf that cannot be stored; names it.
         FormatError: a tensor's parts do not make it.
     """
-    flat = flatten(state, lambda value: isinstance(value, ForeignTensor), lambda value: value.identity)
+    flat = flatten(state, lambda value: isinstance(value, ForeignTensor), _identity)
     return Structure(flat.tree, {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()})
+
+
+def _identity(value: object) -> Hashable | None:
+    return value.identity if isinstance(value, ForeignTensor) else None
 
 
 def _record(name: str, tensor: ForeignTensor, where: str) -> TensorRecord:

@@ -1,0 +1,43 @@
+"""One group of subjects, in a process of its own (or one of several): `python -m tools.bench.group` with a request on stdin.
+
+The request is `{"group", "state", "part", "directory", "rounds", "operations"}`; the answer, on stdout, a list of what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+GROUPS = {"torch": "on_torch", "dtensor": "on_dtensor", "jax": "on_jax", "xla": "on_xla"}
+
+__all__ = ["GROUPS"]
+
+
+def main() -> int:
+    """Measure, and answer."""
+    request: dict[str, Any] = json.load(sys.stdin)
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is not part of the answer
+    from tools.bench.measure import in_turn
+    from tools.bench.states import STATES, scaled
+
+    group = import_module(f"tools.bench.{GROUPS[request['group']]}")
+    state = scaled(STATES[request["state"]], request["part"])
+    directory = Path(request["directory"])
+    directory.mkdir(parents=True, exist_ok=True)
+    subjects = group.subjects(state, directory)
+    meet = getattr(group, "meet", lambda: None)
+    found = in_turn(group.GROUP, subjects, request["operations"], request["rounds"], meet)
+    if getattr(group, "speaks", lambda: True)():
+        json.dump([measured.to_json() | {"state": state.name} for measured in found], answer)
+        answer.flush()
+    getattr(group, "close", lambda: None)()
+    os._exit(0)  # torch_xla's and Orbax' threads have nothing more to say
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""How is something measured beside its peers?
+
+1. A *subject* (`shardckpt`, `DCP`, `Orbax`, …, and the floors) can do some of the `OPERATIONS`. Each has `before`, what is timed,
+   and `after`, which checks that it was done.
+2. For each operation all its subjects run in turn, once unmeasured and then `rounds` times; every other round goes backwards. So
+   whatever else the machine does falls on all alike, and every buffer that a subject keeps is warm.
+3. Told are the median, least and most seconds, the peak of resident memory above what it was before (the kernel's own high-water
+   mark, reset before each run), bytes and files written, and bytes read from files (of this process: `/proc/self/io`).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import statistics
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["OPERATIONS", "Measured", "Operation", "Run", "Subject", "in_turn", "of_directory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Something that all can be asked to do."""
+
+    key: str
+    title: str
+    what: str
+    """In words."""
+    floor: str
+    """The subject that nobody can be much faster than: bytes that are only moved."""
+
+
+OPERATIONS = {
+    operation.key: operation
+    for operation in (
+        Operation("save", "Save", "everything, until it is committed", "write(2)"),
+        Operation("stall", "Stall of a save in the background", "until the call returns and the state may change", "memcpy"),
+        Operation("restore", "Restore in place", "onto the layout that it was saved from, into memory that is there", "readv(2)"),
+        Operation("other", "Restore onto another mesh", "rows become rows and columns", "readv(2)"),
+        Operation("columns", "Read an eighth of the columns", "of every matrix, as one host of eight would", "readv(2)"),
+        Operation("export", "Export to one file", "of safetensors, or torch.save", "write(2)"),
+        Operation("verify", "Verify", "every stored byte", "readv(2)"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One operation of one subject."""
+
+    do: Callable[[], Any]
+    """What is timed."""
+    nbytes: int
+    """Of the elements that are moved."""
+    before: Callable[[], Any] = lambda: None
+    after: Callable[[Any], None] = lambda _result: None
+    """Gets what `do` returned, waits for what is under way, checks it, and removes what was written."""
+    writes: Path | None = None
+    """The directory or file that it writes, to be counted and removed after each run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Somebody who can do some of the operations."""
+
+    name: str
+    runs: dict[str, Run]
+    checksums: bool = False
+    """Whether what it reads is compared with checksums."""
+    floor: bool = False
+    """Whether it only moves bytes."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one subject took for one operation."""
+
+    group: str
+    operation: str
+    subject: str
+    nbytes: int
+    checksums: bool
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    """Resident memory at the most, above what it was before."""
+    read_bytes: int = 0
+    """Read from files, in the last round."""
+    written_bytes: int = 0
+    """Of the files that it left."""
+    files: int = 0
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, and the rates that follow."""
+        return asdict(self) | {"median": self.median, "least": min(self.seconds), "most": max(self.seconds)}
+
+
+def in_turn(group: str, subjects: Sequence[Subject], operations: Sequence[str], rounds: int, meet: Callable[[], Any]) -> list[Measured]:
+    """Measure operations one after another, each by all subjects in turn.
+
+    Args:
+        group: what these subjects work with, in words.
+        subjects: whoever can.
+        operations: keys.
+        rounds: that count; one more comes first.
+        meet: waits for the other processes that do the same.
+    """
+    found = []
+    for operation in operations:
+        able = [subject for subject in subjects if operation in subject.runs]
+        if all(subject.floor for subject in able):
+            continue
+        measured = {s.name: Measured(group, operation, s.name, s.runs[operation].nbytes, s.checksums) for s in able}
+        for number in range(rounds + 1):
+            for subject in able[:: 1 if number % 2 else -1]:
+                once(subject.runs[operation], measured[subject.name] if number else None, meet)
+        found += measured.values()
+    return found
+
+
+def once(run: Run, measured: Measured | None, meet: Callable[[], Any]) -> None:
+    """One run; None: it does not count."""
+    run.before()
+    gc.collect()
+    meet()
+    resident, read = _forget_peak(), _read_bytes()
+    began = time.perf_counter()
+    result = run.do()
+    seconds = time.perf_counter() - began
+    if measured is not None:
+        measured.seconds.append(seconds)
+        measured.peak_bytes = max(measured.peak_bytes, _status("VmHWM") - resident)
+        measured.read_bytes = _read_bytes() - read
+    run.after(result)
+    del result
+    meet()
+    if run.writes is not None:
+        if measured is not None:
+            measured.written_bytes, measured.files = of_directory(run.writes)
+        meet()
+        with suppress(FileNotFoundError):
+            shutil.rmtree(run.writes) if run.writes.is_dir() else run.writes.unlink()
+    meet()
+
+
+def of_directory(path: Path) -> tuple[int, int]:
+    """Bytes and number of the files there."""
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return sum(p.stat().st_size for p in files), len(files)
+
+
+def _forget_peak() -> int:
+    """Let the high-water mark of resident memory begin anew; what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def _read_bytes() -> int:
+    line = next(line for line in Path(f"/proc/{os.getpid()}/io").read_text().splitlines() if line.startswith("rchar"))
+    return int(line.split()[1])
