@@ -47,9 +47,9 @@ TIMEOUT = 3600
 """Seconds that a group may take."""
 
 
-def run_group(group: str, state: str, part: int, directory: Path, rounds: int, operations: list[str]) -> list[dict[str, Any]]:
-    """Measure one group, in one process or in several."""
-    request = {"group": group, "state": state, "part": part, "directory": str(directory), "rounds": rounds, "operations": operations}
+def run_group(group: str, state: str, part: int, directory: Path, rounds: int, operation: str) -> list[dict[str, Any]]:
+    """Measure one operation of one group, in one process or in several."""
+    request = {"group": group, "state": state, "part": part, "directory": str(directory), "rounds": rounds, "operation": operation}
     processes = 2 if group == "dtensor" else 1
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -134,12 +134,13 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             chosen = [o for o in operations if o in (asked.operation or OPERATIONS)]
             if group not in (asked.group or GROUPS) or not chosen:
                 continue
-            print(f"… {storage}, {STATES[state].what}, {group}", file=sys.stderr, flush=True)
-            directory = Path(tempfile.mkdtemp(prefix="bench-", dir=places[storage]))
-            try:
-                results += [r | {"storage": storage} for r in run_group(group, state, part, directory / "here", rounds, chosen)]
-            finally:
-                shutil.rmtree(directory, ignore_errors=True)
+            for operation in chosen:  # each in a process and with files of its own: all together need more memory than there may be
+                print(f"… {storage}, {STATES[state].what}, {group}, {operation}", file=sys.stderr, flush=True)
+                directory = Path(tempfile.mkdtemp(prefix="bench-", dir=places[storage]))
+                try:
+                    results += [r | {"storage": storage} for r in run_group(group, state, part, directory / "here", rounds, operation)]
+                finally:
+                    shutil.rmtree(directory, ignore_errors=True)
     return machine() | {"part": part, "rounds": rounds, "results": results}
 
 

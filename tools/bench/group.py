@@ -1,6 +1,6 @@
-"""One group of subjects, in a process of its own (or one of several): `python -m tools.bench.group` with a request on stdin.
+"""One operation of one group of subjects, in a process of its own, or in several: `python -m tools.bench.group`.
 
-The request is `{"group", "state", "part", "directory", "rounds", "operations"}`; the answer, on stdout, a list of what was measured.
+On stdin it is told `{"group", "state", "part", "directory", "rounds", "operation"}`; on stdout it lists what was measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
     directory.mkdir(parents=True, exist_ok=True)
     subjects = group.subjects(state, directory)
     meet = getattr(group, "meet", lambda: None)
-    found = in_turn(group.GROUP, subjects, request["operations"], request["rounds"], meet)
+    found = in_turn(group.GROUP, subjects, request["operation"], request["rounds"], meet)
     if getattr(group, "speaks", lambda: True)():
         json.dump([measured.to_json() | {"state": state.name} for measured in found], answer)
         answer.flush()

@@ -2,8 +2,8 @@
 
 1. A *subject* (`shardckpt`, `DCP`, `Orbax`, …, and the floors) can do some of the `OPERATIONS`. Each has `before`, what is timed,
    and `after`, which checks that it was done.
-2. For each operation all its subjects run in turn, once unmeasured and then `rounds` times; every other round goes backwards. So
-   whatever else the machine does falls on all alike, and every buffer that a subject keeps is warm.
+2. All subjects run in turn, once unmeasured and then `rounds` times; every other round goes backwards. So whatever else the
+   machine does falls on all alike, and every buffer that a subject keeps is warm.
 3. Told are the median, least and most seconds, the peak of resident memory above what it was before (the kernel's own high-water
    mark, reset before each run), bytes and files written, and bytes read from files (of this process: `/proc/self/io`).
 """
@@ -107,27 +107,24 @@ class Measured:
         return asdict(self) | {"median": self.median, "least": min(self.seconds), "most": max(self.seconds)}
 
 
-def in_turn(group: str, subjects: Sequence[Subject], operations: Sequence[str], rounds: int, meet: Callable[[], Any]) -> list[Measured]:
-    """Measure operations one after another, each by all subjects in turn.
+def in_turn(group: str, subjects: Sequence[Subject], operation: str, rounds: int, meet: Callable[[], Any]) -> list[Measured]:
+    """Measure an operation, by all subjects in turn.
 
     Args:
         group: what these subjects work with, in words.
         subjects: whoever can.
-        operations: keys.
+        operation: its key.
         rounds: that count; one more comes first.
         meet: waits for the other processes that do the same.
     """
-    found = []
-    for operation in operations:
-        able = [subject for subject in subjects if operation in subject.runs]
-        if all(subject.floor for subject in able):
-            continue
-        measured = {s.name: Measured(group, operation, s.name, s.runs[operation].nbytes, s.checksums) for s in able}
-        for number in range(rounds + 1):
-            for subject in able[:: 1 if number % 2 else -1]:
-                once(subject.runs[operation], measured[subject.name] if number else None, meet)
-        found += measured.values()
-    return found
+    able = [subject for subject in subjects if operation in subject.runs]
+    if all(subject.floor for subject in able):
+        return []
+    found = {s.name: Measured(group, operation, s.name, s.runs[operation].nbytes, s.checksums) for s in able}
+    for number in range(rounds + 1):
+        for subject in able[:: 1 if number % 2 else -1]:
+            once(subject.runs[operation], found[subject.name] if number else None, meet)
+    return list(found.values())
 
 
 def once(run: Run, measured: Measured | None, meet: Callable[[], Any]) -> None:
