@@ -82,7 +82,7 @@ def check_deaths(place, deaths, unpublished):
 
 def test_a_kill_at_any_of_many_instants_publishes_nothing_by_halves_and_the_same_call_goes_on(tmp_path):
     source(tmp_path / "checkpoint")
-    check_deaths(tmp_path, killed(tmp_path, 7), unpublished=False)
+    check_deaths(tmp_path, killed(tmp_path, 9), unpublished=False)
 
 
 def test_a_kill_while_a_file_is_replaced_leaves_the_old_one_or_the_new_one(tmp_path):
