@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["CELL_BYTES", "LARGEST_CELL", "Cells", "Step", "cut", "read_bytes", "steps"]
+__all__ = ["CELL_BYTES", "LARGEST_CELL", "Cells", "Step", "cut", "read_bytes", "steps", "steps_in_order", "unbroken", "walk"]
 
 CELL_BYTES = 8 << 20
 """Bytes to which small cells are joined."""
@@ -86,7 +86,7 @@ def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, joine
         itemsize: bytes of an element.
         joined: bytes to which small cells are joined, `CELL_BYTES` at most.
     """
-    every = [_unbroken(targets, d) for d in range(len(targets[0].shape))]
+    every = [unbroken(targets, d) for d in range(len(targets[0].shape))]
     free = [_free(borders, d, sources) for d, borders in enumerate(every)]
     while _largest(free) * itemsize > LARGEST_CELL:
         halves = [_halved(e, f) for e, f in zip(every, free, strict=True)]
@@ -107,7 +107,7 @@ def _largest(borders: Sequence[Ints]) -> int:
     return prod(int(np.diff(b).max()) for b in borders)
 
 
-def _unbroken(pieces: Sequence[Piece], d: int) -> Ints:
+def unbroken(pieces: Sequence[Piece], d: int) -> Ints:
     """Where chunks of some arrays end along dimension d, and none of theirs is straddled."""
     axes = {(p.start[d], p.shape[d], p.chunks[d]) for p in pieces}
     borders = [np.append(np.arange(start, start + length, side, dtype=np.int64), start + length) for start, length, side in axes]
@@ -175,10 +175,10 @@ def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize
     reaches = [room // -(-nbytes // n) - 2 * _side(into, d) for d, n in enumerate(box.shape)]
     along = max(range(box.ndim), key=lambda d: reaches[d] / _side(of, d))
     if reaches[along] >= _side(of, along):
-        for first, last in pairwise(_walk(_within(_unbroken(of, along), box, along), reaches[along])):
+        for first, last in pairwise(walk(_within(unbroken(of, along), box, along), reaches[along])):
             yield Step(_part(box, along, first, last), along)
         return
-    borders = [_within(_unbroken(into, d), box, d) for d in range(box.ndim)]
+    borders = [_within(unbroken(into, d), box, d) for d in range(box.ndim)]
     able = [d for d in range(box.ndim) if len(borders[d]) > 2]
     if not able:
         yield Step(box, 0)
@@ -188,12 +188,51 @@ def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize
         yield from steps(_part(box, longest, first, last), into, of, itemsize, room)
 
 
+def steps_in_order(box: Box, target: Piece, sources: Sequence[Piece], itemsize: int, most: int, room: int) -> Iterator[Step]:
+    """Read a box of whole target chunks in steps of whole chunks, so that chunks come in row-major order.
+
+    Nothing is left open between steps: a step ends, within the room that there is, where no source chunk is cut; where that cannot be,
+    source chunks are read on both sides.
+
+    Args:
+        box: in the tensor's indices; its chunks follow each other in row-major order.
+        target: the array that will hold the tensor.
+        sources: the arrays that hold it.
+        itemsize: bytes of an element in the target.
+        most: bytes to which chunks are joined.
+        room: bytes of a step, unless a single chunk takes more.
+    """
+    nbytes = box.size * itemsize
+    along = next((d for d in range(box.ndim) if box.shape[d] > target.chunks[d]), None)
+    if nbytes <= most or along is None:
+        yield Step(box, 0)
+        return
+    per_index = nbytes // box.shape[along]
+    borders = _within(unbroken([target], along), box, along)
+    free = _within(_free(borders, along, touched(sources, BoxArray.of([box], box.ndim))), box, along)
+    at, end = box.start[along], box.stop[along]
+    while at < end:
+        near, far = (int(np.searchsorted(free, at + n // per_index, side="right")) - 1 for n in (most, room))
+        if free[near] > at:
+            stop = int(free[near])
+        elif free[far] > at:
+            stop = int(free[near + 1])
+        else:
+            stop = int(borders[np.searchsorted(borders, at + room // per_index, side="right") - 1])
+        if stop > at:
+            yield Step(_part(box, along, at, stop), 0)
+        else:  # not even one chunk and all beside it
+            stop = int(borders[np.searchsorted(borders, at, side="right")])
+            yield from steps_in_order(_part(box, along, at, stop), target, sources, itemsize, most, room)
+        at = stop
+
+
 def _side(pieces: Sequence[Piece], d: int) -> int:
     """The longest side of any chunk of some arrays along dimension d."""
     return max(p.chunks[d] for p in pieces)
 
 
-def _walk(borders: Ints, reach: int) -> Iterator[int]:
+def walk(borders: Ints, reach: int) -> Iterator[int]:
     """Where steps begin and end that are at most so long: at borders, where there are some within reach."""
     at, end = int(borders[0]), int(borders[-1])
     while at < end:
