@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint import Checkpoint, open  # noqa: A004
     from shardckpt.committing import commit
     from shardckpt.convert.export import ExportReport, export, export_safetensors
+    from shardckpt.convert.importing import ImportReport, import_checkpoint
     from shardckpt.coordination import Coordinator
     from shardckpt.errors import ShardckptError
     from shardckpt.frameworks.base import Target
@@ -48,6 +49,7 @@ __all__ = [
     "Coordinator",
     "ExportReport",
     "HybridMesh",
+    "ImportReport",
     "Mesh",
     "OpSharding",
     "PartitionSpec",
@@ -65,6 +67,7 @@ __all__ = [
     "commit",
     "export",
     "export_safetensors",
+    "import_checkpoint",
     "open",
     "register_leaf",
     "reshard",
@@ -82,6 +85,7 @@ _HOME = {
     "Coordinator": "coordination",
     "ExportReport": "convert.export",
     "HybridMesh": "hybrid_mesh",
+    "ImportReport": "convert.importing",
     "Mesh": "mesh",
     "OpSharding": "op_sharding",
     "PartitionSpec": "partition_spec",
@@ -98,6 +102,7 @@ _HOME = {
     "commit": "committing",
     "export": "convert.export",
     "export_safetensors": "convert.export",
+    "import_checkpoint": "convert.importing",
     "open": "checkpoint",
     "register_leaf": "leaves",
     "reshard": "reshard",
