@@ -172,8 +172,8 @@ class _Rule:
         if isinstance(value, str):
             if value not in self._values:
                 self._refuse(
-                    f"{key} names {excerpt(value)}, which nothing says{did_you_mean(value, self._values)}; give the model's config.json, or a "
-                    f"table [values] with it"
+                    f"{key} names {excerpt(value)}, which nothing says{did_you_mean(value, self._values)}; "
+                    f"give the model's config.json, or a table [values]"
                 )
             return self._number(self._values[value], f"{key}, {value}")
         if type(value) is not int or value < 1:
