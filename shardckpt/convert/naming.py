@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.outputs import OutputTensor
     from shardckpt.structure import Structure
 
-__all__ = ["NameOptions", "Outputs", "outputs_of"]
+__all__ = ["NameOptions", "Outputs", "mapping_of", "outputs_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     new = _renaming(options).apply(stored, keep_slashes=importing)
     names = {name: stored[old] for old, name in new.items()}
     kept, further = tied.resolve(names, options.ties, _are_tied(options))
-    outputs = _mapping(options).outputs({name: structure.tensors[source] for name, source in kept.items()})
+    outputs = mapping_of(options).outputs({name: structure.tensors[source] for name, source in kept.items()})
     meaning = meanings(structure.tree)
     meant = {options.add_prefix + o.name: meaning[v.tensor] for o in outputs for v in o.sources[:1] if v.tensor in meaning}
     dtypes = converted({options.add_prefix + output.name: output.dtype for output in outputs}, options.dtype, meant, "convert")
@@ -144,7 +144,8 @@ def _renaming(options: NameOptions) -> Renaming:
     return Renaming(options.strip_prefix, names, tuple(map(Substitution, options.rename)), str(options.rename_file))
 
 
-def _mapping(options: NameOptions) -> Mapping:
+def mapping_of(options: NameOptions) -> Mapping:
+    """The mapping that is asked for; one without rules where none is."""
     given = options.mapping
     if given is None:
         return Mapping()

@@ -8,6 +8,7 @@ s/layer/block/gi        g: everywhere, not only where it is found first; i: what
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass, field
 
 from shardckpt.errors import OptionError
@@ -54,7 +55,9 @@ class Substitution:
         if odd:
             raise OptionError(f"rename {excerpt(text)}: {odd[0]!r} is no flag, or there twice; there are g (everywhere) and i (any case).")
         try:
-            compiled = re.compile(regex, sum(_FLAGS[flag] for flag in flags))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of what may mean something else in a later Python
+                compiled = re.compile(regex, sum(_FLAGS[flag] for flag in flags))
         except (re.error, RecursionError, OverflowError) as error:
             raise OptionError(f"rename {excerpt(text)}: {excerpt(regex)} is no regular expression: {error}.") from error
         tokens = tuple(_token(found) for found in _REPLACED.finditer(replacement))
