@@ -5,20 +5,19 @@ Options say nothing of where from and where to. They can be pickled, so every wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.dtypes import by_name
-from shardckpt.errors import DtypeError, OptionError
+from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.mesh import Mesh
 from shardckpt.names import selector
 from shardckpt.options import check_flag, parse_bytes
+from shardckpt.reshard.dtype_rules import check_dtypes
 from shardckpt.rules import Rules
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["DEFAULT_MEMORY_LIMIT", "DEFAULT_TASK_BYTES", "MOST_WORKERS", "ReshardOptions"]
 
@@ -78,16 +77,7 @@ class ReshardOptions:
         if callable(self.only):
             raise OptionError("only=…: give patterns, which workers in other processes can be told.")
         selector(self.only)
-        self._check_dtypes()
-
-    def _check_dtypes(self) -> None:
-        if self.dtype is not None and not isinstance(self.dtype, str | Mapping):
-            raise OptionError(f"dtype={excerpt(self.dtype)}: give a dtype's name, or a dict of pattern → name.")
-        for name in [self.dtype] if isinstance(self.dtype, str) else (self.dtype or {}).values():
-            try:
-                by_name(name)
-            except DtypeError as e:
-                raise OptionError(f"dtype=…: {e}") from e
+        check_dtypes(self.dtype)
 
     @property
     def task_length(self) -> int:

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardckpt.dtypes import by_name, castable
-from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
-from shardckpt.names import array_path, matches, piece_path, selector, shown
+from shardckpt.errors import NamesMismatchError
+from shardckpt.names import array_path, piece_path, selector
 from shardckpt.planning.chunks import smallest_chunk
+from shardckpt.reshard.dtype_rules import converted
 from shardckpt.reshard.layouts import decide
 from shardckpt.save_plan import tensor_record
 from shardckpt.structure import Structure, TensorRecord
 from shardckpt.tree import meanings, per_process_names, select
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Mapping
 
     from shardckpt.dtypes import DType
     from shardckpt.reshard.options import ReshardOptions
@@ -63,7 +63,7 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, keep_chun
         raise NamesMismatchError(f"{where}: only={options.only!r} selects none of its names; `shardckpt info` lists them.")
     sources = {name: source.tensors[old] for name, old in stored.items()}
     decisions = decide(sources, options)
-    types = _dtypes(sources, options, meanings(tree))
+    types = converted({name: t.dtype for name, t in sources.items()}, options.dtype, meanings(tree))
     smallest = smallest_chunk(sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()))
     tensors = {}
     for name, old in sources.items():
@@ -83,33 +83,3 @@ def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     paths = [array_path(name)] if whole else [piece_path(name, tensor.shape, piece.start) for piece in tensor.pieces]
     pieces = tuple(replace(piece, path=path) for piece, path in zip(tensor.pieces, paths, strict=True))
     return TensorRecord(name, tensor.shape, dtype, tensor.layout, pieces)
-
-
-def _dtypes(tensors: Mapping[str, TensorRecord], options: ReshardOptions, meaning: Mapping[str, str]) -> dict[str, DType]:
-    """By name the dtype that each tensor will have."""
-    if isinstance(options.dtype, str):
-        wanted = by_name(options.dtype)
-        return {name: wanted if _is_floating(t.dtype) and _is_floating(wanted) else t.dtype for name, t in tensors.items()}
-    rules = options.dtype or {}
-    _refuse_idle(rules, tensors)
-    found = {}
-    for name, tensor in tensors.items():
-        pattern = next((p for p in rules if matches(p, name)), None)
-        found[name] = tensor.dtype if pattern is None else by_name(rules[pattern])
-        if found[name] != tensor.dtype and (name in meaning or not castable(tensor.dtype, found[name])):
-            what = f"dtype {tensor.dtype}" if name not in meaning else f"dtype {tensor.dtype} and means {meaning[name]}"
-            raise DtypeMismatchError(
-                f"{shown(name)} has {what}, which cannot be converted to {found[name]}; leave it out of dtype={pattern!r}."
-            )
-    return found
-
-
-def _is_floating(dtype: DType) -> bool:
-    return dtype.name.startswith(("float", "bfloat"))
-
-
-def _refuse_idle(patterns: Iterable[str], names: Collection[str]) -> None:
-    """Refuse a pattern that matches no tensor: it is misspelt."""
-    for pattern in patterns:
-        if not any(matches(pattern, name) for name in names):
-            raise OptionError(f"dtype=…: {pattern!r} matches no tensor; patterns are matched with whole names.")

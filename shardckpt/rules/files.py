@@ -13,11 +13,11 @@ All keys may be missing, and no others may be there.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.config_files import read_file
 from shardckpt.errors import OptionError, ShardingError
 from shardckpt.excerpt import excerpt, shortened
 from shardckpt.names import did_you_mean
@@ -47,14 +47,7 @@ def read_rules(path: str | os.PathLike[str]) -> Rules:
         OptionError, ShardingError: it cannot be read, or says what cannot be; names the file and the place in it.
     """
     file = Path(path)
-    kind = file.suffix.lower()
-    if kind not in {".toml", ".yaml", ".yml"}:
-        raise OptionError(f"{file}: a rules file is TOML or YAML, and its name ends with .toml, .yaml or .yml.")
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{file}: the rules cannot be read: {error}.") from error
-    doc = _toml(text, file) if kind == ".toml" else _yaml(text, file)
+    doc = read_file(file, "rules file", (".toml", ".yaml", ".yml"))
     if not isinstance(doc, Mapping):
         raise OptionError(f"{file}: a {type(doc).__name__} stands where keys are expected: {', '.join(_KEYS)}.")
     for key in doc:
@@ -92,29 +85,3 @@ def _spec(value: Any, where: str) -> PartitionSpec:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _toml(text: str, file: Path) -> Any:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise OptionError(f"{file}: not TOML: {error}.") from error
-
-
-def _yaml(text: str, file: Path) -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses a key that is there twice, of which YAML's own keeps the last."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value]
-            for number, key in enumerate(keys):
-                if key in keys[:number]:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", node.value[number][0].start_mark)
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)  # noqa: S506  # a SafeLoader
-    except (yaml.YAMLError, RecursionError) as error:
-        raise OptionError(f"{file}: not YAML: {' '.join(str(error).split())}.") from error

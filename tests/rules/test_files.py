@@ -89,10 +89,10 @@ def test_a_mistake_names_the_file_and_the_place(tmp_path, name, text, kind, mess
 
 
 def test_a_file_that_is_not_there_or_no_text_is_an_option_error(tmp_path):
-    with pytest.raises(OptionError, match=r"none.toml: the rules cannot be read"):
+    with pytest.raises(OptionError, match=r"none.toml: the rules file cannot be read"):
         Rules.from_file(tmp_path / "none.toml")
     (tmp_path / "a.toml").write_bytes(b"\xff")
-    with pytest.raises(OptionError, match=r"a.toml: the rules cannot be read"):
+    with pytest.raises(OptionError, match=r"a.toml: the rules file cannot be read"):
         Rules.from_file(tmp_path / "a.toml")
 
 

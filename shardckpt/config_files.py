@@ -1,0 +1,102 @@
+"""What does a file say that a user wrote? It is TOML, YAML or JSON, by its name, and never code.
+
+What a key that is there twice means, these formats do not agree on; here it is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import OptionError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+__all__ = ["parse_text", "read_file"]
+
+_NAMES = {".toml": "TOML", ".yaml": "YAML", ".yml": "YAML", ".json": "JSON"}
+
+
+def read_file(path: str | os.PathLike[str], what: str, kinds: Sequence[str]) -> Any:
+    """The document in a file.
+
+    Args:
+        path: of the file.
+        what: what it should be, for messages: "rules file".
+        kinds: the endings that its name may have: ".toml".
+
+    Raises:
+        OptionError: it has another name, cannot be read, or is not what its name says; names the file.
+    """
+    file = Path(path)
+    kind = file.suffix.lower()
+    if kind not in kinds:
+        formats = " or ".join(dict.fromkeys(_NAMES[kind] for kind in kinds))
+        raise OptionError(f"{file}: a {what} is {formats}, and its name ends with {', '.join(kinds[:-1])} or {kinds[-1]}.")
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{file}: the {what} cannot be read: {error}.") from error
+    return parse_text(text, kind, str(file))
+
+
+def parse_text(text: str, kind: str, where: str) -> Any:
+    """The document that a text is.
+
+    Args:
+        text: of a file.
+        kind: the ending of the file's name: ".toml".
+        where: the file, for messages.
+
+    Raises:
+        OptionError: it is none of that kind.
+    """
+    read = {".toml": _toml, ".json": _json}.get(kind, _yaml)
+    return read(text, where)
+
+
+def _toml(text: str, where: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise OptionError(f"{where}: not TOML: {error}.") from error
+
+
+def _json(text: str, where: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"the key {key!r} is there twice")
+            found[key] = value
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{where}: not JSON: {error}.") from error
+
+
+def _yaml(text: str, where: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses a key that is there twice, of which YAML's own keeps the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys: set[Any] = set()
+            for key, _ in node.value:
+                name = (key.tag, str(key.value))
+                if name in keys:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+                keys.add(name)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)  # noqa: S506  # a SafeLoader
+    except (yaml.YAMLError, RecursionError) as error:
+        raise OptionError(f"{where}: not YAML: {' '.join(str(error).split())}.") from error

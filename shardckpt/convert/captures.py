@@ -1,0 +1,91 @@
+"""Which tensors does a pattern of a mapping mean, and what does it call the one that belongs to them?
+
+A pattern finds names and makes them: what its wildcards stood for in one name is put into another.
+
+    *         one part of a name: any characters but "." and "/"
+    **        any characters at all, none included
+    {layer}   one part of a name as well, which goes by that word wherever it is in the patterns of a rule
+
+`*` and `**` go by their order: the first in one pattern is the first in all others.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Captures", "NamePattern"]
+
+Captures = dict[str, str]
+"""What wildcards stood for: by their number among `*` and `**`, as text, or by their word."""
+
+_WILDCARD = re.compile(r"(?P<all>\*\*+)|(?P<one>\*)|\{(?P<word>[^{}]*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """A pattern of names.
+
+    >>> pattern = NamePattern("layers.{layer}.*.weight")
+    >>> pattern.match("layers.3.q_proj.weight")
+    {'layer': '3', '0': 'q_proj'}
+    >>> NamePattern("h.{layer}.*").fill({"layer": "3", "0": "q_proj"})
+    'h.3.q_proj'
+
+    Raises:
+        OptionError: it is none.
+    """
+
+    text: str
+    keys: tuple[str, ...] = field(init=False, compare=False)
+    """Of its wildcards, in order, each once."""
+    _literals: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    _between: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    """The key of the wildcard after each literal but the last."""
+    _regex: re.Pattern[str] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no text, or has braces that hold no word."""
+        if not isinstance(self.text, str) or not self.text:
+            raise OptionError(f"{excerpt(self.text)} is no pattern of names; give text such as 'layers.*.weight'.")
+        literals: list[str] = []
+        keys: list[str] = []
+        regex, at = "", 0
+        for found in _WILDCARD.finditer(self.text):
+            key = found["word"] if found["word"] is not None else str(sum(k.isdecimal() for k in keys))
+            if found["word"] is not None and not found["word"].isidentifier():
+                raise OptionError(f"{excerpt(self.text)}: {excerpt(found[0])} is no wildcard; write {{word}}, * or **.")
+            literals.append(self.text[at : found.start()])
+            regex += re.escape(literals[-1])
+            group = f"c{keys.index(key)}" if key in keys else f"c{len(keys)}"
+            regex += f"(?P={group})" if key in keys else f"(?P<{group}>{'.*' if found['all'] else '[^./]+'})"
+            keys.append(key)
+            at = found.end()
+        literals.append(self.text[at:])
+        object.__setattr__(self, "_literals", tuple(literals))
+        object.__setattr__(self, "_between", tuple(keys))
+        object.__setattr__(self, "keys", tuple(dict.fromkeys(keys)))
+        object.__setattr__(self, "_regex", re.compile(regex + re.escape(literals[-1]), re.DOTALL))
+
+    def match(self, name: str) -> Captures | None:
+        """What the wildcards stand for in a name; None: the pattern does not mean it."""
+        if not (name.startswith(self._literals[0]) and name.endswith(self._literals[-1])):
+            return None  # most patterns mean few names, and most of the others end so
+        found = self._regex.fullmatch(name)
+        return None if found is None else dict(zip(self.keys, found.groups(), strict=True))
+
+    def fill(self, captures: Mapping[str, str]) -> str:
+        """The name in which the wildcards stand for that."""
+        filled = (literal + captures[key] for literal, key in zip(self._literals, self._between, strict=False))
+        return "".join(filled) + self._literals[-1]
+
+    def __str__(self) -> str:
+        """As it was written."""
+        return self.text

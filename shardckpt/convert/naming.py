@@ -1,0 +1,176 @@
+"""Which tensors are written, under which names, made of what, in which dtype? The same steps on the way out and on the way in.
+
+1. `include` and `exclude` choose tensors, by the names that they have where they come from.
+2. Names change: `strip_prefix`, `rename_file`, `rename` (`renaming`). On the way out the keys of nested containers are joined with ".".
+3. Of tied names one is kept (`ties`).
+4. `mapping` makes tensors of several, or several of one (`mapping`), and `add_prefix` goes in front of all names.
+5. `dtype` converts, by the names that there are now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardckpt.convert import ties as tied
+from shardckpt.convert.mapping import Mapping
+from shardckpt.convert.mapping_file import config_values, read_mapping
+from shardckpt.convert.renaming import Renaming, read_names
+from shardckpt.convert.substitution import Substitution
+from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.names import selector, shown
+from shardckpt.options import check_flag
+from shardckpt.reshard.dtype_rules import check_dtypes, converted
+from shardckpt.rules.hf_config import read_config
+from shardckpt.tree import alias_map, leaf_names, meanings
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping as Named
+
+    from shardckpt.convert.outputs import OutputTensor
+    from shardckpt.structure import Structure
+
+__all__ = ["NameOptions", "Outputs", "mapping_of", "outputs_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameOptions:
+    """What a caller of export and import says of names, made of what, and dtypes. Files are read when outputs are asked for."""
+
+    include: str | Sequence[str] | None = None
+    """The names that are taken: a pattern, or several; None: all."""
+    exclude: str | Sequence[str] | None = None
+    """Of those, the names that are not."""
+    strip_prefix: str | None = None
+    """What names begin with, and shall not any more."""
+    rename: str | Sequence[str] = ()
+    """`s/regex/replacement/`, one or several, in order."""
+    rename_file: str | os.PathLike[str] | None = None
+    """JSON, TOML or YAML: old name → new name, or null."""
+    mapping: str | os.PathLike[str] | Mapping | None = None
+    """A mapping, its file, or the name of one that comes along."""
+    invert: bool = False
+    """Read the mapping the other way: from its `to` to its `from`."""
+    add_prefix: str = ""
+    """What all names begin with in the end."""
+    dtype: str | Named[str, str] | None = None
+    """Name of a dtype, for all floating-point tensors, or pattern of new names → dtype, of which the first that matches counts."""
+    ties: tied.Ties = "auto"
+    """What becomes of tied names (`ties`)."""
+    config: str | os.PathLike[str] | None = None
+    """The model's `config.json`: numbers that mappings name, and whether embeddings are tied."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without reading files."""
+        for what, patterns in (("include", self.include), ("exclude", self.exclude)):
+            if callable(patterns):
+                raise OptionError(f"{what}: give patterns of names, as text.")
+            selector(patterns)
+        rename = (self.rename,) if isinstance(self.rename, str) else tuple(self.rename)
+        for text in rename:
+            Substitution(text)
+        object.__setattr__(self, "rename", rename)
+        Renaming(self.strip_prefix)
+        if not isinstance(self.add_prefix, str):
+            raise OptionError(f"add_prefix={excerpt(self.add_prefix)}: give what names shall begin with.")
+        check_flag(self.invert, "invert")
+        check_dtypes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What is to be written."""
+
+    tensors: tuple[OutputTensor, ...]
+    """In the order of the state that they come from."""
+    tied: Named[str, str]
+    """Names that are not written → the output that is the same tensor."""
+    notes: tuple[str, ...]
+    """What was left out or doubled, a line each, for people."""
+
+
+def outputs_of(structure: Structure, options: NameOptions, where: str, *, importing: bool = False) -> Outputs:
+    """What is to be written of a checkpoint, or of another format's.
+
+    Args:
+        structure: what there is.
+        options: what is wanted of it.
+        where: the checkpoint's place, for messages.
+        importing: whether names become those of a state: "/" stays the border of its containers.
+
+    Raises:
+        OptionError: a file cannot be read, or a rule matches nothing.
+        NamesMismatchError: nothing is selected, a part is missing, or two tensors would have one name.
+        ShapeMismatchError, DtypeMismatchError: tensors that a rule does not suit.
+    """
+    stored = _selected(structure, options, where)
+    new = _renaming(options).apply(stored, keep_slashes=importing)
+    names = {name: stored[old] for old, name in new.items()}
+    kept, further = tied.resolve(names, options.ties, _are_tied(options))
+    outputs = mapping_of(options).outputs({name: structure.tensors[source] for name, source in kept.items()})
+    meaning = meanings(structure.tree)
+    meant = {options.add_prefix + o.name: meaning[v.tensor] for o in outputs for v in o.sources[:1] if v.tensor in meaning}
+    dtypes = converted({options.add_prefix + output.name: output.dtype for output in outputs}, options.dtype, meant)
+    written = tuple(
+        output if (output.name, output.dtype) == (name, dtype) else replace(output, name=name, dtype=dtype)
+        for output, (name, dtype) in zip(outputs, dtypes.items(), strict=True)
+    )
+    left = {options.add_prefix + name: options.add_prefix + first for name, first in further.items() if name not in kept}
+    return Outputs(
+        written,
+        {name: first for name, first in left.items() if first in dtypes},
+        tuple(_notes(structure, meant, left, {name: first for name, first in further.items() if name in kept}, importing=importing)),
+    )
+
+
+def _selected(structure: Structure, options: NameOptions, where: str) -> dict[str, str]:
+    """The names that are taken, and the tensor that each is stored as."""
+    further = alias_map(structure.tree)
+    included = selector(options.include)
+    excluded = (lambda _name: False) if options.exclude is None else selector(options.exclude)
+    names = {name: name for name in structure.tensors} | further
+    taken = {name: stored for name, stored in names.items() if included(name) and not excluded(name)}
+    if not taken:
+        asked = f"include={options.include!r}, exclude={options.exclude!r} leave" if options.include or options.exclude else "there are"
+        raise NamesMismatchError(f"{where}: {asked} none of its {len(names)} tensors; `shardckpt info` lists them.")
+    return taken
+
+
+def _renaming(options: NameOptions) -> Renaming:
+    names = {} if options.rename_file is None else read_names(options.rename_file)
+    return Renaming(options.strip_prefix, names, tuple(map(Substitution, options.rename)), str(options.rename_file))
+
+
+def mapping_of(options: NameOptions) -> Mapping:
+    """The mapping that is asked for; one without rules where none is."""
+    given = options.mapping
+    if given is None:
+        return Mapping()
+    values = None if options.config is None else config_values(options.config)
+    mapping = given if isinstance(given, Mapping) else read_mapping(given, values)
+    return mapping.inverse() if options.invert else mapping
+
+
+def _are_tied(options: NameOptions) -> bool | None:
+    """Whether the model ties its embeddings, where that is known."""
+    tie = None if options.config is None else read_config(options.config)[1].get("tie_word_embeddings")
+    return tie if isinstance(tie, bool) else None
+
+
+def _notes(
+    structure: Structure, meant: Named[str, str], left: Named[str, str], copied: Named[str, str], *, importing: bool
+) -> Iterator[str]:
+    """What people should know, a line each."""
+    leaves = leaf_names(structure.tree)
+    if leaves and not importing:
+        others = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+        yield f"{shown(leaves[0])}{others}: no tensor, and not written."
+    for name, what in ({} if importing else meant).items():
+        yield f"{shown(name)} is {what}, and is written as numbers."
+    for name, first in left.items():
+        yield f"{shown(name)} is the same tensor as {shown(first)}, and is not written again."
+    for name, first in copied.items():
+        yield f"{shown(name)} is the same tensor as {shown(first)}, and is written for itself."

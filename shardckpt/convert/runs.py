@@ -1,0 +1,78 @@
+"""Which elements of a fused dimension belong to which part?
+
+A *run* is as many elements as lie one behind the other in both. Parts that are concatenated have a run each; parts that lie in turn,
+group by group, have one per group; and the rows of heads that are stored for the other kind of rotary embedding have one per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["Rotary", "Run", "runs_in_turn"]
+
+
+class Run(NamedTuple):
+    """Elements that lie one behind the other in a part, and in the whole."""
+
+    part: int
+    start: int
+    """In the part."""
+    place: int
+    """In the whole."""
+    length: int
+
+
+def runs_in_turn(sizes: Sequence[int], groups: int) -> Iterator[Run]:
+    """The runs of parts that lie in turn.
+
+    Args:
+        sizes: elements of each part, multiples of `groups`.
+        groups: how often each part has its turn; 1: the parts are concatenated.
+
+    >>> [tuple(run) for run in runs_in_turn([4, 2], groups=2)]
+    [(0, 0, 0, 2), (1, 0, 2, 1), (0, 2, 3, 2), (1, 1, 5, 1)]
+    """
+    place = 0
+    for group in range(groups):
+        for part, size in enumerate(sizes):
+            length = size // groups
+            yield Run(part, group * length, place, length)
+            place += length
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rows of each head in the other order.
+
+    Rotary embeddings turn two of a head's `d` rows together: `i` and `i + d/2` ("halves": transformers, Megatron), or `2i` and `2i + 1`
+    ("pairs": Meta's Llama, GPT-J). Who goes from one to the other moves the rows of the query and key projections.
+    """
+
+    heads: int
+    pairs_in_whole: bool
+    """Whether it is the whole that has pairs, and the part that has halves, or the other way round."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of heads."""
+        if not isinstance(self.heads, int) or isinstance(self.heads, bool) or self.heads < 1:
+            raise OptionError(f"rotary: {excerpt(self.heads)} is no number of heads.")
+
+    def runs(self, size: int) -> Iterator[Run]:
+        """Each row by itself; their number is a multiple of 2 · `heads`.
+
+        >>> [(run.start, run.place) for run in Rotary(1, pairs_in_whole=True).runs(4)]
+        [(0, 0), (1, 2), (2, 1), (3, 3)]
+        """
+        half = size // self.heads // 2
+        for head in range(self.heads):
+            first = head * 2 * half
+            for i in range(2 * half):
+                halves, pairs = first + i, first + 2 * (i % half) + i // half
+                yield Run(0, halves, pairs, 1) if self.pairs_in_whole else Run(0, pairs, halves, 1)

@@ -1,0 +1,39 @@
+"""Outputs made of arrays in memory, for tests of what outputs are made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.dtypes import of_numpy
+from shardckpt.structure import TensorRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from shardckpt.convert.outputs import OutputTensor
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def records(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorRecord]:
+    """What a structure says of arrays; of no layout and no pieces, which nobody here asks for."""
+    return {name: TensorRecord(name, array.shape, of_numpy(array.dtype), None, ()) for name, array in arrays.items()}
+
+
+def made(outputs: Iterable[OutputTensor], arrays: Mapping[str, np.ndarray[Any, Any]]) -> Arrays:
+    """The outputs, each element of which is written once."""
+    found = {}
+    for output in outputs:
+        array = np.zeros(output.shape, output.dtype.numpy)
+        times = np.zeros(output.shape, np.int64)
+        for view in output.sources:
+            axes = [d for d in view.permutation if d is not None]
+            lost = tuple(d for d in range(view.box.ndim) if d not in axes)
+            kept = arrays[view.tensor][view.box.slices].squeeze(lost).transpose(np.argsort(np.argsort(axes)))
+            array[view.inside.slices] = kept.reshape(view.shape).astype(array.dtype)
+            times[view.inside.slices] += 1
+        assert (times == 1).all()
+        found[output.name] = array
+    return found

@@ -1,0 +1,75 @@
+"""What docs/mapping.md shows is so, and its code runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from shardckpt.config_files import parse_text
+from shardckpt.convert.mapping_file import _KEYS, PRESETS, parse_mapping
+from shardckpt.convert.naming import NameOptions
+from shardckpt.convert.renaming import read_names
+from shardckpt.convert.substitution import Substitution
+from tests.convert.arrays import made, records
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "mapping.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape)).reshape(shape)
+
+
+def test_its_mappings_do_what_it_says_and_read_both_ways() -> None:
+    gpt2 = {"h.0.attn.c_attn.weight": numbers(2, 12), "h.0.attn.c_attn.bias": numbers(12)}
+    q, kv = numbers(64, 3), numbers(16, 3)
+    states = [
+        {"layers.0.wq.weight": q, "layers.0.wk.weight": kv, "layers.0.wv.weight": kv, "layers.0.norm.weight": q[0]},
+        gpt2,
+        {"layers.0.q_proj.weight": q, "layers.0.k_proj.weight": kv, "layers.0.v_proj.weight": kv},
+        {f"m.experts.{e}.{w}.weight": numbers(2, 3) + e for e in range(3) for w in ("w1", "w3")},
+    ]
+    made_of = [
+        {"blocks.0.qkv.weight": (96, 3), "blocks.0.ln.weight": (3,)},
+        {f"h.0.attn.{part}.{kind}": (4, 2) if kind == "weight" else (4,) for part in "qkv" for kind in ("weight", "bias")},
+        {"decoder.layers.0.self_attention.linear_qkv.weight": (96, 3)},
+        {"m.experts.gate_up_proj": (3, 4, 3)},
+    ]
+    # The ratio of the first example is 4:1:1, that of the third 32:8:8.
+    for text, state, expected in zip(blocks("toml"), states, made_of, strict=True):
+        rules = parse_mapping(parse_text(text, ".toml", "docs"), "docs")
+        there = made(rules.outputs(records(state)), state)
+        assert {name: array.shape for name, array in there.items()} == expected
+        back = made(rules.inverse().outputs(records(there)), there)
+        assert {name: array.tolist() for name, array in back.items()} == {name: array.tolist() for name, array in state.items()}
+    (yaml,) = blocks("yaml")
+    assert parse_mapping(parse_text(yaml, ".yaml", "docs"), "docs") == parse_mapping(parse_text(blocks("toml")[1], ".toml", "docs"), "docs")
+
+
+def test_its_substitutions_and_its_file_of_names_do_what_it_says(tmp_path) -> None:
+    substitutions, _ = blocks("text")
+    for line in substitutions.splitlines():
+        rule, before, after = re.fullmatch(r"(\S+) +(\S+) +→ (\S+)", line).groups()
+        assert Substitution(rule).of(before) == after
+    (text,) = blocks("json")
+    (tmp_path / "names.json").write_text(text)
+    assert list(read_names(tmp_path / "names.json").values()) == ["embed.weight", None]
+
+
+def test_its_code_says_what_it_shows(capsys) -> None:
+    for code in blocks("python"):
+        exec(compile(code, "docs/mapping.md", "exec"), {})
+    assert capsys.readouterr().out == blocks("text")[1]
+
+
+def test_all_keys_options_and_mappings_are_there() -> None:
+    rows = [line for line in DOCUMENT.splitlines() if line.startswith("|")]
+    assert sorted(re.match(r"\| `([\w-]+)` \| [^|]+ \| [^|]+ \|$", row)[1] for row in rows if row.startswith("| `hf-")) == list(PRESETS)
+    assert {key for key in _KEYS if not any(row.startswith(f"| `{key} = ") for row in rows)} == {"from", "to"}
+    assert [field.name for field in fields(NameOptions) if f"`{field.name}`" not in DOCUMENT and f"`{field.name}=" not in DOCUMENT] == []

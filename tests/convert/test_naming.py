@@ -1,0 +1,165 @@
+"""What is written of a state: which tensors, under which names, in which dtype."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
+from shardckpt.convert.naming import NameOptions, Outputs, outputs_of
+from shardckpt.convert.ties import resolve
+from shardckpt.dtypes import of_numpy
+from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
+from shardckpt.structure import Structure
+from shardckpt.tree import flatten
+from tests.convert.arrays import made
+
+W = np.arange(12, dtype=np.float32).reshape(4, 3)
+STATE = {"model": {"layers.0": {"w": W, "b": W[0]}, "head": W}, "optimizer": {"m": W + 1, "count": np.int64(3)}, "step": 7}
+
+
+def structure(state: Any) -> Structure:
+    """Of a state of arrays; those that are one array are tied."""
+    arrays: dict[int, ForeignTensor] = {}
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: leaf(inside) for key, inside in value.items()}
+        if not isinstance(value, np.ndarray):
+            return value
+        whole = Part((0,) * value.ndim, value.shape, tuple(max(1, n) for n in value.shape))
+        return arrays.setdefault(id(value), ForeignTensor(value.shape, of_numpy(value.dtype), (whole,), None, id(value)))
+
+    return structure_of(leaf(state), "here")
+
+
+def plan(state: Any = STATE, *, importing: bool = False, **options: Any) -> Outputs:
+    return outputs_of(structure(state), NameOptions(**options), "here", importing=importing)
+
+
+def names(outputs: Outputs) -> list[str]:
+    return [output.name for output in outputs.tensors]
+
+
+def test_all_tensors_are_written_tied_ones_once_and_other_leaves_are_noted() -> None:
+    outputs = plan()
+    assert names(outputs) == ["model.layers.0.w", "model.layers.0.b", "optimizer.m"]
+    assert outputs.tied == {"model.head": "model.layers.0.w"}
+    assert outputs.notes == (
+        "'optimizer/count' and 1 more: no tensor, and not written.",
+        "'model.head' is the same tensor as 'model.layers.0.w', and is not written again.",
+    )
+
+
+def test_patterns_choose_by_the_names_of_the_checkpoint() -> None:
+    assert names(plan(include="model/**", exclude=["**/b"], strip_prefix="model/")) == ["layers.0.w"]
+    assert names(plan(include=["model/head"])) == ["model.head"], "a further name will do"
+    with pytest.raises(NamesMismatchError, match=r"here: include='modle/\*\*', exclude=None leave none of its 4 tensors"):
+        plan(include="modle/**")
+
+
+def test_steps_go_in_the_order_in_which_they_are_documented(tmp_path) -> None:
+    (tmp_path / "names.json").write_text(json.dumps({"layers.0.w": "l.0.left", "optimizer/m": "l.0.right"}))
+    (tmp_path / "m.toml").write_text('[[map]]\nfrom = ["l.*.gauche", "l.*.right"]\nto = "l.*"\naxis = 1')
+    outputs = plan(
+        exclude="**/b",
+        strip_prefix="model.",
+        rename_file=tmp_path / "names.json",
+        rename="s/left/gauche/",
+        mapping=tmp_path / "m.toml",
+        add_prefix="net.",
+        dtype={"net.l.*": "bf16"},
+    )
+    (only,) = outputs.tensors
+    assert (only.name, only.shape, only.dtype.name) == ("net.l.0", (4, 6), "bfloat16")
+    both = made(outputs.tensors, {"model/layers.0/w": W, "optimizer/m": W + 1})["net.l.0"]
+    assert np.array_equal(both, np.concatenate([W, W + 1], 1).astype(ml_dtypes.bfloat16))
+
+
+def test_a_dtype_for_all_floats_leaves_other_numbers_alone() -> None:
+    state = {"f": np.zeros(2, np.float64), "i": np.zeros(2, np.int32), "c": np.zeros(2, np.complex64)}
+    assert [o.dtype.name for o in plan(state, dtype="fp16").tensors] == ["float16", "int32", "complex64"]
+    assert [o.dtype.name for o in plan(state, dtype={"i": "uint8", "*": "float64"}, exclude="c").tensors] == [
+        "float64",
+        "uint8",
+    ]
+    with pytest.raises(
+        DtypeMismatchError, match=r"'c' has dtype complex64, which cannot be converted to float32; leave it out of dtype='c'"
+    ):
+        plan(state, dtype={"c": "float32"})
+    with pytest.raises(OptionError, match="'d' matches no tensor"):
+        plan(state, dtype={"d": "float32"})
+
+
+def test_numbers_that_mean_something_are_neither_converted_nor_passed_off_as_others() -> None:
+    flat = flatten({"rng": W, "w": W + 1}, lambda v: isinstance(v, np.ndarray), meaning=lambda v: "jax.key:fry" if v is W else None)
+    tensors = structure({"rng": W, "w": W + 1}).tensors
+    keys = Structure(flat.tree, tensors)
+    assert "'rng' is jax.key:fry, and is written as numbers." in outputs_of(keys, NameOptions(), "here").notes
+    with pytest.raises(DtypeMismatchError, match=r"means jax\.key:fry"):
+        outputs_of(keys, NameOptions(dtype={"*": "float16"}, rename="s/rng/r/"), "here")
+
+
+def test_on_the_way_in_names_keep_the_borders_of_containers_and_ties_stay() -> None:
+    theirs = {"wte.weight": W, "lm_head.weight": W, "h.0.w": W + 1}
+    outputs = plan(theirs, importing=True, rename=r"s/^h\.(\d+)\./h\/\1\//", add_prefix="model/")
+    assert names(outputs) == ["model/wte.weight", "model/h/0/w"]
+    assert outputs.tied == {"model/lm_head.weight": "model/wte.weight"}
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_what_is_no_pattern_is_refused(option: str) -> None:
+    with pytest.raises(OptionError):
+        NameOptions(**{option: 3})
+    with pytest.raises(OptionError, match="give patterns of names, as text"):
+        NameOptions(**{option: lambda _name: True})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rename": "a/b"}, "as sed does"),
+        ({"rename": ["s/a/b/", 3]}, "as sed does"),
+        ({"strip_prefix": ""}, "strip_prefix=''"),
+        ({"add_prefix": None}, "add_prefix=None"),
+        ({"dtype": "float17"}, "float17"),
+        ({"dtype": 3}, "give a dtype's name"),
+        ({"invert": 1}, "invert=1"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_anything_is_read(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        NameOptions(**options)
+
+
+# --- ties -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("group", "kept"),
+    [
+        (["model.embed_tokens.weight", "lm_head.weight"], "model.embed_tokens.weight"),
+        (["lm_head.weight", "model.embed_tokens.weight"], "model.embed_tokens.weight"),
+        (["lm_head.weight", "model.decoder.embed_tokens.weight"], "model.decoder.embed_tokens.weight"),
+        (["decoder.embed_tokens.weight", "encoder.embed_tokens.weight", "lm_head.weight", "shared.weight"], "shared.weight"),
+        (["cls.predictions.decoder.bias", "cls.predictions.bias"], "cls.predictions.bias"),
+        (["lm_head.decoder.bias", "lm_head.bias"], "lm_head.bias"),
+        (["output_layer.weight", "embedding.word_embeddings.weight"], "embedding.word_embeddings.weight"),
+        (["b", "a"], "b"),
+    ],
+)
+def test_the_name_that_is_kept_is_the_one_that_transformers_ties_others_to(group: list[str], kept: str) -> None:
+    assert resolve(dict.fromkeys(group, "stored")) == ({kept: "stored"}, {name: kept for name in group if name != kept})
+
+
+def test_a_model_that_ties_nothing_gets_a_copy_for_each_name() -> None:
+    group = {"model.embed_tokens.weight": "e", "lm_head.weight": "e"}
+    assert resolve(group, "auto", tie_word_embeddings=False)[0] == group
+    assert resolve(group, "copies", tie_word_embeddings=True)[0] == group
+    assert list(resolve(group, "once", tie_word_embeddings=False)[0]) == ["model.embed_tokens.weight"]
+    with pytest.raises(OptionError, match='use "auto", "once" or "copies"'):
+        resolve(group, "never")  # type: ignore[arg-type]
