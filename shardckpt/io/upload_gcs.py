@@ -57,7 +57,6 @@ class GcsSession:
     parallel = 1
 
     def __init__(self, place: Location, state: UploadState) -> None:
-        assert state.part_bytes % QUANTUM == 0, f"parts of {state.part_bytes} bytes"
         self.published = False
         self.durable = 0
         self.state = state
@@ -74,6 +73,7 @@ class GcsSession:
     @classmethod
     def begin(cls, place: Location, part_bytes: int, *, if_absent: bool) -> Self:
         """Begin an upload."""
+        assert part_bytes % QUANTUM == 0, f"parts of {part_bytes} bytes"
         session = cls(place, UploadState("", new_token(), part_bytes, if_absent))
         if if_absent and session._look() is not None:
             raise already_exists(place)
@@ -95,13 +95,17 @@ class GcsSession:
     def resume(cls, place: Location, state: UploadState) -> Self | None:
         """Go on with an upload; None if it is known no more."""
         session = cls(place, state)
-        # Whoever may write to the bucket may have written the state: our bytes and credentials go to the service, and to nobody else.
-        if not state.upload.startswith(f"{session._uploads}?") or state.part_bytes % QUANTUM:
+        there = session._look()
+        session.published = _token_of(there) == state.token
+        if session.published:
+            return session
+        if state.if_absent and there is not None:
+            raise already_exists(place)
+        if not session._is_ours_to_ask() or state.part_bytes % QUANTUM:
             return None
         answer = session._patience.ask(session._query, _is_passing)
         if answer.status_code in _GONE:
-            session.published = session._is_ours()
-            return session if session.published else None
+            return None
         session._take(answer)
         if session.durable < state.summed and not session.published:
             session.abort()
@@ -139,9 +143,17 @@ class GcsSession:
     def abort(self) -> None:
         """End the session. The service answers 499 when it has."""
         self._patience = Patience()
-        answer = self._ask("DELETE", self.state.upload, headers={"Content-Length": "0"})
-        if answer.status_code not in _GONE and not answer.ok:
-            raise _refused(answer)
+        if self._is_ours_to_ask():
+            answer = self._ask("DELETE", self.state.upload, headers={"Content-Length": "0"})
+            if answer.status_code in (401, 403):
+                raise _refused(answer)
+
+    def _is_ours_to_ask(self) -> bool:
+        """Whether the session's URI is the service's; whoever may write to the bucket may have written the state.
+
+        Our bytes and credentials go to the service, and to nobody else.
+        """
+        return self.state.upload.startswith(f"{self._uploads}?")
 
     def _sum(self, data: memoryview) -> int:
         return int(crc32c(data, self.state.crc32c))

@@ -85,13 +85,18 @@ class S3Session:
     def resume(cls, place: Location, state: UploadState) -> Self | None:
         """Go on with an upload; None if it is known no more."""
         session = cls(place, state)
+        owner = session._owner()
+        session.published = owner == state.token
+        if session.published:
+            return session
+        if state.if_absent and owner is not None:
+            raise already_exists(place)
         try:
             session._find_parts()
         except _RefusedError as refused:
             if refused.status != 404:
                 raise
-            session.published = session._owner() == state.token
-            return session if session.published else None
+            return None
         return session
 
     @property

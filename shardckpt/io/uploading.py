@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardckpt.io.upload_session import Session, UploadState
     from shardckpt.io.url import Location
 
-__all__ = ["StreamingUpload", "open_upload", "part_size"]
+__all__ = ["StreamingUpload", "abandon_upload", "open_upload", "part_size"]
 
 MiB = 1 << 20
 BUFFERS = 4
@@ -83,15 +83,32 @@ def open_upload(
         MissingExtraError: what the object store needs is not installed.
         StorageError: the storage failed or refused.
     """
-    cloud.prepare(place.scheme)
-    module, name = _SESSIONS[place.scheme]
-    service = getattr(import_module(module), name)
+    service = _service(place)
     with storage_errors("upload", place):
         session: Session | None = None if resume is None else service.resume(place, resume)
         if session is not None and (part_bytes, if_absent) != (session.state.part_bytes, session.state.if_absent) and not session.published:
             session.abort()
             session = None
         return StreamingUpload(place, session or service.begin(place, part_bytes, if_absent=if_absent), buffers)
+
+
+def abandon_upload(place: Location, state: UploadState) -> None:
+    """End an upload of any process, and remove what was sent, if it is not published.
+
+    Raises:
+        MissingExtraError: what the object store needs is not installed.
+        StorageError: the storage failed or refused.
+    """
+    service = _service(place)
+    with storage_errors("end the upload of", place):
+        service(place, state).abort()
+
+
+def _service(place: Location) -> Any:
+    """The class of sessions."""
+    cloud.prepare(place.scheme)
+    module, name = _SESSIONS[place.scheme]
+    return getattr(import_module(module), name)
 
 
 class StreamingUpload:
