@@ -74,7 +74,7 @@ class S3Session:
         try:
             answer = session._ask("create_multipart_upload", ChecksumAlgorithm="CRC32C", **begin)
         except _RefusedError as refused:
-            if refused.code not in _KNOWS_NO_CHECKSUM:
+            if refused.status != 501 and refused.code not in _KNOWS_NO_CHECKSUM:
                 raise
             answer = session._ask("create_multipart_upload", **begin)
         checksum = "crc32c" if answer.get("ChecksumAlgorithm") == "CRC32C" else "md5"
