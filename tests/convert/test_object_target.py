@@ -166,6 +166,21 @@ def test_one_that_appears_meanwhile_is_found_at_the_end_or_by_the_next_process(p
         Store.open(place.parent).delete(place.name)
 
 
+def test_it_makes_one_request_per_part_and_a_few_more(cloud, place, monkeypatch):
+    """As docs/storage.md says."""
+    monkeypatch.setattr(object_target, "SAVE_EVERY", 256 * MiB)
+    with cloud.breaking():
+        with open_target(place) as target:
+            write(target)
+            target.finish()
+        kinds = cloud.proxy.traffic.summary()["kinds"]
+    parts = -(-SIZE // MiB)
+    assert kinds["upload"] == parts + (2 if cloud.emulator.scheme == "gs" else 3)
+    assert kinds["delete"] == 1
+    assert kinds["read"] + kinds["stat"] == 4
+    assert sum(kinds.values()) == kinds["upload"] + 5
+
+
 def test_an_aborted_file_leaves_nothing(place):
     with open_target(place) as target:
         write(target, 2 * MiB)
