@@ -41,7 +41,9 @@ ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
 _MOTO = """
-import sys, threading
+import os, sys, threading
+# Parts of an upload may be as small as the tests', where S3 takes none of less than 5 MiB; objects stay in memory as before.
+os.environ |= {"S3_UPLOAD_PART_MIN_SIZE": "1", "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(5 << 20)}
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 

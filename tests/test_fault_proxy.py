@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import socket
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 import boto3
 import botocore.config
 import botocore.exceptions
+import crc32c
 import pytest
 import tensorstore as ts
 from gcsfs.core import GCSFileSystem  # of gcsfs itself, importing it decides for the whole process whether it asks over gRPC
@@ -105,6 +107,72 @@ def test_the_preconditions_of_a_resumable_upload_hold_when_it_ends(proxy, bucket
     assert ask(proxy.url, "PUT", first, b"def", rest)[0] == 200
     assert ask(proxy.url, "PUT", second, b"xyz", rest)[0] == 412
     assert objects.content("name") == b"abcdef"
+
+
+K = 1 << 18
+
+
+class Session:
+    """A resumable upload through the proxy."""
+
+    def __init__(self, proxy, bucket):
+        self.objects = Objects(proxy.url, bucket)
+        self.path = self.objects.begin("name")
+
+    def put(self, span, body=b"", **headers):
+        """Status, and how far the session says it is."""
+        status, answered, _ = ask(self.objects.url, "PUT", self.path, body, {"Content-Range": f"bytes {span}", **headers})
+        return status, answered.get("Range")
+
+    @property
+    def content(self):
+        return self.objects.content("name")
+
+
+@pytest.fixture
+def session(proxy, bucket):
+    return Session(proxy, bucket)
+
+
+def test_a_resumable_upload_that_is_asked_how_far_it_is_says_so_and_is_not_published(session):
+    assert session.put("*/*") == (308, None)
+    assert session.put(f"0-{K - 1}/*", b"a" * K) == (308, f"bytes=0-{K - 1}")
+    for query in ("*/*", f"*/{K + 1}"):
+        assert session.put(query) == (308, f"bytes=0-{K - 1}")
+    assert session.content is None
+    assert session.put(f"*/{K}")[0] == 200
+    assert session.content == b"a" * K
+    assert session.put("*/*")[0] == 200, "it has become the object"
+
+
+def test_a_resumable_upload_ignores_what_it_has_and_refuses_what_is_not_next(session):
+    session.put(f"0-{K - 1}/*", b"a" * K)
+    assert session.put(f"{K + 1}-{2 * K}/*", b"b" * K)[0] == 400
+    assert session.put(f"0-{K - 1}/*", b"z" * K) == (308, f"bytes=0-{K - 1}")
+    assert session.put(f"{K - 2}-{K + 2}/{K + 3}", b"zzbcd")[0] == 200
+    assert session.content == b"a" * K + b"bcd"
+
+
+def test_a_resumable_upload_keeps_what_came_before_the_connection_broke(session, proxy):
+    with proxy.rules.during(Rule("reset", after_bytes=K + 5)), pytest.raises(OSError):
+        session.put(f"0-{3 * K - 1}/*", b"a" * 3 * K)
+    assert session.put("*/*") == (308, f"bytes=0-{K - 1}")
+
+
+def test_a_resumable_upload_is_refused_whose_checksum_does_not_agree(session):
+    session.put(f"0-{K - 1}/*", bytes(K))
+    assert session.put(f"{K}-{K + 2}/{K + 3}", b"abc", **{"x-goog-hash": "crc32c=AAAAAA=="})[0] == 400
+    assert session.content is None
+    right = base64.b64encode(crc32c.crc32c(bytes(K) + b"abc").to_bytes(4)).decode()
+    assert session.put(f"{K}-{K + 2}/{K + 3}", b"abc", **{"x-goog-hash": f"crc32c={right}"})[0] == 200
+    assert session.content == bytes(K) + b"abc"
+
+
+def test_a_resumable_upload_that_was_deleted_is_known_no_more(session):
+    session.put(f"0-{K - 1}/*", bytes(K))
+    assert ask(session.objects.url, "DELETE", session.path)[0] == 499
+    assert session.put("*/*")[0] == session.put(f"*/{K}")[0] == 404
+    assert session.content is None
 
 
 def test_a_precondition_that_the_proxy_does_not_know_is_refused_rather_than_ignored(proxy, bucket):

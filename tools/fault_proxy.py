@@ -11,6 +11,7 @@ For each request it
 2. takes in the whole body, because an emulator may lock all objects while it reads one;
 3. with a request that changes an object, or has preconditions, waits until it is the only one of that object; looks up
    the object's generation, and refuses what must not go ahead (`gcs_preconditions.py`): fake-gcs-server would not;
+   answers what is asked of a resumable upload, and passes on what is new to it (`gcs_resumable.py`): it would not either;
 4. passes it on, and the answer back; and notes what came of it (`fault_requests.py`).
 
 Under its own paths it is told what to do, in JSON:
@@ -44,6 +45,7 @@ from fault_requests import Operation, Traffic, classify, with_name_from_body
 from fault_rules import Rule, RuleBook
 from fault_transfer import HOP_BY_HOP, PIECE, Transfer
 from gcs_preconditions import Preconditions
+from gcs_resumable import QUANTUM, Part, Resumable
 from yarl import URL
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ class _Reset(Exception):  # noqa: N818  (no error: it is what was asked for)
 
 
 class _Refused(Exception):  # noqa: N818  (as above)
-    """The client is to be told no: status and reason."""
+    """The client is to be told no: status, reason, and headers if there are any."""
 
 
 class _Proxy:
@@ -80,8 +82,8 @@ class _Proxy:
         self._gathered: Counter[str] = Counter()
         """Object → requests of it that have waited for each other."""
         self._gathering = asyncio.Condition()
-        self._resumable: dict[str, Operation] = {}
-        """Upload id → the request that began the upload, with its preconditions."""
+        self._resumable: dict[str, Resumable] = {}
+        """Upload id → how far it is."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
@@ -127,6 +129,8 @@ class _Proxy:
         await transfer.receive(rule.after_bytes if rule is not None and fault == "reset" else None)
         if fault == "late":
             self._held.append(transfer)
+        if fault == "reset":
+            await self._keep_what_came(transfer)
         if fault in {"reset", "late"}:
             raise _Reset
         if rule is not None and fault in {"status", "rate"}:
@@ -155,30 +159,78 @@ class _Proxy:
         if preconditions is None and not operation.mutates:
             return await self._forward(transfer)
         async with self._locks.setdefault(operation.object, asyncio.Lock()):
+            resumable = self._resumable.get(transfer.request.query.get("upload_id", ""))
+            if resumable is not None:
+                return await self._go_on(transfer, resumable, preconditions)
             if preconditions is not None:
                 refusal = preconditions.refusal(await self._generation(operation))
                 if refusal is not None:
                     raise _Refused(refusal, "a precondition does not hold")
             return await self._forward(transfer)
 
-    async def _forward(self, transfer: Transfer) -> aiohttp.ClientResponse:
-        """Pass a request on."""
+    async def _go_on(self, transfer: Transfer, resumable: Resumable, preconditions: Preconditions | None = None) -> aiohttp.ClientResponse:
+        """The answer to a request about a resumable upload."""
+        if transfer.request.method == "DELETE":
+            resumable.deleted = True
+            return await self._forward(transfer)
+        if resumable.deleted:
+            raise _Refused(404, "the upload was deleted")
+        if resumable.published:
+            return await self._stat(resumable.begun)
+        part = Part.of(transfer.request.headers.get("Content-Range", ""))
+        new = None if part is None else resumable.new(part, transfer.body)
+        if part is None or new is None:
+            raise _Refused(400, f"the upload has {resumable.persisted} bytes, and what comes are not the next ones")
+        ends = resumable.ends(part, new)
+        if not new and not ends:
+            raise _Refused(308, "", resumable.range)
+        if ends and not resumable.agrees(transfer.request.headers.get("x-goog-hash", ""), new):
+            raise _Refused(400, "the checksum does not agree")
+        if ends and preconditions is not None:
+            refusal = preconditions.refusal(await self._generation(resumable.begun))
+            if refusal is not None:
+                raise _Refused(refusal, "a precondition does not hold")
+        transfer.body = new
+        answer = await self._forward(transfer, {"Content-Range": resumable.content_range(part, new)})
+        if answer.status in {200, 308}:
+            resumable.add(new)
+            resumable.published = answer.status == 200
+        return answer
+
+    async def _keep_what_came(self, transfer: Transfer) -> None:
+        """Of a part of a resumable upload whose connection is about to break: pass on what Cloud Storage would keep."""
+        resumable = self._resumable.get(transfer.request.query.get("upload_id", ""))
+        part = Part.of(transfer.request.headers.get("Content-Range", ""))
+        if resumable is None or part is None or resumable.published or resumable.deleted:
+            return
+        new = resumable.new(part, transfer.body) or bytearray()
+        transfer.body = new[: len(new) // QUANTUM * QUANTUM]
+        if transfer.body:
+            async with await self._forward(transfer, {"Content-Range": resumable.content_range(Part(0, None), transfer.body)}) as answer:
+                if answer.status == 308:
+                    resumable.add(transfer.body)
+
+    async def _forward(self, transfer: Transfer, instead: dict[str, str] | None = None) -> aiohttp.ClientResponse:
+        """Pass a request on, with some headers instead of its own."""
         request = transfer.request
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
+        given = {**request.headers, **(instead or {})} if instead else request.headers
+        headers = [(name, value) for name, value in given.items() if name.lower() not in HOP_BY_HOP]
         if request.body_exists:
             headers.append(("Content-Length", str(len(transfer.body))))
         transfer.exchange.forwarded = True
         answer = await self._asked(request.method, request.raw_path, headers, _pieces(transfer.body) if request.body_exists else None)
         if transfer.exchange.operation.query.get("uploadType") == "resumable":
             place = URL(answer.headers.get("Location", ""), encoded=True).raw_query_string
-            self._resumable |= dict.fromkeys(parse_qs(place).get("upload_id", []), transfer.exchange.operation)
+            self._resumable |= {upload: Resumable(transfer.exchange.operation) for upload in parse_qs(place).get("upload_id", [])}
         return answer
+
+    async def _stat(self, operation: Operation) -> aiohttp.ClientResponse:
+        """What the storage says of an object."""
+        return await self._asked("GET", f"/storage/v1/b/{quote(operation.bucket, safe='')}/o/{quote(operation.name, safe='')}")
 
     async def _generation(self, operation: Operation) -> int:
         """The present generation of an object, 0 if there is none."""
-        async with await self._asked(
-            "GET", f"/storage/v1/b/{quote(operation.bucket, safe='')}/o/{quote(operation.name, safe='')}"
-        ) as answer:
+        async with await self._stat(operation) as answer:
             if answer.status == 404:
                 return 0
             if answer.status != 200:
@@ -199,7 +251,7 @@ class _Proxy:
         """What a request is about; a part of a resumable upload is about what the upload was begun for."""
         operation = classify(request.method, request.raw_path)
         begun = self._resumable.get(operation.query.get("upload_id", ""))
-        return operation if begun is None else replace(begun, method=request.method)
+        return operation if begun is None else replace(begun.begun, method=request.method)
 
     async def _control(self, request: web.BaseRequest) -> web.StreamResponse:
         """Be told what to do."""

@@ -12,6 +12,8 @@ from aiohttp import web
 from fault_requests import Exchange
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aiohttp import ClientResponse
     from fault_requests import Operation
     from fault_rules import Link, Rule
@@ -62,10 +64,10 @@ class Transfer:
             self.exchange.bytes_up += len(piece)
             await self._pass(len(piece))
 
-    async def refuse(self, status: int, why: str) -> web.StreamResponse:
+    async def refuse(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
         """Answer with an error, as the service would put it."""
         body = b""
-        if self.request.method != "HEAD" and status != 304:
+        if self.request.method != "HEAD" and status not in {304, 308}:
             if self.exchange.operation.service == "gcs":
                 body = json.dumps({"error": {"code": status, "message": why}}).encode()
             else:
@@ -73,6 +75,7 @@ class Transfer:
         response = web.StreamResponse(status=status)
         response.content_type = "application/json" if self.exchange.operation.service == "gcs" else "application/xml"
         response.content_length = len(body)
+        response.headers.extend(headers or {})
         await self._begin(response)
         await self._write(response, body)
         return response

@@ -46,7 +46,19 @@ from typing import Any, Literal
 from shardckpt.errors import MissingExtraError, OptionError
 from shardckpt.io.pace import ALONE, Pace, Share
 
-__all__ = ["BUCKET", "context", "filesystem", "kvstore", "pace", "prepare"]
+__all__ = [
+    "BUCKET",
+    "context",
+    "endpoint_of",
+    "filesystem",
+    "is_anonymous",
+    "kvstore",
+    "pace",
+    "pauses",
+    "prepare",
+    "region_of_s3",
+    "stalled_seconds",
+]
 
 _EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 """Scheme → the package that lists its buckets, and the extra that installs it."""
@@ -75,7 +87,7 @@ def prepare(scheme: str) -> None:
     for kind in BUCKET:
         _pace(kind, ALONE)
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
-    endpoint = _endpoint(scheme)
+    endpoint = endpoint_of(scheme)
     if scheme == "gs" and endpoint is not None:
         # TensorStore's driver for GCS takes them in no other way.
         os.environ["TENSORSTORE_GCS_HTTP_URL"] = endpoint
@@ -87,7 +99,7 @@ def kvstore(scheme: str, bucket: str, path: str) -> dict[str, Any]:
     """TensorStore's spec of the objects in a bucket whose names begin with `path`."""
     spec: dict[str, Any] = {"driver": "gcs" if scheme == "gs" else "s3", "bucket": bucket, "path": path}
     if scheme == "s3":
-        endpoint, region = _endpoint(scheme), _region()
+        endpoint, region = endpoint_of(scheme), region_of_s3()
         spec |= {key: value for key, value in (("endpoint", endpoint), ("aws_region", region)) if value is not None}
     return spec
 
@@ -98,7 +110,9 @@ def context() -> dict[str, Any]:
     Raises:
         OptionError: a number of seconds is none, or `AWS_PROFILE` is no profile.
     """
-    retries = _retries(_number("SHARDCKPT_RETRY_SECONDS") or _RETRY_SECONDS)
+    tries = pauses()
+    # As many tries, with such pauses, as take about that long where each fails at once.
+    retries = {"max_retries": len(tries), "initial_delay": f"{tries[0]}s", "max_delay": f"{tries[-1]}s"}
     return {"gcs_request_retries": retries, "s3_request_retries": retries, "aws_credentials": _aws_credentials()}
 
 
@@ -107,13 +121,52 @@ def pace(kind: Literal["read", "write"], share: Share = ALONE) -> None:
     _pace(kind, share).wait()
 
 
+def endpoint_of(scheme: str) -> str | None:
+    """Where requests go, without a slash at the end; None: to the cloud itself."""
+    names = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST") if scheme == "gs" else ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    endpoint = next(filter(None, map(os.environ.get, names)), None)
+    if endpoint is None:
+        return None
+    return (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
+
+
+def region_of_s3() -> str | None:
+    """The region that requests to S3 are signed for; None: AWS is asked where the bucket is."""
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return region or ("us-east-1" if endpoint_of("s3") else None)
+
+
+def is_anonymous() -> bool:
+    """Whether requests to S3 are to carry no credentials."""
+    return os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true", "on")
+
+
+def stalled_seconds() -> float:
+    """After how long a connection on which nothing moves is given up."""
+    return _number("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or _STALLED_SECONDS
+
+
+def pauses() -> list[float]:
+    """Seconds between one try and the next: they double up to a longest one, and take `SHARDCKPT_RETRY_SECONDS` together.
+
+    Raises:
+        OptionError: that is no positive number.
+    """
+    seconds = _number("SHARDCKPT_RETRY_SECONDS") or _RETRY_SECONDS
+    first, longest = min(0.5, seconds / 8), min(16.0, seconds / 4)
+    found = [first]
+    while sum(found) < seconds:
+        found.append(min(longest, 2 * found[-1]))
+    return found
+
+
 def filesystem(scheme: str) -> Any:
     """The fsspec file system that lists buckets: TensorStore knows no delimiter and no times.
 
     And what it says of GCS is not to be relied on: a listing that is refused comes back empty (0.1.86).
     """
     prepare(scheme)
-    return _gcs(_endpoint("gs")) if scheme == "gs" else _s3(_endpoint("s3"), _region(), _aws_credentials()["type"] == "anonymous")
+    return _gcs(endpoint_of("gs")) if scheme == "gs" else _s3(endpoint_of("s3"), region_of_s3(), is_anonymous())
 
 
 @cache
@@ -141,28 +194,13 @@ def _s3(endpoint: str | None, region: str | None, anonymous: bool) -> Any:
     )
 
 
-def _endpoint(scheme: str) -> str | None:
-    """Where requests go, without a slash at the end; None: to the cloud itself."""
-    names = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST") if scheme == "gs" else ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-    endpoint = next(filter(None, map(os.environ.get, names)), None)
-    if endpoint is None:
-        return None
-    return (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
-
-
-def _region() -> str | None:
-    """The region that requests to S3 are signed for; None: TensorStore asks AWS where the bucket is."""
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return region or ("us-east-1" if _endpoint("s3") else None)
-
-
 def _aws_credentials() -> dict[str, str]:
     """TensorStore's spec of where credentials for S3 come from.
 
     Raises:
         OptionError: `AWS_PROFILE` names a profile without keys or a role.
     """
-    if os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true", "on"):
+    if is_anonymous():
         return {"type": "anonymous"}
     # Asked for by name, the environment is all that is looked at: the default writes errors about files that nobody has,
     # and does not find the files that somebody has (0.1.86).
@@ -193,16 +231,6 @@ def _has_profile(file: Path, section: str) -> bool:
     except (OSError, UnicodeDecodeError, ParsingError) as e:
         raise OptionError(f"{file} cannot be read as a file of AWS profiles ({e}); mend it.") from e
     return parser.has_section(section) and any(parser.has_option(section, key) for key in _AWS_SOURCES)
-
-
-def _retries(seconds: float) -> dict[str, Any]:
-    """As many tries, with pauses that double up to a longest one, as take about that long where each fails at once."""
-    first, longest = min(0.5, seconds / 8), min(16.0, seconds / 4)
-    pauses, total = 1, first
-    while total < seconds:
-        total += min(longest, first * 2**pauses)
-        pauses += 1
-    return {"max_retries": pauses, "initial_delay": f"{first}s", "max_delay": f"{longest}s"}
 
 
 @cache

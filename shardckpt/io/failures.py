@@ -29,8 +29,11 @@ _ADVICE = {
     "too many open files": "raise the limit of open files (ulimit -n)",
     "file too large": "the file system or ulimit -f allows no file of that size",
     "input/output error": "the device failed; check it before you trust what it holds",
+    "unable to locate credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "default credentials were not found": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
     "permission_denied": "give these credentials the right to do that there, or use others",
     "forbidden": "give these credentials the right to do that there, or use others",
+    "does not have storage.objects": "give these credentials the right to do that there, or use others",
     "accessdenied": "give these credentials the right to do that there, or use others",
     "not_found": "what it needs is not there: it was removed meanwhile, or there is no such bucket; check its name and the endpoint",
 }
