@@ -17,7 +17,7 @@ from shardckpt.structure import Structure, TensorRecord
 from shardckpt.tree import flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -53,6 +53,11 @@ class Foreign(Protocol):
     @property
     def identity(self) -> str:
         """Differs when any of its files does: a digest over names, sizes, times or checksums."""
+        ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """JSON of what it says besides, to be the new checkpoint's metadata; small."""
         ...
 
     @property
@@ -99,16 +104,17 @@ class ForeignTensor:
     """Equal for leaves that are the same memory: they are stored once. None: it is never shared."""
 
 
-def row_chunks(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Chunks for a tensor that is one run of bytes in row-major order: as many whole rows, or planes, as make `ROWS_BYTES`.
+def row_chunks(shape: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
+    """Chunks for a tensor that is one run of bytes in row-major order: a power of two of whole rows, or planes, of at most so many bytes.
 
-    >>> row_chunks((4096, 1024), 4)
-    (256, 1024)
+    >>> row_chunks((5000, 1000), 4)
+    (256, 1000)
     """
-    chunks, room = [1] * len(shape), max(1, ROWS_BYTES // itemsize)
+    chunks, room = [1] * len(shape), max(1, nbytes // itemsize)
     for d in reversed(range(len(shape))):
-        chunks[d] = max(1, min(shape[d], room))
-        if chunks[d] < shape[d]:
+        chunks[d] = max(1, shape[d])
+        if shape[d] > room:
+            chunks[d] = 1 << (room.bit_length() - 1)
             break
         room //= chunks[d]
     return tuple(chunks)
@@ -125,8 +131,13 @@ def structure_of(state: object, where: str) -> Structure:
         LeafError: a leaf that cannot be stored; names it.
         FormatError: a tensor's parts do not make it.
     """
-    flat = flatten(state, lambda value: isinstance(value, ForeignTensor), lambda value: value.identity)
+    flat = flatten(state, lambda value: isinstance(value, ForeignTensor), _identity)
     return Structure(flat.tree, {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()})
+
+
+def _identity(tensor: object) -> Hashable:
+    assert isinstance(tensor, ForeignTensor)
+    return tensor.identity
 
 
 def _record(name: str, tensor: ForeignTensor, where: str) -> TensorRecord:
