@@ -63,6 +63,7 @@ class Placed:
     structure: Structure
     identity: str
     notes: tuple[str, ...]
+    metadata: Mapping[str, Any]
     _places: Mapping[str, Mapping[tuple[int, ...], Place]]
     """By tensor, and by where the piece begins."""
 
@@ -87,7 +88,7 @@ def place_tensors(state: object, format: str, location: Location, identity: str,
     places = {
         name: {part.start: place for part, place in zip(tensor.parts, tensor.places, strict=True)} for name, tensor in tensors.items()
     }
-    return Placed(format, location, structure, identity, tuple(notes), places)
+    return Placed(format, location, structure, identity, tuple(notes), {}, places)
 
 
 def _whole(shape: tuple[int, ...], chunks: tuple[int, ...]) -> Part:

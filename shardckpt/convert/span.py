@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from shardckpt.errors import CorruptionError
 
 if TYPE_CHECKING:
-    from shardckpt.io.store import Store
+    from numpy.typing import NDArray
 
-__all__ = ["FileVersion", "Span"]
+__all__ = ["LoadedFile", "Readable", "Span"]
+
+
+class Readable(Protocol):
+    """A file; mostly a `FileVersion`. Its text is its path or url."""
+
+    def read(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Some of its bytes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FileVersion:
-    """A file."""
+class LoadedFile:
+    """A small file that has been read."""
 
-    store: Store
-    key: str
+    where: str
+    """Its path or url."""
+    data: bytes
 
     def __str__(self) -> str:
-        return self.store.path_of(self.key)
+        """As messages call it."""
+        return self.where
 
-    def read(self, start: int, stop: int) -> bytes:
+    def read(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Some of its bytes."""
-        return self.store.read(self.key, start, stop)
+        return np.frombuffer(self.data, np.uint8)[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Bytes `start` to `stop` of a file."""
 
-    file: FileVersion
+    file: Readable
     start: int
     stop: int
 
@@ -54,7 +66,7 @@ class Span:
         """
         if not 0 <= start <= stop <= len(self):
             raise CorruptionError(f"{self}: of these {len(self)} bytes those from {start} to {stop} are asked for; restore it from a copy.")
-        return memoryview(self.file.read(self.start + start, self.start + stop)) if start < stop else memoryview(b"")
+        return memoryview(self.file.read(self.start + start, self.start + stop).data) if start < stop else memoryview(b"")
 
     def part(self, start: int, stop: int) -> Span:
         """Some of it, counted from its own start."""
