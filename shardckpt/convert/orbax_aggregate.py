@@ -19,7 +19,7 @@ from shardckpt.excerpt import excerpt
 __all__ = ["read_aggregate"]
 
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
-_ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4
+_ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 """Codes of msgpack's extension type."""
 _CHUNKED = "__msgpack_chunked_array__"
 
@@ -43,8 +43,6 @@ def read_aggregate(data: bytes, where: str) -> object:
     def extension(code: int, content: bytes) -> object:
         if code == _COMPLEX:
             return complex(*msgpack.unpackb(content))
-        if code == _TUPLE:
-            return tuple(msgpack.unpackb(content, ext_hook=extension))
         if code not in {_ARRAY, _SCALAR}:
             raise ValueError(f"an extension {code}")
         shape, dtype, elements = msgpack.unpackb(content)
@@ -67,8 +65,8 @@ def _unpacked(node: Any) -> object:
                 raise ValueError(f"an array of shape {excerpt(shape)} with {flat.size} elements")
             return flat.reshape(shape)
         return {key: _unpacked(child) for key, child in node.items()}
-    if isinstance(node, (list, tuple)):
-        return type(node)(_unpacked(child) for child in node)
+    if isinstance(node, list):
+        return [_unpacked(child) for child in node]
     if isinstance(node, str) and node.startswith(_PLACEHOLDERS):
         return Leaf(node.partition("://")[2], "Unknown")
     return node

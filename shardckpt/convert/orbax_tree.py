@@ -101,7 +101,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
 
     def value(leaf: object) -> object:
         if isinstance(leaf, np.ndarray):
-            tensor = _tensor(leaf.shape, dtypes.of_numpy(leaf.dtype), leaf.shape)
+            tensor = _tensor(leaf.shape, dtypes.of_numpy(leaf.dtype), tuple(max(1, n) for n in leaf.shape))
             sources[tensor] = _Held(leaf)
             return tensor
         if not isinstance(leaf, Leaf):
@@ -147,8 +147,9 @@ def _tensor(
             layout.parts(len(shape))
         except ShardingError:
             layout = None
-    part = Part((0,) * len(shape), shape, tuple(max(1, min(c, n)) for c, n in zip(chunks, shape, strict=True)))
-    return ForeignTensor(shape, dtype, (part,), layout, meaning=None if generator is None else f"jax.key:{generator}")
+    return ForeignTensor(
+        shape, dtype, (Part((0,) * len(shape), shape, chunks),), layout, meaning=None if generator is None else f"jax.key:{generator}"
+    )
 
 
 def _scalar(array: ForeignArray) -> object:

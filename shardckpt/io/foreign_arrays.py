@@ -2,8 +2,8 @@
 
 1. Arrays lie in a directory, each in one of its own below, or under such names in one OCDBT database over the directory.
 2. All that are asked for are opened at once, some at a time, as zarr v2 or v3.
-3. `read` gives the elements of a box. What is read at once is a stored chunk; of an array whose chunks are packed into larger
-   objects (`sharding_indexed`) a whole object, where it is small.
+3. `read` gives the elements of a box. What is read at once is a stored chunk; where they are small, the whole array, or of chunks
+   that are packed into larger objects (`sharding_indexed`) a whole object.
 
 A chunk that is missing is an error, or the fill value where whoever wrote the arrays leaves out what is equal to it: only who
 knows the format can say which.
@@ -24,6 +24,7 @@ from shardckpt.errors import CorruptionError, DtypeError, FormatError, MissingDa
 from shardckpt.fields import LARGEST_DIMENSION
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import shared_context
+from shardckpt.io.url import check_key
 from shardckpt.names import shown
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ _AT_ONCE = 128
 """Arrays that are being opened at a time."""
 _INDEX_BYTES = 100_000_000
 """Of an OCDBT database's index that is kept: Orbax writes it as one node of up to so many bytes."""
+_SMALL_ARRAY = 1 << 20
+"""Bytes of an array up to which it is read at once, whatever its chunks."""
 _SMALL_OBJECT = 16 << 20
 """Bytes of an object of several chunks up to which it is read at once."""
 _UNREADABLE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE", "Error decoding")
@@ -56,7 +59,7 @@ class ForeignArray:
     shape: tuple[int, ...]
     dtype: DType
     chunks: tuple[int, ...]
-    """Shape of what is read at once; it may be larger than the array."""
+    """Shape of what is read at once."""
     _array: Any
     """The `ts.TensorStore`."""
 
@@ -89,7 +92,7 @@ def open_arrays(
     Raises:
         MissingDataError: there is no array of one of the names.
         CorruptionError: what describes one makes no sense.
-        FormatError: one is larger than can be addressed.
+        FormatError: one is larger than can be addressed, or its name leads elsewhere.
         DtypeError: an array's elements cannot be stored.
         StorageError: the storage failed or refused.
     """
@@ -101,6 +104,7 @@ def open_arrays(
             _finish(found, *under_way.popleft())
         where = f"{place}/{name}"
         with _typed_errors("open", where):
+            check_key(name, place)
             values = place.sub(name).kvstore() if database is None else database / f"{name}/"
             spec = {"driver": driver, "fill_missing_data_reads": fill_missing, "recheck_cached_metadata": False}
             under_way.append((name, where, ts.open(spec, kvstore=values, open=True, read=True, context=shared_context())))
@@ -130,8 +134,8 @@ def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any)
         raise FormatError(f"{where}: an array of shape {shape} has more bytes than can be addressed.")
     layout = array.chunk_layout
     whole, inner = tuple(layout.write_chunk.shape or ()), tuple(layout.read_chunk.shape or ())
-    at_once = whole if prod(whole) * dtype.itemsize <= _SMALL_OBJECT else inner
-    found[name] = ForeignArray(where, shape, dtype, at_once, array)
+    at_once = shape if prod(shape) * dtype.itemsize <= _SMALL_ARRAY else whole if prod(whole) * dtype.itemsize <= _SMALL_OBJECT else inner
+    found[name] = ForeignArray(where, shape, dtype, tuple(max(1, min(c, n)) for c, n in zip(at_once, shape, strict=True)), array)
 
 
 @contextmanager
