@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["excerpt", "numbered", "shortened"]
+__all__ = ["excerpt", "few", "numbered", "shortened"]
 
 _SHORT = Repr()
 _SHORT.maxlevel = 3
@@ -40,6 +40,16 @@ def shortened(text: str, limit: int = 120) -> str:
     'a long…'
     """
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """Some names, the first of them by themselves.
+
+    >>> few(["a", "b", "c", "d"], 2)
+    'a, b and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(shortened(name) for name in names[:most])}{more}"
 
 
 def numbered(what: str, numbers: Sequence[int]) -> str:

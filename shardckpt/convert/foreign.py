@@ -17,7 +17,7 @@ from shardckpt.structure import Structure, TensorRecord
 from shardckpt.tree import Flat, flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -53,6 +53,11 @@ class Foreign(Protocol):
     @property
     def identity(self) -> str:
         """Differs when any of its files does: a digest over names, sizes, times or checksums."""
+        ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """JSON of what it says besides, to be the new checkpoint's metadata; small."""
         ...
 
     @property
@@ -101,16 +106,17 @@ class ForeignTensor:
     """What its elements are to a framework, e.g. `jax.key:threefry2x32`; None: the numbers that they are."""
 
 
-def row_chunks(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Chunks for a tensor that is one run of bytes in row-major order: as many whole rows, or planes, as make `ROWS_BYTES`.
+def row_chunks(shape: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
+    """Chunks for a tensor that is one run of bytes in row-major order: a power of two of whole rows, or planes, of at most so many bytes.
 
-    >>> row_chunks((4096, 1024), 4)
-    (256, 1024)
+    >>> row_chunks((5000, 1000), 4)
+    (256, 1000)
     """
-    chunks, room = [1] * len(shape), max(1, ROWS_BYTES // itemsize)
+    chunks, room = [1] * len(shape), max(1, nbytes // itemsize)
     for d in reversed(range(len(shape))):
-        chunks[d] = max(1, min(shape[d], room))
-        if chunks[d] < shape[d]:
+        chunks[d] = max(1, shape[d])
+        if shape[d] > room:
+            chunks[d] = 1 << (room.bit_length() - 1)
             break
         room //= chunks[d]
     return tuple(chunks)
@@ -141,7 +147,17 @@ def tensors_of(state: object) -> dict[str, ForeignTensor]:
 
 
 def _flat(state: object) -> Flat:
-    return flatten(state, lambda value: isinstance(value, ForeignTensor), lambda value: value.identity, lambda value: value.meaning)
+    return flatten(state, lambda value: isinstance(value, ForeignTensor), _identity, _meaning)
+
+
+def _identity(tensor: object) -> Hashable:
+    assert isinstance(tensor, ForeignTensor)
+    return tensor.identity
+
+
+def _meaning(tensor: object) -> str | None:
+    assert isinstance(tensor, ForeignTensor)
+    return tensor.meaning
 
 
 def _record(name: str, tensor: ForeignTensor, where: str) -> TensorRecord:

@@ -10,15 +10,16 @@ lack of a file that is written last.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.foreign import structure_of, tensors_of
-from shardckpt.convert.identity import identity_of
 from shardckpt.convert.orbax_metadata import parse_json
 from shardckpt.convert.orbax_tree import METADATA, MSGPACK, read_tree
 from shardckpt.errors import FormatError, UncommittedError
+from shardckpt.io.listing import modification_times
 from shardckpt.io.store import Store
 from shardckpt.names import natural_key
 
@@ -61,6 +62,7 @@ class _Orbax:
     location: Location
     structure: Structure
     identity: str
+    metadata: Mapping[str, Any]
     notes: Sequence[str]
     elements: Mapping[str, Elements]
     """By tensor."""
@@ -115,7 +117,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         state = state[unnamed] if list(state) == [unnamed] else state
     structure = structure_of(state, str(location))
     elements = {name: sources[tensor] for name, tensor in tensors_of(state).items()}
-    return _Orbax(location, structure, identity_of(place), tuple(notes), elements)
+    return _Orbax(location, structure, _identity(place), _metadata(place, names), tuple(notes), elements)
 
 
 def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> object:
@@ -174,3 +176,20 @@ def _check_finished(place: Store, names: list[str]) -> None:
             f"{where} was not finished, or is still being written: {_FINISHED} is missing. Import another step; or write an empty file of "
             f"that name there, if you know that it is whole."
         )
+
+
+def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
+    """What the checkpoint says of itself besides: metrics, and what its users have added."""
+    if _STEP not in names:
+        return {}
+    doc = parse_json(place.read(_STEP), place.path_of(_STEP))
+    return {key: doc[key] for key in ("metrics", "custom_metadata") if doc.get(key)} if isinstance(doc, dict) else {}
+
+
+def _identity(place: Store) -> str:
+    """A digest over the names of all files and when they were written."""
+    digest = hashlib.sha256(str(place).encode())
+    for key, time in sorted(modification_times(place)):
+        # memory:// keeps no times
+        digest.update(place.read(key) if place.location.scheme == "memory" else f"{key} {time!r}\n".encode())
+    return digest.hexdigest()

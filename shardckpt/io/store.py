@@ -143,6 +143,17 @@ class Store:
             CorruptionError: it ends before `stop`.
             FormatError: on disk: all of it was asked for, and it has more than `LARGEST_WHOLE` bytes.
         """
+        data, _ = self.read_versioned(key, start, stop)
+        if data is None:
+            raise MissingDataError(f"{self.path_of(key)} is missing; restore it from a copy.")
+        return data
+
+    def read_versioned(self, key: str, start: int | None = None, stop: int | None = None) -> tuple[bytes | None, bytes]:
+        """An object's bytes, or those from `start` to `stop`, None where there is none; and the generation to hand to `replace`.
+
+        Raises:
+            CorruptionError, FormatError: as for `read`.
+        """
         span = None if start is None and stop is None else slice(start or 0, stop)
         check_key(key, self)
         self._refuse_special(key, whole=span is None)
@@ -153,22 +164,12 @@ class Store:
                 if "OUT_OF_RANGE" not in str(e):
                     raise
                 raise CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {e}; restore it from a copy.") from e
-        if found.state != "value":
-            raise MissingDataError(f"{self.path_of(key)} is missing; restore it from a copy.")
-        data: bytes = found.value
-        if stop is not None and len(data) != stop - (start or 0):
+        data: bytes | None = found.value if found.state == "value" else None
+        if data is not None and stop is not None and len(data) != stop - (start or 0):
             raise CorruptionError(
                 f"{self.path_of(key)}: asked for bytes {start or 0} to {stop}, got {len(data)} bytes; restore it from a copy."
             )
-        return data
-
-    def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
-        """An object's bytes, None where there is none, and the generation to hand to `replace`."""
-        check_key(key, self)
-        self._refuse_special(key, whole=True)
-        with storage_errors("read", self.path_of(key)):
-            found = self._fetch(key)
-        return (found.value if found.state == "value" else None), found.stamp.generation
+        return data, found.stamp.generation
 
     def is_longer(self, key: str, nbytes: int) -> bool:
         """Whether there is such an object, of more than that many bytes; reads no more than one of them."""

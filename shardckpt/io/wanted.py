@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardckpt.io.lookup import Lookup
     from shardckpt.io.store import Store
 
-__all__ = ["MOST_CHUNKS", "Chunk", "ChunkFinder", "Damaged", "Request"]
+__all__ = ["MOST_CHUNKS", "Chunk", "ChunkFinder", "Damaged", "Request", "touched_chunks"]
 
 Array = NDArray[np.generic]
 Index = tuple[slice | EllipsisType, ...]
@@ -150,18 +150,8 @@ class ChunkFinder:
 
     def needed(self, request: Request) -> Iterator[Chunk]:
         """The chunks that the request's boxes touch, each once, however many boxes share it."""
-        for piece in touched(request.pieces, request.boxes):
-            pairs = overlaps(piece, request.boxes)
-            if not len(pairs.chunk):
-                continue
-            positions, first = np.unique(pairs.chunk, return_index=True)
-            ends = np.append(first[1:], len(pairs.chunk))
-            for i in range(0, len(positions), MOST_CHUNKS):
-                some = slice(i, i + MOST_CHUNKS)
-                begin = int(first[i])
-                targets = _targets(request, pairs, slice(begin, int(ends[some][-1])))
-                spans = zip((first[some] - begin).tolist(), (ends[some] - begin).tolist(), strict=True)
-                yield from self.located(request, piece, positions[some], (targets[a:b] for a, b in spans))
+        for piece, positions, targets in touched_chunks(request):
+            yield from self.located(request, piece, positions, targets)
 
     def every(self, request: Request, damaged: Damaged) -> Iterator[Chunk]:
         """Every chunk of the request's pieces that the table has; the others are reported."""
@@ -218,6 +208,22 @@ class ChunkFinder:
         return MissingDataError(
             f"{name}{box} at {self._place}: no host's chunk table has this chunk; run `shardckpt verify` for the full list."
         )
+
+
+def touched_chunks(request: Request) -> Iterator[tuple[Piece, NDArray[np.int64], list[list[Target]]]]:
+    """The chunks that a request's boxes touch, each once: array, positions in its grid, and where the elements of each go."""
+    for piece in touched(request.pieces, request.boxes):
+        pairs = overlaps(piece, request.boxes)
+        if not len(pairs.chunk):
+            continue
+        positions, first = np.unique(pairs.chunk, return_index=True)
+        ends = np.append(first[1:], len(pairs.chunk))
+        for i in range(0, len(positions), MOST_CHUNKS):
+            some = slice(i, i + MOST_CHUNKS)
+            begin = int(first[i])
+            targets = _targets(request, pairs, slice(begin, int(ends[some][-1])))
+            spans = zip((first[some] - begin).tolist(), (ends[some] - begin).tolist(), strict=True)
+            yield piece, positions[some], [targets[a:b] for a, b in spans]
 
 
 def _targets(request: Request, pairs: Overlaps, rows: slice) -> list[Target]:

@@ -35,6 +35,7 @@ from shardckpt.reshard.clusters import WorkerLostError
 from shardckpt.reshard.engines import check_engine, start
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
+from shardckpt.reshard.source import place_of
 from shardckpt.reshard.task import TaskReport, forget, run_task
 from shardckpt.rules import Rule, Rules
 from shardckpt.space import check_space
@@ -47,8 +48,9 @@ if TYPE_CHECKING:
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.reshard.engines import Engine
     from shardckpt.reshard.plan import Task
+    from shardckpt.reshard.source import SourceSpec
 
-__all__ = ["ReshardReport", "all_rules", "reshard"]
+__all__ = ["ReshardReport", "all_rules", "reshard", "run_job"]
 
 MOST_LOSSES = 3
 """Workers that may die over one task."""
@@ -146,7 +148,6 @@ def reshard(
         MissingExtraError: the cluster's package is not installed here, or shardckpt not there.
         StorageError: a storage failed, or has no room.
     """
-    began = time.monotonic()
     options = ReshardOptions(
         mesh=mesh,
         rules=all_rules(rules, like, unmatched),
@@ -160,12 +161,26 @@ def reshard(
         overwrite=overwrite,
         verify=verify,
     )
+    return run_job(str(parse(src)), dst, options, engine=engine, worker=worker, progress=progress)
+
+
+def run_job(
+    source: str | SourceSpec,
+    dst: str | os.PathLike[str],
+    options: ReshardOptions,
+    *,
+    engine: Executor | str | None = None,
+    worker: tuple[int, int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReshardReport:
+    """Reshard any source: as `reshard`, of which these are the arguments."""
+    began, workers = time.monotonic(), options.workers
     share = _checked(worker)
     check_engine(engine)
     if isinstance(engine, str):
         options = replace(options, workers=1)  # each has the memory for itself
-    job = Job(str(parse(src)), str(parse(dst)), options, call=secrets.token_hex(8), alone=worker is None and engine is None)
-    in_one_memory = "memory" in (parse(job.source).scheme, parse(job.destination).scheme)
+    job = Job(source, str(parse(dst)), options, call=secrets.token_hex(8), alone=worker is None and engine is None)
+    in_one_memory = "memory" in (place_of(source).scheme, parse(job.destination).scheme)
     if isinstance(engine, str) and worker is not None:
         raise OptionError(f"reshard(engine={engine!r}, worker={worker}): a cluster has workers of its own; leave one of the two out.")
     if isinstance(engine, str) and in_one_memory:

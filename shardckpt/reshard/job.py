@@ -1,6 +1,7 @@
 """Which attempt do all workers of a job write into? The same one, without talking to each other.
 
-Its name follows from what is read and what is to come of it: the source's attempt, the new structure, layout and compression,
+Its name follows from what is read and what is to come of it: the source's attempt (of a foreign source, what tells it from any
+other: `Foreign.identity`), the new structure, layout and compression,
 how the work is cut into tasks, and the commit record that the destination has before. So a worker on another machine, or a job
 that was interrupted and is started again, finds what the others have written; with other options, or after something else was
 committed there, it is another attempt, and nothing is mixed up.
@@ -30,11 +31,13 @@ from shardckpt.io.url import parse
 from shardckpt.record import CheckpointRecord
 from shardckpt.reshard.memory import READERS
 from shardckpt.reshard.plan import ReshardPlan, plan_reshard
+from shardckpt.reshard.source import Source, open_source
 
 if TYPE_CHECKING:
     from shardckpt.io.commit import Prior
     from shardckpt.record import FileReference
     from shardckpt.reshard.options import ReshardOptions
+    from shardckpt.reshard.source import SourceSpec
 
 __all__ = ["Job", "OpenJob"]
 
@@ -43,8 +46,8 @@ __all__ = ["Job", "OpenJob"]
 class Job:
     """What a worker is told; small, and can be pickled."""
 
-    source: str
-    """Url of the checkpoint that is read."""
+    source: str | SourceSpec
+    """The checkpoint that is read: url of one of ours, or the spec of any other."""
     destination: str
     """Url of the new one."""
     options: ReshardOptions
@@ -70,17 +73,17 @@ class OpenJob:
         """
         self.job = job
         location = parse(job.destination)
-        self.checkpoint = Checkpoint(job.source)
+        self.checkpoint: Source = open_source(job.source)
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
         self.checkpoint.limit_reading(threads=READERS, memory=self.plan.memory.reading)
         self.store = Store.open(location)
-        self.source_place = Store.open(self.checkpoint.location).sub(self.plan.source.attempt)
         self.carries = False
         """Whether the source's files are taken over as they are (`carry`)."""
         self.prior: Prior = read_prior(self.store, overwrite=True)
         self.attempt, self.committed = self._attempt()
         """The second: whether the job is done, for what is committed at the destination is what it makes where nothing was before."""
-        if job.alone and self.plan.unchanged and can_link(self.source_place, self.store):
+        ours = isinstance(self.checkpoint, Checkpoint)
+        if job.alone and ours and self.plan.unchanged and can_link(self.source_place, self.store):
             begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers that others started: go on there
             self.carries = not begun
             self.attempt, self.committed = self._attempt()
@@ -99,10 +102,16 @@ class OpenJob:
         self.place = self.store.sub(self.attempt)
 
     @cached_property
+    def source_place(self) -> Store:
+        """The attempt that is read, of a checkpoint of ours."""
+        return Store.open(self.checkpoint.location).sub(self.plan.source.attempt)
+
+    @cached_property
     def described(self) -> FileReference:
         """The file, written by now, in which every host says what the new checkpoint holds."""
         record, small = self.plan.source, dict[str, bytes]()
         if self.carries and record.small_table is not None:  # no host has these, and the committer writes them anew
+            assert isinstance(self.checkpoint, Checkpoint)
             written = read_table(self.source_place, record.small_table).counts
             tensors = record.structure.tensors
             small = {name: self.checkpoint.read(name).tobytes() for name in tensors if tensors[name].pieces[0].path in written}
@@ -115,7 +124,7 @@ class OpenJob:
             read_prior(self.store, overwrite=False)
         except AlreadyExistsError as e:
             raise AlreadyExistsError(
-                f"{self.store}: another checkpoint is committed there already; reshard to another place, or replace it with overwrite=True "
+                f"{self.store}: another checkpoint is committed there already; choose another place, or replace it with overwrite=True "
                 f"(--overwrite)."
             ) from e
 

@@ -25,11 +25,11 @@ from shardckpt.reshard.targets import targets
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardckpt.checkpoint import Checkpoint
     from shardckpt.io.url import Location
     from shardckpt.record import CheckpointRecord
     from shardckpt.reshard.cells import Step
     from shardckpt.reshard.options import ReshardOptions
+    from shardckpt.reshard.source import Source
     from shardckpt.rules import Decision
     from shardckpt.structure import Structure, TensorRecord
 
@@ -147,7 +147,7 @@ class ReshardPlan:
         return sum(read_bytes(box, source.pieces, source.dtype.itemsize, CHECKSUM_BYTES) for box in boxes)
 
 
-def plan_reshard(source: Checkpoint, options: ReshardOptions, destination: Location | None = None) -> ReshardPlan:
+def plan_reshard(source: Source, options: ReshardOptions, destination: Location | None = None) -> ReshardPlan:
     """Plan a reshard; nothing is read but the source's record, which is read already.
 
     Args:
@@ -160,14 +160,15 @@ def plan_reshard(source: Checkpoint, options: ReshardOptions, destination: Locat
         BudgetError: the memory limit does not suffice; names it, and what would.
     """
     record = source.record
-    made = targets(record.structure, options, str(source.location))
+    ours = bool(record.hosts)  # what no host of a save has written is cut as somebody else cut it
+    made = targets(record.structure, options, str(source.location), keep_chunks=ours)
     compression = record.compression if options.compression is None else None if options.compression == "none" else options.compression
     sizes = Sizes(
         source_chunk=largest_chunk(made.sources.values()),
         target_chunk=largest_chunk(made.structure.tensors.values()),
         source_local=source.location.local is not None,
         target_local=destination is None or destination.local is not None,
-        source_compressed=record.compression is not None,
+        source_compressed=record.compression is not None or not ours,  # how others decode, and from what, is not known
         target_compressed=compression is not None,
     )
     least = record.processes if made.values else 1

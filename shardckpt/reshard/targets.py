@@ -1,7 +1,7 @@
 """What will the new checkpoint hold? Its structure, and for each of its tensors the one of the source that it is made of.
 
-Each tensor is stored as a save would store it that finds it laid out like this on devices (`save_plan`). One that keeps its
-layout and the size of its elements keeps its arrays and chunks, too, whatever cut them so.
+Each tensor is stored as a save would store it that finds it laid out like this on devices (`save_plan`). One of a checkpoint of
+ours that keeps its layout and the size of its elements keeps its arrays and chunks, too, whatever cut them so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.rules import Decision
 
-__all__ = ["Targets", "targets"]
+__all__ = ["Targets", "renamed", "targets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,14 @@ class Targets:
     """Names of the places where every process has a value of its own."""
 
 
-def targets(source: Structure, options: ReshardOptions, where: str) -> Targets:
+def targets(source: Structure, options: ReshardOptions, where: str, *, keep_chunks: bool = True) -> Targets:
     """What a reshard makes of a checkpoint with that structure.
 
     Args:
         source: of the checkpoint.
         options: the job's.
         where: the checkpoint's place, for messages.
+        keep_chunks: whether a tensor that can keep its arrays and chunks does.
 
     Raises:
         NamesMismatchError: nothing is selected by `only`.
@@ -67,14 +68,14 @@ def targets(source: Structure, options: ReshardOptions, where: str) -> Targets:
     tensors = {}
     for name, old in sources.items():
         layout, dtype = decisions[name].layout, types[name]
-        if layout == old.layout and dtype.itemsize == old.dtype.itemsize:
-            tensors[name] = _renamed(old, name, dtype)
+        if keep_chunks and layout == old.layout and dtype.itemsize == old.dtype.itemsize:
+            tensors[name] = renamed(old, name, dtype)
         else:
             tensors[name] = tensor_record(name, old.shape, dtype, layout, smallest)
     return Targets(Structure(tree, tensors), sources, decisions, frozenset(per_process_names(tree)))
 
 
-def _renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
+def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     """A tensor that is stored in the same chunks, under the same name or another one."""
     if name == tensor.name:
         return replace(tensor, dtype=dtype, base=None)  # what lies in a base is brought in

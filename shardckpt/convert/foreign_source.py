@@ -1,0 +1,174 @@
+"""A foreign checkpoint as what a reshard reads.
+
+1. `ForeignSpec` is what workers are told; each opens the checkpoint for itself.
+2. `ForeignSource` is what a reshard asks of a source. Its record says what a commit record would say: the structure as it is to
+   become (`arrangement`), and in place of an attempt what tells this source from any other.
+3. `ForeignReader` reads the chunks that requests touch, each once per call, in several threads, and copies the elements to where
+   they are wanted. In memory are as many chunks as there are threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.convert.arrangement import Arrangement
+from shardckpt.convert.detect import module_of
+from shardckpt.io.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS
+from shardckpt.io.stats import ReadStats
+from shardckpt.io.url import parse
+from shardckpt.io.wanted import touched_chunks
+from shardckpt.planning.plan import chunk_boxes
+from shardckpt.record import CheckpointRecord
+from shardckpt.reshard.memory import READERS, largest_chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.box import Box
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.io.url import Location
+    from shardckpt.io.wanted import Request, Target
+    from shardckpt.planning.plan import Piece
+    from shardckpt.structure import TensorRecord
+
+__all__ = ["ForeignReader", "ForeignSource", "ForeignSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSpec:
+    """Which foreign checkpoint is read, and as what."""
+
+    url: str
+    """Where it lies."""
+    format: str
+    """The name of its format, as `detect` has it."""
+    trust_pickle: bool = False
+    """Whether what only a pickle says may be read from one."""
+    into: str | None = None
+    """Where in the new state it goes; see `Arrangement.below`."""
+
+    def open(self) -> ForeignSource:
+        """Open it.
+
+        Raises:
+            FormatError, MissingDataError: it makes no sense, or a part of it is gone.
+        """
+        foreign: Foreign = module_of(self.format).open_foreign(parse(self.url), trust_pickle=self.trust_pickle)
+        arrangement = Arrangement.of(foreign.structure)
+        return ForeignSource(foreign, arrangement if self.into is None else arrangement.below(self.into))
+
+
+class ForeignSource:
+    """A foreign checkpoint that is open for reading: a `reshard.source.Source`."""
+
+    def __init__(self, foreign: Foreign, arrangement: Arrangement) -> None:
+        self.foreign = foreign
+        self.location: Location = foreign.location
+        self.stats = ReadStats()
+        self._arrangement = arrangement
+        self._limits = READERS, OBJECT_MEMORY
+        origins = [(name, tensor.name) for name, tensor in arrangement.origins.items()]
+        seen = [foreign.format, foreign.identity, origins]
+        self.record = CheckpointRecord(
+            attempt=hashlib.sha256(json.dumps(seen).encode()).hexdigest(),
+            created="",  # the attempt of an import bears no time of its own
+            writer=foreign.format,
+            layout="packed",
+            compression=None,
+            hosts=(),
+            structure=arrangement.structure,
+            metadata=dict(foreign.metadata),
+            saved_by=1,
+        )
+
+    @cached_property
+    def reader(self) -> ForeignReader:
+        """Reads its chunks; made when it is first asked for."""
+        threads, memory = self._limits
+        if self.location.local is None:
+            chunk = largest_chunk(self._arrangement.structure.tensors.values())
+            threads = max(1, min(OBJECT_THREADS, memory // max(1, OBJECT_COPIES * chunk)))
+        return ForeignReader(self.foreign, self._arrangement, self.stats, threads)
+
+    def limit_reading(self, *, threads: int, memory: int) -> None:
+        """See `Source`. From an object store as many threads read as there is memory for."""
+        self._limits = threads, memory
+
+    def reading(self) -> AbstractContextManager[None]:
+        """See `Source`. Each file is compared with what it was whenever it is opened."""
+        return nullcontext()
+
+    def process_values(self, process: int) -> dict[str, Any]:
+        """None: no other format has such values."""
+        del process
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk of the foreign checkpoint, and where its elements go."""
+
+    tensor: TensorRecord
+    piece: Piece
+    box: Box
+    targets: list[tuple[Target, np.dtype[Any] | None]] = field(default_factory=list)
+    """Each with what the elements mean, where they are converted."""
+
+
+class ForeignReader:
+    """Reads boxes of tensors, by the names and pieces of an arrangement. Safe to use from several threads."""
+
+    def __init__(self, foreign: Foreign, arrangement: Arrangement, stats: ReadStats, threads: int) -> None:
+        self._foreign = foreign
+        self._stats = stats
+        self._pool = ThreadPoolExecutor(threads, "shardckpt-import")
+        self._origins: dict[str, tuple[TensorRecord, Piece]] = {}
+        """By path of a piece in the arrangement, the foreign tensor and its piece."""
+        for name, origin in arrangement.origins.items():
+            pieces = arrangement.structure.tensors[name].pieces
+            self._origins.update((new.path, (origin, old)) for new, old in zip(pieces, origin.pieces, strict=True))
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """Fill every request's buffers.
+
+        Raises:
+            MissingDataError, CorruptionError: what is needed is not there, or damaged; names the tensor and the file.
+            ReplacedError: the source has changed since it was opened.
+            StorageError: it cannot be read.
+        """
+        self._stats.count(needed=sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests))
+        chunks: dict[tuple[str, int], _Chunk] = {}
+        for request in requests:
+            for piece, positions, targets in touched_chunks(request):
+                tensor, stored = self._origins[piece.path]
+                boxes = chunk_boxes(stored, positions)
+                for i, (position, goes_to) in enumerate(zip(positions.tolist(), targets, strict=True)):
+                    chunk = chunks.setdefault((piece.path, position), _Chunk(tensor, stored, boxes[i]))
+                    chunk.targets.extend((target, request.convert_from) for target in goes_to)
+        futures = [self._pool.submit(self._read_chunk, chunk) for chunk in chunks.values()]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            # Nobody may still write into the caller's buffers once this returns.
+            begun = [future for future in futures if not future.cancel()]
+            wait(begun)
+        for future in begun:
+            future.result()
+
+    def _read_chunk(self, chunk: _Chunk) -> None:
+        """Read a chunk, and copy its elements to where they are wanted."""
+        elements = self._foreign.read(chunk.tensor, chunk.piece, chunk.box)
+        assert (elements.dtype, elements.shape) == (chunk.tensor.dtype.storage, chunk.box.shape)
+        self._stats.count(reads=1, read=elements.nbytes)
+        with np.errstate(all="ignore"):  # what is too large for another dtype becomes infinite there: that was asked for
+            for (buffer, in_buffer, in_chunk), meaning in chunk.targets:
+                values = elements if meaning is None else elements.view(meaning)
+                np.copyto(buffer[in_buffer], values[in_chunk], casting="unsafe")

@@ -1,0 +1,172 @@
+"""One version of a file that somebody else has written: it is read as it was when it was first looked at, or not at all.
+
+On a local disk its size and time are compared each time that it is opened, and before it is closed; on an object store the
+generation comes with every answer. Who overwrites a file with as many bytes, and gives it the former time, is not noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from shardckpt.io.url import Location
+
+    Bytes = NDArray[np.uint8]
+
+__all__ = ["FileVersion", "file_at", "identity_of"]
+
+
+class FileVersion:
+    """A version of a file. Safe to use from several threads."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        """The present version of the file at a key.
+
+        Raises:
+            MissingDataError: there is none.
+            StorageError: it cannot be looked at, or is no file.
+        """
+        self.store, self.key = store, key
+        self._path = store.local_path(key)
+        self._known: tuple[int, int] | bytes
+        if self._path is None:
+            data, self._known = store.read_versioned(key, 0, 0)
+            if data is None:
+                raise MissingDataError(f"{self} is missing; restore it from a copy.")
+            return
+        with storage_errors("look at", self):
+            try:
+                found = self._path.stat()
+            except (FileNotFoundError, NotADirectoryError) as e:
+                raise MissingDataError(f"{self} is missing; restore it from a copy.") from e
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(f"{self._path} is no file, but a directory, pipe or device")
+        self._known = _version(found)
+
+    def __str__(self) -> str:
+        """Its path or url."""
+        return self.store.path_of(self.key)
+
+    @property
+    def identity(self) -> list[Any]:
+        """JSON that is another one for another version, and the same on every machine that sees the file, or a copy with its times."""
+        return [self.key, self._known.hex() if isinstance(self._known, bytes) else list(self._known)]
+
+    def read(self, start: int, stop: int) -> Bytes:
+        """Some of its bytes.
+
+        Raises:
+            ReplacedError: the file has changed, or is gone.
+            CorruptionError: it ends before.
+            StorageError: it cannot be read.
+        """
+        return self._of_object(start, stop) if self._path is None else self._of_file(start, stop)
+
+    def read_whole(self, most: int) -> bytes:
+        """All of its bytes.
+
+        Raises:
+            ReplacedError, StorageError: as for `read`.
+            FormatError: it has more than `most`.
+        """
+        if self._known[0] > most if isinstance(self._known, tuple) else self.store.is_longer(self.key, most):
+            raise FormatError(f"{self} has more than {most} bytes; it is not what its name says.")
+        if isinstance(self._known, tuple):
+            return self.read(0, self._known[0]).tobytes()
+        data, version = self.store.read_versioned(self.key)
+        if data is None or version != self._known:
+            raise self._replaced()
+        return data
+
+    def require_length(self, nbytes: int) -> None:
+        """See to it that the file has just so many bytes.
+
+        Raises:
+            FormatError: it has more, or fewer.
+        """
+        if isinstance(self._known, tuple):
+            if self._known[0] == nbytes:
+                return
+            has = f"{self._known[0]} bytes"
+        elif self.store.is_longer(self.key, nbytes):
+            has = "more"
+        elif nbytes == 0 or self.store.is_longer(self.key, nbytes - 1):
+            return
+        else:
+            has = "fewer"
+        raise FormatError(f"{self} should have {nbytes} bytes by what it says, and has {has}; it is damaged or cut off, get it anew.")
+
+    def _of_file(self, start: int, stop: int) -> Bytes:
+        buffer = np.empty(stop - start, np.uint8)
+        view, got = buffer.data, 0
+        with storage_errors("read", self):
+            try:
+                # Without O_NONBLOCK a pipe that has taken the file's place would be waited for.
+                fd = os.open(str(self._path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except (FileNotFoundError, NotADirectoryError) as e:
+                raise self._replaced() from e
+            try:
+                if _version(os.fstat(fd)) != self._known:
+                    raise self._replaced()
+                while got < len(buffer) and (more := os.preadv(fd, [view[got:]], start + got)):
+                    got += more
+                if _version(os.fstat(fd)) != self._known:
+                    raise self._replaced()
+            finally:
+                os.close(fd)
+        if got < len(buffer):
+            raise CorruptionError(f"{self} ends before byte {stop}; get it anew.")
+        return buffer
+
+    def _of_object(self, start: int, stop: int) -> Bytes:
+        try:
+            data, version = self.store.read_versioned(self.key, start, stop)
+        except CorruptionError as e:
+            if self.store.read_versioned(self.key, 0, 0)[1] != self._known:
+                raise self._replaced() from e
+            raise
+        if data is None or version != self._known:
+            raise self._replaced()
+        return np.frombuffer(data, np.uint8)
+
+    def _replaced(self) -> ReplacedError:
+        return ReplacedError(f"{self} was changed, replaced or deleted while it was being read; begin again when nobody writes there.")
+
+
+def file_at(location: Location) -> FileVersion | None:
+    """The file at a location; None where there is a directory, or nothing.
+
+    Raises:
+        StorageError: it cannot be looked at, or is a pipe or device.
+    """
+    above = location.parent
+    if above is None or (location.local is not None and not (location.local.exists() and not location.local.is_dir())):
+        return None
+    try:
+        return FileVersion(Store.open(above), location.name)
+    except MissingDataError:
+        return None
+
+
+def identity_of(location: Location, files: Iterable[FileVersion]) -> str:
+    """What is another text whenever one of the files at a location is another version: 64 hex digits."""
+    seen = [str(location), *(file.identity for file in files)]
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+
+
+def _version(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns

@@ -1,0 +1,107 @@
+"""What must a checkpoint say and do to be resharded?
+
+One of ours does it by itself (`shardckpt.Checkpoint`), and is named by its url. Any other is named by a `SourceSpec`, which workers
+are sent and open for themselves: an import is a reshard of what somebody else has stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardckpt.checkpoint import Checkpoint
+from shardckpt.io.url import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from shardckpt.io.reader import Request
+    from shardckpt.io.stats import ReadStats
+    from shardckpt.io.url import Location
+    from shardckpt.record import CheckpointRecord
+
+__all__ = ["Reader", "Source", "SourceSpec", "open_source", "place_of"]
+
+
+class Reader(Protocol):
+    """Reads stored elements. Safe to use from several threads."""
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """Fill every request's buffers; each stored chunk is read once.
+
+        Raises:
+            MissingDataError, CorruptionError, StorageError: what is needed is not there, damaged, or cannot be read.
+        """
+        ...
+
+
+class Source(Protocol):
+    """A checkpoint that is open for reading."""
+
+    @property
+    def location(self) -> Location:
+        """Where it lies."""
+        ...
+
+    @property
+    def record(self) -> CheckpointRecord:
+        """What it holds. Its `attempt` is another one whenever anything that is stored there differs."""
+        ...
+
+    @property
+    def reader(self) -> Reader:
+        """Reads its elements."""
+        ...
+
+    @property
+    def stats(self) -> ReadStats:
+        """What reading took so far."""
+        ...
+
+    def limit_reading(self, *, threads: int, memory: int) -> None:
+        """Say what reading may take, before the first chunk is read.
+
+        Args:
+            threads: how many read at once from a local disk.
+            memory: bytes of what is on its way from an object store.
+        """
+        ...
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Goes around all reading: tells a checkpoint that was replaced or deleted meanwhile from one that is damaged.
+
+        Raises:
+            ReplacedError: what was raised inside is because of that.
+        """
+        ...
+
+    def process_values(self, process: int) -> dict[str, Any]:
+        """What a process owned by itself when it saved (`PerProcess`), by name, not decoded."""
+        ...
+
+
+class SourceSpec(Protocol):
+    """Which checkpoint is meant; small, can be pickled, and equal specs mean the same."""
+
+    @property
+    def url(self) -> str:
+        """Where it lies."""
+        ...
+
+    def open(self) -> Source:
+        """Open it.
+
+        Raises:
+            NotFoundError, FormatError: there is none, or none that can be read.
+        """
+        ...
+
+
+def open_source(source: str | SourceSpec) -> Source:
+    """Open a checkpoint: one of ours by its url, any other by its spec."""
+    return Checkpoint(source) if isinstance(source, str) else source.open()
+
+
+def place_of(source: str | SourceSpec) -> Location:
+    """Where it lies."""
+    return parse(source if isinstance(source, str) else source.url)
