@@ -1,0 +1,238 @@
+"""How is a directory of torch.distributed.checkpoint read, without torch?
+
+1. `.metadata` says what there is (`dcp_metadata`). It is a pickle: who imports one says `trust_pickle=True`.
+2. Every file that it speaks of is looked for, up to the last byte that is needed.
+3. What is no tensor is a few bytes of `torch.save`, which are read; what of it cannot be stored is left behind and said (`plain_values`).
+4. Of each tensor one item is looked into, for the order in which its elements lie: that makes the chunks. Each item is a file
+   of `torch.save` inside the file: rows are read out of it by their place.
+5. The planner's paths make the nested state again, keys being text: DCP turns the integer keys of optimizers into text, and drops
+   empty containers.
+
+DCP has no checksums. Those that torch's files have are checked where an item is read in one go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.convert.dcp_metadata import parse_metadata
+from shardckpt.convert.foreign import Part
+from shardckpt.convert.nested import nested
+from shardckpt.convert.placed import PlacedTensor, held, place_tensors
+from shardckpt.convert.plain_values import LEFT, plain
+from shardckpt.convert.span import FileVersion, Span
+from shardckpt.convert.strided import read_box, strided_chunks
+from shardckpt.convert.torch_file import open_torch_file
+from shardckpt.convert.torch_objects import StoredTensor
+from shardckpt.dtypes import by_name
+from shardckpt.errors import CorruptionError, DtypeError, FormatError, MissingDataError, OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.listing import modification_times
+from shardckpt.io.store import Store
+from shardckpt.io.together import together
+from shardckpt.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.box import Box
+    from shardckpt.convert.dcp_metadata import DcpItem, DcpMetadata, DcpTensor
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.torch_file import TorchFile
+    from shardckpt.dtypes import DType
+    from shardckpt.io.url import Location
+
+__all__ = ["METADATA", "DcpState", "looks_like", "open_foreign", "read_state"]
+
+METADATA = ".metadata"
+_OF_OTHERS = frozenset(("common.pt", "metadata.json", ".manager_metadata"))
+"""Files beside `.metadata` in what others make of DCP's directories, which have readers of their own."""
+REMEMBERED = 4096
+"""Items of which it is remembered where their elements are: about 1 KiB each."""
+
+
+def looks_like(location: Location) -> str | None:
+    """What was seen, in words; None: no such directory."""
+    names = children(location)
+    if _OF_OTHERS & set(names):
+        return None
+    files = sum(name.endswith(".distcp") for name in names)
+    if METADATA in names:
+        return f"a torch.distributed.checkpoint directory: {METADATA} and {files} .distcp files"
+    if files and any(name.startswith("__") and name.endswith(METADATA) for name in names):
+        return (
+            f"a torch.distributed.checkpoint directory that was saved without collectives: {files} .distcp files, and no common {METADATA}"
+        )
+    return None
+
+
+def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
+    """Open a directory of `torch.distributed.checkpoint.save`.
+
+    Args:
+        location: the directory.
+        trust_pickle: whether its `.metadata`, a pickle, may be read.
+
+    Raises:
+        OptionError: `trust_pickle` is needed.
+        FormatError: it is none, or of a kind that is not read.
+        MissingDataError, CorruptionError: a file is missing, or too short.
+    """
+    state = read_state(Store.open(location), trust_pickle=trust_pickle)
+    return place_tensors(state.nested(), "dcp", location, state.identity, state.notes)
+
+
+def children(location: Location) -> list[str]:
+    """The names in a directory; none where there is no directory."""
+    store = Store.open(location)
+    path = store.local_path("")
+    return store.list_children() if path is None or path.is_dir() else []
+
+
+@dataclass(frozen=True, slots=True)
+class DcpState:
+    """What a directory holds, open."""
+
+    leaves: dict[str, Any]
+    """By name: `PlacedTensor`s and plain values."""
+    metadata: DcpMetadata
+    absent: tuple[str, ...]
+    """Names that the writer's state had, and of which it stored nothing."""
+    identity: str
+    notes: tuple[str, ...]
+    where: str
+    """The metadata file."""
+
+    def nested(self) -> Any:
+        """The state as it was."""
+        left = [name for name in self.metadata.bytes if name not in self.leaves]
+        return nested(self.leaves, self.metadata.paths, [*left, *self.absent], self.where)
+
+
+def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
+    """Read all but the elements of tensors; raises what `open_foreign` does."""
+    where = store.path_of(METADATA)
+    if not store.exists(METADATA):
+        raise FormatError(
+            f"{store}: there is no {METADATA}, which says what is where. It was saved without collectives (each process has a "
+            f"{METADATA} of its own), or never completed. Load it with DCP on as many processes, and save it again with collectives."
+        )
+    if not trust_pickle:
+        raise OptionError(
+            f"{where} is a pickle, as every metadata file of torch.distributed.checkpoint: a program, which Python would run as it loads "
+            f"it. shardckpt reads it by a machine of its own that knows DCP's classes alone and calls nothing, and does so only if you "
+            f"say that you know where the file is from: --trust-pickle, or trust_pickle=True."
+        )
+    data = store.read(METADATA)
+    metadata = parse_metadata(data, where)
+    items = [*metadata.bytes.items(), *((name, chunk.item) for name, tensor in metadata.tensors.items() for chunk in tensor.chunks)]
+    _refuse_transformed(items, store)
+    files = _files((item for _, item in items), store)
+    notes = [f"{where} is a pickle, and was read because that was asked for; nothing in it was run."]
+    opened = lru_cache(REMEMBERED)(lambda item: open_torch_file(Span(files[item.file], item.offset, item.offset + item.length)))
+    tensors = together(lambda named: _placed(*named, opened), metadata.tensors.items())
+    values = together(lambda named: _value(*named, opened), metadata.bytes.items())
+    leaves: dict[str, Any] = dict(zip(metadata.tensors, tensors, strict=True))
+    for name, (value, left) in zip(metadata.bytes, values, strict=True):
+        notes.extend(left)
+        if value is not LEFT:
+            leaves[name] = value
+    absent = [name for name in metadata.paths or () if name not in metadata.tensors and name not in metadata.bytes]
+    if absent:
+        notes.append(f"the state had names of which nothing was stored: {', '.join(map(shown, absent))}.")
+    return DcpState(leaves, metadata, tuple(absent), _identity(data, store), tuple(notes), where)
+
+
+def _refuse_transformed(items: Sequence[tuple[str, DcpItem]], store: Store) -> None:
+    for name, item in items:
+        if item.transforms:
+            raise FormatError(
+                f"{store.path_of(item.file)}: {shown(name)} went through {excerpt(list(item.transforms))} as it was written, which is not "
+                f"read here. Load it with DCP and save it again without extensions."
+            )
+
+
+def _files(items: Iterable[DcpItem], store: Store) -> dict[str, FileVersion]:
+    """The files that items lie in, by name; raises MissingDataError or CorruptionError for one that is not there, or too short."""
+    ends: dict[str, int] = {}
+    for item in items:
+        ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
+
+    def look(named: tuple[str, int]) -> FileVersion:
+        name, end = named
+        if end and not store.is_longer(name, end - 1):
+            if not store.exists(name):
+                raise MissingDataError(f"{store.path_of(name)} is missing; restore it from a copy.")
+            raise CorruptionError(f"{store.path_of(name)} ends before byte {end}, up to which it is needed; restore it from a copy.")
+        return FileVersion(store, name)
+
+    return dict(zip(ends, together(look, ends.items()), strict=True))
+
+
+def _identity(data: bytes, store: Store) -> str:
+    """A digest over the metadata and the times of all files; a save of DCP 2.4 and later has an id of its own in the former."""
+    digest = hashlib.sha256(data)
+    if store.location.scheme != "memory":  # which keeps no times
+        digest.update(repr(sorted(modification_times(store))).encode())
+    return digest.hexdigest()
+
+
+def _value(name: str, item: DcpItem, opened: Callable[[DcpItem], TorchFile]) -> tuple[Any, list[str]]:
+    """What an item that is no tensor holds."""
+    with _named(name):
+        return plain(opened(item), name)
+
+
+def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile]) -> PlacedTensor:
+    """A tensor that knows where its elements are."""
+    with _named(name):
+        dtype = by_name(tensor.dtype)
+        places = [_Item(chunk.item, chunk.shape, opened) for chunk in tensor.chunks]
+        strides = places[0].tensor(dtype)[1].strides if places else ()
+    if not places and 0 in tensor.shape:
+        return held(np.empty(tensor.shape, dtype.numpy))
+    parts = tuple(Part(chunk.start, chunk.shape, strided_chunks(chunk.shape, strides, dtype.itemsize)) for chunk in tensor.chunks)
+    return PlacedTensor(tensor.shape, dtype, parts, places=tuple(places))
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors name the tensor or leaf."""
+    try:
+        yield
+    except (CorruptionError, FormatError, DtypeError) as e:
+        raise type(e)(f"{shown(name)}: {e}") from e
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """An item of one tensor."""
+
+    item: DcpItem
+    shape: tuple[int, ...]
+    """What the metadata say of it."""
+    opened: Callable[[DcpItem], TorchFile]
+    """Opens it, or remembers."""
+
+    def tensor(self, dtype: DType) -> tuple[TorchFile, StoredTensor]:
+        file = self.opened(self.item)
+        tensor = file.state
+        if not isinstance(tensor, StoredTensor) or (tensor.shape, tensor.dtype.name) != (self.shape, dtype.name):
+            found = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, StoredTensor) else f"a {type(tensor).__name__}"
+            raise FormatError(
+                f"{file.span}: here should be {dtype} of shape {self.shape}, and there is {found}; the metadata are not those of this "
+                f"file. Restore both from one copy."
+            )
+        return file, tensor
+
+    def read(self, box: Box, dtype: DType) -> NDArray[Any]:
+        file, tensor = self.tensor(dtype)
+        return read_box(file.storage(tensor.storage), tensor, dtype.storage, box)

@@ -1,0 +1,71 @@
+"""How does a flat state become the nested one that it was, when it is known which keys led to each leaf?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import FormatError
+from shardckpt.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    Path = tuple[str | int, ...]
+
+__all__ = ["nested"]
+
+
+def nested(leaves: Mapping[str, Any], paths: Mapping[str, Path] | None, absent: Iterable[str], where: str) -> Any:
+    """Containers around the leaves: dicts where the keys are texts, lists where they are ints.
+
+    Args:
+        leaves: by name in the flat state.
+        paths: name → keys on the way to it. A name that is not among them is its own key, and None stands for all being so.
+        absent: names of which there is no leaf. In lists None stands in their place.
+        where: the file, for messages.
+
+    Raises:
+        FormatError: one leaf lies in another, or a container's keys are of both kinds.
+    """
+    known = paths or {}
+    root: dict[str | int, Any] = {}
+    for name, leaf in leaves.items():
+        _put(root, known.get(name, (name,)), leaf, where)
+    for name in absent:
+        path = known.get(name, (name,))
+        if any(type(key) is int for key in path):
+            _put(root, path, _ABSENT, where)
+    return _container(root, where)
+
+
+class _Absent:
+    """Nothing is there."""
+
+
+_ABSENT = _Absent()
+
+
+class _Branch(dict[str | int, Any]):
+    """Children by key, while it is not yet known how many there are. A leaf may be a dict itself."""
+
+
+def _put(root: dict[str | int, Any], path: Path, leaf: Any, where: str) -> None:
+    node = root
+    for key in path[:-1]:
+        node = node.setdefault(key, _Branch())
+        if type(node) is not _Branch:
+            raise FormatError(f"{where}: {excerpt(path)} leads through a leaf; the file is damaged, or nothing that DCP writes.")
+    if node.setdefault(path[-1], leaf) is not leaf:
+        raise FormatError(f"{where}: two leaves lie at {excerpt(path)}; the file is damaged, or nothing that DCP writes.")
+
+
+def _container(branch: dict[str | int, Any], where: str) -> Any:
+    children = {key: _container(child, where) if type(child) is _Branch else child for key, child in branch.items()}
+    kinds = {type(key) for key in children}
+    if kinds == {int}:
+        if sorted(children) != list(range(len(children))):
+            raise FormatError(f"{where}: a list has the places {excerpt(sorted(children))}, and others between them are missing.")
+        return [None if type(child) is _Absent else child for _, child in sorted(children.items())]
+    if kinds > {int}:
+        raise FormatError(f"{where}: the keys {excerpt(list(children))} are those of a list and of a dict at once.")
+    return {key: child for key, child in children.items() if type(child) is not _Absent}

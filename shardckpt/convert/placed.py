@@ -1,0 +1,137 @@
+"""A foreign checkpoint of which it is known, for each piece of each tensor, where it is read from.
+
+What the formats that torch's files are made of have in common: `place_tensors` makes a `Foreign` of a state whose tensors know their
+places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from shardckpt.box import Box
+from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
+from shardckpt.convert.strided import read_box, strided_chunks
+from shardckpt.dtypes import by_name, of_numpy
+from shardckpt.errors import CorruptionError, FormatError
+from shardckpt.names import shown
+from shardckpt.tree import flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.torch_file import TorchFile
+    from shardckpt.convert.torch_objects import StoredTensor
+    from shardckpt.dtypes import DType
+    from shardckpt.io.url import Location
+    from shardckpt.planning.plan import Piece
+    from shardckpt.structure import Structure, TensorRecord
+
+__all__ = ["Place", "Placed", "PlacedTensor", "held", "place_tensors", "stored"]
+
+
+class Place(Protocol):
+    """Where a part of a tensor is. Safe to use from several threads."""
+
+    def read(self, box: Box, dtype: DType) -> NDArray[Any]:
+        """The elements of a box, in the part's own indices, of dtype `dtype.storage`.
+
+        Raises:
+            CorruptionError, FormatError, MissingDataError, StorageError: they cannot be read; names the file.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedTensor(ForeignTensor):
+    """A tensor that knows where its parts are."""
+
+    places: tuple[Place, ...] = ()
+    """One for each of its parts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """A checkpoint of another format, open; see `Foreign`."""
+
+    format: str
+    location: Location
+    structure: Structure
+    identity: str
+    notes: tuple[str, ...]
+    _places: Mapping[str, Mapping[tuple[int, ...], Place]]
+    """By tensor, and by where the piece begins."""
+
+    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
+        """The elements of one chunk; see `Foreign.read`."""
+        inside = Box(_less(box.start, piece.start), _less(box.stop, piece.start))
+        try:
+            return self._places[tensor.name][piece.start].read(inside, tensor.dtype)
+        except (CorruptionError, FormatError) as e:
+            raise type(e)(f"{shown(tensor.name)}: {e}") from e
+
+
+def place_tensors(state: object, format: str, location: Location, identity: str, notes: Sequence[str]) -> Placed:  # noqa: A002
+    """A checkpoint of a state of plain containers, small leaves, and `PlacedTensor`s.
+
+    Raises:
+        LeafError: a leaf that cannot be stored.
+        FormatError: a tensor's parts do not make it.
+    """
+    structure = structure_of(state, str(location))
+    tensors = flatten(state, lambda value: isinstance(value, PlacedTensor), lambda value: cast("PlacedTensor", value).identity).tensors
+    places = {
+        name: {part.start: place for part, place in zip(tensor.parts, tensor.places, strict=True)} for name, tensor in tensors.items()
+    }
+    return Placed(format, location, structure, identity, tuple(notes), places)
+
+
+def _whole(shape: tuple[int, ...], chunks: tuple[int, ...]) -> Part:
+    return Part((0,) * len(shape), shape, tuple(max(1, n) for n in chunks))
+
+
+def held(array: NDArray[Any]) -> PlacedTensor:
+    """A small array that is in memory.
+
+    Raises:
+        DtypeError: its dtype cannot be stored.
+    """
+    dtype = of_numpy(array.dtype)
+    array = np.ascontiguousarray(array, dtype.numpy).reshape(array.shape)
+    return PlacedTensor(array.shape, dtype, (_whole(array.shape, array.shape),), places=(_Held(array),))
+
+
+def stored(file: TorchFile, tensor: StoredTensor) -> PlacedTensor:
+    """A tensor in a file of `torch.save`.
+
+    Raises:
+        DtypeError: its dtype cannot be stored.
+    """
+    dtype = by_name(tensor.dtype.name)
+    chunks = strided_chunks(tensor.shape, tensor.strides, dtype.itemsize)
+    return PlacedTensor(tensor.shape, dtype, (_whole(tensor.shape, chunks),), places=(_Stored(file, tensor),))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    array: NDArray[Any]
+
+    def read(self, box: Box, dtype: DType) -> NDArray[Any]:
+        return self.array[box.slices].view(dtype.storage)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stored:
+    file: TorchFile
+    tensor: StoredTensor
+
+    def read(self, box: Box, dtype: DType) -> NDArray[Any]:
+        return read_box(self.file.storage(self.tensor.storage), self.tensor, dtype.storage, box)
+
+
+def _less(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(one, other, strict=True))

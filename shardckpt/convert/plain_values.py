@@ -1,0 +1,175 @@
+"""What of a state that was pickled can be stored, and what is left behind?
+
+`torch.save` takes any Python object, and what `unpickle` gives of one is containers, leaves, and `Instance`s: notes of what would
+have been called. `plain` goes through them once.
+
+1. What is a container, a small leaf or a tensor in other clothes is undressed: argparse's and types' namespaces and defaultdicts are
+   dicts, numpy's scalars and arrays and torch's dtypes and devices are themselves, an `io.BytesIO` is its bytes.
+2. Everything else is left behind and said: an enumeration, a class of somebody's own, a function, a set.
+   A dict is then without that key; in a list or tuple None stands in its place.
+
+A pickle can refer to one list from many places, so a short one can describe a state of any size. Such a one is left behind.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt import leaves
+from shardckpt.convert.placed import held, stored
+from shardckpt.convert.torch_objects import Dtype, StoredTensor
+from shardckpt.convert.unpickling import Instance, Name
+from shardckpt.errors import DtypeError, FormatError
+from shardckpt.excerpt import excerpt, shortened
+from shardckpt.names import child_name, component_names
+from shardckpt.tree.containers import MAX_DEPTH
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.convert.torch_file import TorchFile
+
+__all__ = ["LEFT", "plain"]
+
+LEFT = object()
+"""Stands for what is left behind."""
+LARGEST_SHARED = 1 << 20
+"""Values of one pickle, at most: where there are more, they are some that are shared over and over."""
+_NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)")
+_NUMBERS = re.compile(r"[biufc][0-9]{1,2}")
+"""dtypes of numbers, as numpy pickles them."""
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+_DICTS = ("collections.defaultdict", "collections.Counter")
+
+
+def plain(file: TorchFile, name: str) -> tuple[Any, list[str]]:
+    """What `torch.save` was given, as far as it can be stored.
+
+    Args:
+        file: of `torch.save`.
+        name: what the whole is called.
+
+    Returns:
+        Plain containers, small leaves and `PlacedTensor`s, or `LEFT`; and a line for each thing that is left behind.
+    """
+    walk = _Walk(file)
+    return walk.visit(file.state, name, 0), walk.left
+
+
+@dataclass(slots=True)
+class _Walk:
+    file: TorchFile
+    left: list[str] = field(default_factory=list)
+    seen: int = 0
+
+    def visit(self, value: object, name: str, depth: int) -> Any:
+        self.seen += 1
+        if depth > MAX_DEPTH or self.seen > LARGEST_SHARED:
+            return self.leave(name, "lies too deep, or among too much that is shared over and over")
+        visitor = _VISITORS.get(type(value))
+        try:
+            if visitor is not None:
+                return visitor(self, value, name, depth)
+        except (FormatError, DtypeError, ImportError) as e:
+            return self.leave(name, str(e))
+        return value if leaves.is_small(value) else self.leave(name, f"is a {type(value).__name__}")
+
+    def tensor(self, value: StoredTensor, _name: str, _depth: int) -> object:
+        return stored(self.file, value)
+
+    def dtype(self, value: Dtype, _name: str, _depth: int) -> object:
+        return _torch(lambda torch: getattr(torch, value.name))
+
+    def name(self, value: Name, name: str, _depth: int) -> object:
+        return self.leave(name, f"is {shortened(value.text)}")
+
+    def leave(self, name: str, why: str) -> object:
+        self.left.append(f"{name or 'the state'} is left behind: it {why}.")
+        return LEFT
+
+    def dictionary(self, value: dict[Any, object], name: str, depth: int) -> object:
+        kept = {key: child for key, child in value.items() if type(key) in (str, int, bool, type(None))}
+        if len(kept) < len(value):
+            odd = next(key for key in value if key not in kept)
+            self.leave(f"{name}[{excerpt(odd)}]", f"has a key that cannot be stored, as have {len(value) - len(kept)} values of {name!r}")
+        components = component_names(list(kept))
+        found = {
+            key: self.visit(child, child_name(name, component), depth + 1)
+            for (key, child), component in zip(kept.items(), components, strict=True)
+        }
+        return {key: child for key, child in found.items() if child is not LEFT}
+
+    def sequence(self, value: list[object] | tuple[object, ...], name: str, depth: int) -> object:
+        found = [self.visit(child, child_name(name, str(i)), depth + 1) for i, child in enumerate(value)]
+        return type(value)(None if child is LEFT else child for child in found)
+
+    def instance(self, value: Instance, name: str, depth: int) -> object:
+        if value.name in _NAMESPACES and type(value.state) is dict:
+            return self.dictionary(value.state, name, depth)
+        if value.name in _DICTS:
+            first = value.arguments[0] if value.arguments else None
+            return self.dictionary(first if type(first) is dict else value.items, name, depth)
+        if value.name == "_io.BytesIO" and type(value.state) is tuple and type(value.state[0]) is bytes:
+            return value.state[0]
+        if value.name == "torch.device":
+            return _torch(lambda torch: torch.device(*value.arguments))
+        if _NUMPY.fullmatch(value.name):
+            return held(_array(value)) if value.name.endswith("_reconstruct") else _scalar(value)
+        return self.leave(name, f"is a {shortened(value.name)}")
+
+
+_VISITORS: dict[type, Callable[[_Walk, Any, str, int], Any]] = {
+    dict: _Walk.dictionary,
+    list: _Walk.sequence,
+    tuple: _Walk.sequence,
+    Instance: _Walk.instance,
+    Name: _Walk.name,
+    Dtype: _Walk.dtype,
+    StoredTensor: _Walk.tensor,
+}
+
+
+def _torch(make: Callable[[Any], object]) -> object:
+    """An object of torch's; ImportError where torch is not installed."""
+    import torch
+
+    try:
+        return make(torch)
+    except (AttributeError, TypeError, RuntimeError, ValueError) as e:
+        raise FormatError(f"is no leaf of torch's ({excerpt(str(e))})") from e
+
+
+def _scalar(value: Instance) -> object:
+    dtype, data = value.arguments
+    return _numbers(data, dtype, (), value.name)[()]
+
+
+def _array(value: Instance) -> np.ndarray[Any, np.dtype[Any]]:
+    if type(value.state) is not tuple or len(value.state) != 5 or type(value.state[1]) is not tuple:
+        raise FormatError(f"is a {value.name} without its elements")
+    _version, shape, dtype, fortran, data = value.state
+    if not fortran:
+        return _numbers(data, dtype, shape, value.name)
+    return _numbers(data, dtype, tuple(reversed(shape)), value.name).T
+
+
+def _numbers(data: object, dtype: object, shape: tuple[Any, ...], what: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """An array of numbers from what a pickle says of it: its bytes, dtype and shape."""
+    if (
+        isinstance(dtype, Instance)
+        and dtype.name == "numpy.dtype"
+        and type(dtype.arguments[0]) is str
+        and _NUMBERS.fullmatch(dtype.arguments[0])
+    ):
+        big = type(dtype.state) is tuple and len(dtype.state) > 1 and dtype.state[1] == ">"
+        element = np.dtype((">" if big else "<") + dtype.arguments[0])
+        try:
+            if type(data) is bytes and len(data) == element.itemsize * int(np.prod(shape, dtype=np.int64)):
+                return np.frombuffer(data, element).astype(element.newbyteorder("=")).reshape(shape)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise FormatError(f"is a {what} of something else than numbers")

@@ -1,0 +1,74 @@
+"""Which bytes hold a box of a tensor whose elements lie at regular distances, and in which chunks is it best read?
+
+A tensor in a file of torch's is a run of elements and a stride per dimension: in row-major order mostly, transposed or in
+`channels_last` order at times. A box of it lies between its first and its last element. If little else is between them, that run of
+bytes is read and seen with the tensor's strides; else the box is halved along the dimension of the longest stride.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.box import Box
+from shardckpt.convert.foreign import ROWS_BYTES, row_chunks
+from shardckpt.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.torch_file import Entry
+    from shardckpt.convert.torch_objects import StoredTensor
+
+__all__ = ["read_box", "strided_chunks"]
+
+
+def strided_chunks(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The chunks of `row_chunks`, with rows along whatever dimension is stored so.
+
+    >>> strided_chunks((4096, 1024), (1, 4096), 4)
+    (4096, 64)
+    """
+    order = sorted(range(len(shape)), key=lambda d: strides[d], reverse=True)
+    chunks = row_chunks([shape[d] for d in order], itemsize)
+    return tuple(chunks[order.index(d)] for d in range(len(shape)))
+
+
+def read_box(entry: Entry, tensor: StoredTensor, dtype: np.dtype[Any], box: Box) -> NDArray[Any]:
+    """The elements of a box, C-contiguous.
+
+    Args:
+        entry: where the tensor's storage lies.
+        tensor: which elements of it are the tensor's.
+        dtype: the elements'.
+        box: in the tensor's indices.
+
+    Raises:
+        CorruptionError: the storage ends before, or a checksum says that it is not what was written.
+        MissingDataError, StorageError: it cannot be read.
+    """
+    if box.size == 0:
+        return np.empty(box.shape, dtype)
+    first = tensor.offset + sum(i * stride for i, stride in zip(box.start, tensor.strides, strict=True))
+    count = 1 + sum((n - 1) * stride for n, stride in zip(box.shape, tensor.strides, strict=True))
+    size = dtype.itemsize
+    if count > box.size and count * size > ROWS_BYTES:
+        along = max((d for d in range(box.ndim) if box.shape[d] > 1), key=lambda d: tensor.strides[d])
+        middle = (box.start[along] + box.stop[along]) // 2
+        halves = (_cut(box, along, box.start[along], middle), _cut(box, along, middle, box.stop[along]))
+        return np.concatenate([read_box(entry, tensor, dtype, half) for half in halves], axis=along)
+    data = entry.span.read(first * size, (first + count) * size)
+    if len(data) == len(entry.span) and entry.crc is not None and zlib.crc32(data) != entry.crc:
+        raise CorruptionError(
+            f"{entry.span}: its CRC-32 is {zlib.crc32(data):#010x}, and {entry.crc:#010x} was written; restore it from a copy."
+        )
+    found = np.ndarray(box.shape, dtype, data, strides=[stride * size for stride in tensor.strides])
+    return np.ascontiguousarray(found).reshape(box.shape)
+
+
+def _cut(box: Box, along: int, start: int, stop: int) -> Box:
+    return Box((*box.start[:along], start, *box.start[along + 1 :]), (*box.stop[:along], stop, *box.stop[along + 1 :]))

@@ -1,0 +1,316 @@
+"""How is a pickle read that somebody else wrote, without running it?
+
+A pickle is a program for a small stack machine, and Python's own machine lets it do anything: one instruction names any object of
+any module, which is imported, and another calls it. `unpickle` is another machine for the same programs.
+
+1. Numbers, texts, bytes, tuples, lists and dicts are built, as everywhere.
+2. What a program names is never looked up in a module. It is a `Name`, a text, or what the caller's table holds under that text.
+3. What a program calls is not called, unless the caller's table holds a `Build` under its name: a function of ours. Anything else
+   gives an `Instance`, a note of what would have been called with what. An object's state is noted there as well, and nowhere else.
+4. `only` says which names a program may contain at all. One that names another is refused as soon as it does.
+
+So nothing that a pickle says can import, call or change anything; at worst it wastes time and memory in proportion to its size.
+(Python's own machine, restricted by `find_class`, can still be made to set attributes of allowed classes, and to fill memory by
+a large number in a few bytes.) The instructions are those that protocols 2 to 5 write for such objects; any other is an error.
+https://github.com/python/cpython/blob/3.11/Lib/pickletools.py says what each of them does.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from shardckpt.errors import FormatError
+from shardckpt.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Mapping
+
+__all__ = ["Build", "Instance", "Name", "unpickle"]
+
+NEWEST_PROTOCOL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a pickle names and nobody has looked up."""
+
+    text: str
+    """Module and qualified name, with a dot between."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A function that stands for what a pickle would call."""
+
+    function: Callable[..., object]
+    """Takes what the pickle gives. Whatever it raises is an error of the pickle's."""
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """What a pickle would have made by calling something; a class, mostly."""
+
+    name: str
+    """What it would have called."""
+    arguments: tuple[object, ...]
+    state: object = None
+    """What it would then have told the object of its state: its attributes by name, mostly."""
+    items: dict[object, object] = field(default_factory=dict)
+    """Where it is a dict of its own class: the items."""
+
+
+def unpickle(
+    data: bytes,
+    where: str,
+    table: Mapping[str, object] | None = None,
+    *,
+    only: Container[str] | None = None,
+    persistent: Callable[[object], object] | None = None,
+) -> object:
+    """The object that a pickle describes, and that nothing but this module and the functions in `table` have made.
+
+    Args:
+        data: the pickle; what comes after its end is ignored.
+        where: the file, for messages.
+        table: what stands for what the pickle names.
+        only: the names that it may contain; None: any.
+        persistent: gives the objects that the pickle leaves to others, by what it says of them. Whatever it raises is an error of the
+            pickle's.
+
+    Raises:
+        FormatError: it makes no sense, or names something else than `only` allows.
+    """
+    machine = _Machine(memoryview(data), {} if table is None else table, only, persistent)
+    try:
+        return machine.run()
+    except _RefusedNameError as e:
+        raise FormatError(
+            f"{where}: this pickle names {excerpt(e.args[0])}, which has no place in such a file. A pickle can run code when Python "
+            f"loads it, and this one may have been made for that; nothing of it was run. Ask whoever wrote it."
+        ) from None
+    except FormatError:
+        raise
+    except (_EndedError, struct.error, IndexError) as e:
+        raise FormatError(f"{where}: this pickle ends at byte {len(data)}, before its end; restore the file from a copy.") from e
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, LookupError) as e:
+        said = excerpt(str(e) or type(e).__name__)
+        raise FormatError(f"{where}: this pickle makes no sense at byte {machine.at} ({said}); restore the file from a copy.") from e
+
+
+class _RefusedNameError(Exception):
+    """A name that `only` does not allow."""
+
+
+class _EndedError(Exception):
+    """The data end before the program does."""
+
+
+_INT = struct.Struct("<i")
+_UINT2 = struct.Struct("<H")
+_UINT4 = struct.Struct("<I")
+_UINT8 = struct.Struct("<Q")
+_FLOAT = struct.Struct(">d")
+
+
+_KEYS = frozenset((str, int, bool, float, bytes, type(None), Name, Instance))
+"""What may be a key of a dict, or be in a tuple that is one."""
+
+
+class _Machine:
+    """Stack, memory and program counter."""
+
+    def __init__(
+        self,
+        program: memoryview,
+        table: Mapping[str, object],
+        only: Container[str] | None,
+        persistent: Callable[[object], object] | None,
+    ) -> None:
+        self.program = program
+        self.table = table
+        self.only = only
+        self.persistent = persistent
+        self.at = 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        """Heights of the stack."""
+        self.memo: dict[int, object] = {}
+
+    def run(self) -> object:
+        program, instructions = self.program, _INSTRUCTIONS
+        while True:
+            code = program[self.at]
+            self.at += 1
+            if code == ord("."):
+                return self.pop()
+            instruction = instructions.get(code)
+            if instruction is None:
+                raise ValueError(f"instruction {code:#04x} is none that such a file needs")
+            instruction(self)
+
+    # --- reading the program ---
+
+    def take(self, n: int) -> memoryview:
+        found = self.program[self.at : self.at + n]
+        if len(found) != n:
+            raise _EndedError
+        self.at += n
+        return found
+
+    def number(self, form: struct.Struct) -> Any:
+        (value,) = form.unpack_from(self.program, self.at)
+        self.at += form.size
+        return value
+
+    def byte(self) -> int:
+        value = self.program[self.at]
+        self.at += 1
+        return value
+
+    def line(self) -> str:
+        start = self.at
+        while self.program[self.at] != ord("\n"):
+            self.at += 1
+        self.at += 1
+        return str(self.program[start : self.at - 1], "utf-8")
+
+    def text(self, n: int) -> None:
+        self.stack.append(str(self.take(n), "utf-8", "surrogatepass"))
+
+    # --- the stack ---
+
+    def pop(self) -> Any:
+        if self.marks and self.marks[-1] == len(self.stack):
+            raise ValueError("something is taken from below a mark")
+        return self.stack.pop()
+
+    def top(self) -> Any:
+        if self.marks and self.marks[-1] == len(self.stack):
+            raise ValueError("something is changed from above a mark")
+        return self.stack[-1]
+
+    def since_mark(self) -> list[Any]:
+        height = self.marks.pop()
+        found = self.stack[height:]
+        del self.stack[height:]
+        return found
+
+    def tuple_of(self, n: int) -> None:
+        self.stack.append(tuple(reversed([self.pop() for _ in range(n)])))
+
+    def remember(self, where: int) -> None:
+        self.memo[where] = self.top()
+
+    # --- objects ---
+
+    def name(self, module: object, name: object) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise TypeError("a name is no text")
+        text = f"{module}.{name}"
+        if self.only is not None and text not in self.only:
+            raise _RefusedNameError(text)
+        self.stack.append(self.table.get(text, Name(text)))
+
+    def call(self) -> None:
+        arguments, function = self.pop(), self.pop()
+        if type(arguments) is not tuple:
+            raise TypeError("arguments are no tuple")
+        if type(function) is Build:
+            self.stack.append(function.function(*arguments))
+        elif type(function) is Name:
+            self.stack.append(Instance(function.text, arguments))
+        else:
+            raise TypeError(f"a {type(function).__name__} is called")
+
+    def state(self) -> None:
+        state, instance = self.pop(), self.top()
+        if type(instance) is dict:
+            return  # an OrderedDict's attributes: torch keeps the versions of modules there
+        if type(instance) is not Instance:
+            raise TypeError(f"a {type(instance).__name__} is given a state")
+        instance.state = state
+
+    def append(self, values: list[Any]) -> None:
+        target = self.top()
+        if type(target) is not list:
+            raise TypeError(f"something is appended to a {type(target).__name__}")
+        target.extend(values)
+
+    def set_items(self, pairs: list[Any]) -> None:
+        target = self.top()
+        items = target.items if type(target) is Instance else target
+        if type(items) is not dict or len(pairs) % 2:
+            raise TypeError(f"a {type(target).__name__} is given items")
+        for key in pairs[::2]:
+            if type(key) not in _KEYS and not (type(key) is tuple and all(type(part) in _KEYS for part in key)):
+                raise TypeError(f"a {type(key).__name__} is a key")  # a nested tuple of any depth has a hash of that depth
+        items.update(zip(pairs[::2], pairs[1::2], strict=True))
+
+    def persistent_object(self) -> None:
+        if self.persistent is None:
+            raise ValueError("it refers to something outside of itself")
+        self.stack.append(self.persistent(self.pop()))
+
+    def check_protocol(self) -> None:
+        protocol = self.byte()
+        if protocol > NEWEST_PROTOCOL:
+            raise ValueError(f"protocol {protocol} is newer than {NEWEST_PROTOCOL}")
+
+
+def _push(value: object) -> Callable[[_Machine], None]:
+    return lambda m: m.stack.append(value)
+
+
+def _long(m: _Machine, n: int) -> None:
+    m.stack.append(int.from_bytes(m.take(n), "little", signed=True))
+
+
+_INSTRUCTIONS: dict[int, Callable[[_Machine], object]] = {
+    0x80: _Machine.check_protocol,
+    0x95: lambda m: m.take(8),  # the length of a frame, of which nothing follows for who has all of it
+    ord("("): lambda m: m.marks.append(len(m.stack)),
+    ord("0"): _Machine.pop,
+    ord("1"): _Machine.since_mark,
+    ord("N"): _push(None),
+    0x88: _push(True),
+    0x89: _push(False),
+    ord("J"): lambda m: m.stack.append(m.number(_INT)),
+    ord("K"): lambda m: m.stack.append(m.byte()),
+    ord("M"): lambda m: m.stack.append(m.number(_UINT2)),
+    0x8A: lambda m: _long(m, m.byte()),
+    0x8B: lambda m: _long(m, m.number(_UINT4)),
+    ord("G"): lambda m: m.stack.append(m.number(_FLOAT)),
+    ord("X"): lambda m: m.text(m.number(_UINT4)),
+    0x8C: lambda m: m.text(m.byte()),
+    0x8D: lambda m: m.text(m.number(_UINT8)),
+    ord("B"): lambda m: m.stack.append(bytes(m.take(m.number(_UINT4)))),
+    ord("C"): lambda m: m.stack.append(bytes(m.take(m.byte()))),
+    0x8E: lambda m: m.stack.append(bytes(m.take(m.number(_UINT8)))),
+    ord(")"): _push(()),
+    0x85: lambda m: m.tuple_of(1),
+    0x86: lambda m: m.tuple_of(2),
+    0x87: lambda m: m.tuple_of(3),
+    ord("t"): lambda m: m.stack.append(tuple(m.since_mark())),
+    ord("]"): lambda m: m.stack.append([]),
+    ord("a"): lambda m: m.append([m.pop()]),
+    ord("e"): lambda m: m.append(m.since_mark()),
+    ord("}"): lambda m: m.stack.append({}),
+    ord("s"): lambda m: m.set_items(list(reversed((m.pop(), m.pop())))),
+    ord("u"): lambda m: m.set_items(m.since_mark()),
+    ord("q"): lambda m: m.remember(m.byte()),
+    ord("r"): lambda m: m.remember(m.number(_UINT4)),
+    0x94: lambda m: m.remember(len(m.memo)),
+    ord("h"): lambda m: m.stack.append(m.memo[m.byte()]),
+    ord("j"): lambda m: m.stack.append(m.memo[m.number(_UINT4)]),
+    ord("c"): lambda m: m.name(m.line(), m.line()),
+    0x93: lambda m: m.name(*cast("tuple[object, object]", tuple(reversed((m.pop(), m.pop()))))),
+    ord("R"): _Machine.call,
+    0x81: _Machine.call,
+    ord("b"): _Machine.state,
+    ord("Q"): _Machine.persistent_object,
+}
