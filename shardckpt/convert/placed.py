@@ -63,6 +63,7 @@ class Placed:
     structure: Structure
     identity: str
     notes: tuple[str, ...]
+    metadata: Mapping[str, Any]
     _places: Mapping[str, Mapping[tuple[int, ...], Place]]
     """By tensor, and by where the piece begins."""
 
@@ -87,7 +88,7 @@ def place_tensors(state: object, format: str, location: Location, identity: str,
     places = {
         name: {part.start: place for part, place in zip(tensor.parts, tensor.places, strict=True)} for name, tensor in tensors.items()
     }
-    return Placed(format, location, structure, identity, tuple(notes), places)
+    return Placed(format, location, structure, identity, tuple(notes), {}, places)
 
 
 def _whole(shape: tuple[int, ...], chunks: tuple[int, ...]) -> Part:
@@ -113,7 +114,8 @@ def stored(file: TorchFile, tensor: StoredTensor) -> PlacedTensor:
     """
     dtype = by_name(tensor.dtype.name)
     chunks = strided_chunks(tensor.shape, tensor.strides, dtype.itemsize)
-    return PlacedTensor(tensor.shape, dtype, (_whole(tensor.shape, chunks),), places=(_Stored(file, tensor),))
+    tied = (str(file.span), tensor) if 0 not in tensor.shape else None
+    return PlacedTensor(tensor.shape, dtype, (_whole(tensor.shape, chunks),), identity=tied, places=(_Stored(file, tensor),))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptionError
-
-if TYPE_CHECKING:
-    from shardckpt.io.store import Store
+from shardckpt.io.file_version import FileVersion
 
 __all__ = ["FileVersion", "Span"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FileVersion:
-    """A file."""
-
-    store: Store
-    key: str
-
-    def __str__(self) -> str:
-        return self.store.path_of(self.key)
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Some of its bytes."""
-        return self.store.read(self.key, start, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +36,7 @@ class Span:
         """
         if not 0 <= start <= stop <= len(self):
             raise CorruptionError(f"{self}: of these {len(self)} bytes those from {start} to {stop} are asked for; restore it from a copy.")
-        return memoryview(self.file.read(self.start + start, self.start + stop)) if start < stop else memoryview(b"")
+        return self.file.read(self.start + start, self.start + stop).data if start < stop else memoryview(b"")
 
     def part(self, start: int, stop: int) -> Span:
         """Some of it, counted from its own start."""
