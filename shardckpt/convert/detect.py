@@ -29,12 +29,21 @@ AUTO = "auto"
 FORMATS = {
     "safetensors": "a *.safetensors file, or split files with an index",
     "orbax": "an Orbax checkpoint",
-    "dcp": "a checkpoint of torch.distributed.checkpoint, of Megatron-Core or of torch_xla's CheckpointManager",
+    "dcp": "a directory of torch.distributed.checkpoint",
+    "megatron": "a checkpoint of Megatron-Core's torch_dist",
+    "torch_xla": "a directory of torch_xla's CheckpointManager",
     "xser": "a directory of torch_xla's xser.save",
     "torch": "a file of torch.save or xm.save",
 }
 """Names as `--from` takes them; what is looked for, in words. Each is read by the module `from_<name>`."""
-_BEFORE = {"safetensors": ("torch",), "orbax": ("dcp",), "xser": ("torch",), "dcp": ("torch",)}
+_BEFORE = {
+    "safetensors": ("torch",),
+    "orbax": ("dcp",),
+    "xser": ("torch",),
+    "dcp": ("torch",),
+    "megatron": ("torch",),
+    "torch_xla": ("torch",),
+}
 """Format → those that it goes before: their files may lie beside it, or be parts of it."""
 _NAMED = 12
 """Names in a directory that a message has."""

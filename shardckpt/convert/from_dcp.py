@@ -13,7 +13,6 @@ DCP has no checksums. Those that torch's files have are checked where an item is
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,15 +25,15 @@ from shardckpt.convert.foreign import Part
 from shardckpt.convert.nested import nested
 from shardckpt.convert.placed import PlacedTensor, held, place_tensors
 from shardckpt.convert.plain_values import LEFT, plain
-from shardckpt.convert.span import FileVersion, Span
+from shardckpt.convert.span import Span
 from shardckpt.convert.strided import read_box, strided_chunks
 from shardckpt.convert.torch_file import open_torch_file
 from shardckpt.convert.torch_objects import StoredTensor
 from shardckpt.dtypes import by_name
-from shardckpt.errors import CorruptionError, DtypeError, FormatError, MissingDataError, OptionError
+from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.listing import modification_times
-from shardckpt.io.store import Store
+from shardckpt.io.file_version import FileVersion, identity_of
+from shardckpt.io.store import LARGEST_WHOLE, Store
 from shardckpt.io.together import together
 from shardckpt.names import shown
 
@@ -87,7 +86,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         MissingDataError, CorruptionError: a file is missing, or too short.
     """
     state = read_state(Store.open(location), trust_pickle=trust_pickle)
-    return place_tensors(state.nested(), "dcp", location, state.identity, state.notes)
+    return place_tensors(state.nested(), "dcp", location, identity_of(location, state.files), state.notes)
 
 
 def children(location: Location) -> list[str]:
@@ -106,7 +105,8 @@ class DcpState:
     metadata: DcpMetadata
     absent: tuple[str, ...]
     """Names that the writer's state had, and of which it stored nothing."""
-    identity: str
+    files: list[FileVersion]
+    """All that are read."""
     notes: tuple[str, ...]
     where: str
     """The metadata file."""
@@ -131,8 +131,8 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
             f"it. shardckpt reads it by a machine of its own that knows DCP's classes alone and calls nothing, and does so only if you "
             f"say that you know where the file is from: --trust-pickle, or trust_pickle=True."
         )
-    data = store.read(METADATA)
-    metadata = parse_metadata(data, where)
+    version = FileVersion(store, METADATA)
+    metadata = parse_metadata(version.read_whole(LARGEST_WHOLE), where)
     items = [*metadata.bytes.items(), *((name, chunk.item) for name, tensor in metadata.tensors.items() for chunk in tensor.chunks)]
     _refuse_transformed(items, store)
     files = _files((item for _, item in items), store)
@@ -148,7 +148,7 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
     absent = [name for name in metadata.paths or () if name not in metadata.tensors and name not in metadata.bytes]
     if absent:
         notes.append(f"the state had names of which nothing was stored: {', '.join(map(shown, absent))}.")
-    return DcpState(leaves, metadata, tuple(absent), _identity(data, store), tuple(notes), where)
+    return DcpState(leaves, metadata, tuple(absent), [version, *files.values()], tuple(notes), where)
 
 
 def _refuse_transformed(items: Sequence[tuple[str, DcpItem]], store: Store) -> None:
@@ -168,21 +168,12 @@ def _files(items: Iterable[DcpItem], store: Store) -> dict[str, FileVersion]:
 
     def look(named: tuple[str, int]) -> FileVersion:
         name, end = named
+        version = FileVersion(store, name)
         if end and not store.is_longer(name, end - 1):
-            if not store.exists(name):
-                raise MissingDataError(f"{store.path_of(name)} is missing; restore it from a copy.")
-            raise CorruptionError(f"{store.path_of(name)} ends before byte {end}, up to which it is needed; restore it from a copy.")
-        return FileVersion(store, name)
+            raise CorruptionError(f"{version} ends before byte {end}, up to which it is needed; restore it from a copy.")
+        return version
 
     return dict(zip(ends, together(look, ends.items()), strict=True))
-
-
-def _identity(data: bytes, store: Store) -> str:
-    """A digest over the metadata and the times of all files; a save of DCP 2.4 and later has an id of its own in the former."""
-    digest = hashlib.sha256(data)
-    if store.location.scheme != "memory":  # which keeps no times
-        digest.update(repr(sorted(modification_times(store))).encode())
-    return digest.hexdigest()
 
 
 def _value(name: str, item: DcpItem, opened: Callable[[DcpItem], TorchFile]) -> tuple[Any, list[str]]:
@@ -212,6 +203,11 @@ def _named(name: str) -> Iterator[None]:
         raise type(e)(f"{shown(name)}: {e}") from e
 
 
+def _stored_as(dtype: DType) -> tuple[str, ...]:
+    """The dtypes of an item in which the bits of that dtype are: torch_xla hands out shards of unsigned integers as signed ones."""
+    return (dtype.name, dtype.name.removeprefix("u"))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Item:
     """An item of one tensor."""
@@ -225,7 +221,7 @@ class _Item:
     def tensor(self, dtype: DType) -> tuple[TorchFile, StoredTensor]:
         file = self.opened(self.item)
         tensor = file.state
-        if not isinstance(tensor, StoredTensor) or (tensor.shape, tensor.dtype.name) != (self.shape, dtype.name):
+        if not isinstance(tensor, StoredTensor) or tensor.shape != self.shape or tensor.dtype.name not in _stored_as(dtype):
             found = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, StoredTensor) else f"a {type(tensor).__name__}"
             raise FormatError(
                 f"{file.span}: here should be {dtype} of shape {self.shape}, and there is {found}; the metadata are not those of this "

@@ -21,10 +21,11 @@ from shardckpt.convert.from_dcp import METADATA, children, read_state
 from shardckpt.convert.nested import nested
 from shardckpt.convert.placed import place_tensors
 from shardckpt.convert.plain_values import LEFT, plain
-from shardckpt.convert.span import FileVersion, Span
+from shardckpt.convert.span import LoadedFile, Span
 from shardckpt.convert.torch_file import open_torch_file
 from shardckpt.errors import FormatError
 from shardckpt.excerpt import excerpt
+from shardckpt.io.file_version import FileVersion, identity_of
 from shardckpt.io.store import Store
 from shardckpt.names import shown
 
@@ -38,6 +39,8 @@ __all__ = ["looks_like", "open_foreign"]
 CONFIG = "metadata.json"
 COMMON = "common.pt"
 NEWEST = "latest_checkpointed_iteration.txt"
+LARGEST_COMMON = 1 << 28
+"""Bytes: Megatron puts no parameters there."""
 LONGEST_CONFIG = 1 << 16
 """Bytes: it has a line."""
 
@@ -84,7 +87,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         for name, shape in state.metadata.flattened.items()
     )
     whole, left = _whole(state, store)
-    return place_tensors(whole, "megatron", location, state.identity, [*notes, *left])
+    return place_tensors(whole, "megatron", location, identity_of(location, state.files), [*notes, *left])
 
 
 def _whole(state: DcpState, store: Store) -> tuple[Any, list[str]]:
@@ -97,8 +100,10 @@ def _whole(state: DcpState, store: Store) -> tuple[Any, list[str]]:
     }
     left: list[str] = []
     if store.exists(COMMON):
-        file = FileVersion(store, COMMON)
-        common, left = plain(open_torch_file(Span(file, 0, len(store.read(COMMON)))), "common")
+        version = FileVersion(store, COMMON)
+        state.files.append(version)
+        file = LoadedFile(str(version), version.read_whole(LARGEST_COMMON))
+        common, left = plain(open_torch_file(Span(file, 0, len(file.data))), "common")
         if "common" in leaves:
             raise FormatError(f"{store.path_of(METADATA)}: a tensor is called 'common', as is what {COMMON} holds; rename it in Megatron.")
         if common is not LEFT:

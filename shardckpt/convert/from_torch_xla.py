@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from shardckpt.convert.from_dcp import METADATA, children, read_state
 from shardckpt.convert.placed import place_tensors
 from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.io.file_version import identity_of
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
             "torch_xla's CheckpointManager silently drops a sharded tensor of which several devices of one host hold the same part "
             "(pytorch/xla#7919). What is named above is not in this checkpoint."
         )
-    return place_tensors(state.nested(), "torch-xla", location, state.identity, notes)
+    return place_tensors(state.nested(), "torch_xla", location, identity_of(location, state.files), notes)
 
 
 def _steps(location: Location, names: list[str]) -> list[int]:

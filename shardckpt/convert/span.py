@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from shardckpt.errors import CorruptionError
-from shardckpt.io.file_version import FileVersion
 
-__all__ = ["FileVersion", "Span"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["LoadedFile", "Readable", "Span"]
+
+
+class Readable(Protocol):
+    """A file; mostly a `FileVersion`. Its text is its path or url."""
+
+    def read(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Some of its bytes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedFile:
+    """A small file that has been read."""
+
+    where: str
+    """Its path or url."""
+    data: bytes
+
+    def __str__(self) -> str:
+        """As messages call it."""
+        return self.where
+
+    def read(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Some of its bytes."""
+        return np.frombuffer(self.data, np.uint8)[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Bytes `start` to `stop` of a file."""
 
-    file: FileVersion
+    file: Readable
     start: int
     stop: int
 
@@ -36,7 +66,7 @@ class Span:
         """
         if not 0 <= start <= stop <= len(self):
             raise CorruptionError(f"{self}: of these {len(self)} bytes those from {start} to {stop} are asked for; restore it from a copy.")
-        return self.file.read(self.start + start, self.start + stop).data if start < stop else memoryview(b"")
+        return memoryview(self.file.read(self.start + start, self.start + stop).data) if start < stop else memoryview(b"")
 
     def part(self, start: int, stop: int) -> Span:
         """Some of it, counted from its own start."""
