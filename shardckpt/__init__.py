@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardckpt.box import Box
     from shardckpt.checkpoint import Checkpoint, open  # noqa: A004
     from shardckpt.committing import commit
+    from shardckpt.convert.importing import ImportReport, import_checkpoint
     from shardckpt.coordination import Coordinator
     from shardckpt.errors import ShardckptError
     from shardckpt.frameworks.base import Target
@@ -46,6 +47,7 @@ __all__ = [
     "CheckpointManager",
     "Coordinator",
     "HybridMesh",
+    "ImportReport",
     "Mesh",
     "OpSharding",
     "PartitionSpec",
@@ -61,6 +63,7 @@ __all__ = [
     "TrainState",
     "__version__",
     "commit",
+    "import_checkpoint",
     "open",
     "register_leaf",
     "reshard",
@@ -77,6 +80,7 @@ _HOME = {
     "CheckpointManager": "manager",
     "Coordinator": "coordination",
     "HybridMesh": "hybrid_mesh",
+    "ImportReport": "convert.importing",
     "Mesh": "mesh",
     "OpSharding": "op_sharding",
     "PartitionSpec": "partition_spec",
@@ -91,6 +95,7 @@ _HOME = {
     "Target": "frameworks.base",
     "TrainState": "training",
     "commit": "committing",
+    "import_checkpoint": "convert.importing",
     "open": "checkpoint",
     "register_leaf": "leaves",
     "reshard": "reshard",

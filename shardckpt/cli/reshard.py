@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,30 +10,34 @@ from shardckpt.cli.commit import commit
 from shardckpt.cli.reshard_options import (
     Compress,
     Dtypes,
+    EngineUrl,
     HfConfig,
     Like,
     MemoryLimit,
     MeshText,
     Only,
+    Overwrite,
     Preset,
     RulesFile,
     RuleTexts,
     StoredAs,
     Unmatched,
+    Verify,
     Workers,
+    WorkerText,
     parse_dtypes,
     parse_rules,
+    parse_worker,
 )
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
 from shardckpt.cli.text import count, file_size, visible
-from shardckpt.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.reshard import ReshardReport
 
-__all__ = ["reshard"]
+__all__ = ["document", "lines", "reshard"]
 
 COMMIT = "commit"
 """In place of a source: not to reshard, but to commit what workers have written."""
@@ -55,12 +58,12 @@ def reshard(
     compress: Compress = None,
     dtype: Dtypes = None,
     only: Only = None,
-    engine: Annotated[str | None, typer.Option("--engine", metavar="URL", help="Who does the work; by default this machine.")] = None,
+    engine: EngineUrl = None,
     workers: Workers = None,
-    worker: Annotated[str | None, typer.Option("--worker", metavar="K/N", help="Be worker K, from 0, of N, and commit nothing.")] = None,
+    worker: WorkerText = None,
     memory_limit: MemoryLimit = "512MiB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back what was written.")] = True,
+    overwrite: Overwrite = False,
+    verify: Verify = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Write a checkpoint anew, as it suits another mesh.
@@ -84,7 +87,7 @@ def reshard(
             dtype=parse_dtypes(dtype),
             only=only or None,
             workers=workers,
-            worker=None if worker is None else parse_worker(worker),
+            worker=parse_worker(worker),
             memory_limit=memory_limit,
             overwrite=overwrite,
             verify=verify,
@@ -92,25 +95,14 @@ def reshard(
             **choices,
         )
     if as_json:
-        write_json(_document(report))
+        write_json(document(report))
     else:
         screen = Screen()
-        screen.show(_lines(screen, report))
+        screen.show(lines(screen, report, "resharded"))
 
 
-def parse_worker(text: str) -> tuple[int, int]:
-    """What `--worker` says.
-
-    Raises:
-        OptionError: not two numbers.
-    """
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
-    if found is None:
-        raise OptionError(f"--worker {text!r}: write K/N, as in 0/8 to 7/8.")
-    return int(found[1]), int(found[2])
-
-
-def _document(report: ReshardReport) -> dict[str, Any]:
+def document(report: ReshardReport) -> dict[str, Any]:
+    """A report as JSON."""
     return {
         "url": report.url,
         "attempt": report.attempt,
@@ -124,11 +116,12 @@ def _document(report: ReshardReport) -> dict[str, Any]:
     }
 
 
-def _lines(screen: Screen, report: ReshardReport) -> Iterator[str]:
+def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:
+    """A report for people; `done` is the word for it."""
     rate = f", {file_size(round(report.nbytes / report.seconds))}/s" if report.committed and not report.done_before else ""
     before = f", {report.done_before:,} done before" if report.done_before else ""
     what = f"{file_size(report.nbytes)} in {count(report.tasks, 'task')}{before}, {report.seconds:.1f} s{rate}"
-    word = screen.paint("resharded", "bold green") if report.committed else screen.paint("written", "bold")
+    word = screen.paint(done, "bold green") if report.committed else screen.paint("written", "bold")
     yield f"{word}  {visible(report.url)}: {what}"
     if not report.committed:
         yield f"when all workers are done, shardckpt reshard commit {visible(report.url)} makes it a checkpoint"

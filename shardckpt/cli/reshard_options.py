@@ -1,7 +1,8 @@
-"""What `plan` and `reshard` are both told: the new layout, by a mesh and rules, and how it is to be stored."""
+"""What `plan`, `reshard` and `import` are all told: the new layout, by a mesh and rules, how it is to be stored, and by whom."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,19 +15,24 @@ if TYPE_CHECKING:
 __all__ = [
     "Compress",
     "Dtypes",
+    "EngineUrl",
     "HfConfig",
     "Like",
     "MemoryLimit",
     "MeshText",
     "Only",
+    "Overwrite",
     "Preset",
     "RuleTexts",
     "RulesFile",
     "StoredAs",
     "Unmatched",
+    "Verify",
+    "WorkerText",
     "Workers",
     "parse_dtypes",
     "parse_rules",
+    "parse_worker",
 ]
 
 MeshText = Annotated[str | None, typer.Option("--mesh", metavar="AXES", help="The new mesh, as in data=2,model=4.")]
@@ -44,6 +50,10 @@ Dtypes = Annotated[
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Names to keep; may be repeated.")]
 Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Processes at once; by default one per core.")]
 MemoryLimit = Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Of buffers, all workers together.")]
+EngineUrl = Annotated[str | None, typer.Option("--engine", metavar="URL", help="Who does the work; by default this machine.")]
+WorkerText = Annotated[str | None, typer.Option("--worker", metavar="K/N", help="Be worker K, from 0, of N, and commit nothing.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read back what was written.")]
 
 
 def parse_rules(rule: list[str] | None, file: str | None, preset: str | None, hf_config: str | None) -> Rules | None:
@@ -76,3 +86,17 @@ def parse_dtypes(texts: list[str] | None) -> str | dict[str, str] | None:
     if not all(pattern for pattern, _, _ in pairs):
         raise OptionError("--dtype: give one dtype for all floating-point tensors, or PATTERN=DTYPE each time.")
     return {pattern: name for pattern, _, name in pairs}
+
+
+def parse_worker(text: str | None) -> tuple[int, int] | None:
+    """What `--worker` says.
+
+    Raises:
+        OptionError: not two numbers.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
+    if found is None:
+        raise OptionError(f"--worker {text!r}: write K/N, as in 0/8 to 7/8.")
+    return int(found[1]), int(found[2])

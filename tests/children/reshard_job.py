@@ -1,6 +1,7 @@
 """One call of `shardckpt.reshard` in a process of its own, to be interrupted: arguments as JSON, the report as JSON.
 
-Besides the arguments of that, `patience`: for how many seconds a cluster may be without workers.
+Besides the arguments of that, `patience`: for how many seconds a cluster may be without workers; and `call`, the name of another
+function that takes the same.
 """
 
 import json
@@ -13,7 +14,8 @@ from shardckpt.rules import parse_mesh
 
 arguments = json.loads(sys.argv[1])
 clusters.PATIENCE = arguments.pop("patience", clusters.PATIENCE)
+call = getattr(shardckpt, arguments.pop("call", "reshard"))
 arguments["mesh"] = parse_mesh(arguments["mesh"])
 if "worker" in arguments:
     arguments["worker"] = tuple(arguments["worker"])
-print(json.dumps(asdict(shardckpt.reshard(**arguments))))
+print(json.dumps(asdict(call(**arguments))))

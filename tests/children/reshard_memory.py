@@ -1,4 +1,4 @@
-"""Reshards in a process of its own, and tells what memory that took. Arguments as JSON, numbers as JSON."""
+"""Reshards, or calls `call`, in a process of its own, and tells what memory that took. Arguments as JSON, numbers as JSON."""
 
 import json
 import sys
@@ -14,5 +14,6 @@ def status(field):
 
 
 arguments = json.loads(sys.argv[1])
-report = shardckpt.reshard(**{**arguments, "mesh": parse_mesh(arguments["mesh"])}, workers=1)
+call = getattr(shardckpt, arguments.pop("call", "reshard"))
+report = call(**{**arguments, "mesh": parse_mesh(arguments["mesh"])}, workers=1)
 print(json.dumps({"peak": status("VmHWM"), "read": report.read_bytes, "bytes": report.nbytes}))

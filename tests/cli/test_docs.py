@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from chunk_tables import decode_table
 from processes import Processes
+from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
@@ -34,6 +35,16 @@ def save(step):
     shardings = {"model/embed": Sharding(MESH, PartitionSpec("data", "model")), "model/bias": Sharding(MESH, PartitionSpec("model"))}
     options = SaveOptions(shardings=shardings, metadata={"loss": 1.25})
     shardckpt.save(RUN / f"step_{step}", {"model": model, "step": step}, options=options)
+
+
+def download():
+    """A small model as Hugging Face's libraries write it."""
+    place = Path("hf/tiny")
+    place.mkdir(parents=True)
+    half = np.zeros((512, 64), np.float32)
+    save_file({"model.embed_tokens.weight": half, "lm_head.weight": half + 1}, place / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (place / name).write_text('{"model_type": "llama"}')
 
 
 def idle(step, hours):
@@ -77,6 +88,7 @@ BEFORE = {
     "ls -a runs/7b": lambda: appear(11, 3),
     "verify runs/7b/step_10": damage,
     "diff runs/7b/step_9 runs/7b/step_10": lambda: (shutil.rmtree(RUN / "step_10"), save(10)),
+    "import hf/tiny exports/tiny --mesh model=4 --preset llama/tp --into model": download,
     "commit runs/7b": lambda: appear(12, 3, without="00002"),
     "gc runs/7b": lambda: appear(8, 50, without="00003"),
 }
@@ -94,7 +106,10 @@ def normal(text, top):
 def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypatch):
     monkeypatch.chdir(runs)
     examples = EXAMPLE.findall(DOCS.read_text(encoding="utf-8"))
-    assert " ".join(command.split()[0] for command, _ in examples) == "ls ls info info verify diff plan plan reshard commit gc rm pin ls"
+    assert (
+        " ".join(command.split()[0] for command, _ in examples)
+        == "ls ls info info verify diff plan plan reshard import commit gc rm pin ls"
+    )
     for command, documented in examples:
         BEFORE.get(command, lambda: None)()
         asked, _, said = documented.rpartition("[y/N]: y\n")

@@ -1,0 +1,100 @@
+"""`shardckpt import`: a checkpoint of another format, written as one of shardckpt's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from shardckpt.cli.reshard import document, lines
+from shardckpt.cli.reshard_options import (
+    Dtypes,
+    EngineUrl,
+    HfConfig,
+    Like,
+    MemoryLimit,
+    MeshText,
+    Only,
+    Overwrite,
+    Preset,
+    RulesFile,
+    RuleTexts,
+    Unmatched,
+    Verify,
+    Workers,
+    WorkerText,
+    parse_dtypes,
+    parse_rules,
+    parse_worker,
+)
+from shardckpt.cli.screen import Screen, transfer_bar, write_json
+from shardckpt.cli.text import visible
+
+__all__ = ["import_"]
+
+
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="What to read: a file or directory, or its url.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the checkpoint goes.")],
+    *,
+    from_: Annotated[str, typer.Option("--from", metavar="FORMAT", help="What SRC is; by default what it looks like.")] = "auto",
+    into: Annotated[str | None, typer.Option("--into", metavar="NAME", help="Where in the new state it goes, as in model.")] = None,
+    mesh: MeshText = None,
+    rule: RuleTexts = None,
+    rules: RulesFile = None,
+    preset: Preset = None,
+    hf_config: HfConfig = None,
+    like: Like = None,
+    unmatched: Unmatched = None,
+    layout: Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="packed, the default, or zarr.")] = None,
+    compress: Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="zstd or none, the default.")] = None,
+    dtype: Dtypes = None,
+    only: Only = None,
+    engine: EngineUrl = None,
+    workers: Workers = None,
+    worker: WorkerText = None,
+    memory_limit: MemoryLimit = "512MiB",
+    overwrite: Overwrite = False,
+    verify: Verify = True,
+    trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="Read what only a pickle says; that can run code.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Write a checkpoint of another format as one of shardckpt's.
+
+    Every element stays what it is, but for what --dtype converts. Interrupted, the same command goes on where it was. SRC is only read.
+    """
+    from shardckpt.convert.importing import import_checkpoint
+    from shardckpt.rules import parse_mesh
+
+    if trust_pickle:
+        print(
+            "warning: --trust-pickle: what whoever made SRC has put into its pickles runs as code, with all of your rights.",
+            file=sys.stderr,
+        )
+    choices: dict[str, Any] = {"layout": layout, "compression": compress, "unmatched": unmatched, "engine": engine}
+    with transfer_bar("importing") as progress:
+        report = import_checkpoint(
+            source,
+            destination,
+            from_=from_,
+            into=into,
+            mesh=None if mesh is None else parse_mesh(mesh),
+            rules=parse_rules(rule, rules, preset, hf_config),
+            like=like,
+            dtype=parse_dtypes(dtype),
+            only=only or None,
+            workers=workers,
+            worker=parse_worker(worker),
+            memory_limit=memory_limit,
+            overwrite=overwrite,
+            verify=verify,
+            trust_pickle=trust_pickle,
+            progress=progress,
+            **choices,
+        )
+    if as_json:
+        write_json({"format": report.format, "notes": list(report.notes), **document(report)})
+    else:
+        screen = Screen()
+        screen.show([*(visible(note) for note in report.notes), *lines(screen, report, "imported")])

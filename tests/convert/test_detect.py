@@ -1,0 +1,101 @@
+"""What lies at a place is found out, and said; what is none of the formats, or could be two, is refused with what is there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import shardckpt
+from shardckpt import errors
+from shardckpt.convert import detect as detecting
+from shardckpt.convert.detect import FORMATS, Detected, detect, module_of
+from shardckpt.io.url import parse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ARRAYS = {"w": np.ones((2, 3), np.float32)}
+
+
+class Other:
+    """A format that sees itself in every directory with a file of its suffix."""
+
+    def __init__(self, suffix: str) -> None:
+        self.suffix = suffix
+
+    def looks_like(self, location: object) -> str | None:
+        found = [path.name for path in parse(str(location)).local.glob(f"*{self.suffix}")]  # type: ignore[union-attr]  # on disk
+        return f"{found[0]}" if found else None
+
+
+@pytest.fixture
+def formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides safetensors, formats of which a file says it all."""
+    known = {"safetensors": module_of("safetensors"), "torch": Other(".bin"), "orbax": Other(".orbax"), "dcp": Other(".distcp")}
+    monkeypatch.setattr(detecting, "FORMATS", {name: f"files of {name}" for name in known})
+    monkeypatch.setattr(detecting, "_known", lambda: list(known))
+    monkeypatch.setattr(detecting, "module_of", known.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        ("model.safetensors", "model.safetensors, by its name"),
+        ("weights", "weights, which begins with the length of a header and the header"),
+    ],
+)
+def test_a_file_is_known_by_its_name_or_by_how_it_begins(tmp_path: Path, name: str, seen: str) -> None:
+    save_file(ARRAYS, tmp_path / name)
+    assert detect(parse(tmp_path / name)) == Detected("safetensors", seen)
+
+
+def test_a_directory_is_known_by_what_is_in_it(tmp_path: Path) -> None:
+    save_file(ARRAYS, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert detect(parse(tmp_path)) == Detected("safetensors", "model.safetensors in the directory")
+
+
+@pytest.mark.usefixtures("formats")
+def test_of_two_formats_side_by_side_one_may_go_before_the_other(tmp_path: Path) -> None:
+    save_file(ARRAYS, tmp_path / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    found = detect(parse(tmp_path))
+    assert (found.format, found.others) == ("safetensors", ("torch: pytorch_model.bin",))
+
+
+@pytest.mark.usefixtures("formats")
+def test_of_two_formats_of_which_none_goes_before_the_other_one_has_to_be_meant(tmp_path: Path) -> None:
+    save_file(ARRAYS, tmp_path / "model.safetensors")
+    (tmp_path / "x.orbax").write_bytes(b"")
+    with pytest.raises(errors.OptionError, match=r"could be several formats \(safetensors: .*; orbax: x.orbax\); say which with from_"):
+        detect(parse(tmp_path))
+
+
+def test_what_is_no_format_is_refused_with_what_was_looked_for_and_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(errors.FormatError, match=r"Looked for: a \*.safetensors file.* Found: sub/, weights.gguf\."):
+        detect(parse(tmp_path))
+    with pytest.raises(errors.FormatError, match=r"Found: a file that begins like none of these\."):
+        detect(parse(tmp_path / "weights.gguf"))
+
+
+@pytest.mark.parametrize("from_", ["auto", "safetensors"])
+def test_nothing_is_not_found(tmp_path: Path, from_: str) -> None:
+    with pytest.raises(errors.NotFoundError, match="nothing in a directory of that name"):
+        shardckpt.import_checkpoint(tmp_path / "nowhere", tmp_path / "out", from_=from_)
+
+
+def test_a_checkpoint_of_our_own_is_not_imported(tmp_path: Path) -> None:
+    shardckpt.save(tmp_path / "a", ARRAYS)
+    with pytest.raises(errors.OptionError, match=r"a checkpoint of shardckpt's own; .* reshard"):
+        detect(parse(tmp_path / "a"))
+
+
+def test_a_format_that_there_is_not_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(errors.OptionError, match=r"from_='gguf'\): use 'auto', 'safetensors'"):
+        shardckpt.import_checkpoint(tmp_path, tmp_path / "out", from_="gguf")
+    assert "safetensors" in FORMATS

@@ -1,0 +1,140 @@
+"""An import is a job like a reshard: killed and resumed, by several workers, within its memory, from any storage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save, save_file
+
+import shardckpt
+from shardckpt import Mesh, errors
+from shardckpt.io.file_version import FileVersion
+from shardckpt.io.store import Store
+from shardckpt.reshard.memory import PROCESS_BYTES
+
+if TYPE_CHECKING:
+    from emulators import Emulator
+    from numpy.typing import NDArray
+
+CHILDREN = Path(__file__).parents[1] / "children"
+PATIENCE = 60
+MiB = 1 << 20
+JOB: dict[str, Any] = {"call": "import_checkpoint", "mesh": "x=3", "rules": ["*=(None,x)"], "task_bytes": "512KiB", "into": None}
+
+
+def state() -> dict[str, NDArray[np.uint32]]:
+    """8 MiB in two tensors; 16 tasks."""
+    elements = np.random.default_rng(0).integers(0, 1 << 32, 1 << 21, np.uint32)
+    return {"a": elements[: 1 << 20].reshape(1024, 1024), "b": elements[1 << 20 :].reshape(512, 2048)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save_file(state(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def same(target: Path | str) -> None:
+    found = shardckpt.restore(target)
+    assert {name: array.tobytes() for name, array in found.items()} == {name: array.tobytes() for name, array in state().items()}
+    assert shardckpt.open(target).verify().ok
+
+
+def records(place: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in place.glob("*/records/*.json")}
+
+
+def test_an_import_that_is_killed_goes_on_where_it_was(source: Path, tmp_path: Path) -> None:
+    target, before = tmp_path / "out", (source.read_bytes(), source.stat().st_mtime_ns)
+    arguments = json.dumps({"src": str(source), "dst": str(target), **JOB, "workers": 2})
+    command = [sys.executable, CHILDREN / "reshard_job.py", arguments]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + PATIENCE
+    while len(records(target)) < 3 and job.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    job.kill()
+    job.communicate(timeout=PATIENCE)
+    finished = records(target)
+    assert finished
+    if job.returncode:
+        with pytest.raises(errors.UncommittedError):
+            shardckpt.open(target)
+
+    options = {name: value for name, value in JOB.items() if name not in ("call", "mesh")}
+    report = shardckpt.import_checkpoint(source, target, mesh=Mesh((3,), ("x",)), workers=2, **options)
+
+    assert len(finished) <= report.done_before <= report.tasks
+    assert finished.items() <= records(target).items()
+    same(target)
+    assert (source.read_bytes(), source.stat().st_mtime_ns) == before
+
+
+def test_workers_that_others_start_meet_in_one_attempt(source: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"task_bytes": "1MiB", "workers": 1}
+    reports = [shardckpt.import_checkpoint(source, tmp_path / "out", worker=(k, 2), **options) for k in (1, 0)]
+    assert len({report.attempt for report in reports}) == 1
+    (outcome,) = shardckpt.commit(tmp_path / "out")
+    assert outcome.state == "committed"
+    same(tmp_path / "out")
+
+
+def test_a_tensor_much_larger_than_the_limit_is_imported_within_it(tmp_path: Path) -> None:
+    shape = [8209, 8191]  # primes: hardly a border of the new chunks is one of the rows that are read at once
+    nbytes = 4 * shape[0] * shape[1]
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + nbytes)
+    options: dict[str, Any] = {
+        "src": str(tmp_path),
+        "dst": str(tmp_path / "out"),
+        "mesh": "x=5",
+        "rules": ["w=(None,x)"],
+        "memory_limit": 64 * MiB,
+    }
+    command = [sys.executable, CHILDREN / "reshard_memory.py", json.dumps({"call": "import_checkpoint", **options})]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert finished.returncode == 0, finished.stderr
+    took = json.loads(finished.stdout)
+    assert took["bytes"] == nbytes > 64 * MiB + PROCESS_BYTES
+    assert took["peak"] <= 64 * MiB + PROCESS_BYTES
+    assert took["read"] == nbytes, "each byte is read once"
+
+
+def test_a_limit_that_does_not_suffice_is_refused_with_both_numbers(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(errors.BudgetError, match=r"memory_limit=4194304 is too little for 1 worker: .* each needs \d+ bytes"):
+        shardckpt.import_checkpoint(source, tmp_path / "out", memory_limit="4MiB")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bucket_is_read_by_ranges_and_a_file_that_was_replaced_there_is_an_error(cloud: Emulator, tmp_path: Path) -> None:
+    bucket = Store.open(cloud.url("imports"))
+    bucket.write("hf/model.safetensors", save(state()))
+    bucket.write("hf/config.json", b'{"model_type": "llama"}')
+    report = shardckpt.import_checkpoint(cloud.url("imports", "hf"), tmp_path / "out", workers=1)
+    same(tmp_path / "out")
+    assert shardckpt.open(tmp_path / "out").metadata == {"config.json": {"model_type": "llama"}}
+    assert report.read_bytes == 8 * MiB
+    one = shardckpt.import_checkpoint(cloud.url("imports", "hf", "model.safetensors"), cloud.url("imports", "out"), workers=1)
+    assert one.committed
+    same(cloud.url("imports", "out"))
+
+    version = FileVersion(bucket, "hf/model.safetensors")
+    version.require_length(len(save(state())))
+    with pytest.raises(errors.FormatError, match="has more"):
+        version.require_length(7)
+    with pytest.raises(errors.FormatError, match="has fewer"):
+        version.require_length(9 * MiB)
+    assert version.read(0, 8).tobytes() == save(state())[:8]
+    bucket.write("hf/model.safetensors", save({"a": np.zeros(9)}))
+    for begin, end in ((0, 8), (8 * MiB, 8 * MiB + 1)):
+        with pytest.raises(errors.ReplacedError, match="changed, replaced or deleted"):
+            version.read(begin, end)
