@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardckpt.box import Box
+from shardckpt.dtypes import by_name
 from shardckpt.planning.plan import chunk_boxes
 from shardckpt.tree import unflatten
 
@@ -36,3 +37,19 @@ def described(value):
     if isinstance(value, np.ndarray):
         return [str(value.dtype), list(value.shape), np.ascontiguousarray(value).tobytes().hex()]
     return [type(value).__name__, repr(value)]
+
+
+def without_torch(value):
+    """A state with numpy arrays in place of torch's tensors."""
+    import torch
+
+    if isinstance(value, dict):
+        return {key: without_torch(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(without_torch(child) for child in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype = by_name(str(value.dtype).removeprefix("torch."))
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    bits = flat if hasattr(np, dtype.name) else flat.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    return bits.numpy().view(dtype.numpy).reshape(value.shape)

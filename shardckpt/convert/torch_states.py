@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.convert.plain_values import whole
 from shardckpt.convert.torch_file import open_torch_file
 from shardckpt.convert.torch_objects import TABLE
-from shardckpt.convert.unpickling import Build
+from shardckpt.convert.unpickling import Build, Instance
 from shardckpt.errors import FormatError
 
 if TYPE_CHECKING:
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.span import Span
     from shardckpt.convert.torch_file import TorchFile
-    from shardckpt.convert.unpickling import Instance
 
 __all__ = ["open_state_file", "state_in"]
+
+
+_BUILTINS = ("builtins", "__builtin__")
+"""What Python's module is called in pickles of protocol 3 and later, and before."""
 
 
 def _of_type(rebuild: object, _type: object, arguments: object, _attributes: object) -> object:
@@ -37,15 +40,39 @@ def _first(tensor: object, *_others: object) -> object:
     return tensor
 
 
+def _complex(real: object, imaginary: object) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise TypeError("a complex number of something else than floats")
+    return complex(real, imaginary)
+
+
+def _lazy_too(name: str) -> Build:
+    """What makes a tensor, and says of one that torch is to conjugate or negate whenever it is used that it is such."""
+    build = TABLE[name]
+    assert isinstance(build, Build)
+
+    def tensor(*arguments: object) -> object:
+        lazy = arguments[_METADATA[name] :]
+        return Instance(_LAZY, ()) if lazy and lazy[0] else build.function(*arguments)
+
+    return Build(tensor)
+
+
+_LAZY = "a lazy view"
+_METADATA = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
+"""Which argument says so."""
 _TABLE: Mapping[str, object] = MappingProxyType(
     {
         **TABLE,
+        **{name: _lazy_too(name) for name in _METADATA},
+        **{f"{module}.complex": Build(_complex) for module in _BUILTINS},
         "torch._tensor._rebuild_from_type_v2": Build(_of_type),
         "torch._utils._rebuild_parameter_with_state": Build(_first),
         "torch._utils._rebuild_device_tensor_from_cpu_tensor": Build(_first),
     }
 )
 _UNSTORABLE = {
+    _LAZY: "a tensor that is to be conjugated or negated when it is used: resolve_conj() and resolve_neg() it",
     "torch._utils._rebuild_qtensor": "a quantized tensor: save its int_repr(), scales and zero points, or dequantize() it",
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor: save its indices and values, or to_dense() it",
     "torch._utils._rebuild_nested_tensor": "a nested tensor: save the tensors that it consists of",
@@ -62,7 +89,8 @@ _NAMES = frozenset(
         *(f"torch.per_{of}" for of in ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric")),
         *("argparse.Namespace", "types.SimpleNamespace", "collections.defaultdict", "collections.Counter", "_io.BytesIO"),
         *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
-        *("numpy.dtype", "numpy.ndarray", "builtins.dict", "builtins.int", "builtins.list"),
+        *("numpy.dtype", "numpy.ndarray"),
+        *(f"{module}.{name}" for module in _BUILTINS for name in ("dict", "float", "int", "list")),  # of a defaultdict
     }
 )
 """What a pickle may name: the values that `plain` knows, and what is refused in better words than as a name."""
