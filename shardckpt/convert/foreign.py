@@ -14,7 +14,7 @@ from shardckpt.errors import FormatError
 from shardckpt.names import array_path, piece_path, shown
 from shardckpt.planning.plan import Piece, coverage_gap
 from shardckpt.structure import Structure, TensorRecord
-from shardckpt.tree import flatten
+from shardckpt.tree import Flat, flatten
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.structure import StoredLayout
 
-__all__ = ["Foreign", "ForeignTensor", "Part", "row_chunks", "structure_of"]
+__all__ = ["Foreign", "ForeignTensor", "Part", "row_chunks", "structure_of", "tensors_of"]
 
 ROWS_BYTES = 1 << 20
 """Bytes to which rows are joined to be read at once."""
@@ -102,6 +102,8 @@ class ForeignTensor:
     """How it was laid out over devices, where the format says it."""
     identity: Hashable = None
     """Equal for leaves that are the same memory: they are stored once. None: it is never shared."""
+    meaning: str | None = None
+    """What its elements are to a framework, e.g. `jax.key:threefry2x32`; None: the numbers that they are."""
 
 
 def row_chunks(shape: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
@@ -131,13 +133,31 @@ def structure_of(state: object, where: str) -> Structure:
         LeafError: a leaf that cannot be stored; names it.
         FormatError: a tensor's parts do not make it.
     """
-    flat = flatten(state, lambda value: isinstance(value, ForeignTensor), _identity)
+    flat = _flat(state)
     return Structure(flat.tree, {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()})
+
+
+def tensors_of(state: object) -> dict[str, ForeignTensor]:
+    """The tensors of such a state by name, as `structure_of` records them: those that are stored once, once.
+
+    Raises:
+        LeafError: as there.
+    """
+    return _flat(state).tensors
+
+
+def _flat(state: object) -> Flat:
+    return flatten(state, lambda value: isinstance(value, ForeignTensor), _identity, _meaning)
 
 
 def _identity(tensor: object) -> Hashable:
     assert isinstance(tensor, ForeignTensor)
     return tensor.identity
+
+
+def _meaning(tensor: object) -> str | None:
+    assert isinstance(tensor, ForeignTensor)
+    return tensor.meaning
 
 
 def _record(name: str, tensor: ForeignTensor, where: str) -> TensorRecord:

@@ -114,7 +114,8 @@ def stored(file: TorchFile, tensor: StoredTensor) -> PlacedTensor:
     """
     dtype = by_name(tensor.dtype.name)
     chunks = strided_chunks(tensor.shape, tensor.strides, dtype.itemsize)
-    return PlacedTensor(tensor.shape, dtype, (_whole(tensor.shape, chunks),), places=(_Stored(file, tensor),))
+    tied = (str(file.span), tensor) if 0 not in tensor.shape else None
+    return PlacedTensor(tensor.shape, dtype, (_whole(tensor.shape, chunks),), identity=tied, places=(_Stored(file, tensor),))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,15 +25,15 @@ from shardckpt.convert.torch_objects import Dtype, StoredTensor
 from shardckpt.convert.unpickling import Instance, Name
 from shardckpt.errors import DtypeError, FormatError
 from shardckpt.excerpt import excerpt, shortened
-from shardckpt.names import child_name, component_names
+from shardckpt.names import child_name, component_names, shown
 from shardckpt.tree.containers import MAX_DEPTH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from shardckpt.convert.torch_file import TorchFile
 
-__all__ = ["LEFT", "plain"]
+__all__ = ["LEFT", "plain", "whole"]
 
 LEFT = object()
 """Stands for what is left behind."""
@@ -56,14 +56,37 @@ def plain(file: TorchFile, name: str) -> tuple[Any, list[str]]:
     Returns:
         Plain containers, small leaves and `PlacedTensor`s, or `LEFT`; and a line for each thing that is left behind.
     """
-    walk = _Walk(file)
-    return walk.visit(file.state, name, 0), walk.left
+    walk = _Walk(file, {})
+    return walk.visit(file.state, name, 0), [f"{left or 'the state'} is left behind: it {why}." for left, why in walk.left]
+
+
+def whole(file: TorchFile, known: Mapping[str, Callable[[Instance], object]]) -> Any:
+    """What `torch.save` was given, all of it.
+
+    Args:
+        file: of `torch.save`.
+        known: what an `Instance` of some name stands for: a small leaf or a tensor. A FormatError ("is a …") says why it cannot be stored.
+
+    Raises:
+        FormatError: a part of it cannot be stored; names it.
+    """
+    walk = _Walk(file, known)
+    state = walk.visit(file.state, "", 0)
+    if walk.left:
+        (name, why), *others = walk.left
+        raise FormatError(
+            f"{file.span.file}: {shown(name)} {why}. It cannot be stored{f', nor can {len(others)} others' if others else ''}. Load the "
+            f"file where it is trusted, and save its state without that."
+        )
+    return state
 
 
 @dataclass(slots=True)
 class _Walk:
     file: TorchFile
-    left: list[str] = field(default_factory=list)
+    known: Mapping[str, Callable[[Instance], object]]
+    left: list[tuple[str, str]] = field(default_factory=list)
+    """Names, and what is to be said of each: "is a set"."""
     seen: int = 0
 
     def visit(self, value: object, name: str, depth: int) -> Any:
@@ -72,6 +95,8 @@ class _Walk:
             return self.leave(name, "lies too deep, or among too much that is shared over and over")
         visitor = _VISITORS.get(type(value))
         try:
+            if isinstance(value, Instance) and value.name in self.known:
+                return self.known[value.name](value)
             if visitor is not None:
                 return visitor(self, value, name, depth)
         except (FormatError, DtypeError, ImportError) as e:
@@ -88,7 +113,7 @@ class _Walk:
         return self.leave(name, f"is {shortened(value.text)}")
 
     def leave(self, name: str, why: str) -> object:
-        self.left.append(f"{name or 'the state'} is left behind: it {why}.")
+        self.left.append((name, why))
         return LEFT
 
     def dictionary(self, value: dict[Any, object], name: str, depth: int) -> object:

@@ -26,7 +26,7 @@ from shardckpt.convert.unpickling import unpickle
 from shardckpt.errors import FormatError, ShardckptError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     from shardckpt.convert.span import Span
     from shardckpt.convert.torch_objects import Storage
@@ -82,8 +82,13 @@ def is_torch_file(beginning: bytes) -> bool:
     return beginning.startswith(_SIGNATURE)
 
 
-def open_torch_file(span: Span) -> TorchFile:
+def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Container[str] | None = None) -> TorchFile:
     """Read the list of entries and the pickle.
+
+    Args:
+        span: the file.
+        table: what stands for what the pickle names.
+        only: the names that it may contain; None: any.
 
     Raises:
         FormatError: it is no such file, or makes no sense.
@@ -113,7 +118,7 @@ def open_torch_file(span: Span) -> TorchFile:
     if "byteorder" in by_name and _content(window, by_name["byteorder"]) != b"little":
         raise FormatError(f"{span}: it was written on a big-endian machine; load it with torch and save it on a little-endian one.")
     return TorchFile(
-        unpickle(pickle, str(span), TABLE, persistent=storage_of),
+        unpickle(pickle, str(span), table, only=only, persistent=storage_of),
         span,
         {name.removeprefix("data/"): info for name, info in by_name.items() if name.startswith("data/")},
         zlib.crc32(pickle) == pickles[0].CRC,

@@ -15,7 +15,7 @@ import datetime as dt
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.io import cloud
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
 
-__all__ = ["children", "keys", "modification_times", "storage_now"]
+__all__ = ["children", "keys", "modification_times", "sizes", "storage_now"]
 
 PROBE = ".now-"
 """Begins the names of the objects that `storage_now` writes and deletes; one that is left behind means nothing."""
@@ -55,7 +55,7 @@ def children(store: Store, prefix: str = "") -> list[str]:
         found: set[str] = set()
         for page in _pages(store.location, prefix, delimiter="/"):
             found.update(name.removeprefix(prefix) for name in page.prefixes)
-            found.update(name.removeprefix(prefix) for name, _ in page.objects)
+            found.update(file.key.removeprefix(prefix) for file in page.objects)
         return sorted(found - {""})
 
 
@@ -67,7 +67,7 @@ def keys(location: Location, prefix: str = "") -> Iterator[str]:
     """
     with storage_errors("list", f"{location}/{prefix}"):
         for page in _pages(location, prefix):
-            yield from (key for key, _ in page.objects)
+            yield from (found.key for found in page.objects)
 
 
 def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -92,7 +92,24 @@ def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, fl
             yield from ((key, time.time()) for key in store.list(prefix))
         else:
             for page in _pages(store.location, prefix):
-                yield from page.objects
+                yield from ((found.key, found.time) for found in page.objects)
+
+
+def sizes(store: Store, prefix: str) -> dict[str, int]:
+    """Bytes of every object whose key starts with `prefix`, which may be a whole key; on disk, of the files in one directory.
+
+    Raises:
+        StorageError: the storage failed or refused.
+    """
+    with storage_errors("list", store.path_of(prefix)):
+        above = prefix.rpartition("/")[0]
+        path = store.local_path(above + "/" if above else "")
+        if path is not None:
+            names = [above + "/" * bool(above) + name for name in _directory(path) if not name.endswith("/")]
+            return {name: (store.location.local / name).stat().st_size for name in names if name.startswith(prefix)}  # type: ignore[operator]
+        if store.location.bucket is None:
+            return {key: len(store.read(key)) for key in store.list(prefix)}
+        return {found.key: found.nbytes for page in _pages(store.location, prefix) for found in page.objects}
 
 
 def storage_now(store: Store) -> float:
@@ -112,11 +129,21 @@ def storage_now(store: Store) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class _Object:
+    """An object, as a listing has it."""
+
+    key: str
+    """On its way here the whole name, then relative to the location."""
+    time: float
+    """Of its last write, in POSIX seconds."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Page:
     """One answer to a listing."""
 
-    objects: list[tuple[str, float]]
-    """Key relative to the location, and time of its last write."""
+    objects: list[_Object]
     prefixes: list[str]
     """Keys up to the delimiter, where one was asked for."""
 
@@ -137,19 +164,21 @@ def _pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[_Pa
         except Exception as e:  # the clients' own kinds, which have no root in common
             raise OSError(f"{type(e).__name__}: {e}") from e
         strip = len(below)
-        yield _Page([(name[strip:], time.timestamp()) for name, time in objects], [name[strip:] for name in prefixes])
+        yield _Page([replace(found, key=found.key[strip:]) for found in objects], [name[strip:] for name in prefixes])
         if token is None:
             return
 
 
-_Raw = tuple[list[tuple[str, dt.datetime]], list[str], str | None]
+_Raw = tuple[list[_Object], list[str], str | None]
 
 
 def _gcs_page(filesystem: Any, bucket: str | None, query: dict[str, str], token: str | None) -> _Raw:
     """One page: https://cloud.google.com/storage/docs/json_api/v1/objects/list."""
-    options = {**query, "maxResults": PAGE, "fields": "items(name,updated),prefixes,nextPageToken", "pageToken": token}
+    options = {**query, "maxResults": PAGE, "fields": "items(name,updated,size),prefixes,nextPageToken", "pageToken": token}
     page = filesystem.call("GET", "b/{}/o", bucket, json_out=True, **options)
-    objects = [(item["name"], dt.datetime.fromisoformat(item["updated"])) for item in page.get("items", ())]
+    objects = [
+        _Object(item["name"], dt.datetime.fromisoformat(item["updated"]).timestamp(), int(item["size"])) for item in page.get("items", ())
+    ]
     return objects, page.get("prefixes", []), page.get("nextPageToken") or None
 
 
@@ -157,7 +186,7 @@ def _s3_page(filesystem: Any, bucket: str | None, query: dict[str, str], token: 
     """One page: https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html."""
     options = {name.capitalize(): value for name, value in query.items()} | ({"ContinuationToken": token} if token else {})
     page = filesystem.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=PAGE, **options)
-    objects = [(item["Key"], item["LastModified"]) for item in page.get("Contents", ())]
+    objects = [_Object(item["Key"], item["LastModified"].timestamp(), item["Size"]) for item in page.get("Contents", ())]
     prefixes = [item["Prefix"] for item in page.get("CommonPrefixes", ())]
     return objects, prefixes, page.get("NextContinuationToken") if page.get("IsTruncated") else None
 

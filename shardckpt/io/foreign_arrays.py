@@ -1,0 +1,153 @@
+"""Zarr arrays that somebody else wrote: which are there, of which shape and dtype, and their elements.
+
+1. Arrays lie in a directory, each in one of its own below, or under such names in one OCDBT database over the directory.
+2. All that are asked for are opened at once, some at a time, as zarr v2 or v3.
+3. `read` gives the elements of a box. What is read at once is a stored chunk; where they are small, the whole array, or of chunks
+   that are packed into larger objects (`sharding_indexed`) a whole object.
+
+A chunk that is missing is an error, or the fill value where whoever wrote the arrays leaves out what is equal to it: only who
+knows the format can say which.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+import tensorstore as ts
+
+from shardckpt import dtypes
+from shardckpt.errors import CorruptionError, DtypeError, FormatError, MissingDataError
+from shardckpt.fields import LARGEST_DIMENSION
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.store import shared_context
+from shardckpt.io.url import check_key
+from shardckpt.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from shardckpt.box import Box
+    from shardckpt.dtypes import DType
+    from shardckpt.io.store import Store
+
+__all__ = ["ForeignArray", "open_arrays"]
+
+_AT_ONCE = 128
+"""Arrays that are being opened at a time."""
+_INDEX_BYTES = 100_000_000
+"""Of an OCDBT database's index that is kept: Orbax writes it as one node of up to so many bytes."""
+_SMALL_ARRAY = 1 << 20
+"""Bytes of an array up to which it is read at once, whatever its chunks."""
+_SMALL_OBJECT = 16 << 20
+"""Bytes of an object of several chunks up to which it is read at once."""
+_UNREADABLE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE", "Error decoding")
+"""In TensorStore's messages about bytes that are there and make no sense."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignArray:
+    """A zarr array, open for reading. Safe to use from several threads."""
+
+    place: str
+    """Where it lies, for messages."""
+    shape: tuple[int, ...]
+    dtype: DType
+    chunks: tuple[int, ...]
+    """Shape of what is read at once."""
+    _array: Any
+    """The `ts.TensorStore`."""
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """The elements of a box, C-contiguous.
+
+        Raises:
+            MissingDataError: a chunk is not there.
+            CorruptionError: a chunk cannot be decoded.
+            StorageError: the storage failed or refused.
+        """
+        part = self._array[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+        with _typed_errors("read", self.place):
+            elements: NDArray[Any] = part.read(order="C").result()
+        return elements
+
+
+def open_arrays(
+    place: Store, names: Iterable[str], driver: Literal["zarr", "zarr3"], *, ocdbt: bool, fill_missing: bool
+) -> Mapping[str, ForeignArray]:
+    """Open arrays for reading.
+
+    Args:
+        place: the directory.
+        names: relative to it.
+        driver: TensorStore's: "zarr" is version 2.
+        ocdbt: whether an OCDBT database over the directory holds them.
+        fill_missing: whether a missing chunk stands for the fill value.
+
+    Raises:
+        MissingDataError: there is no array of one of the names.
+        CorruptionError: what describes one makes no sense.
+        FormatError: one is larger than can be addressed, or its name leads elsewhere.
+        DtypeError: an array's elements cannot be stored.
+        StorageError: the storage failed or refused.
+    """
+    database = _database(place) if ocdbt else None
+    under_way: deque[tuple[str, str, Any]] = deque()
+    found: dict[str, ForeignArray] = {}
+    for name in names:
+        if len(under_way) >= _AT_ONCE:
+            _finish(found, *under_way.popleft())
+        where = f"{place}/{name}"
+        with _typed_errors("open", where):
+            check_key(name, place)
+            values = place.sub(name).kvstore() if database is None else database / f"{name}/"
+            spec = {"driver": driver, "fill_missing_data_reads": fill_missing, "recheck_cached_metadata": False}
+            under_way.append((name, where, ts.open(spec, kvstore=values, open=True, read=True, context=shared_context())))
+    while under_way:
+        _finish(found, *under_way.popleft())
+    return found
+
+
+def _database(place: Store) -> Any:
+    """The OCDBT database over a directory."""
+    place.read("manifest.ocdbt")  # says better than TensorStore what is missing
+    spec = {"driver": "ocdbt", "base": place.location.kvstore(), "cache_pool": {"total_bytes_limit": _INDEX_BYTES}}
+    with _typed_errors("open", place):
+        return ts.KvStore.open(spec, context=shared_context()).result()
+
+
+def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any) -> None:
+    """Take an array that has been opened."""
+    with _typed_errors("open", where):
+        array = opening.result()
+    try:
+        dtype = dtypes.of_numpy(array.dtype.numpy_dtype)
+    except DtypeError as e:
+        raise DtypeError(f"{where}: {shown(name)} is an array of {array.dtype.name}: {e}") from e
+    shape = tuple(array.shape)
+    if prod(max(n, 1) for n in shape) * dtype.itemsize > LARGEST_DIMENSION:
+        raise FormatError(f"{where}: an array of shape {shape} has more bytes than can be addressed.")
+    layout = array.chunk_layout
+    whole, inner = tuple(layout.write_chunk.shape or ()), tuple(layout.read_chunk.shape or ())
+    at_once = shape if prod(shape) * dtype.itemsize <= _SMALL_ARRAY else whole if prod(whole) * dtype.itemsize <= _SMALL_OBJECT else inner
+    found[name] = ForeignArray(where, shape, dtype, tuple(max(1, min(c, n)) for c, n in zip(at_once, shape, strict=True)), array)
+
+
+@contextmanager
+def _typed_errors(action: str, place: object) -> Iterator[None]:
+    """What TensorStore raises of bytes that are gone, or make no sense, as errors of ours; all else as `storage_errors` does."""
+    with storage_errors(action, place):
+        try:
+            yield
+        except ValueError as e:
+            said = str(e)
+            if "NOT_FOUND" in said:
+                raise MissingDataError(f"{place}: {said}; restore it from a copy.") from e
+            if any(part in said for part in _UNREADABLE):
+                raise CorruptionError(f"{place}: stored bytes cannot be read: {said}; restore them from a copy.") from e
+            raise

@@ -1,0 +1,242 @@
+"""Checkpoints that Orbax has written are read as Orbax itself reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from foreign_states import described, state_of, tensor_of
+
+from shardckpt import Mesh, PartitionSpec, Sharding
+from shardckpt.convert.from_orbax import looks_like, open_foreign
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, UncommittedError
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+
+TESTS = Path(__file__).parents[1]
+LAYOUTS = ["ocdbt, zarr 2", "ocdbt, zarr 3", "zarr 2", "zarr 3", "uncompressed"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Where the checkpoints are, and by their names what Orbax restores of them."""
+    root = tmp_path_factory.mktemp("orbax")
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(TESTS)}
+    command = [sys.executable, TESTS / "children" / "orbax_checkpoints.py", root]
+    done = subprocess.run(command, env={**os.environ, **flags}, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return root, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def copied(written, tmp_path):
+    """A checkpoint by its name, to be damaged."""
+
+    def copy(name):
+        shutil.copytree(written[0] / name, tmp_path / name)
+        return tmp_path / name
+
+    return copy
+
+
+def opened(path):
+    return open_foreign(parse(str(path)))
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "steps/10", "items/step_00000005", "v1", "rich", "older"])
+def test_a_checkpoint_is_read_as_orbax_itself_reads_it(written, name):
+    root, answers = written
+    assert described(state_of(opened(root / name))) == answers[name]
+    assert looks_like(parse(str(root / name))).startswith("an Orbax checkpoint, by ")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_and_the_chunks_of_the_file_are_kept(written, name):
+    tensors = opened(written[0] / name).structure.tensors
+    mesh = Mesh((4, 2), ("data", "model"), [1, 0, 2, 3, 4, 5, 7, 6])
+    expected = {
+        "params/both": PartitionSpec("data", "model"),
+        "params/tuple": PartitionSpec(("model", "data")),
+        "params/one axis": PartitionSpec(None, "model"),
+        "params/replicated": PartitionSpec(),
+        "keys/one": None,
+        "one device": None,
+        "numpy/0-d": None,
+    }
+    assert {n: tensors[n].layout for n in expected} == {n: None if spec is None else Sharding(mesh, spec) for n, spec in expected.items()}
+    assert tensors["keys/rbg"].shape == (4, 4)
+
+
+def test_random_keys_are_words_that_are_known_to_be_keys(written):
+    tree = opened(written[0] / "zarr 2").structure.tree
+    assert tree["keys"] == {"one": {"$tensor": "jax.key:threefry2x32"}, "rbg": {"$tensor": "jax.key:rbg"}}
+
+
+def test_neither_orbax_nor_jax_is_imported(written):
+    code = (
+        "import sys; from shardckpt.io.url import parse; from shardckpt.convert.from_orbax import open_foreign;"
+        f"f = open_foreign(parse({str(written[0] / 'older')!r}));"
+        "print(len(f.structure.tensors), [name for name in ('jax', 'orbax', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "5 []\n"
+
+
+def test_a_managers_directory_is_refused_with_its_steps(written):
+    assert looks_like(parse(str(written[0] / "steps"))) == "steps of an Orbax CheckpointManager"
+    with pytest.raises(FormatError, match=r"steps of a CheckpointManager: 9, 10\. Import one of them: .*/steps/10, say"):
+        opened(written[0] / "steps")
+
+
+def test_what_is_no_orbax_checkpoint_is_not_taken_for_one(written, tmp_path):
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "TensorFlow\'s"')
+    (tmp_path / "state").mkdir()
+    found = [looks_like(parse(str(p))) for p in (tmp_path, tmp_path / "nothing", tmp_path / "checkpoint", written[0])]
+    assert found == [None] * 4, "several checkpoints side by side are none either"
+    with pytest.raises(FormatError, match="no tree of an Orbax checkpoint is there"):
+        opened(tmp_path / "state")
+
+
+def test_what_is_not_finished_is_refused(written, copied, tmp_path):
+    by_name = tmp_path / "3.orbax-checkpoint-tmp-1234"
+    shutil.copytree(written[0] / "steps" / "10", by_name)
+    assert "not finished" in looks_like(parse(str(by_name)))
+    item = copied("items/step_00000005")
+    (item / "state").rename(item / "state.orbax-checkpoint-tmp")
+    unmerged = copied("ocdbt, zarr 3")
+    (unmerged / "manifest.ocdbt").unlink()
+    for path in (by_name, item, unmerged):
+        with pytest.raises(UncommittedError, match="import another"):
+            opened(path)
+
+
+def test_in_a_bucket_what_is_finished_has_the_file_that_says_so(written, cloud):
+    source = written[0] / "steps" / "10"
+    location = parse(cloud.url("orbax", "10"))
+    store = Store.open(location)
+    for path in sorted(p for p in source.rglob("*") if p.is_file() and p.name != "commit_success.txt"):
+        store.write(str(path.relative_to(source)), path.read_bytes())
+    for place in (location, location.join("default")):
+        with pytest.raises(UncommittedError, match=r"commit_success\.txt is missing"):
+            open_foreign(place)
+    store.write("commit_success.txt", b"")
+    assert described(state_of(open_foreign(location))) == written[1]["steps/10"]
+    assert described(state_of(open_foreign(location.join("default")))) == written[1]["steps/10"]
+
+
+@pytest.mark.parametrize("name", ["zarr 2", "zarr 3"])
+def test_a_chunk_that_is_missing_is_an_error_though_it_would_be_zeros(copied, name):
+    path = copied(name)
+    foreign = opened(path)
+    chunk = next(file for file in sorted((path / "numpy.zeros").rglob("*")) if file.is_file() and "zarr" not in file.name)
+    chunk.unlink()
+    with pytest.raises(MissingDataError, match=r"numpy\.zeros.*missing"):
+        tensor_of(foreign, "numpy/zeros")
+
+
+@pytest.mark.parametrize("zeros_left_out", [False, True])
+@pytest.mark.parametrize("name", ["ocdbt, zarr 2", "ocdbt, zarr 3"])
+def test_a_missing_data_file_of_a_database_is_an_error(copied, name, zeros_left_out):
+    path = copied(name)
+    metadata = json.loads((path / "_METADATA").read_text())
+    metadata["store_array_data_equal_to_fill_value"] = not zeros_left_out
+    (path / "_METADATA").write_text(json.dumps(metadata))
+    foreign = opened(path)
+    for file in path.glob("ocdbt.process_*/d/*"):
+        file.unlink()
+    with pytest.raises(CorruptionError, match=r"params\.small pieces"):
+        tensor_of(foreign, "params/small pieces")
+
+
+def test_what_was_once_left_out_is_zeros_and_a_note_says_so(written):
+    foreign = opened(written[0] / "older")
+    assert not tensor_of(foreign, "list/0").any()
+    assert [note for note in foreign.notes if "does not store chunks of zeros" in note]
+
+
+def test_a_chunk_that_was_cut_off_is_an_error(copied):
+    path = copied("zarr 2")
+    foreign = opened(path)
+    for chunk in (path / "params.both").glob("[0-9]*"):
+        os.truncate(chunk, chunk.stat().st_size - 3)
+    with pytest.raises(CorruptionError, match=r"params\.both: stored bytes cannot be read"):
+        tensor_of(foreign, "params/both")
+
+
+@pytest.mark.parametrize("name", ["zarr 2", "zarr 3"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "no JSON"])
+def test_an_array_without_its_metadata_is_an_error(copied, name, damage):
+    file = next((copied(name) / "params.both").glob("*zarr*" if name == "zarr 3" else ".z*"))
+    file.unlink() if damage == "missing" else file.write_bytes(b"" if damage == "empty" else b'{"shape": [')
+    with pytest.raises(MissingDataError if damage == "missing" else CorruptionError, match=r"params\.both"):
+        opened(file.parents[1])
+
+
+def test_two_leaves_that_were_stored_under_one_name_are_refused(copied):
+    path = copied("zarr 2")
+    metadata = json.loads((path / "_METADATA").read_text())
+    entries = metadata["tree_metadata"]
+    keys = [{"key": "params", "key_type": 2}, {"key": "both", "key_type": 2}]
+    entries["('params.both',)"] = {**entries["('params', 'both')"], "key_metadata": [{"key": "params.both", "key_type": 2}]}
+    assert entries["('params', 'both')"]["key_metadata"] == keys
+    (path / "_METADATA").write_text(json.dumps(metadata))
+    with pytest.raises(FormatError, match=r"two leaves are stored as 'params\.both'"):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"[" * 100_000,
+        b'{"tree_metadata": {"a": 3}}',
+        b'{"tree_metadata": {"a": {"key_metadata": [{"key": 1, "key_type": 2}], "value_metadata": {"value_type": "scalar"}}}}',
+        b'{"tree_metadata": {"a": {"key_metadata": [{"key": "7", "key_type": 1}], "value_metadata": {"value_type": "scalar"}}}}',
+        b'{"tree_metadata": {}, "value_metadata_tree": 5}',
+    ],
+)
+def test_metadata_that_make_no_sense_are_refused(copied, metadata):
+    path = copied("rich")
+    (path / "_METADATA").write_bytes(metadata)
+    with pytest.raises(FormatError, match="_METADATA is"):
+        opened(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x81", b"\x81\xa1a\xc7\x03\x09abc", b"\xc1", b"\x91" * 5000])
+def test_a_msgpack_file_that_makes_no_sense_is_refused(copied, content):
+    path = copied("older")
+    (path / "checkpoint").write_bytes(content)
+    with pytest.raises(FormatError, match="checkpoint is no tree in msgpack"):
+        opened(path)
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "a//b", "..", "w\\x"])
+def test_an_array_outside_of_the_checkpoint_is_refused(copied, name):
+    path = copied("older")
+    (path / "checkpoint").write_bytes(msgpack.packb({"w": f"PLACEHOLDER://{name}"}))
+    with pytest.raises(FormatError, match="names nothing below"):
+        opened(path)
+
+
+def test_a_checkpoint_that_was_written_anew_is_another(copied):
+    path = copied("zarr 2")
+    before = opened(path).identity
+    assert opened(path).identity == before
+    chunk = path / "params.both" / "0.0"
+    os.utime(chunk, ns=(1, 1))
+    assert opened(path).identity != before
+
+
+def test_many_small_chunks_are_read_at_once(written):
+    tensor = opened(written[0] / "zarr 2").structure.tensors["params/small pieces"]
+    assert tensor.num_chunks == 1
+    assert np.prod(tensor.shape) * 4 > 1 << 11, "it is stored in several"

@@ -1,0 +1,325 @@
+"""Files that torch.save has written are read as torch.load(weights_only=True) reads them, and nothing in their pickles is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from foreign_states import described, state_of, without_torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardckpt
+from shardckpt.convert.from_torch import looks_like, open_foreign
+from shardckpt.convert.importing import import_checkpoint
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError, ShardckptError
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.tree import alias_map
+
+DTYPES = [
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64"),
+    *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+]
+
+
+def opened(path):
+    return open_foreign(parse(str(path)))
+
+
+def saved(tmp_path, state, **options):
+    torch.save(state, tmp_path / "state.pt", **options)
+    return tmp_path / "state.pt"
+
+
+def expect(path, state):
+    assert described(state_of(opened(path))) == described(without_torch(state))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_state_is_read_as_torch_reads_it(tmp_path, protocol):
+    model = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.BatchNorm1d(40))
+    moments = {i: {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(p)} for i, p in enumerate(model.parameters())}
+    state = {
+        "model": model.state_dict(),
+        "parameters": dict(model.named_parameters()),
+        "optimizer": {"state": moments, "param_groups": [{"betas": (0.9, 0.95), "foreach": None, "params": [0, 1, 2, 3]}]},
+        "leaves": [1, -(2**70), 2.5, float("nan"), True, None, "é", b"\0\xff", 1 + 2j, (), {}, [], {3: "int", None: 0, True: 1}],
+        "torch": {"dtype": torch.bfloat16, "device": torch.device("cuda:1")},
+        "empty": {"0": torch.empty(0), "3": torch.empty(2, 0, 3)},
+        "scalar": torch.tensor(3.0, dtype=torch.float64),
+        "ordered": OrderedDict(a=torch.ones(2)),
+    }
+    path = saved(tmp_path, state, pickle_protocol=protocol)
+    expect(path, torch.load(path, weights_only=False))
+    assert looks_like(parse(str(path))) == "state.pt, a zip archive that begins with data.pkl"
+
+
+def test_what_is_a_plain_value_in_other_clothes_is_taken(tmp_path):
+    state = {
+        "arguments": argparse.Namespace(rate=1e-3, layers=[2, 3]),
+        "size": torch.Size([2, 3]),
+        "default": defaultdict(list, a=[1]),
+        "counter": Counter("aab"),
+        "numpy": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "numpy scalar": np.float32(2.5),
+    }
+    plain = {**state, "arguments": vars(state["arguments"]), "size": (2, 3), "default": {"a": [1]}, "counter": {"a": 2, "b": 1}}
+    expect(saved(tmp_path, state), plain)
+
+
+def test_every_dtype_of_torch_is_read(tmp_path):
+    random = torch.randint(0, 2, (40, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expect(saved(tmp_path, state := {name: random.clone().view(getattr(torch, name)) for name in DTYPES}), state)
+
+
+def test_a_tensor_that_is_itself_the_state_is_read(tmp_path):
+    expect(saved(tmp_path, torch.arange(6).reshape(2, 3).t()), torch.arange(6).reshape(2, 3).t())
+
+
+@st.composite
+def views(draw):
+    """A tensor that sees some of a storage: transposed, cut, with steps, repeated."""
+    shape = draw(st.lists(st.integers(1, 6), max_size=4))
+    tensor = torch.arange(int(np.prod(shape)), dtype=torch.int32).reshape(shape)
+    if shape and draw(st.booleans()):
+        tensor = tensor.permute(*draw(st.permutations(range(len(shape)))))
+    for d in range(tensor.ndim):
+        start, step = draw(st.integers(0, tensor.shape[d])), draw(st.integers(1, 3))
+        tensor = tensor[(slice(None),) * d + (slice(start, None, step),)]
+    return tensor.unsqueeze(0).expand(draw(st.integers(0, 3)), *tensor.shape) if draw(st.booleans()) else tensor
+
+
+@settings(max_examples=60)
+@given(tensors=st.lists(views(), max_size=3))
+def test_views_are_read_whatever_their_strides(tmp_path_factory, tensors):
+    path = tmp_path_factory.getbasetemp() / "views.pt"
+    torch.save(tensors, path)
+    expect(path, tensors)
+
+
+def test_large_views_are_read_in_chunks(tmp_path):
+    base = torch.arange(3 << 20, dtype=torch.int32).reshape(1 << 10, 3 << 10)
+    state = {"whole": base, "transposed": base.t(), "columns": base[:, ::7], "channels": base.view(4, 16, 64, 768).permute(0, 3, 1, 2)}
+    path = saved(tmp_path, state)
+    expect(path, state)
+    chunks = {name: tensor.num_chunks for name, tensor in opened(path).structure.tensors.items()}
+    assert min(chunks.values()) > 1
+
+
+def test_what_is_the_same_memory_is_stored_once_and_other_views_are_not(tmp_path):
+    weight = torch.nn.Parameter(torch.randn(4, 6))
+    state = {"a": weight, "b": weight, "c": weight.detach(), "transposed": weight.t(), "half": weight[:2], "copy": weight.clone()}
+    foreign = opened(saved(tmp_path, state))
+    assert alias_map(foreign.structure.tree) == {"b": "a", "c": "a"}
+    assert list(foreign.structure.tensors) == ["a", "transposed", "half", "copy"]
+    expect(tmp_path / "state.pt", state)
+
+
+def test_parameters_with_attributes_are_tensors(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.tensor_parallel = True
+    plain = torch.zeros(2)
+    plain.note = "x"
+    expect(saved(tmp_path, {"p": parameter, "t": plain}), {"p": parameter, "t": plain})
+
+
+class Custom:
+    """Of somebody's own."""
+
+
+class RunsCode:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+UNSTORABLE = {
+    "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "a quantized tensor: save its": lambda: torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8),
+    "a sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "a sparse tensor: save": lambda: torch.eye(3).to_sparse_csr(),
+    "on the device meta": lambda: torch.empty(3, device="meta"),
+    "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "float4_e2m1fn_x2": lambda: torch.ones(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "test_from_torch.Custom": Custom,
+    "builtin__.print": lambda: print,
+    "posix.system": lambda: RunsCode(os.system, "touch /nothing"),
+    "builtin__.eval": lambda: RunsCode(eval, "1"),
+    "a float": lambda: {2.5: 1},
+    "a tuple": lambda: {(1, 2): 1},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("words", UNSTORABLE)
+def test_what_cannot_be_stored_is_refused_by_name(tmp_path, words):
+    path = saved(tmp_path, {"w": torch.ones(2), "odd": UNSTORABLE[words]()})
+    with pytest.raises(FormatError) as refused:
+        opened(path)
+    assert words in str(refused.value) or ("key" in str(refused.value) and words.startswith("a "))
+    assert str(path) in str(refused.value)
+
+
+def test_nothing_of_a_pickle_is_run(tmp_path):
+    witness = tmp_path / "it ran"
+    for i, odd in enumerate(
+        [
+            RunsCode(os.system, f"touch '{witness}'"),
+            RunsCode(subprocess.call, ["touch", str(witness)]),
+            RunsCode(exec, f"open({str(witness)!r}, 'w')"),
+            RunsCode(getattr, "a text", "upper"),
+            RunsCode(torch.load, str(witness)),
+        ]
+    ):
+        path = tmp_path / f"{i}.pt"
+        torch.save({"w": torch.ones(2), "odd": odd}, path)
+        with pytest.raises(FormatError, match="nothing of it was run"):
+            open_foreign(parse(str(path)), trust_pickle=True)
+    assert not witness.exists()
+
+
+def test_files_of_before_torch_1_6_are_refused_with_what_to_do(tmp_path):
+    path = saved(tmp_path, {"w": torch.ones(2)}, _use_new_zipfile_serialization=False)
+    assert looks_like(parse(str(path))) == "state.pt, a file of torch.save before torch 1.6"
+    with pytest.raises(FormatError, match=r"before 1\.6.*save it again with torch.save"):
+        opened(path)
+
+
+def test_other_files_are_not_taken_for_torchs(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.ones(3))
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "text").write_text("PK")
+    shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "text")
+    places = [tmp_path, *tmp_path.iterdir(), tmp_path / "nothing"]
+    assert [looks_like(parse(str(place))) for place in places] == [None] * len(places)
+    for place in places:
+        with pytest.raises(ShardckptError):
+            opened(place)
+
+
+def test_a_file_that_was_cut_off_anywhere_is_an_error(tmp_path):
+    path = saved(tmp_path, {"a": torch.randn(3000), "b": [torch.ones(5), 3]})
+    data = path.read_bytes()
+    for length in [0, 1, 4, 30, 500, *np.linspace(1000, len(data) - 1, 30).astype(int).tolist()]:
+        path.write_bytes(data[:length])
+        with pytest.raises((FormatError, CorruptionError)):
+            opened(path)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_a_damaged_file_gives_an_error_of_ours_or_a_state(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "damaged.pt"
+    torch.save({"a": torch.arange(40), "b": [torch.ones(5, 2).t(), {"x": 3}]}, path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    with suppress(ShardckptError):
+        state_of(opened(path))
+
+
+def test_a_flipped_bit_of_a_tensor_is_noticed_where_torch_does_not(tmp_path):
+    path = saved(tmp_path, {"w": torch.arange(3000)})
+    data = bytearray(path.read_bytes())
+    place = data.index(torch.arange(100, 103).numpy().tobytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    torch.load(path, weights_only=True)
+    with pytest.raises(CorruptionError, match=r"'w': .*CRC-32"):
+        state_of(opened(path))
+
+
+def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(tmp_path):
+    foreign = opened(saved(tmp_path, {"w": torch.ones(3000)}))
+    before = foreign.identity
+    saved(tmp_path, {"w": torch.zeros(4000)})
+    with pytest.raises(ReplacedError):
+        state_of(foreign)
+    assert opened(tmp_path / "state.pt").identity != before
+
+
+# --- Hugging Face directories -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def split(tmp_path):
+    """Two files and their index."""
+    torch.save({"a": torch.ones(3), "b": torch.zeros(2, 2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({"c": torch.arange(5)}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    weight_map = {name: f"pytorch_model-0000{1 + (name == 'c')}-of-00002.bin" for name in "acb"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tmp_path
+
+
+def test_split_files_are_one_state(split):
+    expected = {"a": torch.ones(3), "c": torch.arange(5), "b": torch.zeros(2, 2)}
+    for path in (split, split / "pytorch_model.bin.index.json"):
+        expect(path, expected)
+    assert looks_like(parse(str(split))) == "pytorch_model.bin.index.json in the directory"
+    torch.save({"w": torch.ones(1)}, split / "pytorch_model.bin")
+    expect(split, {"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "error", "words"),
+    [
+        ({"a": "pytorch_model-00001-of-00002.bin"}, FormatError, "does not name 'b'"),
+        ({"a": "pytorch_model-00002-of-00002.bin"}, FormatError, "'a' should be in"),
+        ({"a": "gone.bin"}, MissingDataError, r"gone\.bin is missing"),
+        ({"a": "../state.pt"}, FormatError, "something else than files beside it"),
+        (["a"], FormatError, "no index of split files"),
+        ({"a": 3}, FormatError, "something else than files beside it"),
+    ],
+)
+def test_an_index_that_disagrees_with_its_files_is_refused(split, weight_map, error, words):
+    (split / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(error, match=words):
+        opened(split)
+
+
+# --- other places, and imports ----------------------------------------------------------------------------------------
+
+
+def test_in_a_bucket_ranges_are_read(tmp_path, cloud):
+    state = {"a": torch.randn(700, 1000), "t": torch.randn(40, 30).t(), "n": 3}
+    store = Store.open(cloud.url("torch"))
+    store.write("state.pt", saved(tmp_path, state).read_bytes())
+    foreign = open_foreign(parse(cloud.url("torch", "state.pt")))
+    assert described(state_of(foreign)) == described(without_torch(state))
+    assert looks_like(foreign.location).startswith("state.pt, a zip archive")
+
+
+def test_an_import_restores_as_what_was_saved(tmp_path):
+    tied = torch.randn(64, 32)
+    state = {"model": {"embed": tied, "head": tied, "bias": torch.randn(7).bfloat16()}, "step": 12, "t": torch.randn(30, 20).t()}
+    report = import_checkpoint(
+        saved(tmp_path, state), tmp_path / "imported", mesh=shardckpt.Mesh((4,), ("x",)), rules={"**/embed": shardckpt.PartitionSpec("x")}
+    )
+    assert report.format == "torch"
+    checkpoint = shardckpt.open(tmp_path / "imported")
+    assert described(shardckpt.restore(tmp_path / "imported")) == described(without_torch(state))
+    assert checkpoint.info("model/embed").layout.parts(2) == (4, 1)
+
+
+def test_torch_is_not_imported(tmp_path):
+    path = saved(tmp_path, {"w": torch.ones(3)})
+    code = (
+        "import sys; from shardckpt.io.url import parse; from shardckpt.convert.from_torch import open_foreign;"
+        f"print(list(open_foreign(parse({str(path)!r})).structure.tensors), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "['w'] False\n"
