@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from math import prod
@@ -113,8 +114,10 @@ class Chunk:
     def scatter(self, raw: NDArray[np.uint8]) -> None:
         """Copy the elements, given as bytes, to every box that wants some of them."""
         elements = raw.view(self.request.convert_from or self.request.dtype).reshape(self.piece.chunks)
-        for buffer, in_buffer, in_chunk in self.targets:
-            np.copyto(buffer[in_buffer], elements[in_chunk], casting="unsafe")
+        # What is too large for another dtype becomes infinite there, and NaN as an integer anything: asked for, so no warning.
+        with np.errstate(all="ignore") if self.request.convert_from is not None else nullcontext():
+            for buffer, in_buffer, in_chunk in self.targets:
+                np.copyto(buffer[in_buffer], elements[in_chunk], casting="unsafe")
 
 
 class ChunkFinder:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["CELL_BYTES", "LARGEST_CELL", "Cells", "Step", "cut", "read_bytes", "steps"]
+__all__ = ["CELL_BYTES", "LARGEST_CELL", "Cells", "Step", "cut", "read_bytes", "steps", "steps_in_order"]
 
 CELL_BYTES = 8 << 20
 """Bytes to which small cells are joined."""
@@ -186,6 +186,45 @@ def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize
     longest = max(able, key=lambda d: box.shape[d] / _side(of, d))
     for first, last in pairwise((box.start[longest], int(borders[longest][len(borders[longest]) // 2]), box.stop[longest])):
         yield from steps(_part(box, longest, first, last), into, of, itemsize, room)
+
+
+def steps_in_order(box: Box, target: Piece, sources: Sequence[Piece], itemsize: int, most: int, room: int) -> Iterator[Step]:
+    """Read a box of whole target chunks in steps of whole chunks, so that chunks come in row-major order.
+
+    Nothing is left open between steps: a step ends, within the room that there is, where no source chunk is cut; where that cannot be,
+    source chunks are read on both sides.
+
+    Args:
+        box: in the tensor's indices; its chunks follow each other in row-major order.
+        target: the array that will hold the tensor.
+        sources: the arrays that hold it.
+        itemsize: bytes of an element in the target.
+        most: bytes to which chunks are joined.
+        room: bytes of a step, unless a single chunk takes more.
+    """
+    nbytes = box.size * itemsize
+    along = next((d for d in range(box.ndim) if box.shape[d] > target.chunks[d]), None)
+    if nbytes <= most or along is None:
+        yield Step(box, 0)
+        return
+    per_index = nbytes // box.shape[along]
+    borders = _within(_unbroken([target], along), box, along)
+    free = _within(_free(borders, along, touched(sources, BoxArray.of([box], box.ndim))), box, along)
+    at, end = box.start[along], box.stop[along]
+    while at < end:
+        near, far = (int(np.searchsorted(free, at + n // per_index, side="right")) - 1 for n in (most, room))
+        if free[near] > at:
+            stop = int(free[near])
+        elif free[far] > at:
+            stop = int(free[near + 1])
+        else:
+            stop = int(borders[np.searchsorted(borders, at + room // per_index, side="right") - 1])
+        if stop > at:
+            yield Step(_part(box, along, at, stop), 0)
+        else:  # not even one chunk and all beside it
+            stop = int(borders[np.searchsorted(borders, at, side="right")])
+            yield from steps_in_order(_part(box, along, at, stop), target, sources, itemsize, most, room)
+        at = stop
 
 
 def _side(pieces: Sequence[Piece], d: int) -> int:

@@ -1,9 +1,8 @@
 """Doing one task of a job: read its cells, write them as the new chunks, read those back, and leave a host's record.
 
 1. A record that is there already means that the task is done; nothing else is looked at.
-2. Steps are taken together until their chunks fill one of two buffers. A second thread reads them: source chunks go, or are
-   scattered, straight to where they lie in the chunks of the target, converted on the way where dtypes differ.
-3. Meanwhile what the other buffer holds is finished (checksum, compression) and written.
+2. Its steps are read into the chunks of the target (`assembling`).
+3. Meanwhile what was read before is finished (checksum, compression) and written.
 4. When all is durable it is read back and compared with the chunk table. Then the record is written, if it is not there.
 
 A task may be done twice, at the same time too: by a worker that was taken for dead, say. Each writes below a name of its own,
@@ -17,39 +16,26 @@ from __future__ import annotations
 
 import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from threading import local
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from shardckpt.box import BoxArray
 from shardckpt.errors import CommitError, CorruptionError, ShardckptError
-from shardckpt.io.budget import round_up
-from shardckpt.io.codec import CHECKSUM_BYTES, room_for
 from shardckpt.io.host import HostWriter
-from shardckpt.io.reader import Request
-from shardckpt.planning.plan import chunk_boxes, overlaps, touched
+from shardckpt.planning.views import View
 from shardckpt.record import seal
+from shardckpt.reshard.assembling import Buffer, PlannedStep, Target, assembled
 from shardckpt.reshard.carry import read_back
 from shardckpt.reshard.job import OpenJob
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
-
     from shardckpt.io.store import Store
     from shardckpt.io.table import Table
-    from shardckpt.planning.plan import Overlaps, Piece
-    from shardckpt.reshard.cells import Step
     from shardckpt.reshard.job import Job
     from shardckpt.reshard.plan import ReshardPlan, Task
-    from shardckpt.structure import TensorRecord
-
-    Bytes = NDArray[np.uint8]
 
 __all__ = ["TaskReport", "forget", "record_key", "run_task"]
 
@@ -102,7 +88,6 @@ def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
     return TaskReport(number, not first, task.nbytes, stats.bytes_read - before, stored, time.monotonic() - began)
 
 
-_NOTHING: Bytes = np.empty(0, np.uint8)
 _here = local()
 """The job that this thread is at work on, and its buffers, kept from task to task."""
 
@@ -117,55 +102,9 @@ def _opened(job: Job) -> OpenJob:
         _here.job, _here.buffers = None, None  # the former one's memory is free before the new one takes any
         _here.opened = OpenJob(job)
         _here.job = job
-        _here.buffers = _Buffer(), _Buffer()
+        _here.buffers = Buffer(), Buffer()
     opened: OpenJob = _here.opened
     return opened
-
-
-class _Buffer:
-    """Memory that is used from front to back, and then again."""
-
-    def __init__(self) -> None:
-        self._bytes: Bytes = np.empty(0, np.uint8)
-        self._used = 0
-
-    def begin(self, nbytes: int) -> None:
-        """Forget what is in it, and have room for so many bytes."""
-        if self._bytes.nbytes < nbytes:
-            self._bytes = _NOTHING
-            self._bytes = np.empty(nbytes, np.uint8)
-        self._used = 0
-
-    def take(self, nbytes: int) -> Bytes:
-        """The next bytes of it."""
-        begin = self._used
-        self._used += round_up(nbytes)
-        return self._bytes[begin : begin + nbytes]
-
-
-@dataclass(slots=True, eq=False)
-class _Planned:
-    """A step, and the chunks of the target that it reaches into, array by array."""
-
-    target: TensorRecord
-    source: TensorRecord
-    step: Step
-    pairs: list[tuple[Piece, Overlaps]]
-
-    @property
-    def nbytes(self) -> int:
-        """Of those chunks, in a buffer."""
-        itemsize = self.target.dtype.itemsize
-        return sum(len(pairs.chunk) * round_up(room_for(piece.chunks, itemsize)) for piece, pairs in self.pairs)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """What is read at once, and the chunks that are whole then: array, position, and the elements as they are stored."""
-
-    steps: list[_Planned]
-    nbytes: int
-    whole: list[tuple[Piece, int, Bytes]] = field(default_factory=list)
 
 
 class _Run:
@@ -176,8 +115,6 @@ class _Run:
         self._plan: ReshardPlan = opened.plan
         self._task = task
         self._place: Store = opened.place.among(task.number % at_once, at_once)
-        self._open: dict[tuple[str, int], tuple[_Batch, Bytes]] = {}
-        """Chunks, by array and position, that the last step has begun and not finished; and in which batch."""
 
     def do(self) -> tuple[bool, int]:
         """Whether this run's record counts, and the bytes that it wrote."""
@@ -222,76 +159,18 @@ class _Run:
 
     def _write(self, writer: HostWriter) -> None:
         """Read everything, and write it while what follows is read."""
-        batches = self._batches()
-        with ThreadPoolExecutor(1, "shardckpt-ahead") as ahead, self._opened.checkpoint.reading():
-            buffer, other = _here.buffers
-            coming = ahead.submit(self._read, next(batches, None), buffer)
-            while (batch := coming.result()) is not None:
-                buffer, other = other, buffer
-                coming = ahead.submit(self._read, next(batches, None), buffer)
-                for piece, position, raw in batch.whole:
-                    writer.put_laid_out(piece, position, raw)
+        with closing(assembled(self._opened.checkpoint, self._steps(), self._plan.memory.batch, _here.buffers)) as batches:
+            for batch in batches:
+                for chunk in batch:
+                    writer.put_laid_out(chunk.piece, chunk.position, chunk.raw)
 
-    def _batches(self) -> Iterator[_Batch]:
-        """All steps of the task, as many at a time as there is room for."""
-        batch = _Batch([], 0)
-        for planned in self._steps():
-            if batch.steps and batch.nbytes + planned.nbytes > self._plan.memory.batch:
-                yield batch
-                batch = _Batch([], 0)
-            batch.steps.append(planned)
-            batch.nbytes += planned.nbytes
-        if batch.steps:
-            yield batch
-
-    def _steps(self) -> Iterator[_Planned]:
+    def _steps(self) -> Iterator[PlannedStep]:
         for share in self._task.shares:
-            target, source = self._plan.target.tensors[share.tensor], self._plan.sources[share.tensor]
+            tensor, source = self._plan.target.tensors[share.tensor], self._plan.sources[share.tensor]
+            view = View.whole(source.name, source.shape)
+            target = Target(tensor.name, tensor.dtype, tensor.pieces, [(source, view)], as_stored=True)
             for step in self._plan.steps(share):
-                box = BoxArray.of([step.box], step.box.ndim)
-                yield _Planned(target, source, step, [(piece, overlaps(piece, box)) for piece in touched(target.pieces, box)])
-
-    def _read(self, batch: _Batch | None, buffer: _Buffer) -> _Batch | None:
-        """Read a batch into a buffer."""
-        if batch is not None:
-            buffer.begin(batch.nbytes)
-            self._opened.checkpoint.reader.read([self._request(planned, batch, buffer) for planned in batch.steps])
-        return batch
-
-    def _request(self, planned: _Planned, batch: _Batch, buffer: _Buffer) -> Request:
-        """What a step reads: of each chunk that it reaches into, the part that lies in it, to where that is in the chunk."""
-        target, source = planned.target, planned.source
-        converts = target.dtype != source.dtype
-        kind = target.dtype.numpy if converts else target.dtype.storage
-        begun, self._open = self._open, {}
-        along = slice(planned.step.along, planned.step.along + 1)
-        starts, stops, parts = [], [], []
-        for piece, pairs in planned.pairs:
-            size = room_for(piece.chunks, kind.itemsize)
-            boxes = chunk_boxes(piece, pairs.chunk)
-            short = np.any(boxes.stop - boxes.start < np.array(piece.chunks, np.int64), axis=1).tolist()
-            later = np.any((boxes.stop > np.array(planned.step.box.stop, np.int64))[:, along], axis=1).tolist()
-            inside = zip(pairs.in_chunk.start.tolist(), pairs.in_chunk.stop.tolist(), strict=True)
-            for position, cut_off, unfinished, (start, stop) in zip(pairs.chunk.tolist(), short, later, inside, strict=True):
-                key = piece.path, position
-                before, raw = begun.get(key, (None, _NOTHING))
-                if before is not batch:
-                    former, raw = raw, buffer.take(size)
-                    if before is not None:
-                        raw[:] = former
-                    elif cut_off:
-                        raw[:] = 0
-                index: Any = (*map(slice, start, stop), ...)
-                parts.append(raw[:-CHECKSUM_BYTES].view(kind).reshape(piece.chunks)[index])
-                if unfinished:
-                    self._open[key] = batch, raw
-                else:
-                    batch.whole.append((piece, position, raw))
-            starts.append(boxes.start + pairs.in_chunk.start)
-            stops.append(boxes.start + pairs.in_chunk.stop)
-        wanted = BoxArray(np.concatenate(starts), np.concatenate(stops))
-        meaning = source.dtype.numpy if converts else None
-        return Request(source.name, source.dtype.storage, source.pieces, wanted, parts, convert_from=meaning)
+                yield PlannedStep(target, step)
 
     def _read_back(self, table: Table) -> None:
         """Compare what is durable with what was written."""

@@ -1,0 +1,119 @@
+"""In which blocks is an output written to a file in which it lies row by row, so that each stored byte is read once?
+
+A block is written when all its elements are read, so the source's chunks that reach into it are in memory together with what else
+they hold: a slab.
+
+1. The output is cut along its first dimension where parts of it meet that are stored apart (shards of different lengths, tensors that
+   are joined): each has a grid of chunks of its own.
+2. *Rows*: as many whole rows, or planes, as make `BLOCK_BYTES`; one run of bytes in the file. Where the source is cut in the dimension
+   in which rows are counted, their number divides the source's side or is a multiple of it, so that slabs do not overlap.
+3. Where the slab of rows does not fit the room (chunks that are tall columns of a large matrix), and the file may be written in any
+   order, *blocks*: as tall as the source's chunks, and as long as the room is enough for. Each row of one is a run of bytes; it has
+   to have `LEAST_RUN`, since every run is a call of the system.
+4. Else rows all the same, and source chunks are read again for each slab.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardckpt.planning.plan import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.convert.outputs import OutputTensor
+
+__all__ = ["BLOCK_BYTES", "blocks", "grid", "rows"]
+
+BLOCK_BYTES = 4 << 20
+"""Bytes to which rows are joined to be written at once."""
+LEAST_RUN = 4 << 10
+"""Bytes that lie side by side in the file, at the least, where blocks are not whole rows."""
+_LEAST_PART = 1 << 20
+"""Bytes of the parts into which an output is cut, at the least."""
+
+
+def grid(output: OutputTensor, chunks: Sequence[int]) -> list[Piece]:
+    """One regular grid of blocks of that shape, cut off at the output's edges."""
+    return [Piece(output.name, (0,) * len(output.shape), output.shape, tuple(chunks))]
+
+
+def rows(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
+    """Blocks of whole rows, in row-major order.
+
+    Args:
+        output: what is written; it has elements.
+        stored: the arrays that it is made of, in its own indices.
+        room: bytes that a block has at most.
+    """
+    itemsize = output.dtype.itemsize
+    return [Piece(*part, _rows(part[2], near, itemsize, room)) for part, near in _parts(output, stored)]
+
+
+def blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
+    """Whole rows, or blocks of parts of rows where those are read once and rows are not; as `rows`."""
+    itemsize = output.dtype.itemsize
+    return [Piece(*part, _blocks(part[2], near, itemsize, room)) for part, near in _parts(output, stored)]
+
+
+def _parts(output: OutputTensor, stored: Sequence[Piece]) -> list[tuple[tuple[str, tuple[int, ...], tuple[int, ...]], list[Piece]]]:
+    """Path, start and shape of each part of an output that is stored apart along its first dimension, and what it is made of."""
+    if not output.shape:
+        return [((output.name, (), ()), list(stored))]
+    n, spans = output.shape[0], sorted({(piece.start[0], piece.start[0] + piece.shape[0]) for piece in stored})
+    borders, reached, least = [0], 0, -(-_LEAST_PART * n // output.nbytes)
+    for start, stop in spans:
+        if reached <= start and borders[-1] + least <= start <= n - least:
+            borders.append(start)
+        reached = max(reached, stop)
+    found = []
+    for i, (a, b) in enumerate(pairwise([*borders, n])):
+        near = [piece for piece in stored if a <= piece.start[0] < b]
+        found.append(((f"{output.name}={i}", (a, *[0] * (len(output.shape) - 1)), (b - a, *output.shape[1:])), near))
+    return found
+
+
+def _rows(shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int, room: int) -> tuple[int, ...]:
+    chunks, most = [1] * len(shape), max(1, min(BLOCK_BYTES, room // 4) // itemsize)
+    for d in reversed(range(len(shape))):
+        chunks[d] = _suited(min(shape[d], most), shape[d], {piece.chunks[d] for piece in stored})
+        if chunks[d] < shape[d]:
+            break
+        most //= chunks[d]
+    return tuple(chunks)
+
+
+def _blocks(shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int, room: int) -> tuple[int, ...]:
+    whole = _rows(shape, stored, itemsize, room)
+    tall = [min(n, max(piece.chunks[d] for piece in stored)) for d, n in enumerate(shape)]
+    split = next((d for d, n in enumerate(shape) if whole[d] < n), 0)
+    if prod(max(a, b) if d <= split else n for d, (a, b, n) in enumerate(zip(whole, tall, shape, strict=True))) * itemsize <= room:
+        return whole
+    run = itemsize
+    for d in reversed(range(len(tall))):
+        fits = room // (prod(tall) * itemsize)
+        whole_side = fits * tall[d] >= shape[d]
+        tall[d] = shape[d] if whole_side else max(1, fits) * tall[d]
+        run *= tall[d]
+        if not whole_side:
+            break
+    return tuple(tall) if prod(tall) * itemsize <= room and run >= LEAST_RUN else whole
+
+
+def _suited(most: int, length: int, sides: set[int]) -> int:
+    """At most so many indices of a dimension of that length, so that the source's chunks end where these do, if that can be."""
+    side = max(sides)
+    if most == length or len(sides) > 1:
+        return most
+    return most // side * side if most >= side else _divisor(side, most)
+
+
+def _divisor(side: int, most: int) -> int:
+    """The largest divisor of a side up to some number, unless that is a small part of it."""
+    found = next(n for n in range(most, 0, -1) if side % n == 0)
+    return found if 8 * found >= most else most
