@@ -1,4 +1,4 @@
-"""In blocks of which shape does a format store a tensor that it reads whole blocks of?
+"""In blocks of which shape is a tensor stored where blocks are read whole, one by one?
 
 Who loads it again has his own layout, most often the one that the tensor was saved in. So a block is a shard of that; where shards
 are small several, side by side, and where one is too large some of its rows, or planes.
@@ -16,7 +16,7 @@ from shardckpt.placements import Placements
 if TYPE_CHECKING:
     from shardckpt.structure import StoredLayout, TensorRecord
 
-__all__ = ["block_shape", "sharding_tile"]
+__all__ = ["block_shape"]
 
 SMALLEST = 4 << 20
 """Bytes to which shards are joined: below, a block costs more than its bytes."""
@@ -24,16 +24,19 @@ LARGEST = 32 << 20
 """Bytes above which a shard is cut."""
 
 
-def block_shape(tensor: TensorRecord, itemsize: int, *, smallest: int = SMALLEST, largest: int = LARGEST) -> tuple[int, ...]:
+def block_shape(tensor: TensorRecord, room: int) -> tuple[int, ...]:
     """The shape of a block; those at the end of a dimension may be cut off.
 
     Args:
-        tensor: its shape and layout.
-        itemsize: bytes of an element as it is written.
-        smallest: bytes to which shards are joined, where there are so many.
-        largest: bytes that a block has at most, or one element.
+        tensor: its shape and layout, and the dtype in which it is written.
+        room: bytes in which several blocks have to fit.
+
+    Returns:
+        One side per dimension, at least 1.
     """
-    sides = [max(1, side) for side in sharding_tile(tensor.layout, tensor.shape)]
+    itemsize, largest = tensor.dtype.itemsize, min(LARGEST, room // 4)
+    smallest = min(SMALLEST, largest)
+    sides = [max(1, side) for side in _shard(tensor.layout, tensor.shape)]
     lengths = [max(1, n) for n in tensor.shape]
     for d in reversed(range(len(sides))):
         wanted = -(-smallest // (prod(sides) * itemsize))
@@ -45,7 +48,7 @@ def block_shape(tensor: TensorRecord, itemsize: int, *, smallest: int = SMALLEST
     return tuple(sides)
 
 
-def sharding_tile(layout: StoredLayout | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _shard(layout: StoredLayout | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the largest shard of a tensor; the tensor's own where it was not cut."""
     if layout is None or prod(shape) == 0:
         return shape

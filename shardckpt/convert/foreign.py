@@ -99,13 +99,13 @@ class ForeignTensor:
     """Equal for leaves that are the same memory: they are stored once. None: it is never shared."""
 
 
-def row_chunks(shape: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
-    """Chunks for a tensor that is one run of bytes in row-major order: as many whole rows, or planes, as make so many bytes.
+def row_chunks(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Chunks for a tensor that is one run of bytes in row-major order: as many whole rows, or planes, as make `ROWS_BYTES`.
 
     >>> row_chunks((4096, 1024), 4)
     (256, 1024)
     """
-    chunks, room = [1] * len(shape), max(1, nbytes // itemsize)
+    chunks, room = [1] * len(shape), max(1, ROWS_BYTES // itemsize)
     for d in reversed(range(len(shape))):
         chunks[d] = max(1, min(shape[d], room))
         if chunks[d] < shape[d]:

@@ -17,29 +17,30 @@ import io
 import os
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from shardckpt.convert.blocks import block_shape
+from shardckpt.convert.blocks import SMALLEST, block_shape
+from shardckpt.convert.chunking import grid
 from shardckpt.convert.draft import Draft
 from shardckpt.convert.small_leaves import left_out, notes_of
+from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.to_torch import torch_dtypes
 from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMismatchError
 from shardckpt.io.store import storage_errors, sync_directory
 from shardckpt.names import shown
-from shardckpt.planning.chunks import grid_shape
-from shardckpt.planning.plan import Piece, coverage_gap
 from shardckpt.tree import parse, unflatten
 from shardckpt.tree.document import Branch, Tensor, Tied, leaves_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
     from shardckpt.box import Box
     from shardckpt.convert.outputs import OutputTensor
     from shardckpt.io.url import Location
+    from shardckpt.planning.plan import Piece
     from shardckpt.structure import Structure, TensorRecord
     from shardckpt.tree.document import Node
 
@@ -52,8 +53,8 @@ _ITEM_BYTES = 2 << 10
 """Bytes that torch.save adds to a block, about."""
 
 
-class DcpDirectory:
-    """The directory, being written. As a context it is published at the end, or removed after an error."""
+class DcpDirectory(StateWriter):
+    """The directory, being written."""
 
     def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
         """Begin it.
@@ -77,8 +78,7 @@ class DcpDirectory:
         self.notes: list[str] = notes_of(tree, left)
         """What is not there, or not as it was, in a line each."""
         self._flatten(_without_tuples(tree, self.notes), left)
-        blocks = sum(prod(grid_shape(tensor.shape, self.block_shape(tensor))) for tensor in self._tensors.values())
-        nbytes = sum(tensor.nbytes for tensor in self._tensors.values()) + _ITEM_BYTES * blocks
+        nbytes = sum(tensor.nbytes + _ITEM_BYTES * (1 + tensor.nbytes // SMALLEST) for tensor in self._tensors.values())
         self._items: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {name: {} for name in self._tensors}
         """Of each tensor the blocks that are written: first index → shape and place."""
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks={METADATA})
@@ -88,37 +88,22 @@ class DcpDirectory:
             self._draft.abandon()
             raise
 
-    def block_shape(self, tensor: TensorRecord) -> tuple[int, ...]:
+    def blocks(self, output: OutputTensor, _stored: Sequence[Piece], room: int) -> Sequence[Piece]:
         """A shard, several, or a part of one."""
-        return block_shape(tensor, tensor.dtype.itemsize)
+        return grid(output, block_shape(self._tensors[output.name], room))
 
-    def put(self, output: OutputTensor | TensorRecord, box: Box, array: NDArray[Any]) -> None:
-        """Write one block.
-
-        Args:
-            output: whose it is, by name.
-            box: a block of the tensor, cut off at its end.
-            array: its elements, C-contiguous.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+    def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
+        """Write one block."""
         from shardckpt.frameworks.torch import tensor_of
 
         self._items[output.name][box.start] = box.shape, self._append(tensor_of(array, output.dtype))
 
     def finish(self) -> None:
-        """Complete the directory and publish it.
-
-        Raises:
-            MissingDataError: blocks are missing.
-            AlreadyExistsError, StorageError: it cannot be published.
-        """
+        """Complete the directory and publish it."""
         for name, tensor in self._tensors.items():
             if 0 in tensor.shape:
                 self._add_empty(name, tensor)
-            pieces = [Piece("", start, shape, tuple(max(1, n) for n in shape)) for start, (shape, _) in self._items[name].items()]
-            if coverage_gap(tensor.shape, pieces) is not None:
+            if sum(prod(shape) for shape, _ in self._items[name].values()) != prod(tensor.shape):
                 raise MissingDataError(f"{self._where}: not all of {shown(name)} was written; nothing was published. Export again.")
         values = {name: self._append(value) for name, value in self._flat.items() if not _is_tensor(value)}
         with storage_errors("write", self._where):
@@ -133,19 +118,6 @@ class DcpDirectory:
         """Remove what is written."""
         self._file.close()
         self._draft.abandon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
-            self.abort()
-            return
-        try:
-            self.finish()
-        except BaseException:
-            self.abort()
-            raise
 
     def _flatten(self, tree: Node, left: dict[str, str]) -> None:
         """The state by DCP's names, with tensors without memory for those that are stored."""
@@ -214,7 +186,7 @@ def _metadata_writer(path: Path, final: Path) -> Any:
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta
 
-    class Writer(FileSystemWriter):
+    class Writer(FileSystemWriter):  # type: ignore[misc]  # torch is not followed
         def storage_meta(self) -> StorageMeta:
             return StorageMeta(checkpoint_id=final, save_id=self.save_id)
 

@@ -20,14 +20,15 @@ import zipfile
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardckpt.convert.chunking import rows
 from shardckpt.convert.crc32 import combine
 from shardckpt.convert.draft import Draft
-from shardckpt.convert.foreign import row_chunks
 from shardckpt.convert.small_leaves import left_out, notes_of
+from shardckpt.convert.state_writer import StateWriter
 from shardckpt.errors import DtypeError, MissingDataError, MissingExtraError
 from shardckpt.io.store import byte_view, storage_errors
 from shardckpt.names import shown
@@ -35,21 +36,19 @@ from shardckpt.tree import parse, unflatten
 from shardckpt.tree.document import Tensor, Tied, leaves_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.box import Box
     from shardckpt.convert.outputs import OutputTensor
     from shardckpt.io.url import Location
-    from shardckpt.structure import Structure, TensorRecord
+    from shardckpt.planning.plan import Piece
+    from shardckpt.structure import Structure
     from shardckpt.tree.document import Node
 
 __all__ = ["TorchFile", "torch_dtypes"]
 
-BLOCK_BYTES = 8 << 20
-"""Bytes to which rows are joined to be written at once."""
 _RECORD_BYTES = 512
 """Bytes of a record's headers and alignment, and of what describes its tensor, about."""
 _LONGEST_INT = 255
@@ -73,8 +72,8 @@ class _Record:
     """Of what is written: first byte → CRC-32 and length."""
 
 
-class TorchFile:
-    """The file, being written. As a context it is published at the end, or removed after an error."""
+class TorchFile(StateWriter):
+    """The file, being written."""
 
     def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
         """Lay it out.
@@ -104,21 +103,12 @@ class TorchFile:
             self.abort()
             raise
 
-    def block_shape(self, tensor: TensorRecord) -> tuple[int, ...]:
-        """Whole rows, or planes: they are side by side in the file."""
-        return row_chunks(tensor.shape, tensor.dtype.itemsize, BLOCK_BYTES)
+    def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:
+        """Whole rows, or planes, which are side by side in the file."""
+        return rows(output, stored, room)
 
-    def put(self, output: OutputTensor | TensorRecord, box: Box, array: NDArray[Any]) -> None:
-        """Write one block.
-
-        Args:
-            output: whose it is, by name.
-            box: a block of the tensor, cut off at its end.
-            array: its elements, C-contiguous.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+    def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
+        """Write one block."""
         record, data = self._records[output.name], byte_view(array.reshape(-1).view(np.uint8))
         position = 0
         for start, n in zip(box.start, output.shape, strict=True):
@@ -129,12 +119,7 @@ class TorchFile:
         record.parts[first] = zlib.crc32(data), data.nbytes
 
     def finish(self) -> None:
-        """Complete the file and publish it.
-
-        Raises:
-            MissingDataError: blocks are missing.
-            AlreadyExistsError, StorageError: it cannot be published.
-        """
+        """Complete the file and publish it."""
         for name, record in self._records.items():
             parts = [part for _, part in sorted(record.parts.items())]
             if sum(length for _, length in parts) != record.nbytes:
@@ -147,19 +132,6 @@ class TorchFile:
     def abort(self) -> None:
         """Remove what is written."""
         self._draft.abandon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
-            self.abort()
-            return
-        try:
-            self.finish()
-        except BaseException:
-            self.abort()
-            raise
 
     def _found(self, tree: Node) -> dict[str, _Record]:
         """Where the records are. They are numbered as torch.save came across their tensors."""
