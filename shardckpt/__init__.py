@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardckpt.box import Box
     from shardckpt.checkpoint import Checkpoint, open  # noqa: A004
     from shardckpt.committing import commit
+    from shardckpt.convert.export import ExportReport, export, export_safetensors
     from shardckpt.coordination import Coordinator
     from shardckpt.errors import ShardckptError
     from shardckpt.frameworks.base import Target
@@ -45,6 +46,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Coordinator",
+    "ExportReport",
     "HybridMesh",
     "Mesh",
     "OpSharding",
@@ -61,6 +63,8 @@ __all__ = [
     "TrainState",
     "__version__",
     "commit",
+    "export",
+    "export_safetensors",
     "open",
     "register_leaf",
     "reshard",
@@ -76,6 +80,7 @@ _HOME = {
     "Checkpoint": "checkpoint",
     "CheckpointManager": "manager",
     "Coordinator": "coordination",
+    "ExportReport": "convert.export",
     "HybridMesh": "hybrid_mesh",
     "Mesh": "mesh",
     "OpSharding": "op_sharding",
@@ -91,6 +96,8 @@ _HOME = {
     "Target": "frameworks.base",
     "TrainState": "training",
     "commit": "committing",
+    "export": "convert.export",
+    "export_safetensors": "convert.export",
     "open": "checkpoint",
     "register_leaf": "leaves",
     "reshard": "reshard",

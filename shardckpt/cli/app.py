@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shardckpt.cli import commit, diff, exits, gc, info, ls, pin, plan, reshard, verify
+from shardckpt.cli import commit, diff, exits, export, gc, info, ls, pin, plan, reshard, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Look into sharded checkpoints, check, compare and reshard them, commit what was left, remove what is not needed."""
+    """Look into sharded checkpoints, check, compare, reshard and export them, commit what was left, remove what is not needed."""
     del version
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -77,6 +77,7 @@ app.command("verify")(verify.verify)
 app.command("diff")(diff.diff)
 app.command("plan")(plan.plan)
 app.command("reshard")(reshard.reshard)
+app.command("export")(export.export)
 app.command("commit")(commit.commit)
 app.command("gc")(gc.gc)
 app.command("rm")(gc.rm)

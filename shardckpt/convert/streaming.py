@@ -20,6 +20,8 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shardckpt.box import Box
 from shardckpt.convert.outputs import OutputTensor, check
 from shardckpt.errors import BudgetError
@@ -157,6 +159,14 @@ class Stream:
                 dropped = min(left_out, len(found))
                 left_out -= dropped
                 yield found[dropped:]
+
+    def order(self) -> Iterator[tuple[OutputTensor, Box]]:
+        """Every block, in the order in which `read` has them; nothing is read."""
+        outputs = {id(target): output for output, target, _ in self._targets}
+        for planned in self._steps():
+            for _, _, boxes in planned.pairs:
+                for i in np.flatnonzero(~planned.unfinished(boxes)).tolist():
+                    yield outputs[id(planned.target)], boxes[i]
 
     def _target(self, output: OutputTensor, blocks: Blocks) -> tuple[OutputTensor, Target, list[Piece]]:
         sources = [(self._tensors[view.tensor], view) for view in output.sources if prod(view.shape)]

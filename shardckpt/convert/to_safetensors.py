@@ -1,0 +1,156 @@
+"""Writing a checkpoint's tensors as safetensors files: every byte once, at its place.
+
+1. `safetensors_layout` says what each file looks like; `chunking` in which blocks its tensors are written.
+2. Blocks come from `streaming` and go to a `Destination`, with their checksums. An earlier call that did the same and was interrupted
+   is gone on with.
+3. When everything is durable, and was read back, the files get their names; what names other files comes last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import crc32c
+import numpy as np
+
+from shardckpt._version import __version__
+from shardckpt.convert.chunking import blocks, rows
+from shardckpt.convert.destination import Write, WritePlan
+from shardckpt.convert.streaming import Stream
+from shardckpt.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shardckpt.box import Box
+    from shardckpt.checkpoint import Checkpoint
+    from shardckpt.convert.destination import Destination
+    from shardckpt.convert.safetensors_layout import SafetensorsFile
+
+__all__ = ["Written", "write_safetensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What writing files took."""
+
+    read_bytes: int
+    """Stored bytes that were read."""
+    written_bytes: int
+    """That were written, headers among them."""
+    resumed_bytes: int
+    """Of elements that an earlier call had written."""
+
+
+def write_safetensors(
+    checkpoint: Checkpoint,
+    files: Sequence[SafetensorsFile],
+    destination: Destination,
+    *,
+    limit: int,
+    verify: bool = True,
+    last: bytes | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Written:
+    """Write files, and publish them.
+
+    Args:
+        checkpoint: where from; nothing of it has been read yet.
+        files: what they hold.
+        destination: where to; it has a name for each, and one more for `last`.
+        limit: bytes of buffers.
+        verify: read back what was written.
+        last: what is in the file that names the others; None: there is none.
+        progress: called with bytes of elements that are written, and in all.
+
+    Raises:
+        ShapeMismatchError, DtypeMismatchError, NamesMismatchError, BudgetError: as in `Stream`.
+        CorruptionError, ReplacedError: the checkpoint could not be read, or what was written not read back.
+        AlreadyExistsError, StorageError: as in `Destination`.
+    """
+    how = rows if destination.in_order else blocks
+    outputs = [tensor for file in files for tensor in file.tensors]
+    stream = Stream(checkpoint, outputs, how, limit=limit, beside=destination.memory, in_order=destination.in_order)
+    placed = _Placed(files)
+    headers = [file.header for file in files] + ([] if last is None else [last])
+    sizes = [file.nbytes for file in files] + ([] if last is None else [len(last)])
+
+    def runs() -> Iterator[Sequence[tuple[str, int, int, int]]]:
+        for output, box in stream.order():
+            yield [(output.name, *run) for run in placed.runs(output.name, box)]
+
+    plan = WritePlan(_identity(checkpoint, stream, headers, [destination.in_order, verify]), sizes, runs)
+    keep = False
+    try:
+        skip = destination.begin(plan)
+        done = sum(box.size * output.dtype.itemsize for (output, box), _ in zip(stream.order(), range(skip), strict=False))
+        total, resumed, written, file = sum(output.nbytes for output in outputs), done, 0, -1
+        progress(done, total)
+        with closing(stream.read(skip)) as batches:
+            for batch in batches:
+                writes, checks = list[Write](), []
+                for block in batch:
+                    data = block.elements.reshape(-1).view(np.uint8).data
+                    at = 0
+                    for number, offset, length in placed.runs(block.output.name, block.box):
+                        while file < number:
+                            file += 1
+                            writes.append(Write(file, 0, memoryview(headers[file])))
+                        writes.append(Write(number, offset, data[at : at + length]))
+                        at += length
+                    checks.append(crc32c.crc32c(data) if verify else 0)
+                destination.write(writes, checks)
+                written += sum(write.data.nbytes for write in writes)
+                done += sum(block.elements.nbytes for block in batch)
+                progress(done, total)
+        left = [Write(number, 0, memoryview(headers[number])) for number in range(file + 1, len(headers))]
+        destination.write(left, [])
+        destination.finish(verify=verify)
+        destination.publish()
+    except BaseException as e:
+        keep = isinstance(e, StorageError) or not isinstance(e, Exception)  # what the same call may do better
+        destination.abort(keep=keep)
+        raise
+    return Written(stream.read_bytes, written + sum(write.data.nbytes for write in left), resumed)
+
+
+class _Placed:
+    """Where outputs lie in files."""
+
+    def __init__(self, files: Sequence[SafetensorsFile]) -> None:
+        self._at = {
+            tensor.name: (number, offset, tensor.shape, tensor.dtype.itemsize)
+            for number, file in enumerate(files)
+            for tensor, offset in zip(file.tensors, file.offsets, strict=True)
+        }
+
+    def runs(self, name: str, box: Box) -> Iterator[tuple[int, int, int]]:
+        """File, offset and bytes of each part of a box that lies side by side there, in row-major order."""
+        file, begin, shape, itemsize = self._at[name]
+        # Of the last dimensions that are whole, and one more, a run is made.
+        along = max((d for d, n in enumerate(shape) if box.shape[d] < n), default=0)
+        length = prod(box.shape[along:]) * itemsize
+        strides = [itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]
+        first = begin + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+        offsets = np.array([first], np.int64)
+        for n, stride in zip(box.shape[:along], strides[:along], strict=True):
+            offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * stride).reshape(-1)
+        for offset in offsets.tolist():
+            yield file, offset, length
+
+
+def _identity(checkpoint: Checkpoint, stream: Stream, headers: Sequence[bytes], flags: Sequence[bool]) -> bytes:
+    """A digest of all that decides which bytes are written, and in which order."""
+    digest = hashlib.sha256()
+    decided = [__version__, str(checkpoint.location), checkpoint.record.attempt, stream.room, *flags]
+    digest.update(json.dumps(decided).encode())
+    for header in headers:
+        digest.update(hashlib.sha256(header).digest())
+    for output, pieces in stream.grids:
+        digest.update(repr((output.name, output.sources, [(piece.start, piece.shape, piece.chunks) for piece in pieces])).encode())
+    return digest.digest()
