@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint import Checkpoint
     from shardckpt.dtypes import DType
 
-__all__ = ["Patterns", "choose", "plain_name"]
+__all__ = ["Patterns", "choose", "chosen_dtypes", "plain_name"]
 
 Patterns = str | Sequence[str] | None
 
@@ -52,7 +52,7 @@ def choose(
         raise NamesMismatchError(
             f"{checkpoint.location}: only={only!r} and exclude={exclude!r} leave none of its tensors; `shardckpt info` lists them."
         )
-    types = _dtypes({name: tensors[stored].dtype for stored, name in chosen.items()}, dtype)
+    types = chosen_dtypes({name: tensors[stored].dtype for stored, name in chosen.items()}, dtype)
     outputs = [identity(tensors[stored], plain_name(name), types[name]) for stored, name in chosen.items()]
     _refuse_collisions(outputs)
     left_out = [f"{name}: no tensor" for name in leaf_names(tree) if wanted(name) and not unwanted(name)]
@@ -83,8 +83,16 @@ def _refuse_collisions(outputs: Sequence[OutputTensor]) -> None:
             )
 
 
-def _dtypes(tensors: Mapping[str, DType], dtype: str | Mapping[str, str] | None) -> dict[str, DType]:
-    """By name what each tensor is converted to."""
+def chosen_dtypes(tensors: Mapping[str, DType], dtype: str | Mapping[str, str] | None) -> dict[str, DType]:
+    """By name what each tensor is converted to.
+
+    Args:
+        tensors: by name, what they are.
+        dtype: what floating-point tensors are converted to, or pattern → dtype, of which the first that matches counts.
+
+    Raises:
+        OptionError: no such dtype, or a pattern that matches nothing.
+    """
     if dtype is None:
         return dict(tensors)
     if isinstance(dtype, str):

@@ -23,6 +23,8 @@ class StateWriter(ABC):
 
     notes: list[str]
     """What is not there, or not as it was, in a line each."""
+    memory: int = 0
+    """Bytes of buffers that it keeps."""
 
     @abstractmethod
     def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:

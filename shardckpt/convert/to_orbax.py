@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.convert import orbax_documents as documents
-from shardckpt.convert.blocks import block_shape
+from shardckpt.convert.blocks import LARGEST, block_shape
 from shardckpt.convert.chunking import grid
 from shardckpt.convert.draft import Draft
 from shardckpt.convert.small_leaves import left_out, notes_of
@@ -45,6 +45,9 @@ __all__ = ["OrbaxDirectory"]
 
 class OrbaxDirectory(StateWriter):
     """The checkpoint, being written."""
+
+    memory = LARGEST
+    """A chunk with its checksum."""
 
     def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
         """Begin it.

@@ -1,33 +1,53 @@
-"""A checkpoint's state written as another format that holds states too: nested containers, tensors and small leaves."""
+"""A checkpoint's state written as another format that holds states too: nested containers, tensors and small leaves.
+
+1. What is wanted of the state is selected: names, and the dtypes that tensors are converted to.
+2. The format's writer lays it out, and refuses what the format cannot hold, before anything is read.
+3. Blocks come from `streaming`. When all are written, the writer publishes them under the final name.
+"""
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.convert.choosing import chosen_dtypes
 from shardckpt.convert.outputs import identity
-from shardckpt.convert.streaming import stream
-from shardckpt.errors import OptionError
+from shardckpt.convert.streaming import Stream
+from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.reshard.options import ReshardOptions
-from shardckpt.reshard.targets import targets
+from shardckpt.names import selector
+from shardckpt.structure import Structure
+from shardckpt.tree import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from numpy.typing import NDArray
-
-    from shardckpt.box import Box
     from shardckpt.checkpoint import Checkpoint
+    from shardckpt.convert.choosing import Patterns
     from shardckpt.convert.outputs import OutputTensor
     from shardckpt.convert.state_writer import StateWriter
     from shardckpt.io.url import Location
-    from shardckpt.structure import Structure
 
-__all__ = ["FORMATS", "write_state"]
+__all__ = ["FORMATS", "WrittenState", "write_state"]
 
 FORMATS = {"torch": ("to_torch", "TorchFile"), "dcp": ("to_dcp", "DcpDirectory"), "orbax": ("to_orbax", "OrbaxDirectory")}
 """By the name that `--to` takes: the module, and its writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenState:
+    """What writing a state took."""
+
+    tensors: int
+    nbytes: int
+    """Of their elements, as they were written."""
+    read_bytes: int
+    """Stored bytes of the checkpoint that were read."""
+    notes: tuple[str, ...]
+    """What is not there, or not as it was, in a line each."""
 
 
 def write_state(
@@ -35,54 +55,69 @@ def write_state(
     location: Location,
     to: str,
     *,
-    only: str | Sequence[str] | None = None,
+    only: Patterns = None,
+    exclude: Patterns = None,
     dtype: str | Mapping[str, str] | None = None,
-    memory_limit: int = 512 << 20,
+    limit: int,
     overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[str]:
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> WrittenState:
     """Write a checkpoint's state, or a part of it.
 
     Args:
         checkpoint: where from; nothing of it has been read yet.
         location: where to, on a local disk.
-        to: "torch", "dcp" or "orbax".
-        only: the names that are wanted: a pattern, or several.
-        dtype: converted to this, if floating point, or pattern → dtype.
-        memory_limit: bytes of buffers in all.
+        to: one of `FORMATS`.
+        only: patterns of the names that are wanted; None: all.
+        exclude: patterns of those that are not.
+        dtype: what floating-point tensors are converted to, or pattern → dtype.
+        limit: bytes of buffers.
         overwrite: whether to replace what is there.
-        progress: called with bytes of elements written so far, and in all.
-
-    Returns:
-        What is not there, or not as it was, in a line each.
+        progress: called with bytes of elements that are written, and in all.
 
     Raises:
-        OptionError: an unknown format, or a place that is not on a local disk.
-        NamesMismatchError, StructureMismatchError, DtypeError, DtypeMismatchError: the format cannot hold what is asked for.
+        OptionError: an unknown format, a pattern that matches nothing, or a place that is not on a local disk.
+        NamesMismatchError: nothing is selected; or the format has no names for what is.
+        StructureMismatchError, DtypeError, DtypeMismatchError: the format cannot hold what is asked for.
         AlreadyExistsError: something is there.
         BudgetError: the memory limit is too low.
         CorruptionError, ReplacedError: the checkpoint cannot be read.
-        StorageError: it cannot be written; MissingExtraError: the format's library is not installed.
+        StorageError: it cannot be written. MissingExtraError: the format's library is not installed.
     """
     if to not in FORMATS:
         raise OptionError(f"export(to={excerpt(to)}): states are exported to {', '.join(map(repr, FORMATS))}.")
-    wanted = targets(checkpoint.record.structure, ReshardOptions(only=only, dtype=dtype), str(checkpoint.location))
-    outputs = [identity(wanted.sources[name], name, tensor.dtype) for name, tensor in wanted.structure.tensors.items()]
-    total, done, tell = sum(output.nbytes for output in outputs), 0, progress or (lambda _done, _total: None)
-    tell(0, total)
-    with _writer(to, wanted.structure, location, overwrite=overwrite) as writer:
+    structure, outputs = _selected(checkpoint, only, exclude, dtype)
+    total, done = sum(output.nbytes for output in outputs), 0
+    progress(0, total)
+    with _writer(to, structure, location, overwrite=overwrite) as writer:
+        stream = Stream(checkpoint, outputs, writer.blocks, limit=limit, beside=writer.memory)
+        with closing(stream.read()) as batches:
+            for block in chain.from_iterable(batches):
+                writer.put(block.output, block.box, block.elements)
+                done += block.elements.nbytes
+                progress(done, total)
+    return WrittenState(len(outputs), total, stream.read_bytes, tuple(writer.notes))
 
-        def put(output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
-            nonlocal done
-            writer.put(output, box, array)
-            done += array.nbytes
-            tell(done, total)
 
-        stream(checkpoint, outputs, writer.blocks, memory_limit, put)
-    return writer.notes
+def _selected(
+    checkpoint: Checkpoint, only: Patterns, exclude: Patterns, dtype: str | Mapping[str, str] | None
+) -> tuple[Structure, list[OutputTensor]]:
+    """The structure of what is wanted, and what its tensors are made of."""
+    wanted, unwanted = selector(only), selector(exclude if exclude is not None else ())
+    tree, stored = select(checkpoint.parsed_tree, lambda name: wanted(name) and not unwanted(name))
+    if not tree:
+        raise NamesMismatchError(
+            f"{checkpoint.location}: only={only!r} and exclude={exclude!r} leave none of its names; `shardckpt info` lists them."
+        )
+    sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
+    types = chosen_dtypes({name: tensor.dtype for name, tensor in sources.items()}, dtype)
+    outputs = [identity(tensor, name, types[name]) for name, tensor in sources.items()]
+    tensors = {name: replace(tensor, name=name, dtype=types[name]) for name, tensor in sources.items()}
+    return Structure(tree, tensors), outputs
 
 
 def _writer(to: str, structure: Structure, location: Location, *, overwrite: bool) -> StateWriter:
     module, name = FORMATS[to]
-    made: StateWriter = getattr(import_module(f"shardckpt.convert.{module}"), name)(structure, location, overwrite=overwrite)
-    return made
+    made: Any = getattr(import_module(f"shardckpt.convert.{module}"), name)
+    writer: StateWriter = made(structure, location, overwrite=overwrite)
+    return writer
