@@ -188,8 +188,10 @@ def _write_without_data(draft: Draft, tree: Node, structure: Structure, dtypes: 
     with FakeTensorMode():
         fakes = {name: torch.empty(tensor.shape, dtype=dtypes[name]) for name, tensor in structure.tensors.items()}
         state = _of_python(unflatten(tree, fakes, lambda name: name not in left))
-        with torch.serialization.skip_data(materialize_fake_tensors=True), storage_errors("write", draft.final):
-            torch.save(state, draft.path)
+        skipped = torch.serialization.skip_data(materialize_fake_tensors=True)
+        # To a path torch.save would write the name that the file has for now.
+        with storage_errors("write", draft.final), draft.path.open("wb") as file, skipped:
+            torch.save(state, file)
 
 
 def _of_python(value: object) -> object:
