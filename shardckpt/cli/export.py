@@ -83,4 +83,4 @@ def _lines(screen: Screen, report: ExportReport) -> Iterator[str]:
     for line in report.left_out[:_NAMED]:
         yield f"left out  {visible(line)}"
     if len(report.left_out) > _NAMED:
-        yield f"left out  {count(len(report.left_out) - _NAMED, 'more')}; --json names all"
+        yield f"left out  {len(report.left_out) - _NAMED:,} more; --json names all"

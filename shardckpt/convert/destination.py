@@ -66,15 +66,22 @@ class Destination(Protocol):
         """
         ...
 
-    def write(self, writes: Sequence[Write], checks: Sequence[int]) -> None:
-        """Write some bytes.
-
-        Args:
-            writes: in the order of the blocks; those that lie side by side follow each other.
-            checks: crc32c of each block that is whole then.
+    def write(self, writes: Sequence[Write]) -> None:
+        """Write some bytes, in the order of the blocks.
 
         Raises:
             StorageError: it failed.
+        """
+        ...
+
+    def wrote(self, checks: Sequence[int]) -> None:
+        """Take note of the blocks that are written since the last call.
+
+        Args:
+            checks: crc32c of each.
+
+        Raises:
+            StorageError: what was written before could not be made durable.
         """
         ...
 

@@ -65,6 +65,8 @@ class LocalFiles:
         self._checks: list[int] = []
         self._noted = 0
         self._unnoted = 0
+        self._named = False
+        """Whether the files have their names already, and only partial ones are left to be removed."""
         self._file = -1
         self._fd = -1
         self._noting: Future[None] | None = None
@@ -80,24 +82,33 @@ class LocalFiles:
             self._partial.mkdir(parents=True, exist_ok=True)
         self._notes = Notes(self._partial / "notes")
         found = self._notes.read(plan.identity)
-        if found is None or any(self._size(number) != nbytes for number, nbytes in enumerate(plan.sizes)):
+        if found is not None and found[1]:
+            self._named = True
+        elif found is None or any(self._size(number) != nbytes for number, nbytes in enumerate(plan.sizes)):
             if begun:
                 self._refuse_to_replace()
-            self._remove(all_but="notes")
-            self._check_space()
-            for number, nbytes in enumerate(plan.sizes):
-                with storage_errors("create", self._at(number)), self._at(number).open("xb") as file:
-                    file.truncate(nbytes)
-            self._notes.begin(plan.identity)
-            found = []
+            self._start_anew()
+            return 0
         else:
             self._refuse_to_replace()
             self._check_space()
-        self._checks, self._noted = found, len(found)
-        return len(found)
+        self._checks, self._noted = found[0], len(found[0])
+        return self._noted
 
-    def write(self, writes: Sequence[Write], checks: Sequence[int]) -> None:
+    def _start_anew(self) -> None:
+        """Remove what is of another plan, and make files of the sizes that they will have."""
+        assert self._notes is not None
+        self._remove(all_but="notes")
+        self._check_space()
+        for number, nbytes in enumerate(self._plan.sizes):
+            with storage_errors("create", self._at(number)), self._at(number).open("xb") as file:
+                file.truncate(nbytes)
+        self._notes.begin(self._plan.identity)
+
+    def write(self, writes: Sequence[Write]) -> None:
         """See `Destination`."""
+        if self._named:
+            return
         run: list[memoryview] = []
         file = start = stop = -1
         for write in writes:
@@ -107,6 +118,9 @@ class LocalFiles:
             run.append(write.data)
             stop += write.data.nbytes
         self._put(file, start, stop, run)
+
+    def wrote(self, checks: Sequence[int]) -> None:
+        """See `Destination`."""
         self._checks += checks
         if self._unnoted >= _NOTE_BYTES:
             self._note()
@@ -120,24 +134,18 @@ class LocalFiles:
         if self._noted < len(self._checks):
             self._notes.add(self._checks[self._noted :])
             self._noted = len(self._checks)
-        if verify:
+        if verify and not self._named:
             self._verify()
 
     def publish(self) -> None:
         """See `Destination`."""
         assert self._notes is not None
-        self._refuse_to_replace()
-        with storage_errors("name", self._partial):
-            sync_directory(self._partial)
-        if self._overwrite and len(self._paths) > 1 and not self._is_ours(len(self._paths) - 1):
-            with storage_errors("remove", self._paths[-1]):  # what it names is about to change
-                self._paths[-1].unlink(missing_ok=True)
-        for number, path in enumerate(self._paths):
-            if not self._is_ours(number):
-                self._name(number, path)
-            if number >= len(self._paths) - 2:  # all before the last are durable when it comes
-                with storage_errors("name", path):
-                    sync_directory(self._directory)
+        if not self._named:
+            self._refuse_to_replace()
+            with storage_errors("name", self._partial):
+                sync_directory(self._partial)
+            self._name_all()
+            self._notes.add([])
         self._remove()
         self._notes.close()
         self._thread.shutdown()
@@ -265,6 +273,19 @@ class LocalFiles:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _name_all(self) -> None:
+        """Give all files their names, where they have not got them yet."""
+        last = len(self._paths) - 1
+        if self._overwrite and last and not self._is_ours(last):
+            with storage_errors("remove", self._paths[last]):  # what it names is about to change
+                self._paths[last].unlink(missing_ok=True)
+        for number, path in enumerate(self._paths):
+            if not self._is_ours(number):
+                self._name(number, path)
+            if number >= last - 1:  # all before the last are durable when it comes
+                with storage_errors("name", path):
+                    sync_directory(self._directory)
 
     def _name(self, number: int, path: Path) -> None:
         """Give a file its name, and keep the one that it has."""

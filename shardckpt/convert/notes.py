@@ -1,8 +1,9 @@
 """How far is a file written whose writer may be killed at any time, and what were the checksums of what it holds?
 
 A file of notes lies beside it. It begins with the plan's identity; each note adds the crc32c of the blocks that have become durable
-since the last one, in the order of writing. A note that is cut off, or that was never durable itself, does not agree with its own
-checksum, and counts for nothing: blocks are written again. The file is locked while its writer lives.
+since the last one, in the order of writing; a note of none says that the files have their names. A note that is cut off, or that was
+never durable itself, does not agree with its own checksum, and counts for nothing: blocks are written again. The file is locked while
+its writer lives.
 """
 
 from __future__ import annotations
@@ -52,24 +53,28 @@ class Notes:
                 raise StorageError(f"cannot lock {path}: {e}; choose a place on a file system that has locks.") from e
             self.close()  # who held it before has removed it
 
-    def read(self, identity: bytes) -> list[int] | None:
-        """The checksums of all durable blocks; None where the notes are of another plan, or there are none. What is cut off goes."""
+    def read(self, identity: bytes) -> tuple[list[int], bool] | None:
+        """The checksums of all durable blocks, and whether the files have their names. What is cut off goes.
+
+        None where the notes are of another plan, or there are none.
+        """
         with storage_errors("read", self._path):
             data = np.fromfile(self._path, np.uint8)
         if data[:IDENTITY_BYTES].tobytes() != identity:
             return None
-        words, at, found = data[IDENTITY_BYTES : IDENTITY_BYTES + len(data[IDENTITY_BYTES:]) // _WORD * _WORD].view("<u4"), 0, []
+        words = data[IDENTITY_BYTES : len(data) - (len(data) - IDENTITY_BYTES) % _WORD].view("<u4")
+        at, found, named = 0, list[int](), False
         while at < len(words):
-            count = int(words[at])
-            note = words[at : at + count + 1]
-            if at + count + 1 >= len(words) or crc32c.crc32c(note.tobytes()) != words[at + count + 1]:
+            end = at + int(words[at]) + 1
+            if end >= len(words) or crc32c.crc32c(words[at:end].tobytes()) != words[end]:
                 break
-            found += note[1:].tolist()
-            at += count + 2
+            named = end == at + 1
+            found += words[at + 1 : end].tolist()
+            at = end + 1
         with storage_errors("write", self._path):
             os.ftruncate(self._fd, IDENTITY_BYTES + at * _WORD)
             os.lseek(self._fd, 0, os.SEEK_END)
-        return found
+        return found, named
 
     def begin(self, identity: bytes) -> None:
         """Forget all notes, and begin those of a plan."""
@@ -79,7 +84,7 @@ class Notes:
             self._append(identity)
 
     def add(self, checks: Sequence[int]) -> None:
-        """Note blocks that are durable."""
+        """Note blocks that are durable; none: that the files have their names."""
         note = np.array([len(checks), *checks], "<u4").tobytes()
         with storage_errors("write", self._path):
             self._append(note + crc32c.crc32c(note).to_bytes(_WORD, "little"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from math import prod
@@ -91,11 +92,12 @@ def write_safetensors(
         done = sum(box.size * output.dtype.itemsize for (output, box), _ in zip(stream.order(), range(skip), strict=False))
         total, resumed, written, file = sum(output.nbytes for output in outputs), done, 0, -1
         progress(done, total)
-        with closing(stream.read(skip)) as batches:
+        with closing(stream.read(skip)) as batches, ThreadPoolExecutor(1, "shardckpt-checksums") as beside:
             for batch in batches:
-                writes, checks = list[Write](), []
-                for block in batch:
-                    data = block.elements.reshape(-1).view(np.uint8).data
+                pieces = [block.elements.reshape(-1).view(np.uint8).data for block in batch]
+                checks = beside.submit(lambda data: [crc32c.crc32c(each) for each in data], pieces if verify else ())
+                writes = list[Write]()
+                for block, data in zip(batch, pieces, strict=True):
                     at = 0
                     for number, offset, length in placed.runs(block.output.name, block.box):
                         while file < number:
@@ -103,13 +105,13 @@ def write_safetensors(
                             writes.append(Write(file, 0, memoryview(headers[file])))
                         writes.append(Write(number, offset, data[at : at + length]))
                         at += length
-                    checks.append(crc32c.crc32c(data) if verify else 0)
-                destination.write(writes, checks)
+                destination.write(writes)
+                destination.wrote(checks.result() if verify else [0] * len(batch))
                 written += sum(write.data.nbytes for write in writes)
-                done += sum(block.elements.nbytes for block in batch)
+                done += sum(data.nbytes for data in pieces)
                 progress(done, total)
         left = [Write(number, 0, memoryview(headers[number])) for number in range(file + 1, len(headers))]
-        destination.write(left, [])
+        destination.write(left)
         destination.finish(verify=verify)
         destination.publish()
     except BaseException as e:
