@@ -21,14 +21,19 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardckpt.planning.plan import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
+    from shardckpt.box import Box
     from shardckpt.convert.outputs import OutputTensor
 
-__all__ = ["BLOCK_BYTES", "blocks", "grid", "rows"]
+__all__ = ["BLOCK_BYTES", "blocks", "grid", "rows", "runs"]
 
 BLOCK_BYTES = 4 << 20
 """Bytes to which rows are joined to be written at once."""
@@ -59,6 +64,26 @@ def blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Pie
     """Whole rows, or blocks of parts of rows where those are read once and rows are not; as `rows`."""
     itemsize = output.dtype.itemsize
     return [Piece(*part, _blocks(part[2], near, itemsize, room)) for part, near in _parts(output, stored)]
+
+
+def runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:
+    """Where the bytes of a box lie in a tensor that is one run of bytes, row by row.
+
+    Args:
+        shape: the tensor's.
+        box: one of its boxes, not empty.
+        itemsize: bytes of an element.
+
+    Returns:
+        (n,) the first byte of each part that lies side by side, in row-major order, and the bytes of each.
+    """
+    # Of the last dimensions that are whole, and one more, a run is made.
+    along = max((d for d, n in enumerate(shape) if box.shape[d] < n), default=0)
+    strides = [itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]
+    offsets = np.array([sum(start * stride for start, stride in zip(box.start, strides, strict=True))], np.int64)
+    for n, stride in zip(box.shape[:along], strides[:along], strict=True):
+        offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * stride).reshape(-1)
+    return offsets, prod(box.shape[along:]) * itemsize
 
 
 def _parts(output: OutputTensor, stored: Sequence[Piece]) -> list[tuple[tuple[str, tuple[int, ...], tuple[int, ...]], list[Piece]]]:

@@ -5,8 +5,8 @@ multiple of 64 bytes.
 
 1. torch.save itself writes the file, of tensors without memory (`FakeTensor`), and leaves out their bytes (`skip_data`): the
    description is torch's own, and every tensor has its place. Tied tensors are one record.
-2. Blocks of whole rows then go to where they belong, in any order.
-3. What torch did not know is the records' CRC-32. It checks none, others do: they follow from those of the blocks (`crc32`).
+2. Blocks then go to where they belong, in any order.
+3. What torch did not know is the records' CRC-32. It checks none, others do: they follow from those of what was written (`crc32`).
 4. The file is made durable, and takes its name.
 
 `weights_only` takes no numpy scalars: they become Python's numbers, of the same value.
@@ -18,13 +18,12 @@ import os
 import struct
 import zipfile
 import zlib
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.convert.chunking import rows
+from shardckpt.convert.chunking import blocks, runs
 from shardckpt.convert.crc32 import combine
 from shardckpt.convert.draft import Draft
 from shardckpt.convert.small_leaves import left_out, notes_of
@@ -36,7 +35,7 @@ from shardckpt.tree import parse, unflatten
 from shardckpt.tree.document import Tensor, Tied, leaves_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -68,8 +67,12 @@ class _Record:
     nbytes: int
     crc_at: tuple[int, ...]
     """Where its CRC-32 is written."""
+    written: int = 0
+    """Bytes."""
+    crc: int | None = None
+    """When all of it is written; that of nothing is 0."""
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of what is written: first byte → CRC-32 and length."""
+    """Of what is written until then: first byte → CRC-32 and length."""
 
 
 class TorchFile(StateWriter):
@@ -104,29 +107,31 @@ class TorchFile(StateWriter):
             raise
 
     def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:
-        """Whole rows, or planes, which are side by side in the file."""
-        return rows(output, stored, room)
+        """As they lie in the file, so that each stored byte is read once."""
+        return blocks(output, stored, room)
 
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
         """Write one block."""
         record, data = self._records[output.name], byte_view(array.reshape(-1).view(np.uint8))
-        position = 0
-        for start, n in zip(box.start, output.shape, strict=True):
-            position = position * n + start
-        first = position * array.itemsize
-        with self._writing():
-            _write_at(self._draft.fd, data, record.offset + first)
-        record.parts[first] = zlib.crc32(data), data.nbytes
+        offsets, length = runs(output.shape, box, array.itemsize)
+        for at, offset in zip(range(0, data.nbytes, length), offsets.tolist(), strict=True):
+            run = data[at : at + length]
+            with storage_errors("write", self._draft.final):
+                _write_at(self._draft.fd, run, record.offset + offset)
+            record.parts[offset] = zlib.crc32(run), length
+        record.written += data.nbytes
+        if record.written == record.nbytes:
+            record.crc = combine(part for _, part in sorted(record.parts.items()))
+            record.parts.clear()
 
     def finish(self) -> None:
         """Complete the file and publish it."""
         for name, record in self._records.items():
-            parts = [part for _, part in sorted(record.parts.items())]
-            if sum(length for _, length in parts) != record.nbytes:
+            if record.crc is None:
                 raise MissingDataError(f"{self._draft.final}: not all of {shown(name)} was written; nothing was published. Export again.")
-            with self._writing():
+            with storage_errors("write", self._draft.final):
                 for at in record.crc_at:
-                    _write_at(self._draft.fd, memoryview(struct.pack("<I", combine(parts))), at)
+                    _write_at(self._draft.fd, memoryview(struct.pack("<I", record.crc)), at)
         self._draft.publish()
 
     def abort(self) -> None:
@@ -140,11 +145,6 @@ class TorchFile(StateWriter):
         found = {name: by_number[number] for number, name in enumerate(stored)}
         assert all(record.nbytes == self._tensors[name].nbytes for name, record in found.items()), "records are in order of appearance"
         return found
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        with storage_errors("write", self._draft.final):
-            yield
 
 
 def torch_dtypes(structure: Structure) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _records(draft: Draft) -> dict[int, _Record]:
                 end = offset + info.file_size
                 trailing = end + len(_DESCRIPTOR) if info.flag_bits & _HAS_DESCRIPTOR else info.header_offset + 14
                 assert info.compress_type == zipfile.ZIP_STORED, "torch compresses no tensors"
-                found[int(number)] = _Record(offset, info.file_size, (at + 16, trailing))
+                found[int(number)] = _Record(offset, info.file_size, (at + 16, trailing), crc=None if info.file_size else 0)
             at += _CENTRAL_HEADER.size + sum(central[10:13])
     return found
 

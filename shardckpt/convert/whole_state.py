@@ -105,7 +105,7 @@ def _selected(
     """The structure of what is wanted, and what its tensors are made of."""
     wanted, unwanted = selector(only), selector(exclude if exclude is not None else ())
     tree, stored = select(checkpoint.parsed_tree, lambda name: wanted(name) and not unwanted(name))
-    if not tree:
+    if not tree and (only is not None or exclude is not None):
         raise NamesMismatchError(
             f"{checkpoint.location}: only={only!r} and exclude={exclude!r} leave none of its names; `shardckpt info` lists them."
         )
