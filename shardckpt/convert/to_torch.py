@@ -3,8 +3,8 @@
 Such a file is a zip archive of uncompressed records: a description of the state, and the bytes of each tensor, row-major, at a
 multiple of 64 bytes.
 
-1. torch.save itself writes the file, of tensors without memory (`FakeTensor`), and leaves out their bytes (`skip_data`): the
-   description is torch's own, and every tensor has its place. Tied tensors are one record.
+1. torch.save itself writes the file, of tensors without memory, and leaves out their bytes (`skip_data`): the description is
+   torch's own, and every tensor has its place. Tied tensors are one record.
 2. Blocks then go to where they belong, in any order.
 3. What torch did not know is the records' CRC-32. It checks none, others do: they follow from those of what was written (`crc32`).
 4. The file is made durable, and takes its name.
@@ -14,11 +14,14 @@ multiple of 64 bytes.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
+import warnings
 import zipfile
 import zlib
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +31,7 @@ from shardckpt.convert.crc32 import combine
 from shardckpt.convert.draft import Draft
 from shardckpt.convert.small_leaves import left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
-from shardckpt.errors import DtypeError, MissingDataError, MissingExtraError
+from shardckpt.errors import BudgetError, DtypeError, MissingDataError, MissingExtraError
 from shardckpt.io.store import byte_view, storage_errors
 from shardckpt.names import shown
 from shardckpt.tree import parse, unflatten
@@ -90,6 +93,7 @@ class TorchFile(StateWriter):
             DtypeError: a tensor of a dtype that torch has not, by name.
             MissingExtraError: torch is not installed, or too old.
             AlreadyExistsError, OptionError, StorageError: it cannot be there.
+            BudgetError: this process may not have as many addresses as the largest tensor has bytes.
         """
         tree = parse(structure.tree)
         dtypes = torch_dtypes(structure)
@@ -181,17 +185,39 @@ def _refused(value: object) -> str | None:
 def _write_without_data(draft: Draft, tree: Node, structure: Structure, dtypes: dict[str, Any], left: dict[str, str]) -> None:
     """Have torch write all but the tensors' bytes."""
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     if not hasattr(torch.serialization, "skip_data"):
         raise MissingExtraError(f"torch {torch.__version__} cannot write a file without having all of it in memory; install 2.6 or later.")
-    with FakeTensorMode():
-        fakes = {name: torch.empty(tensor.shape, dtype=dtypes[name]) for name, tensor in structure.tensors.items()}
-        state = _of_python(unflatten(tree, fakes, lambda name: name not in left))
-        skipped = torch.serialization.skip_data(materialize_fake_tensors=True)
-        # To a path torch.save would write the name that the file has for now.
-        with storage_errors("write", draft.final), draft.path.open("wb") as file, skipped:
-            torch.save(state, file)
+    state = _of_python(unflatten(tree, _without_memory(structure, dtypes), lambda name: name not in left))
+    # To a path torch.save would write the name that the file has for now.
+    with storage_errors("write", draft.final), draft.path.open("wb") as file, torch.serialization.skip_data():
+        torch.save(state, file)
+
+
+def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, Any]:
+    """Tensors over addresses that have no memory behind them as long as nobody reads there, each with a storage of its own.
+
+    One range of addresses per dtype: torch.save refuses storages of two dtypes at one address. (Its own `FakeTensor` would do, too, and
+    takes seconds to import.)
+    """
+    import torch
+
+    largest = max((tensor.nbytes for tensor in structure.tensors.values()), default=0)
+    ranges: dict[Any, mmap.mmap] = {}
+    found = {}
+    for name, tensor in structure.tensors.items():
+        dtype = dtypes[name]
+        if tensor.nbytes == 0:
+            found[name] = torch.empty(tensor.shape, dtype=dtype)
+            continue
+        if dtype not in ranges:
+            try:
+                ranges[dtype] = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+            except OSError as e:
+                raise BudgetError(f"{shown(name)}: no {largest} addresses are free, none of them used ({e}); raise `ulimit -v`.") from e
+        with warnings.catch_warnings(action="ignore"):  # that they cannot be written to
+            found[name] = torch.frombuffer(ranges[dtype], dtype=dtype, count=prod(tensor.shape)).reshape(tensor.shape)
+    return found
 
 
 def _of_python(value: object) -> object:

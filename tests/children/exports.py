@@ -7,7 +7,6 @@ import e2e_torch
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -18,9 +17,6 @@ from shardckpt.io.url import parse
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import exported
-
-with FakeTensorMode():
-    torch.empty(1)  # which imports what it needs
 
 
 def status(field):
