@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.planning.plan import Piece
+from shardckpt.reshard.cells import unbroken, walk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,8 +63,14 @@ def rows(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece
 
 def blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
     """Whole rows, or blocks of parts of rows where those are read once and rows are not; as `rows`."""
-    itemsize = output.dtype.itemsize
-    return [Piece(*part, _blocks(part[2], near, itemsize, room)) for part, near in _parts(output, stored)]
+    itemsize, found = output.dtype.itemsize, []
+    for (path, start, shape), near in _parts(output, stored):
+        chunks = _rows(shape, near, itemsize, room)
+        if _slab(shape, chunks, near) * itemsize <= room:
+            found.append(Piece(path, start, shape, chunks))
+        else:
+            found += _blocks(Piece(path, start, shape, chunks), near, itemsize, room)
+    return found
 
 
 def runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:
@@ -113,21 +120,34 @@ def _rows(shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int, room: 
     return tuple(chunks)
 
 
-def _blocks(shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int, room: int) -> tuple[int, ...]:
-    whole = _rows(shape, stored, itemsize, room)
-    tall = [min(n, max(piece.chunks[d] for piece in stored)) for d, n in enumerate(shape)]
-    split = next((d for d, n in enumerate(shape) if whole[d] < n), 0)
-    if prod(max(a, b) if d <= split else n for d, (a, b, n) in enumerate(zip(whole, tall, shape, strict=True))) * itemsize <= room:
-        return whole
-    run = itemsize
-    for d in reversed(range(len(tall))):
-        fits = room // (prod(tall) * itemsize)
-        whole_side = fits * tall[d] >= shape[d]
-        tall[d] = shape[d] if whole_side else max(1, fits) * tall[d]
-        run *= tall[d]
-        if not whole_side:
-            break
-    return tuple(tall) if prod(tall) * itemsize <= room and run >= LEAST_RUN else whole
+def _slab(shape: tuple[int, ...], chunks: tuple[int, ...], stored: Sequence[Piece]) -> int:
+    """Elements that are in memory together for a block of whole rows."""
+    split = next((d for d, n in enumerate(shape) if chunks[d] < n), 0)
+    return prod(max(chunks[d], _tallest(stored, d, n)) if d <= split else n for d, n in enumerate(shape))
+
+
+def _blocks(whole: Piece, stored: Sequence[Piece], itemsize: int, room: int) -> list[Piece]:
+    """Arrays of blocks as tall as stored chunks, side by side along one dimension; or the given one, where they would be too narrow."""
+    tall = [_tallest(stored, d, n) for d, n in enumerate(whole.shape)]
+    along = len(tall) - 1
+    while along and prod(tall[:along]) * prod(whole.shape[along:]) * itemsize <= room:
+        along -= 1
+    tall[along + 1 :] = whole.shape[along + 1 :]
+    reach = room // (itemsize * prod(tall[:along]) * prod(tall[along + 1 :]))
+    run = reach * prod(tall[along + 1 :]) * itemsize
+    if reach < tall[along] or run < LEAST_RUN:
+        return [whole]
+    found = []
+    for i, (first, last) in enumerate(pairwise(walk(unbroken(stored, along), reach))):
+        start, shape, chunks = list(whole.start), list(whole.shape), list(tall)
+        start[along], shape[along], chunks[along] = first, last - first, last - first
+        found.append(Piece(f"{whole.path}.{i}", tuple(start), tuple(shape), tuple(chunks)))
+    return found
+
+
+def _tallest(stored: Sequence[Piece], d: int, n: int) -> int:
+    """The longest side of any stored chunk along a dimension of that length."""
+    return min(n, max(piece.chunks[d] for piece in stored))
 
 
 def _suited(most: int, length: int, sides: set[int]) -> int:

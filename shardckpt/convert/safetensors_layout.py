@@ -87,9 +87,10 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
     """
     for tensor in tensors:
         if tensor.dtype.name not in DTYPES:
+            own = tensor.sources[0].tensor if tensor.sources else tensor.name
             raise DtypeError(
-                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, with dtype={{{tensor.name!r}: 'float32'}} "
-                f"(--dtype {tensor.name}=float32), say, or leave it out with exclude= (--exclude)."
+                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, with dtype={{{own!r}: 'float32'}} "
+                f"(--dtype {own}=float32), say, or leave it out with exclude= (--exclude)."
             )
     names = [tensor.name for tensor in tensors]
     if _METADATA in names or len(set(names)) < len(names):

@@ -88,7 +88,7 @@ def write_safetensors(
     keep = False
     try:
         skip = destination.begin(plan)
-        done = sum(box.size * output.dtype.itemsize for (output, box), _ in zip(stream.order(), range(skip), strict=False))
+        done = sum(box.size * output.dtype.itemsize for _, (output, box) in zip(range(skip), stream.order(), strict=False))
         total, resumed, written, file = sum(output.nbytes for output in outputs), done, 0, -1
         progress(done, total)
         with closing(stream.read(skip)) as batches, ThreadPoolExecutor(1, "shardckpt-checksums") as beside:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["CELL_BYTES", "LARGEST_CELL", "Cells", "Step", "cut", "read_bytes", "steps", "steps_in_order"]
+__all__ = ["CELL_BYTES", "LARGEST_CELL", "Cells", "Step", "cut", "read_bytes", "steps", "steps_in_order", "unbroken", "walk"]
 
 CELL_BYTES = 8 << 20
 """Bytes to which small cells are joined."""
@@ -86,7 +86,7 @@ def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, joine
         itemsize: bytes of an element.
         joined: bytes to which small cells are joined, `CELL_BYTES` at most.
     """
-    every = [_unbroken(targets, d) for d in range(len(targets[0].shape))]
+    every = [unbroken(targets, d) for d in range(len(targets[0].shape))]
     free = [_free(borders, d, sources) for d, borders in enumerate(every)]
     while _largest(free) * itemsize > LARGEST_CELL:
         halves = [_halved(e, f) for e, f in zip(every, free, strict=True)]
@@ -107,7 +107,7 @@ def _largest(borders: Sequence[Ints]) -> int:
     return prod(int(np.diff(b).max()) for b in borders)
 
 
-def _unbroken(pieces: Sequence[Piece], d: int) -> Ints:
+def unbroken(pieces: Sequence[Piece], d: int) -> Ints:
     """Where chunks of some arrays end along dimension d, and none of theirs is straddled."""
     axes = {(p.start[d], p.shape[d], p.chunks[d]) for p in pieces}
     borders = [np.append(np.arange(start, start + length, side, dtype=np.int64), start + length) for start, length, side in axes]
@@ -175,10 +175,10 @@ def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize
     reaches = [room // -(-nbytes // n) - 2 * _side(into, d) for d, n in enumerate(box.shape)]
     along = max(range(box.ndim), key=lambda d: reaches[d] / _side(of, d))
     if reaches[along] >= _side(of, along):
-        for first, last in pairwise(_walk(_within(_unbroken(of, along), box, along), reaches[along])):
+        for first, last in pairwise(walk(_within(unbroken(of, along), box, along), reaches[along])):
             yield Step(_part(box, along, first, last), along)
         return
-    borders = [_within(_unbroken(into, d), box, d) for d in range(box.ndim)]
+    borders = [_within(unbroken(into, d), box, d) for d in range(box.ndim)]
     able = [d for d in range(box.ndim) if len(borders[d]) > 2]
     if not able:
         yield Step(box, 0)
@@ -208,7 +208,7 @@ def steps_in_order(box: Box, target: Piece, sources: Sequence[Piece], itemsize: 
         yield Step(box, 0)
         return
     per_index = nbytes // box.shape[along]
-    borders = _within(_unbroken([target], along), box, along)
+    borders = _within(unbroken([target], along), box, along)
     free = _within(_free(borders, along, touched(sources, BoxArray.of([box], box.ndim))), box, along)
     at, end = box.start[along], box.stop[along]
     while at < end:
@@ -232,7 +232,7 @@ def _side(pieces: Sequence[Piece], d: int) -> int:
     return max(p.chunks[d] for p in pieces)
 
 
-def _walk(borders: Ints, reach: int) -> Iterator[int]:
+def walk(borders: Ints, reach: int) -> Iterator[int]:
     """Where steps begin and end that are at most so long: at borders, where there are some within reach."""
     at, end = int(borders[0]), int(borders[-1])
     while at < end:

@@ -1,0 +1,261 @@
+"""An export that was killed, at whatever instant, has published nothing by halves, and the same call goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from convert_states import random, saved, sharded
+
+import shardckpt
+from shardckpt import errors
+from shardckpt.convert import chunking, local_files, streaming
+
+CHILD = Path(__file__).parents[1] / "children" / "export_killed.py"
+KiB = 1 << 10
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks of 8 KiB, batches of 32 and notes of 64, so that a small export has all that a large one has."""
+    monkeypatch.setattr(chunking, "BLOCK_BYTES", 8 * KiB)
+    monkeypatch.setattr(streaming, "_BATCH", 32 * KiB)
+    monkeypatch.setattr(local_files, "_NOTE_BYTES", 64 * KiB)
+
+
+def source(place):
+    """Some 400 KiB in eight tensors."""
+    return saved(place, {"model": {f"w{i}": random((60 + i, 200), seed=i) for i in range(8)}}, {"model/w1": sharded("a", "b")})
+
+
+def left(directory):
+    """What an interrupted export has left there."""
+    return sorted(path.name for path in directory.iterdir() if path.name.startswith("."))
+
+
+class StopError(Exception):
+    """The test stops the export."""
+
+
+def stopped(src, dst, after, **options):
+    """Export until so many bytes are written, then be interrupted as by Ctrl-C."""
+
+    def progress(done, total):
+        if after <= done < total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shardckpt.export(src, dst, progress=progress, **options)
+
+
+def killed(place, every, *before):
+    """Each death: operation, whether the file was there, bytes found, written and read by the next call."""
+    command = [sys.executable, CHILD, place, str(every), *before]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+def check_deaths(place, deaths, unpublished):
+    """Nothing by halves, and not much written twice."""
+    shardckpt.export(place / "checkpoint", place / "whole.safetensors")
+    whole = (place / "whole.safetensors").read_bytes()
+    results = [path.read_bytes() for path in place.glob("*.result")]
+    assert len(results) == len(deaths)
+    assert all(result == whole for result in results)
+    there = [found for _, found, *_ in deaths]
+    assert there == sorted(there, key=lambda found: found is True), "once it is there it stays"
+    assert set(there) <= {unpublished, True}
+    header = int.from_bytes(whole[:8], "little") + 8
+    for _, _, resumed, written, _ in deaths:
+        assert resumed < 0 or resumed + written == len(whole) or written == header
+    bytes_found = [resumed for _, _, resumed, *_ in deaths if resumed >= 0]
+    # Of a note every 64 KiB and batches of 32 at least the last but one was durable.
+    assert max(bytes_found) >= len(whole) - 3 * 64 * KiB
+    assert len(set(bytes_found)) >= 2
+
+
+def test_a_kill_at_any_of_many_instants_publishes_nothing_by_halves_and_the_same_call_goes_on(tmp_path):
+    source(tmp_path / "checkpoint")
+    check_deaths(tmp_path, killed(tmp_path, 9), unpublished=False)
+
+
+def test_a_kill_while_a_file_is_replaced_leaves_the_old_one_or_the_new_one(tmp_path):
+    source(tmp_path / "checkpoint")
+    check_deaths(tmp_path, killed(tmp_path, 11, "old"), unpublished=b"old".hex())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [(), ("old",)], ids=["new", "replaced"])
+def test_a_kill_before_every_single_operation(tmp_path, before):
+    source(tmp_path / "checkpoint")
+    deaths = killed(tmp_path, 1, *before)
+    check_deaths(tmp_path, deaths, unpublished=b"old".hex() if before else False)
+    assert {"pwritev", "the middle of a pwritev", "fdatasync", "link", "unlink", "rmdir"} <= {operation for operation, *_ in deaths}
+
+
+def test_a_process_killed_from_outside_is_gone_on_with_by_another(tmp_path):
+    saved(tmp_path / "c", {f"w{i}": random((1024, 1024), seed=i) for i in range(12)})
+    code = (
+        "import sys, shardckpt; from shardckpt.convert import local_files, streaming\n"
+        "local_files._NOTE_BYTES = streaming._BATCH = 4 << 20\n"
+        "shardckpt.export(sys.argv[1], sys.argv[2], progress=lambda done, total: print(done, flush=True))"
+    )
+    to = tmp_path / "out" / "a.safetensors"
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path / "c", to], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        while int(child.stdout.readline()) < 20 << 20:
+            pass
+        notes = to.parent / f".{to.name}.partial" / "notes"
+        deadline = time.monotonic() + 30
+        while notes.exists() and notes.stat().st_size <= 32 and time.monotonic() < deadline:
+            pass
+        child.send_signal(signal.SIGKILL)
+        child.wait(30)
+    if to.exists():  # it was faster than the signal
+        to.unlink()
+    report = shardckpt.export(tmp_path / "c", to)
+    assert shardckpt.export(tmp_path / "c", tmp_path / "b.safetensors").nbytes == report.nbytes
+    assert to.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert left(to.parent) == []
+
+
+def test_an_interrupted_export_goes_on_with_what_is_noted_and_reads_only_the_rest(tmp_path, small):
+    source(tmp_path / "c")
+    stopped(tmp_path / "c", tmp_path / "a.safetensors", 300 * KiB)
+    assert left(tmp_path) == [".a.safetensors.partial"]
+    assert not (tmp_path / "a.safetensors").exists()
+    report = shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
+    assert report.resumed_bytes >= 150 * KiB
+    assert report.read_bytes <= report.nbytes - report.resumed_bytes + 64 * KiB
+    shardckpt.export(tmp_path / "c", tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("change", ["source", "dtype", "header"])
+def test_another_export_to_the_same_name_starts_anew(tmp_path, small, change):
+    source(tmp_path / "c")
+    stopped(tmp_path / "c", tmp_path / "a.safetensors", 300 * KiB)
+    options = {}
+    if change == "source":
+        state = {"model": {f"w{i}": random((60 + i, 200), seed=100 + i) for i in range(8)}}
+        shardckpt.save(tmp_path / "c", state, options=shardckpt.SaveOptions(overwrite=True))
+    else:
+        options = {"dtype": "bfloat16"} if change == "dtype" else {"metadata": {"a": "b"}}
+    report = shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors", **options)
+    assert report.resumed_bytes == 0
+    shardckpt.export(tmp_path / "c", tmp_path / "b.safetensors", **options)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert left(tmp_path) == []
+
+
+def test_notes_that_are_torn_count_as_far_as_they_are_whole(tmp_path, small):
+    source(tmp_path / "c")
+    stopped(tmp_path / "c", tmp_path / "a.safetensors", 340 * KiB)
+    notes = tmp_path / ".a.safetensors.partial" / "notes"
+    whole = notes.read_bytes()
+    shardckpt.export(tmp_path / "c", tmp_path / "b.safetensors")
+    wanted = (tmp_path / "b.safetensors").read_bytes()
+    partial = {path.name: path.read_bytes() for path in notes.parent.iterdir()}
+    for damaged in (whole[:-1], whole[:40], whole[:20], b"", whole + bytes(64), whole[:60] + bytes(len(whole) - 60), whole + b"\xff" * 9):
+        notes.parent.mkdir(exist_ok=True)
+        for name, content in partial.items():
+            (notes.parent / name).write_bytes(content)
+        notes.write_bytes(damaged)
+        shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
+        assert (tmp_path / "a.safetensors").read_bytes() == wanted
+        (tmp_path / "a.safetensors").unlink()
+
+
+def test_what_an_earlier_call_wrote_and_the_disk_has_lost_is_found_out(tmp_path, small):
+    source(tmp_path / "c")
+    stopped(tmp_path / "c", tmp_path / "a.safetensors", 340 * KiB)
+    with (tmp_path / ".a.safetensors.partial" / "0").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"lost")
+    with pytest.raises(errors.CorruptionError, match=r"'model\.w\d' does not read back as it was written to .*; nothing was published"):
+        shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def test_two_exports_to_one_name_do_not_mix(tmp_path, small):
+    source(tmp_path / "c")
+    told = []
+
+    def progress(done, total):
+        if done == total:
+            with pytest.raises(errors.StorageError, match="another export is writing there; wait for it, or choose another name"):
+                shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
+            told.append(done)
+
+    shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors", progress=progress)
+    assert len(told) == 1
+
+
+def test_a_file_that_is_there_stays_unless_it_is_to_be_replaced(tmp_path, small):
+    source(tmp_path / "c")
+    to = tmp_path / "a.safetensors"
+    to.write_bytes(b"mine")
+    with pytest.raises(errors.AlreadyExistsError, match=r"is there already; choose another name, or replace it with overwrite=True"):
+        shardckpt.export(tmp_path / "c", to)
+    assert to.read_bytes() == b"mine"
+    to.unlink()
+
+    def somebody(done, total):
+        if done == total:
+            to.write_bytes(b"theirs")
+
+    with pytest.raises(errors.AlreadyExistsError, match="there already"):
+        shardckpt.export(tmp_path / "c", to, progress=somebody)
+    assert to.read_bytes() == b"theirs"
+    assert left(tmp_path) == []
+    shardckpt.export(tmp_path / "c", to, overwrite=True)
+    assert to.stat().st_size > 400_000
+    to.unlink()
+    to.mkdir()
+    with pytest.raises(errors.AlreadyExistsError, match="is a directory"):
+        shardckpt.export(tmp_path / "c", to, overwrite=True)
+
+
+def test_a_damaged_chunk_stops_the_export_and_leaves_nothing(tmp_path, small):
+    checkpoint = source(tmp_path / "c")
+    files = checkpoint.reader.whole_table().files
+    data = tmp_path / "c" / checkpoint.record.attempt / files[0]
+    content = bytearray(data.read_bytes())
+    content[-3000] ^= 4
+    data.write_bytes(content)
+    with pytest.raises(errors.CorruptionError, match="is damaged"):
+        shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def test_files_that_may_not_grow_so_large_are_refused_with_what_to_do(tmp_path):
+    source(tmp_path / "c")
+    code = (
+        "import resource, sys, shardckpt; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try: shardckpt.export(sys.argv[1], sys.argv[2])\n"
+        "except shardckpt.ShardckptError as e: print(type(e).__name__, e)"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "c", tmp_path / "a.safetensors"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert finished.stdout.startswith("StorageError cannot create")
+    assert "ulimit -f" in finished.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def test_only_what_can_be_done_better_by_the_same_call_is_kept(tmp_path, small):
+    source(tmp_path / "c")
+
+    def progress(done, total):
+        if done > 300 * KiB:
+            raise StopError
+
+    with pytest.raises(StopError):
+        shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors", progress=progress)
+    assert left(tmp_path) == []
