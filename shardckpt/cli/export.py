@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["export"]
 
 _NAMED = 5
-"""What was left out that is named."""
+"""Notes that are shown."""
 
 
 def export(
@@ -47,7 +47,7 @@ def export(
             destination,
             to=chosen,
             dtype=parse_dtypes(dtype),
-            only=include or None,
+            include=include or None,
             exclude=exclude or None,
             memory_limit=memory_limit,
             overwrite=overwrite,
@@ -70,7 +70,7 @@ def _document(report: ExportReport) -> dict[str, Any]:
         "read_bytes": report.read_bytes,
         "written_bytes": report.written_bytes,
         "resumed_bytes": report.resumed_bytes,
-        "left_out": list(report.left_out),
+        "notes": list(report.notes),
         "seconds": report.seconds,
     }
 
@@ -80,7 +80,7 @@ def _lines(screen: Screen, report: ExportReport) -> Iterator[str]:
     before = f", {file_size(report.resumed_bytes)} of them before" if report.resumed_bytes else ""
     what = f"{count(report.tensors, 'tensor')}, {file_size(report.nbytes)}{before}, {report.seconds:.1f} s{rate}"
     yield f"{screen.paint('exported', 'bold green')}  {visible(report.url)}: {what}"
-    for line in report.left_out[:_NAMED]:
-        yield f"left out  {visible(line)}"
-    if len(report.left_out) > _NAMED:
-        yield f"left out  {len(report.left_out) - _NAMED:,} more; --json names all"
+    for line in report.notes[:_NAMED]:
+        yield f"note      {visible(line)}"
+    if len(report.notes) > _NAMED:
+        yield f"note      {len(report.notes) - _NAMED:,} more; --json has all"

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint import Checkpoint
     from shardckpt.dtypes import DType
 
-__all__ = ["Patterns", "choose", "plain_name"]
+__all__ = ["Patterns", "choose", "chosen_dtypes", "plain_name"]
 
 Patterns = str | Sequence[str] | None
 
 
 def choose(
-    checkpoint: Checkpoint, only: Patterns, exclude: Patterns, dtype: str | Mapping[str, str] | None
+    checkpoint: Checkpoint, include: Patterns, exclude: Patterns, dtype: str | Mapping[str, str] | None
 ) -> tuple[list[OutputTensor], list[str]]:
-    """The outputs of a plain export, and the names that are left out though they were wanted, each with the reason.
+    """The outputs of a plain export, and a line for each name that was wanted and is not written as it is.
 
     Args:
         checkpoint: where from.
-        only: patterns of names; None: all.
+        include: patterns of names; None: all.
         exclude: patterns of names of those that are not wanted.
         dtype: what floating-point tensors are converted to, or pattern → dtype, of which the first that matches counts.
 
@@ -41,7 +41,7 @@ def choose(
         NamesMismatchError: nothing is left; or two tensors would have one name.
         OptionError: no such dtype, or a pattern that matches nothing.
     """
-    wanted, unwanted = selector(only), selector(exclude if exclude is not None else ())
+    wanted, unwanted = selector(include), selector(exclude if exclude is not None else ())
     tree, tensors = checkpoint.parsed_tree, checkpoint.record.structure.tensors
     tied = alias_map(tree)
     chosen: dict[str, str] = {}
@@ -50,15 +50,15 @@ def choose(
             chosen.setdefault(stored, name)
     if not chosen:
         raise NamesMismatchError(
-            f"{checkpoint.location}: only={only!r} and exclude={exclude!r} leave none of its tensors; `shardckpt info` lists them."
+            f"{checkpoint.location}: include={include!r} and exclude={exclude!r} leave none of its tensors; `shardckpt info` lists them."
         )
-    types = _dtypes({name: tensors[stored].dtype for stored, name in chosen.items()}, dtype)
+    types = chosen_dtypes({name: tensors[stored].dtype for stored, name in chosen.items()}, dtype)
     outputs = [identity(tensors[stored], plain_name(name), types[name]) for stored, name in chosen.items()]
     _refuse_collisions(outputs)
-    left_out = [f"{name}: no tensor" for name in leaf_names(tree) if wanted(name) and not unwanted(name)]
-    left_out += [f"{name}: the same tensor as {chosen[s]}" for name, s in tied.items() if name != chosen.get(s, name) and wanted(name)]
-    left_out += [f"{name}: a {meaning}, of which the numbers are exported" for name, meaning in meanings(tree).items() if wanted(name)]
-    return outputs, left_out
+    notes = [f"{name}: no tensor" for name in leaf_names(tree) if wanted(name) and not unwanted(name)]
+    notes += [f"{name}: the same tensor as {chosen[s]}" for name, s in tied.items() if name != chosen.get(s, name) and wanted(name)]
+    notes += [f"{name}: a {meaning}, of which the numbers are exported" for name, meaning in meanings(tree).items() if wanted(name)]
+    return outputs, notes
 
 
 def plain_name(name: str) -> str:
@@ -83,8 +83,16 @@ def _refuse_collisions(outputs: Sequence[OutputTensor]) -> None:
             )
 
 
-def _dtypes(tensors: Mapping[str, DType], dtype: str | Mapping[str, str] | None) -> dict[str, DType]:
-    """By name what each tensor is converted to."""
+def chosen_dtypes(tensors: Mapping[str, DType], dtype: str | Mapping[str, str] | None) -> dict[str, DType]:
+    """By name what each tensor is converted to.
+
+    Args:
+        tensors: by name, what they are.
+        dtype: what floating-point tensors are converted to, or pattern → dtype, of which the first that matches counts.
+
+    Raises:
+        OptionError: no such dtype, or a pattern that matches nothing.
+    """
     if dtype is None:
         return dict(tensors)
     if isinstance(dtype, str):

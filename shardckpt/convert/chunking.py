@@ -21,15 +21,20 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardckpt.planning.plan import Piece
 from shardckpt.reshard.cells import unbroken, walk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
+    from shardckpt.box import Box
     from shardckpt.convert.outputs import OutputTensor
 
-__all__ = ["BLOCK_BYTES", "blocks", "grid", "rows"]
+__all__ = ["BLOCK_BYTES", "blocks", "grid", "rows", "runs"]
 
 BLOCK_BYTES = 4 << 20
 """Bytes to which rows are joined to be written at once."""
@@ -66,6 +71,26 @@ def blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Pie
         else:
             found += _blocks(Piece(path, start, shape, chunks), near, itemsize, room)
     return found
+
+
+def runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:
+    """Where the bytes of a box lie in a tensor that is one run of bytes, row by row.
+
+    Args:
+        shape: the tensor's.
+        box: one of its boxes, not empty.
+        itemsize: bytes of an element.
+
+    Returns:
+        (n,) the first byte of each part that lies side by side, in row-major order, and the bytes of each.
+    """
+    # Of the last dimensions that are whole, and one more, a run is made.
+    along = max((d for d, n in enumerate(shape) if box.shape[d] < n), default=0)
+    strides = [itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]
+    offsets = np.array([sum(start * stride for start, stride in zip(box.start, strides, strict=True))], np.int64)
+    for n, stride in zip(box.shape[:along], strides[:along], strict=True):
+        offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * stride).reshape(-1)
+    return offsets, prod(box.shape[along:]) * itemsize
 
 
 def _parts(output: OutputTensor, stored: Sequence[Piece]) -> list[tuple[tuple[str, tuple[int, ...], tuple[int, ...]], list[Piece]]]:

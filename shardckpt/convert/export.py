@@ -46,8 +46,8 @@ class ExportReport:
     """That this call wrote."""
     resumed_bytes: int
     """Of elements that an earlier call had written."""
-    left_out: tuple[str, ...]
-    """What was asked for and the format has no place for, with the reason."""
+    notes: tuple[str, ...]
+    """What was asked for and is not written as it is, a line each: the format has no place for it."""
     seconds: float
     """That it took."""
 
@@ -58,7 +58,7 @@ def export(
     *,
     to: Literal["safetensors"] = "safetensors",
     dtype: str | Mapping[str, str] | None = None,
-    only: Patterns = None,
+    include: Patterns = None,
     exclude: Patterns = None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     overwrite: bool = False,
@@ -73,11 +73,11 @@ def export(
 
     Args:
         src: the checkpoint: a path or url.
-        dst: where to: the path of a file.
+        dst: where to: the path of a file, `….safetensors`, or of a directory, where it is `model.safetensors`.
         to: which format.
         dtype: what floating-point tensors are converted to, or pattern → dtype. Elements are rounded to the nearest, ties to even;
             what is too large becomes infinite.
-        only: patterns of the names that are exported; None: all.
+        include: patterns of the names that are exported; None: all.
         exclude: patterns of those that are not.
         memory_limit: bytes of buffers; the process takes up to 128 MiB besides.
         overwrite: replace a file that is there.
@@ -106,10 +106,10 @@ def export(
     check_flag(verify, "verify")
     limit = parse_bytes(memory_limit, "memory_limit")
     checkpoint, location = Checkpoint(src), parse(dst)
-    path = location.local
-    if path is None or path.suffix != _SUFFIX:
-        raise OptionError(f"{location}: give the path of a file on a local disk whose name ends in {_SUFFIX}.")
-    outputs, left_out = choose(checkpoint, only, exclude, dtype)
+    if location.local is None:
+        raise OptionError(f"{location}: give a path on a local disk.")
+    path = location.local if location.local.suffix == _SUFFIX else location.local / f"model{_SUFFIX}"
+    outputs, notes = choose(checkpoint, include, exclude, dtype)
     file = lay_out(outputs, metadata)
     written = write_safetensors(
         checkpoint,
@@ -127,7 +127,7 @@ def export(
         read_bytes=written.read_bytes,
         written_bytes=written.written_bytes,
         resumed_bytes=written.resumed_bytes,
-        left_out=tuple(left_out),
+        notes=tuple(notes),
         seconds=time.monotonic() - began,
     )
 
@@ -137,7 +137,7 @@ def export_safetensors(
     dst: str | os.PathLike[str],
     *,
     dtype: str | Mapping[str, str] | None = None,
-    only: Patterns = None,
+    include: Patterns = None,
     exclude: Patterns = None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     overwrite: bool = False,
@@ -151,7 +151,7 @@ def export_safetensors(
         dst,
         to="safetensors",
         dtype=dtype,
-        only=only,
+        include=include,
         exclude=exclude,
         memory_limit=memory_limit,
         overwrite=overwrite,

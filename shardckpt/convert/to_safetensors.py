@@ -13,14 +13,13 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 import crc32c
 import numpy as np
 
 from shardckpt._version import __version__
-from shardckpt.convert.chunking import blocks, rows
+from shardckpt.convert.chunking import blocks, rows, runs
 from shardckpt.convert.destination import Write, WritePlan
 from shardckpt.convert.streaming import Stream
 from shardckpt.errors import StorageError
@@ -134,15 +133,8 @@ class _Placed:
     def runs(self, name: str, box: Box) -> Iterator[tuple[int, int, int]]:
         """File, offset and bytes of each part of a box that lies side by side there, in row-major order."""
         file, begin, shape, itemsize = self._at[name]
-        # Of the last dimensions that are whole, and one more, a run is made.
-        along = max((d for d, n in enumerate(shape) if box.shape[d] < n), default=0)
-        length = prod(box.shape[along:]) * itemsize
-        strides = [itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]
-        first = begin + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
-        offsets = np.array([first], np.int64)
-        for n, stride in zip(box.shape[:along], strides[:along], strict=True):
-            offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * stride).reshape(-1)
-        for offset in offsets.tolist():
+        offsets, length = runs(shape, box, itemsize)
+        for offset in (begin + offsets).tolist():
             yield file, offset, length
 
 

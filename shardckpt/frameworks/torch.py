@@ -43,6 +43,7 @@ __all__ = [
     "sources",
     "target",
     "tensor_of",
+    "torch_dtype",
 ]
 
 _SAME_IN_NUMPY = frozenset(
@@ -220,6 +221,12 @@ def dtype_of_tensor(name: str, tensor: Any) -> DType:
     return by_name(str(tensor.dtype).removeprefix("torch."))
 
 
+def torch_dtype(dtype: DType) -> Any:
+    """The same in torch; None where it has no such dtype."""
+    kind = getattr(torch, dtype.name, None)
+    return kind if kind in _SAME_IN_NUMPY or kind in _AS_BITS else None
+
+
 def is_host_memory(tensor: Any) -> bool:
     """Whether `host_array` is the tensor's own memory."""
     return tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
@@ -248,8 +255,8 @@ def tensor_of(array: Array, dtype: DType) -> Any:
     Raises:
         DtypeError: torch has no such dtype.
     """
-    kind = getattr(torch, dtype.name, None)
-    if kind not in _SAME_IN_NUMPY and kind not in _AS_BITS:
+    kind = torch_dtype(dtype)
+    if kind is None:
         raise DtypeError(f"torch has no dtype {dtype.name}, so no tensor of it can be made; restore it as a numpy array.")
     if kind in _AS_BITS:
         return torch.from_numpy(array.view(np.dtype(f"int{8 * dtype.itemsize}"))).view(kind)

@@ -28,7 +28,7 @@ _MOST_OPEN = 256
 class PlainWriter:
     """Writes one host's chunks; `finish` or `abort` ends it. For one thread."""
 
-    def __init__(self, store: Store, *, in_flight_bytes: int = 64 << 20, drafts: str | None = None) -> None:
+    def __init__(self, store: Store, *, in_flight_bytes: int = 64 << 20, drafts: str | None = None, root: str = PLAIN_ROOT) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
 
         Args:
@@ -36,10 +36,12 @@ class PlainWriter:
             in_flight_bytes: see the module's docstring; a chunk larger than that goes alone.
             drafts: directory, relative to the attempt, where chunks are written on a local disk before they take the place of
                 whatever is there under their names; None: nothing may be there.
+            root: what keys are below, relative to `store`; "" for the place itself.
         """
         self._store = store
         self._limit = in_flight_bytes
         self._drafts = drafts
+        self._root = f"{root}/" if root else ""
         self._log = ExtentLog()
         self._pool = ThreadPoolExecutor(_THREADS, "shardckpt-plain")
         self._waiting: deque[tuple[Future[None], DataFile, int]] = deque()
@@ -63,7 +65,7 @@ class PlainWriter:
         while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= _MOST_OPEN):
             self._settle_one()
         draft = None if self._drafts is None else f"{self._drafts}/{len(self._log)}"
-        file = create_data_file(self._store, f"{PLAIN_ROOT}/{key}", draft=draft)
+        file = create_data_file(self._store, f"{self._root}{key}", draft=draft)
         try:
             file.append(data)
             file.seal()

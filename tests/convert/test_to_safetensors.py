@@ -71,6 +71,13 @@ def test_every_dtype_that_safetensors_has_for_torch_is_exported_in_its_order(tmp
     assert report.tensors == len(DTYPES) + 2
 
 
+def test_in_a_directory_the_file_is_called_as_transformers_looks_for_it(tmp_path):
+    saved(tmp_path / "c", {"w": random((3,))})
+    report = shardckpt.export(tmp_path / "c", tmp_path / "hf" / "model")
+    assert report.files == ("model.safetensors",)
+    assert (tmp_path / "hf" / "model" / "model.safetensors").read_bytes() == reference(tmp_path / "b", {"w": random((3,))})
+
+
 def test_readers_find_tensors_and_slices_of_them(tmp_path):
     w = random((300, 700), "bfloat16")
     saved(tmp_path / "c", {"w": w, "step": 5}, {"w": sharded("a", "b")})
@@ -80,7 +87,7 @@ def test_readers_find_tensors_and_slices_of_them(tmp_path):
         assert list(file.keys()) == ["w"]
         part = file.get_slice("w")[17:200, 3:600]
     assert torch.equal(part.view(torch.uint16), as_torch(w)[17:200, 3:600].view(torch.uint16))
-    assert report.left_out == ("step: no tensor",)
+    assert report.notes == ("step: no tensor",)
 
 
 @pytest.mark.parametrize("spec", [("a", "b"), ("", "ab"), ("ab", "")], ids=["both", "columns", "rows"])
@@ -121,37 +128,39 @@ def test_floats_are_converted_by_the_nearest_even_and_others_stay(tmp_path):
 def test_of_the_names_that_are_wanted_all_are_exported_and_tied_ones_once(tmp_path):
     w = random((4, 4))
     saved(tmp_path / "c", {"model": {"embed": w, "head": w, "bias": w[0]}, "optimizer": {0: {"exp_avg": w + 1}}, "step": 3})
-    report = shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors", only="model/**", exclude=["**/bias"])
+    report = shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors", include="model/**", exclude=["**/bias"])
     assert list(safetensors.torch.load_file(tmp_path / "a.safetensors")) == ["model.embed"]
-    assert report.left_out == ("model/head: the same tensor as model/embed",)
+    assert report.notes == ("model/head: the same tensor as model/embed",)
     report = shardckpt.export(tmp_path / "c", tmp_path / "b.safetensors", exclude="**/embed")
     assert sorted(safetensors.torch.load_file(tmp_path / "b.safetensors")) == ["model.bias", "model.head", "optimizer.0.exp_avg"]
-    assert report.left_out == ("step: no tensor",)
+    assert report.notes == ("step: no tensor",)
 
 
 def test_what_safetensors_cannot_hold_is_refused_by_name_before_anything_is_written(tmp_path):
     saved(tmp_path / "c", {"w": random((4, 4), "complex128"), "a": {"b": np.zeros(2)}, "a.b": np.ones(2), "q": random((4,), "int4")})
     to = tmp_path / "out" / "a.safetensors"
     with pytest.raises(errors.DtypeError, match=r"'w': safetensors has no complex128; convert it, .* or leave it out with exclude="):
-        shardckpt.export(tmp_path / "c", to, only="w")
+        shardckpt.export(tmp_path / "c", to, include="w")
     with pytest.raises(errors.DtypeError, match=r"'q': safetensors has no int4"):
-        shardckpt.export(tmp_path / "c", to, only="q")
+        shardckpt.export(tmp_path / "c", to, include="q")
     with pytest.raises(errors.NamesMismatchError, match=r"'a/b' and 'a\.b' would both be called 'a\.b'; rename one"):
-        shardckpt.export(tmp_path / "c", to, only=["a/b", "a.b"])
+        shardckpt.export(tmp_path / "c", to, include=["a/b", "a.b"])
     with pytest.raises(errors.NamesMismatchError, match="leave none of its tensors"):
-        shardckpt.export(tmp_path / "c", to, only="nothing")
+        shardckpt.export(tmp_path / "c", to, include="nothing")
     with pytest.raises(errors.DtypeMismatchError, match="'w': 'w' has dtype complex128, which cannot be converted to float32"):
-        shardckpt.export(tmp_path / "c", to, only="w", dtype={"w": "float32"})
+        shardckpt.export(tmp_path / "c", to, include="w", dtype={"w": "float32"})
     with pytest.raises(errors.OptionError, match=r"dtype='floaty': .*cannot be stored"):
         shardckpt.export(tmp_path / "c", to, dtype="floaty")
     with pytest.raises(errors.OptionError, match=r"'x\*' matches none of the tensors"):
         shardckpt.export(tmp_path / "c", to, dtype={"x*": "float32"})
     with pytest.raises(errors.OptionError, match="safetensors holds text by text only"):
-        shardckpt.export(tmp_path / "c", to, only="a/b", metadata={"epoch": 3})
-    with pytest.raises(errors.OptionError, match=r"ends in \.safetensors"):
-        shardckpt.export(tmp_path / "c", tmp_path / "out", only="a/b")
+        shardckpt.export(tmp_path / "c", to, include="a/b", metadata={"epoch": 3})
+    with pytest.raises(errors.OptionError, match="memory://out: give a path on a local disk"):
+        shardckpt.export(tmp_path / "c", "memory://out", include="a/b")
+    with pytest.raises(errors.OptionError, match=r"to='gguf'.: give \"safetensors\""):
+        shardckpt.export(tmp_path / "c", to, to="gguf")
     with pytest.raises(errors.BudgetError, match=r"memory_limit=1048576 is too little to read chunks of \d+ bytes; raise it to \d+"):
-        shardckpt.export(tmp_path / "c", to, only="a/b", memory_limit="1MiB")
+        shardckpt.export(tmp_path / "c", to, include="a/b", memory_limit="1MiB")
     with pytest.raises(errors.NotFoundError, match="no checkpoint there"):
         shardckpt.export(tmp_path / "none", to)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]

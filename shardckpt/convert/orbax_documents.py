@@ -1,0 +1,255 @@
+"""What do the documents of an Orbax checkpoint say?
+
+An Orbax checkpoint is a directory of zarr arrays, one for each tensor and each number of the state, and of JSON documents beside
+them (seen in what orbax-checkpoint 0.12 writes):
+
+    _METADATA                    for each place in the state the keys that lead there, and what is there
+    _CHECKPOINT_METADATA         which of Orbax's handlers it is for, and when it was written
+    _sharding                    by array, in base64, the sharding with which it is restored when nobody names another one
+    _strings.json                the texts of the state
+    array_metadatas/process_0    by array, which of JAX's random keys its elements are
+    commit_success.txt           it is whole
+
+An array is called by its keys as text, joined with dots. `int` keys are text there, and lists and tuples are both lists.
+
+Pure: nodes in, JSON out.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.dtypes import of_numpy
+from shardckpt.errors import DtypeError, FormatError, NamesMismatchError, StructureMismatchError
+from shardckpt.io.url import check_key
+from shardckpt.names import shown
+from shardckpt.placements import Placements
+from shardckpt.sharding import Sharding
+from shardckpt.tree.document import Branch, Small, Tensor, Tied
+from shardckpt.tree.unflatten import decode_leaf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardckpt.dtypes import DType
+    from shardckpt.structure import TensorRecord
+    from shardckpt.tree.document import Node
+
+__all__ = ["RESERVED", "Entry", "array_metadatas", "checkpoint_metadata", "entries", "metadata", "refused", "sharding_json", "shardings"]
+
+RESERVED = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "array_metadatas", "commit_success.txt")
+"""What Orbax itself calls files and directories."""
+_SEQUENCE, _DICT = 1, 2
+"""Kinds of keys."""
+_HANDLERS = "orbax.checkpoint._src.handlers."
+_RANDOM_KEY = "jax.key:"
+"""What the meaning of a tensor of random keys begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A place in the state where there is a tensor, a small leaf or nothing at all."""
+
+    keys: tuple[tuple[str, int], ...]
+    """On the way there: text and kind."""
+    what: str
+    """Orbax's word for what is there."""
+    tensor: str | None = None
+    """The name that the tensor there is stored under."""
+    value: object = None
+    """The small leaf there."""
+    key_kind: str | None = None
+    """Of random keys of JAX: which."""
+
+    @property
+    def name(self) -> str:
+        """What the array is called."""
+        return ".".join(text for text, _ in self.keys)
+
+
+def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRecord], where: str) -> list[Entry]:
+    """All places of a state, in order.
+
+    Args:
+        tree: the state.
+        left: names of small leaves that are left out. In lists None takes their place.
+        tensors: by name.
+        where: the checkpoint's place, for messages.
+
+    Raises:
+        StructureMismatchError: the state is no dict, list or tuple with something in it.
+        NamesMismatchError: two arrays would have one name, or one that no directory can have.
+    """
+    if not isinstance(tree, Branch) or not tree.children:
+        raise StructureMismatchError(f"{where}: Orbax stores a dict, list or tuple with something in it; export the state otherwise.")
+    meanings = {leaf.name: leaf.meaning for leaf in _tensors(tree)}
+    found = list(_entries(tree, (), left, tensors, meanings))
+    _check_names(found, where)
+    return found
+
+
+def _tensors(node: Node) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, Branch):
+        for child in node.children:
+            yield from _tensors(child)
+
+
+def _entries(
+    node: Node,
+    keys: tuple[tuple[str, int], ...],
+    left: Mapping[str, str],
+    tensors: Mapping[str, TensorRecord],
+    meanings: Mapping[str, str | None],
+) -> Iterator[Entry]:
+    if isinstance(node, Branch):
+        if not node.children:
+            yield Entry(keys, node.form.capitalize())
+        kind = _DICT if node.form == "dict" else _SEQUENCE
+        for key, child in zip(node.keys, node.children, strict=True):
+            yield from _entries(child, (*keys, (str(key), kind)), left, tensors, meanings)
+    elif isinstance(node, Tensor | Tied):
+        what = "np.ndarray" if sharding_json(tensors[node.stored]) is None else "jax.Array"
+        meaning = meanings[node.stored] or ""
+        yield Entry(keys, what, tensor=node.stored, key_kind=meaning.removeprefix(_RANDOM_KEY) if meaning.startswith(_RANDOM_KEY) else None)
+    elif node.name in left:
+        if keys[-1][1] == _SEQUENCE:
+            yield Entry(keys, "None")
+    else:
+        assert isinstance(node, Small), "leaves of other kinds are left out"
+        value = decode_leaf(node)
+        yield Entry(keys, "None" if value is None else "string" if isinstance(value, str) else "scalar", value=value)
+
+
+def refused(value: object) -> str | None:
+    """Why Orbax has no place for a small leaf; None: it has."""
+    if value is None or isinstance(value, str):
+        return None
+    if isinstance(value, np.generic):
+        try:
+            known = not of_numpy(value.dtype).as_bits
+        except DtypeError:
+            known = False
+        return None if known else f"Orbax stores no {type(value).__name__} of numpy"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return "Orbax stores no int of more than 64 bits"
+    return None if isinstance(value, int | float) else f"Orbax stores no {type(value).__name__}"
+
+
+def _check_names(found: list[Entry], where: str) -> None:
+    arrays = sorted(entry.name for entry in found if entry.tensor is not None or entry.what in ("scalar", "string"))
+    for name, following in zip(arrays, [*arrays[1:], ""], strict=True):
+        if following == name:
+            raise NamesMismatchError(f"{where}: Orbax calls two of its arrays {shown(name)}, joining keys with dots; export them apart.")
+        if name.partition("/")[0] in RESERVED:
+            raise NamesMismatchError(f"{where}: {shown(name)} is what Orbax calls a file of its own; export it under another name.")
+        try:
+            check_key(name, where)
+        except FormatError as e:
+            raise NamesMismatchError(f"Orbax stores each array in a directory of its name: {e}") from None
+    # "a/b" lies in the directory of "a", where there are files of its own.
+    inner = next((name for name in arrays if any(name.startswith(f"{other}/") for other in _outer(name, set(arrays)))), None)
+    if inner is not None:
+        raise NamesMismatchError(f"{where}: {shown(inner)} would lie in the directory of another array; export the two apart.")
+
+
+def _outer(name: str, names: set[str]) -> list[str]:
+    parts = name.split("/")
+    return [outer for i in range(1, len(parts)) if (outer := "/".join(parts[:i])) in names]
+
+
+def sharding_json(tensor: TensorRecord) -> dict[str, Any] | None:
+    """The sharding of a tensor as Orbax writes a NamedSharding; None where JAX has none that says the same.
+
+    JAX cuts a dimension into equal parts only. An array without a sharding is a numpy array to Orbax, unless it is told one.
+    """
+    layout = tensor.layout.as_sharding(tensor.shape) if isinstance(tensor.layout, Placements) else tensor.layout
+    if not isinstance(layout, Sharding) or any(n % parts for n, parts in zip(tensor.shape, layout.parts(len(tensor.shape)), strict=True)):
+        return None
+    if 0 in tensor.shape:
+        return None
+    mesh = layout.mesh
+    devices = np.array([{"id": int(i)} for i in mesh.devices.reshape(-1)], object).reshape(mesh.shape)
+    return {
+        "sharding_type": "NamedSharding",
+        "shape": list(mesh.shape),
+        "axis_names": list(mesh.axis_names),
+        "axis_types": ["AxisType.Auto"] * mesh.ndim,
+        "partition_spec": layout.spec.to_json(),
+        "device_mesh": {"mesh": devices.tolist()},
+    }
+
+
+def shardings(found: list[Entry], tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
+    """`_sharding`."""
+    written = {}
+    for entry in found:
+        sharding = None if entry.tensor is None else sharding_json(tensors[entry.tensor])
+        if sharding is not None:
+            written[base64.b64encode(entry.name.encode()).decode()] = json.dumps(sharding)
+    return written
+
+
+def metadata(found: list[Entry]) -> dict[str, Any]:
+    """`_METADATA`."""
+    tree = {}
+    for entry in found:
+        empty = entry.tensor is None and entry.what not in ("scalar", "string")
+        tree[str(tuple(text for text, _ in entry.keys))] = {
+            "key_metadata": [{"key": text, "key_type": kind} for text, kind in entry.keys],
+            "value_metadata": {"value_type": entry.what, "skip_deserialize": empty},
+        }
+    return {
+        "tree_metadata": tree,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def array_metadatas(found: list[Entry], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """`array_metadatas/process_0`.
+
+    Args:
+        found: all places.
+        shapes: of the chunks, by stored name of a tensor.
+    """
+    written = []
+    for entry in found:
+        if entry.tensor is not None:
+            ext = None if entry.key_kind is None else {"random_key_impl": entry.key_kind}
+            shape = list(shapes[entry.tensor])
+            written.append({"array_metadata": {"param_name": entry.name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": ext}})
+    return {"array_metadatas": written}
+
+
+def checkpoint_metadata(found: list[Entry], began: int, ended: int) -> dict[str, Any]:
+    """`_CHECKPOINT_METADATA`.
+
+    Args:
+        found: all places.
+        began: when writing began, in nanoseconds since 1970.
+        ended: when it ended.
+    """
+    texts = any(entry.what == "string" for entry in found)  # which the handler for arrays refuses
+    handler = "pytree_checkpoint_handler.PyTreeCheckpointHandler" if texts else "standard_checkpoint_handler.StandardCheckpointHandler"
+    return {
+        "item_handlers": _HANDLERS + handler,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": began,
+        "commit_timestamp_nsecs": ended,
+        "custom_metadata": {},
+    }
+
+
+def scalar_dtype(value: object) -> DType:
+    """As what a small leaf is stored that is a number."""
+    return of_numpy(np.asarray(value).dtype)

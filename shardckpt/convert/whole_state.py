@@ -1,0 +1,123 @@
+"""A checkpoint's state written as another format that holds states too: nested containers, tensors and small leaves.
+
+1. What is wanted of the state is selected: names, and the dtypes that tensors are converted to.
+2. The format's writer lays it out, and refuses what the format cannot hold, before anything is read.
+3. Blocks come from `streaming`. When all are written, the writer publishes them under the final name.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.convert.choosing import chosen_dtypes
+from shardckpt.convert.outputs import identity
+from shardckpt.convert.streaming import Stream
+from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.names import selector
+from shardckpt.structure import Structure
+from shardckpt.tree import select
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardckpt.checkpoint import Checkpoint
+    from shardckpt.convert.choosing import Patterns
+    from shardckpt.convert.outputs import OutputTensor
+    from shardckpt.convert.state_writer import StateWriter
+    from shardckpt.io.url import Location
+
+__all__ = ["FORMATS", "WrittenState", "write_state"]
+
+FORMATS = {"torch": ("to_torch", "TorchFile"), "dcp": ("to_dcp", "DcpDirectory"), "orbax": ("to_orbax", "OrbaxDirectory")}
+"""By the name that `--to` takes: the module, and its writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenState:
+    """What writing a state took."""
+
+    tensors: int
+    nbytes: int
+    """Of their elements, as they were written."""
+    read_bytes: int
+    """Stored bytes of the checkpoint that were read."""
+    notes: tuple[str, ...]
+    """What is not there, or not as it was, in a line each."""
+
+
+def write_state(
+    checkpoint: Checkpoint,
+    location: Location,
+    to: str,
+    *,
+    only: Patterns = None,
+    exclude: Patterns = None,
+    dtype: str | Mapping[str, str] | None = None,
+    limit: int,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> WrittenState:
+    """Write a checkpoint's state, or a part of it.
+
+    Args:
+        checkpoint: where from; nothing of it has been read yet.
+        location: where to, on a local disk.
+        to: one of `FORMATS`.
+        only: patterns of the names that are wanted; None: all.
+        exclude: patterns of those that are not.
+        dtype: what floating-point tensors are converted to, or pattern → dtype.
+        limit: bytes of buffers.
+        overwrite: whether to replace what is there.
+        progress: called with bytes of elements that are written, and in all.
+
+    Raises:
+        OptionError: an unknown format, a pattern that matches nothing, or a place that is not on a local disk.
+        NamesMismatchError: nothing is selected; or the format has no names for what is.
+        StructureMismatchError, DtypeError, DtypeMismatchError: the format cannot hold what is asked for.
+        AlreadyExistsError: something is there.
+        BudgetError: the memory limit is too low.
+        CorruptionError, ReplacedError: the checkpoint cannot be read.
+        StorageError: it cannot be written. MissingExtraError: the format's library is not installed.
+    """
+    if to not in FORMATS:
+        raise OptionError(f"export(to={excerpt(to)}): states are exported to {', '.join(map(repr, FORMATS))}.")
+    structure, outputs = _selected(checkpoint, only, exclude, dtype)
+    total, done = sum(output.nbytes for output in outputs), 0
+    progress(0, total)
+    with _writer(to, structure, location, overwrite=overwrite) as writer:
+        stream = Stream(checkpoint, outputs, writer.blocks, limit=limit, beside=writer.memory)
+        with closing(stream.read()) as batches:
+            for block in chain.from_iterable(batches):
+                writer.put(block.output, block.box, block.elements)
+                done += block.elements.nbytes
+                progress(done, total)
+    return WrittenState(len(outputs), total, stream.read_bytes, tuple(writer.notes))
+
+
+def _selected(
+    checkpoint: Checkpoint, only: Patterns, exclude: Patterns, dtype: str | Mapping[str, str] | None
+) -> tuple[Structure, list[OutputTensor]]:
+    """The structure of what is wanted, and what its tensors are made of."""
+    wanted, unwanted = selector(only), selector(exclude if exclude is not None else ())
+    tree, stored = select(checkpoint.parsed_tree, lambda name: wanted(name) and not unwanted(name))
+    if not tree and (only is not None or exclude is not None):
+        raise NamesMismatchError(
+            f"{checkpoint.location}: only={only!r} and exclude={exclude!r} leave none of its names; `shardckpt info` lists them."
+        )
+    sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
+    types = chosen_dtypes({name: tensor.dtype for name, tensor in sources.items()}, dtype)
+    outputs = [identity(tensor, name, types[name]) for name, tensor in sources.items()]
+    tensors = {name: replace(tensor, name=name, dtype=types[name]) for name, tensor in sources.items()}
+    return Structure(tree, tensors), outputs
+
+
+def _writer(to: str, structure: Structure, location: Location, *, overwrite: bool) -> StateWriter:
+    module, name = FORMATS[to]
+    made: Any = getattr(import_module(f"shardckpt.convert.{module}"), name)
+    writer: StateWriter = made(structure, location, overwrite=overwrite)
+    return writer

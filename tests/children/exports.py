@@ -1,0 +1,83 @@
+"""Exports and what torch.distributed.checkpoint loads of them, in processes that have imported torch before."""
+
+import sys
+from pathlib import Path
+
+import e2e_torch
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import shardckpt
+from shardckpt.checkpoint import Checkpoint
+from shardckpt.convert.whole_state import write_state
+from shardckpt.io.url import parse
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import exported
+
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def memory(_coordinator, source, place, to, limit):
+    """The most memory that an export took, and the bytes that it read."""
+    before = status("VmRSS")
+    written = write_state(Checkpoint(source), parse(place), to, limit=limit)
+    return {"memory": status("VmHWM") - before, "read": written.read_bytes}
+
+
+LAYOUTS = {
+    1: [(Shard(0),), (Shard(1),), (Replicate(),)],
+    2: [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Shard(1))],
+}
+
+
+def load(coordinator, source, place, shape):
+    """Load into DTensors over a mesh, and plain tensors, and name those that are not what was saved."""
+    e2e_torch.join(coordinator)
+    mesh, layouts = init_device_mesh("cpu", tuple(shape)), LAYOUTS[len(shape)]
+    expected, kinds = shardckpt.restore(source), iter(range(1 << 20))
+
+    def blank(value):
+        if isinstance(value, dict):
+            return {key: blank(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [blank(inner) for inner in value]
+        if not isinstance(value, np.ndarray):
+            return type(value)() if value is not None and not isinstance(value, np.generic) else None
+        tensor = torch.zeros(value.shape, dtype=getattr(torch, value.dtype.name))
+        if value.ndim < 2 or value.dtype.itemsize == 16 or value.size == 0:
+            return tensor
+        return distribute_tensor(tensor, mesh, layouts[next(kinds) % len(layouts)], src_data_rank=None)
+
+    state = blank(expected)
+    dcp.load(state, checkpoint_id=place)
+    odd = []
+
+    def compare(name, found, wanted):
+        if isinstance(wanted, dict):  # what is no tensor DCP puts back under the key's text
+            found = {
+                key: {**inner, **found.pop(str(key))} if isinstance(key, int) and str(key) in found else inner
+                for key, inner in list(found.items())
+            }
+        if isinstance(wanted, dict | list):
+            for key, inner in wanted.items() if isinstance(wanted, dict) else enumerate(wanted):
+                compare(f"{name}/{key}", found[key], inner)
+        elif isinstance(wanted, np.ndarray):
+            whole = torch.from_numpy(np.ascontiguousarray(wanted).reshape(-1).view(np.uint8)).view(found.dtype).reshape(wanted.shape)
+            if hasattr(found, "to_local"):
+                whole = distribute_tensor(whole, mesh, found.placements, src_data_rank=None).to_local()
+                found = found.to_local()
+            if found.shape != whole.shape or exported.raw(found) != exported.raw(whole):
+                odd.append(name)
+        elif found != wanted or type(found) is not type(wanted):
+            odd.append(name)
+
+    compare("", state, expected)
+    e2e_torch.leave(coordinator)
+    return odd

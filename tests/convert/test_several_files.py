@@ -1,0 +1,89 @@
+"""Several files and one that names them: the last one comes last, and what was there before is whole or gone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import safetensors.torch
+from convert_states import random, saved
+
+import shardckpt
+from shardckpt import errors
+from shardckpt.convert.local_files import LocalFiles
+from shardckpt.convert.outputs import identity
+from shardckpt.convert.safetensors_layout import lay_out
+from shardckpt.convert.to_safetensors import write_safetensors
+
+NAMES = ["a.safetensors", "b.safetensors", "index.json"]
+INDEX = b'{"weight_map": {}}'
+
+
+def write(place, to, *, overwrite=False, **options):
+    """Four tensors in two files, one of them without elements."""
+    checkpoint = shardckpt.open(place)
+    outputs = [identity(checkpoint.tensor(name)) for name in ("w", "v", "none", "s")]
+    files = [lay_out(outputs[:3]), lay_out(outputs[3:])]
+    return write_safetensors(checkpoint, files, LocalFiles(to, NAMES, overwrite=overwrite), limit=64 << 20, last=INDEX, **options)
+
+
+@pytest.fixture
+def place(tmp_path):
+    state = {"w": random((50, 40)), "v": random((3,), "bool", 1), "none": random((0, 4)), "s": random((), "float16", 2)}
+    saved(tmp_path / "c", state)
+    return tmp_path / "c"
+
+
+def test_all_files_are_written_and_nothing_else_is_left(tmp_path, place):
+    written = write(place, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES
+    assert sorted(safetensors.torch.load_file(tmp_path / "out" / "a.safetensors")) == ["none", "v", "w"]
+    assert safetensors.torch.load_file(tmp_path / "out" / "b.safetensors")["s"].shape == ()
+    assert (tmp_path / "out" / "index.json").read_bytes() == INDEX
+    assert written.written_bytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("there", NAMES)
+def test_a_file_that_is_there_is_an_error_whichever_it_is(tmp_path, place, there):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / there).write_bytes(b"mine")
+    with pytest.raises(errors.AlreadyExistsError, match=f"{there} is there already"):
+        write(place, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [there]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("dies_at", range(3))
+def test_the_index_is_never_there_beside_files_that_it_does_not_mean(tmp_path, place, monkeypatch, overwrite, dies_at):
+    out = tmp_path / "out"
+    if overwrite:
+        out.mkdir()
+        for name in NAMES:
+            (out / name).write_bytes(b"old " + name.encode())
+    links = []
+
+    def link(*paths, really=os.link):
+        state = {path.name: path.read_bytes()[:4] == b"old " for path in out.iterdir() if path.name in NAMES}
+        assert "index.json" not in state or len(set(state.values())) == 1
+        if len(links) == dies_at:
+            raise KeyboardInterrupt
+        links.append(paths)
+        really(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", link)
+        try:
+            write(place, out, overwrite=overwrite)
+        except KeyboardInterrupt:
+            patch.undo()
+            assert write(place, out, overwrite=overwrite).read_bytes == 0
+    assert sorted(path.name for path in out.iterdir()) == NAMES
+    assert (out / "index.json").read_bytes() == INDEX
+    assert sorted(safetensors.torch.load_file(out / "a.safetensors")) == ["none", "v", "w"]
+
+
+def test_progress_tells_of_all_files(tmp_path, place):
+    told = []
+    write(place, tmp_path / "out", progress=lambda done, total: told.append((done, total)))
+    assert told[0] == (0, 8005)
+    assert told[-1] == (8005, 8005)

@@ -1,0 +1,135 @@
+"""A state as an Orbax checkpoint, against Orbax itself in a process with 8 virtual devices."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import exported
+import ml_dtypes
+import numpy as np
+import pytest
+import zarr
+
+import shardckpt
+from shardckpt import errors
+from shardckpt.checkpoint import Checkpoint
+from shardckpt.convert.whole_state import write_state
+from shardckpt.io.url import parse
+from shardckpt.tree import PerProcess
+
+MiB = 1 << 20
+CHILD = Path(__file__).parents[1] / "children" / "orbax_restores.py"
+
+
+def export(source, place, **options):
+    return write_state(Checkpoint(source), parse(place), "orbax", **{"limit": 64 * MiB, **options})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("orbax")
+    exported.save(root / "checkpoint")
+    return root
+
+
+@pytest.fixture(scope="module")
+def orbax(root):
+    """What Orbax says of what was exported."""
+    child = subprocess.run([sys.executable, CHILD, root], capture_output=True, text=True, timeout=110, check=False)
+    assert child.returncode == 0, child.stderr[-4000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def test_orbax_restores_the_state_bit_by_bit_onto_the_recorded_shardings(orbax):
+    assert orbax["as it was"] == []
+    ids = exported.MESH.devices.tolist()
+    assert orbax["recorded"] == {
+        "w": [ids, "P('data', 'model')"],
+        "wide": [ids, "P(None, ('model', 'data'))"],
+        "replicated": [ids, "P()"],
+        "rows": [ids, "P('data',)"],
+    }
+
+
+def test_what_jax_has_no_sharding_for_comes_back_as_numpy_arrays(orbax):
+    assert orbax["arrays of numpy"] == ["empty", "layers.0.bias", "scalar", "uneven"]
+
+
+def test_orbax_restores_it_onto_shardings_of_the_caller_s(orbax):
+    assert orbax["placed"] == []
+    assert orbax["shardings"] == len(exported.state()["dtypes"]) + 9 + 3
+
+
+def test_the_checkpointer_that_takes_no_texts_restores_what_has_none(orbax):
+    assert (orbax["standard"], orbax["standard as it was"]) == ([], [])
+
+
+def test_random_keys_of_jax_come_back_as_keys(orbax):
+    assert orbax["key"] == ["threefry2x32", [0, 3]]
+
+
+def test_damage_is_noticed_when_orbax_reads(orbax):
+    assert "Digest mismatch" in orbax["damage"]
+
+
+def test_zarr_reads_the_arrays_too(root, tmp_path):
+    export(root / "checkpoint", tmp_path / "o", only=["model/*", "optimizer/**"])
+    assert exported.raw(zarr.open_array(tmp_path / "o" / "model.uneven")[:]) == exported.state()["model"]["uneven"].tobytes()
+    assert zarr.open_array(tmp_path / "o" / "optimizer.state.0.step")[()] == 7
+
+
+def test_chunks_are_shards_of_the_recorded_layout_where_these_are_large_enough(tmp_path):
+    w = np.zeros((4096, 2048), np.float32)
+    sharding = shardckpt.Sharding(exported.MESH, shardckpt.PartitionSpec("data"))
+    shardckpt.save(tmp_path / "c", {"w": w}, options=shardckpt.SaveOptions(shardings={"w": sharding}))
+    export(tmp_path / "c", tmp_path / "o", limit=256 * MiB)
+    assert sorted(path.name for path in (tmp_path / "o" / "w" / "c").iterdir()) == ["0", "1", "2", "3"]
+
+
+def test_what_orbax_has_no_place_for_is_left_out_by_name_and_keeps_its_place_in_lists(tmp_path):
+    state = {"list": [1, b"bytes", 3], "z": 1j, "huge": 1 << 70, "own": PerProcess(4), "w": np.ones(2), "brain": ml_dtypes.bfloat16(2)}
+    exported.save(tmp_path / "c", state)
+    written = export(tmp_path / "c", tmp_path / "o")
+    names = ("list/1", "z", "huge", "own")
+    assert [note.split(":")[0] for note in written.notes] == [f"'{name}' is left out" for name in names]
+    tree = json.loads((tmp_path / "o" / "_METADATA").read_text())["tree_metadata"]
+    assert tree["('list', '1')"]["value_metadata"] == {"value_type": "None", "skip_deserialize": True}
+    assert not {"('z',)", "('huge',)", "('own',)"} & set(tree)
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        ({}, errors.StructureMismatchError, "with something in it"),
+        ({"a.b": np.ones(2), "a": {"b": np.ones(3)}}, errors.NamesMismatchError, "calls two of its arrays 'a.b'"),
+        ({"_METADATA": np.ones(2)}, errors.NamesMismatchError, "'_METADATA' is what Orbax calls a file of its own"),
+        ({"../../w": np.ones(2)}, errors.NamesMismatchError, "directory of its name: '../../w' names nothing below"),
+        ({"a": np.ones(2), "a/c": np.ones(2)}, errors.NamesMismatchError, "'a/c' would lie in the directory of another array"),
+        ({"w": exported.bits((3,), "uint4", 0)}, errors.DtypeError, "'w': TensorStore has no dtype uint4"),
+    ],
+)
+def test_what_orbax_has_no_words_for_is_refused_and_nothing_is_left(tmp_path, state, error, words):
+    exported.save(tmp_path / "c", state)
+    with pytest.raises(error, match=words):
+        export(tmp_path / "c", tmp_path / "o")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_directory_appears_whole_or_not_at_all_and_a_former_checkpoint_stays_until_then(root, tmp_path):
+    export(root / "checkpoint", tmp_path / "o", only="model/w")
+
+    def stop(done, _total):
+        if done:
+            assert (tmp_path / "o" / "_METADATA").exists()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(root / "checkpoint", tmp_path / "o", overwrite=True, progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["o"]
+    assert not (tmp_path / "o" / "model.b").exists()
+    export(root / "checkpoint", tmp_path / "o", overwrite=True)
+    assert (tmp_path / "o" / "model.rows").is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["o"]

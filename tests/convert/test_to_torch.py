@@ -1,0 +1,159 @@
+"""A state as one file of torch.save, against torch itself."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from itertools import pairwise
+
+import exported
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardckpt
+from shardckpt import errors
+from shardckpt.checkpoint import Checkpoint
+from shardckpt.convert.crc32 import combine
+from shardckpt.convert.whole_state import write_state
+from shardckpt.io.url import parse
+
+MiB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return exported.save(tmp_path_factory.mktemp("torch") / "checkpoint")
+
+
+def export(source, place, **options):
+    return write_state(Checkpoint(source), parse(place), "torch", **{"limit": 64 * MiB, **options})
+
+
+@pytest.fixture(scope="module")
+def file(checkpoint, tmp_path_factory):
+    place = tmp_path_factory.mktemp("out") / "state.pt"
+    export(checkpoint, place)
+    return place
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_loads_the_state_bit_by_bit_without_leave_to_run_code(file, mmap):
+    found, expected = torch.load(file, weights_only=True, mmap=mmap), exported.state()
+    for group in ("model", "dtypes"):
+        assert list(found[group]) == list(expected[group])
+        for name, array in expected[group].items():
+            tensor = found[group][name]
+            assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{array.dtype.name}", array.shape), name
+            assert exported.raw(tensor) == array.tobytes(), name
+    assert found["optimizer"]["state"][1]["m"].numpy().tobytes() == expected["optimizer"]["state"][1]["m"].tobytes()
+    assert [found["optimizer"]["state"][i]["step"] for i in (0, 1)] == [7, 8]
+    assert found["list"][1] == {"nested": [True, None, -1.5]}
+    assert (found["none"], found["nothing"]) == (None, {})
+
+
+def test_tied_tensors_are_one_memory_and_one_record(checkpoint, file):
+    found = torch.load(file, weights_only=True)
+    assert found["model"]["w"].data_ptr() == found["model"]["tied"].data_ptr()
+    tensors = len(shardckpt.open(checkpoint).record.structure.tensors)
+    assert len([name for name in zipfile.ZipFile(file).namelist() if "/data/" in name]) == tensors
+
+
+def test_other_readers_of_zip_files_find_nothing_wrong(file):
+    assert zipfile.ZipFile(file).testzip() is None
+
+
+def test_what_torch_saves_itself_is_the_same_but_for_its_own_name(file, tmp_path):
+    with (tmp_path / "state.pt").open("wb") as theirs:
+        torch.save(torch.load(file, weights_only=True), theirs)
+    theirs, ours = zipfile.ZipFile(tmp_path / "state.pt"), zipfile.ZipFile(file)
+    assert theirs.namelist() == ours.namelist()
+    for one, other in zip(theirs.infolist(), ours.infolist(), strict=True):
+        if not one.filename.endswith(("serialization_id", "data.pkl")):  # keys that are one str object are written once
+            assert (one.CRC, one.file_size) == (other.CRC, other.file_size), one.filename
+
+
+def test_numbers_of_numpy_are_python_s_and_what_cannot_be_read_without_leave_is_left_out_by_name(tmp_path):
+    state = {"n": np.float32(0.5), "i": np.int8(-3), "empty": b"", "bytes": b"\xff", "huge": 1 << 3000, "size": torch.Size([2]), "z": 1j}
+    exported.save(tmp_path / "c", state | {"dtype": torch.float8_e5m2, "when": np.datetime64("2024-01-01")})
+    written = export(tmp_path / "c", tmp_path / "s.pt")
+    found = torch.load(tmp_path / "s.pt", weights_only=True)
+    assert found == {"n": 0.5, "i": -3, "bytes": b"\xff", "size": torch.Size([2]), "z": 1j, "dtype": torch.float8_e5m2}
+    assert (type(found["n"]), type(found["i"]), type(found["size"])) == (float, int, torch.Size)
+    assert [note.split(":")[0] for note in written.notes] == [f"'{name}' is left out" for name in ("empty", "huge", "when")]
+
+
+def test_a_part_of_it_in_another_dtype(checkpoint, tmp_path):
+    export(checkpoint, tmp_path / "s.pt", only="model/*", exclude=["model/rows"], dtype={"model/uneven": "bfloat16"})
+    found, expected = torch.load(tmp_path / "s.pt", weights_only=True), exported.state()["model"]
+    assert list(found) == ["model"]
+    assert list(found["model"]) == [name for name in expected if name != "rows"]
+    assert torch.equal(found["model"]["uneven"].nan_to_num(), torch.from_numpy(expected["uneven"]).to(torch.bfloat16).nan_to_num())
+    with pytest.raises(errors.NamesMismatchError, match="leave none of its names"):
+        export(checkpoint, tmp_path / "none.pt", only="nothing like it")
+
+
+def test_a_dtype_that_torch_lacks_is_refused_by_name_and_nothing_is_left(tmp_path):
+    exported.save(tmp_path / "c", {"a": {"w": exported.bits((3,), "int4", 0)}})
+    with pytest.raises(errors.DtypeError, match=r"'a/w': torch has no dtype int4"):
+        export(tmp_path / "c", tmp_path / "s.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def test_an_export_that_fails_leaves_nothing_and_what_was_there_stays(checkpoint, tmp_path):
+    place = tmp_path / "s.pt"
+    place.write_bytes(b"mine")
+    with pytest.raises(errors.AlreadyExistsError, match=r"s\.pt is there already"):
+        export(checkpoint, place)
+
+    def stop(done, _total):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(checkpoint, place, overwrite=True, progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["s.pt"]
+    assert place.read_bytes() == b"mine"
+    export(checkpoint, place, overwrite=True)
+    assert "model" in torch.load(place, weights_only=True)
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one_and_a_live_one_s_stays(checkpoint, tmp_path):
+    place, killed = tmp_path / "s.pt", tmp_path / ".s.pt.0123.partial"
+    killed.write_bytes(b"left")
+    sizes = []
+
+    def count(done, total):
+        if done == total:
+            sizes.append(len(list(tmp_path.glob(".s.pt.*.partial"))))
+
+    def other(done, total):
+        if done == total and not sizes:
+            sizes.append(0)
+            export(checkpoint, place, progress=count)
+
+    with pytest.raises(errors.AlreadyExistsError):
+        export(checkpoint, place, progress=other)  # another one, meanwhile, was faster
+    assert sizes == [0, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["s.pt"]
+
+
+def test_it_is_written_to_a_local_disk_only_and_only_where_there_is_room(checkpoint, tmp_path, monkeypatch):
+    with pytest.raises(errors.OptionError, match="written to a local disk only"):
+        export(checkpoint, "memory://somewhere/s.pt")
+    found = os.statvfs(tmp_path)
+    full = os.statvfs_result((*found[:4], 1, *found[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _path: full)
+    with pytest.raises(errors.StorageError, match=r"takes \d+ bytes .* the disk has \d+"):
+        export(checkpoint, tmp_path / "s.pt")
+    assert not list(tmp_path.iterdir())
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300)))
+def test_the_crc_of_parts_is_that_of_the_whole(data, cuts):
+    cuts = sorted(min(cut, len(data)) for cut in cuts)
+    parts = [data[a:b] for a, b in pairwise([0, *cuts, len(data)])]
+    assert combine((zlib.crc32(part), len(part)) for part in parts) == zlib.crc32(data)
