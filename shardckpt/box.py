@@ -36,8 +36,8 @@ class Box:
 
     def __post_init__(self) -> None:
         """Refuse ranks that differ, negative starts and stops before starts."""
-        object.__setattr__(self, "start", tuple(int(i) for i in self.start))
-        object.__setattr__(self, "stop", tuple(int(i) for i in self.stop))
+        object.__setattr__(self, "start", tuple(map(int, self.start)))
+        object.__setattr__(self, "stop", tuple(map(int, self.stop)))
         if len(self.start) != len(self.stop):
             raise OptionError(f"Box: start has {len(self.start)} dimensions and stop has {len(self.stop)}; give both the same rank.")
         for d, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
@@ -57,7 +57,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent per dimension."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple([b - a for a, b in zip(self.start, self.stop, strict=True)])
 
     @property
     def size(self) -> int:

@@ -146,9 +146,9 @@ class MappingRule:
         permutation = order if stack is None else (*order[:stack], None, *order[stack:])
         views = []
         for index, row in enumerate(rows):
+            full = [Box.full(tensor.shape) for tensor in row]
             for run in runs:
-                tensor, start = row[run.part], [0] * rank
-                box = Box.full(tensor.shape)
+                tensor, box, start = row[run.part], full[run.part], [0] * rank
                 if axis is not None:
                     box = _cut(box, order[axis], run.start, run.length)
                     start[axis] = run.place

@@ -212,13 +212,14 @@ def coverage_gap(shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
     The random test at the end only tells pieces that overlap from those that do not; all else is exact.
     """
     whole = Box.full(shape)
-    outside = [p.path for p in pieces if not whole.contains(p.box)]
+    boxes = [p.box for p in pieces]
+    outside = [p.path for p, box in zip(pieces, boxes, strict=True) if not whole.contains(box)]
     if outside:
         return f"piece {outside[0]} lies outside the shape {shape}"
-    held = sum(p.box.size for p in pieces)
+    held = sum(box.size for box in boxes)
     if held != whole.size:
         return f"the pieces hold {held} elements of {whole.size}"
-    if len(pieces) > 1 and not _same_elements(whole, [p.box for p in pieces]):
+    if len(pieces) > 1 and not _same_elements(whole, boxes):
         return "two pieces hold the same elements"
     return None
 
