@@ -144,7 +144,9 @@ class GcsSession:
         """End the session. The service answers 499 when it has."""
         self._patience = Patience()
         if self._is_ours_to_ask():
-            answer = self._ask("DELETE", self.state.upload, headers={"Content-Length": "0"})
+            # The session's URI may repeat the precondition, which is about the object and not about the session.
+            uri = self.state.upload.replace("&ifGenerationMatch=0", "")
+            answer = self._ask("DELETE", uri, headers={"Content-Length": "0"})
             if answer.status_code in (401, 403):
                 raise _refused(answer)
 

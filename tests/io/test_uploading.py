@@ -222,6 +222,21 @@ def test_bytes_that_were_confirmed_after_the_state_was_written_are_not_sent_agai
     assert stored(place) == data.tobytes()
 
 
+def test_who_failed_at_the_last_request_goes_on_with_the_last_part(cloud, place):
+    data = content(2 * PART + 7)
+    before = 3 if cloud.emulator.scheme == "gs" else 4
+    forbidden = Rule("status", status=403, kinds=("upload",), skip=before)
+    with cloud.breaking(forbidden), open_upload(place, part_bytes=PART) as one:
+        one.write(data)
+        with pytest.raises(StorageError):
+            one.finish()
+    with open_upload(place, part_bytes=PART, resume=one.state) as other:
+        assert other.resume_at == other.durable == 2 * PART
+        other.write(data[other.resume_at :])
+        other.finish()
+    assert stored(place) == data.tobytes()
+
+
 def test_an_upload_that_was_ended_is_begun_anew(cloud, place):
     with open_upload(place, part_bytes=PART) as one:
         one.write(content())
@@ -359,6 +374,16 @@ def test_who_has_no_credentials_is_told_which_to_set(tmp_path, monkeypatch, url,
     nobody = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": str(tmp_path)}
     with environment({**variables, **nobody}), pytest.raises(StorageError, match=advice):
         open_upload(parse(url), part_bytes=PART)
+
+
+@pytest.mark.parametrize(("url", "variable"), [("s3://bucket/x", "AWS_ENDPOINT_URL"), ("gs://bucket/x", "TENSORSTORE_GCS_HTTP_URL")])
+def test_a_service_that_never_answers_is_given_up(monkeypatch, url, variable):
+    monkeypatch.setattr(settings, "stalled_seconds", lambda: 0.1)
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "SHARDCKPT_RETRY_SECONDS": "0.05"}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = {variable: f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        with environment({**endpoint, **keys}), pytest.raises(StorageError, match=r"retry attempts failed.*Timeout"):
+            open_upload(parse(url), part_bytes=PART)
 
 
 @pytest.mark.parametrize(("scheme", "package"), [("gs", "gcsfs"), ("s3", "s3fs")])
