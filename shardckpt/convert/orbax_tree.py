@@ -22,6 +22,7 @@ from shardckpt.convert.orbax_aggregate import read_aggregate
 from shardckpt.convert.orbax_metadata import Leaf, Metadata, key_generators, parse_json, shardings
 from shardckpt.errors import FormatError, MissingDataError, ShardingError, UncommittedError
 from shardckpt.excerpt import excerpt
+from shardckpt.io.file_version import FileVersion
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.together import together
 from shardckpt.names import shown
@@ -68,6 +69,21 @@ class _Held:
         return self.array[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Elements in an array, as long as the tree is the one that it was: a save writes its metadata anew, whatever else it does."""
+
+    array: ForeignArray
+    tree: FileVersion
+    """The file that describes the tree."""
+
+    def read(self, box: Box) -> NDArray[Any]:
+        try:
+            return self.array.read(box)
+        finally:
+            self.tree.read(0, 0)
+
+
 def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]) -> object:
     """The tree at a place: containers, small leaves and tensors.
 
@@ -82,6 +98,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
         DtypeError: an array's elements cannot be stored.
         UncommittedError: it was not finished.
     """
+    version = FileVersion(place, METADATA if METADATA in names else MSGPACK)
     tree, zarr3, stores_all = _described(place, names)
     leaves = list(_leaves(tree))
     stored = [leaf.name for leaf in leaves if leaf.kind not in {*_EMPTY, "string"}]
@@ -112,7 +129,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
             return values[leaf.name]
         array = arrays[leaf.name]
         tensor = _tensor(array.shape, array.dtype, array.chunks, layouts.get(leaf.name), generators.get(leaf.name))
-        sources[tensor] = array
+        sources[tensor] = _Stored(array, version)
         return tensor
 
     return _mapped(tree, value)

@@ -12,11 +12,14 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
+from emulators import _free_port
 from foreign_states import described, state_of, tensor_of
 
+import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
 from shardckpt.convert.from_orbax import looks_like, open_foreign
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, UncommittedError
+from shardckpt.convert.importing import import_checkpoint
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError, UncommittedError
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
@@ -72,6 +75,26 @@ def test_layouts_and_the_chunks_of_the_file_are_kept(written, name):
     }
     assert {n: tensors[n].layout for n in expected} == {n: None if spec is None else Sharding(mesh, spec) for n, spec in expected.items()}
     assert tensors["keys/rbg"].shape == (4, 4)
+
+
+@pytest.mark.slow
+def test_what_several_processes_have_saved_is_read(tmp_path):
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, TESTS / "children" / "orbax_processes.py", f"127.0.0.1:{_free_port()}"]
+    processes = [subprocess.Popen([*command, str(i), tmp_path], env={**os.environ, **flags}, stderr=subprocess.PIPE) for i in range(2)]
+    try:
+        said = [process.communicate(timeout=100)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], said
+    array = np.random.default_rng(0).standard_normal((32, 24)).astype("float32")
+    expected = {"both": array, "numpy": np.arange(5), "replicated": array, "step": 3, "tuple": array}
+    for name in ("ocdbt", "plain"):
+        foreign = opened(tmp_path / name)
+        assert described(state_of(foreign)) == described(expected)
+        assert foreign.structure.tensors["both"].layout.spec == PartitionSpec("data", "model")
 
 
 def test_random_keys_are_words_that_are_known_to_be_keys(written):
@@ -234,6 +257,27 @@ def test_a_checkpoint_that_was_written_anew_is_another(copied):
     chunk = path / "params.both" / "0.0"
     os.utime(chunk, ns=(1, 1))
     assert opened(path).identity != before
+
+
+@pytest.mark.parametrize("name", ["zarr 2", "ocdbt, zarr 3"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(written, copied, name):
+    path = copied(name)
+    foreign = opened(path)
+    shutil.rmtree(path)
+    with pytest.raises(ReplacedError, match="_METADATA was changed, replaced or deleted"):
+        tensor_of(foreign, "params/small pieces")
+    shutil.copytree(written[0] / name, path, copy_function=shutil.copyfile)
+    with pytest.raises(ReplacedError, match="_METADATA was changed, replaced or deleted"):
+        tensor_of(foreign, "params/both")
+
+
+@pytest.mark.parametrize("name", ["ocdbt, zarr 3", "zarr 2"])
+def test_an_import_keeps_layouts_and_restores_as_orbax_does(written, tmp_path, name):
+    report = import_checkpoint(written[0] / name, tmp_path / "imported")
+    assert report.format == "orbax"
+    assert described(shardckpt.restore(tmp_path / "imported")) == written[1][name]
+    info = shardckpt.open(tmp_path / "imported").info("params/both")
+    assert info.layout == Sharding(Mesh((4, 2), ("data", "model"), [1, 0, 2, 3, 4, 5, 7, 6]), PartitionSpec("data", "model"))
 
 
 def test_many_small_chunks_are_read_at_once(written):
