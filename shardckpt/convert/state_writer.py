@@ -5,26 +5,37 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
+import crc32c
+
+from shardckpt.convert.read_back import read_back
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
 
     from shardckpt.box import Box
+    from shardckpt.convert.draft import Draft
     from shardckpt.convert.outputs import OutputTensor
+    from shardckpt.convert.read_back import Part
     from shardckpt.planning.plan import Piece
 
 __all__ = ["StateWriter"]
 
 
 class StateWriter(ABC):
-    """A state being written. As a context it is published at the end, or removed after an error. For one thread."""
+    """A state being written. As a context it is removed unless it was finished. For one thread."""
 
     notes: list[str]
     """What is not there, or not as it was, in a line each."""
     memory: int = 0
     """Bytes of buffers that it keeps."""
+    checksum: Callable[[bytes, int], int] = staticmethod(crc32c.crc32c)
+    """Of bytes, given that of the bytes before them."""
+    _draft: Draft
+    """What is being written."""
+    _published: bool = False
 
     @abstractmethod
     def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:
@@ -44,27 +55,41 @@ class StateWriter(ABC):
         """
 
     @abstractmethod
-    def finish(self) -> None:
-        """Complete it and publish it.
+    def complete(self) -> Iterable[Part]:
+        """Write what is still to be written, and make everything durable.
+
+        Returns:
+            The parts of the files that hold elements of tensors, with checksums by `checksum`.
 
         Raises:
             MissingDataError: blocks are missing.
-            AlreadyExistsError, StorageError: it cannot be published.
+            StorageError: it cannot be written.
         """
 
-    @abstractmethod
+    def finish(self, *, verify: bool = True) -> None:
+        """Complete it and publish it.
+
+        Args:
+            verify: whether to read back what was written before that.
+
+        Raises:
+            MissingDataError: blocks are missing.
+            CorruptionError: it does not read back as it was written.
+            AlreadyExistsError, StorageError: it cannot be published.
+        """
+        parts = self.complete()
+        if verify:
+            read_back(parts, self.checksum)
+        self._draft.publish()
+        self._published = True
+
     def abort(self) -> None:
         """Remove what is written."""
+        self._draft.abandon()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
+        if not self._published:
             self.abort()
-            return
-        try:
-            self.finish()
-        except BaseException:
-            self.abort()
-            raise

@@ -19,9 +19,12 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import crc32c
+
 from shardckpt.convert.blocks import SMALLEST, block_shape
 from shardckpt.convert.chunking import grid
 from shardckpt.convert.draft import Draft
+from shardckpt.convert.read_back import Part
 from shardckpt.convert.small_leaves import left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.to_torch import torch_dtypes
@@ -81,9 +84,11 @@ class DcpDirectory(StateWriter):
         nbytes = sum(tensor.nbytes + _ITEM_BYTES * (1 + tensor.nbytes // SMALLEST) for tensor in self._tensors.values())
         self._items: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {name: {} for name in self._tensors}
         """Of each tensor the blocks that are written: first index → shape and place."""
+        self._parts: list[Part] = []
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks={METADATA})
         try:
-            self._file = (self._draft.path / _FILE).open("xb")
+            with storage_errors("create", self._where):
+                self._file = _SummedFile(self._draft.path / _FILE)
         except BaseException:
             self._draft.abandon()
             raise
@@ -96,28 +101,26 @@ class DcpDirectory(StateWriter):
         """Write one block."""
         from shardckpt.frameworks.torch import tensor_of
 
-        self._items[output.name][box.start] = box.shape, self._append(tensor_of(array, output.dtype))
+        self._items[output.name][box.start] = box.shape, self._append(output.name, tensor_of(array, output.dtype))
 
-    def finish(self) -> None:
-        """Complete the directory and publish it."""
+    def complete(self) -> list[Part]:
+        """Write what is no tensor, and DCP's own metadata."""
         for name, tensor in self._tensors.items():
             if 0 in tensor.shape:
                 self._add_empty(name, tensor)
             if sum(prod(shape) for shape, _ in self._items[name].values()) != prod(tensor.shape):
                 raise MissingDataError(f"{self._where}: not all of {shown(name)} was written; nothing was published. Export again.")
-        values = {name: self._append(value) for name, value in self._flat.items() if not _is_tensor(value)}
+        values = {name: self._append(name, value) for name, value in self._flat.items() if not _is_tensor(value)}
         with storage_errors("write", self._where):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            self._file.sync()
             self._write_metadata(values)
             sync_directory(self._draft.path)
-        self._draft.publish()
+        return self._parts
 
     def abort(self) -> None:
         """Remove what is written."""
         self._file.close()
-        self._draft.abandon()
+        super().abort()
 
     def _flatten(self, tree: Node, left: dict[str, str]) -> None:
         """The state by DCP's names, with tensors without memory for those that are stored."""
@@ -138,7 +141,7 @@ class DcpDirectory(StateWriter):
                 f"{self._where}: two names are one in DCP, which joins keys with dots ({e}); export them apart."
             ) from e
 
-    def _append(self, value: Any) -> Any:
+    def _append(self, name: str, value: Any) -> Any:
         """Write one item; its place."""
         import torch
         from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -151,13 +154,15 @@ class DcpDirectory(StateWriter):
                 item = io.BytesIO()
                 torch.save(value, item)
                 self._file.write(item.getbuffer())
-            return _StorageInfo(_FILE, offset, self._file.tell() - offset)
+        place = _StorageInfo(_FILE, offset, self._file.tell() - offset)
+        self._parts.append(Part(name, self._draft.path / _FILE, offset, place.length, self._file.take_checksum()))
+        return place
 
     def _add_empty(self, name: str, tensor: TensorRecord) -> None:
         """DCP writes one item of a tensor without elements, too."""
         import torch
 
-        place = self._append(torch.empty(tensor.shape, dtype=self._dtypes[name]))
+        place = self._append(name, torch.empty(tensor.shape, dtype=self._dtypes[name]))
         self._items[name] = {(0,) * len(tensor.shape): (tensor.shape, place)}
 
     def _write_metadata(self, values: dict[str, Any]) -> None:
@@ -179,6 +184,38 @@ class DcpDirectory(StateWriter):
                 results.append(WriteResult(words.MetadataIndex(name, start, i), place.length, place))
         writer = _metadata_writer(self._draft.path, self._draft.final)
         writer.finish(words.Metadata(found, planner_data=self._paths), [results])
+
+
+class _SummedFile:
+    """A file that is written front to back, and the crc32c of what was written; as much of a file as torch.save wants."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._crc = 0
+
+    def write(self, data: Any) -> int:
+        self._crc = crc32c.crc32c(data, self._crc)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def take_checksum(self) -> int:
+        """Of what was written since it was last asked for."""
+        crc, self._crc = self._crc, 0
+        return crc
+
+    def sync(self) -> None:
+        """Make everything durable, and close it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _metadata_writer(path: Path, final: Path) -> Any:

@@ -18,10 +18,11 @@ from shardckpt.convert import orbax_documents as documents
 from shardckpt.convert.blocks import LARGEST, block_shape
 from shardckpt.convert.chunking import grid
 from shardckpt.convert.draft import Draft
+from shardckpt.convert.read_back import Part
 from shardckpt.convert.small_leaves import left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.errors import DtypeError, MissingDataError
-from shardckpt.io.codec import encode
+from shardckpt.io.codec import CHECKSUM_BYTES, encode
 from shardckpt.io.plain import PlainWriter
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse as parse_url
@@ -82,6 +83,7 @@ class OrbaxDirectory(StateWriter):
         self._chunks = {name: tuple(max(1, n) for n in tensor.shape) for name, tensor in self._tensors.items()}
         self._missing = dict.fromkeys(self._tensors, 0)
         """Chunks that are still to be written."""
+        self._parts: list[Part] = []
         nbytes = sum(tensor.nbytes * len(self._arrays[name]) for name, tensor in self._tensors.items())
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks=documents.RESERVED)
         try:
@@ -101,13 +103,14 @@ class OrbaxDirectory(StateWriter):
         """Write one block."""
         chunks = self._chunks[output.name]
         key = chunk_key([start // side for start, side in zip(box.start, chunks, strict=True)])
-        data, _ = encode(array, chunks, None)
+        data, crc = encode(array, chunks, None)
         for name in self._arrays[output.name]:
             self._writer.put(f"{name}/{key}", data)
+            self._parts.append(Part(output.name, self._draft.path / name / key, 0, data.nbytes - CHECKSUM_BYTES, crc))
         self._missing[output.name] -= 1
 
-    def finish(self) -> None:
-        """Complete the checkpoint and publish it."""
+    def complete(self) -> list[Part]:
+        """Write the numbers of the state, and the documents."""
         lacking = next((name for name, chunks in self._missing.items() if chunks), None)
         if lacking is not None:
             raise MissingDataError(f"{self._draft.final}: not all of {shown(lacking)} was written; nothing was published. Export again.")
@@ -121,12 +124,12 @@ class OrbaxDirectory(StateWriter):
         self._write_json("_CHECKPOINT_METADATA", documents.checkpoint_metadata(self._entries, self._began, time.time_ns()))
         self._writer.put("commit_success.txt", f"Checkpoint commit was successful to {self._draft.final}".encode())
         self._writer.finish()
-        self._draft.publish()
+        return self._parts
 
     def abort(self) -> None:
         """Remove what is written."""
         self._writer.abort()
-        self._draft.abandon()
+        super().abort()
 
     def _write_small_leaves(self) -> None:
         texts = {}

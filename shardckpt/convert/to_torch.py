@@ -29,6 +29,7 @@ import numpy as np
 from shardckpt.convert.chunking import blocks, runs
 from shardckpt.convert.crc32 import combine
 from shardckpt.convert.draft import Draft
+from shardckpt.convert.read_back import Part
 from shardckpt.convert.small_leaves import left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.errors import BudgetError, DtypeError, MissingDataError, MissingExtraError
@@ -81,6 +82,8 @@ class _Record:
 class TorchFile(StateWriter):
     """The file, being written."""
 
+    checksum = staticmethod(zlib.crc32)
+
     def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
         """Lay it out.
 
@@ -128,19 +131,17 @@ class TorchFile(StateWriter):
             record.crc = combine(part for _, part in sorted(record.parts.items()))
             record.parts.clear()
 
-    def finish(self) -> None:
-        """Complete the file and publish it."""
+    def complete(self) -> list[Part]:
+        """Write the records' CRC-32."""
         for name, record in self._records.items():
             if record.crc is None:
                 raise MissingDataError(f"{self._draft.final}: not all of {shown(name)} was written; nothing was published. Export again.")
             with storage_errors("write", self._draft.final):
                 for at in record.crc_at:
                     _write_at(self._draft.fd, memoryview(struct.pack("<I", record.crc)), at)
-        self._draft.publish()
-
-    def abort(self) -> None:
-        """Remove what is written."""
-        self._draft.abandon()
+        with storage_errors("write", self._draft.final):
+            os.fsync(self._draft.fd)
+        return [Part(name, self._draft.path, r.offset, r.nbytes, r.crc or 0) for name, r in self._records.items()]
 
     def _found(self, tree: Node) -> dict[str, _Record]:
         """Where the records are. They are numbered as torch.save came across their tensors."""

@@ -55,11 +55,12 @@ def write_state(
     location: Location,
     to: str,
     *,
-    only: Patterns = None,
+    include: Patterns = None,
     exclude: Patterns = None,
     dtype: str | Mapping[str, str] | None = None,
     limit: int,
     overwrite: bool = False,
+    verify: bool = True,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> WrittenState:
     """Write a checkpoint's state, or a part of it.
@@ -68,11 +69,12 @@ def write_state(
         checkpoint: where from; nothing of it has been read yet.
         location: where to, on a local disk.
         to: one of `FORMATS`.
-        only: patterns of the names that are wanted; None: all.
+        include: patterns of the names that are wanted; None: all.
         exclude: patterns of those that are not.
         dtype: what floating-point tensors are converted to, or pattern → dtype.
         limit: bytes of buffers.
         overwrite: whether to replace what is there.
+        verify: whether to read back what was written.
         progress: called with bytes of elements that are written, and in all.
 
     Raises:
@@ -81,12 +83,12 @@ def write_state(
         StructureMismatchError, DtypeError, DtypeMismatchError: the format cannot hold what is asked for.
         AlreadyExistsError: something is there.
         BudgetError: the memory limit is too low.
-        CorruptionError, ReplacedError: the checkpoint cannot be read.
+        CorruptionError, ReplacedError: the checkpoint cannot be read, or what was written not read back.
         StorageError: it cannot be written. MissingExtraError: the format's library is not installed.
     """
     if to not in FORMATS:
         raise OptionError(f"export(to={excerpt(to)}): states are exported to {', '.join(map(repr, FORMATS))}.")
-    structure, outputs = _selected(checkpoint, only, exclude, dtype)
+    structure, outputs = _selected(checkpoint, include, exclude, dtype)
     total, done = sum(output.nbytes for output in outputs), 0
     progress(0, total)
     with _writer(to, structure, location, overwrite=overwrite) as writer:
@@ -96,18 +98,19 @@ def write_state(
                 writer.put(block.output, block.box, block.elements)
                 done += block.elements.nbytes
                 progress(done, total)
+        writer.finish(verify=verify)
     return WrittenState(len(outputs), total, stream.read_bytes, tuple(writer.notes))
 
 
 def _selected(
-    checkpoint: Checkpoint, only: Patterns, exclude: Patterns, dtype: str | Mapping[str, str] | None
+    checkpoint: Checkpoint, include: Patterns, exclude: Patterns, dtype: str | Mapping[str, str] | None
 ) -> tuple[Structure, list[OutputTensor]]:
     """The structure of what is wanted, and what its tensors are made of."""
-    wanted, unwanted = selector(only), selector(exclude if exclude is not None else ())
+    wanted, unwanted = selector(include), selector(exclude if exclude is not None else ())
     tree, stored = select(checkpoint.parsed_tree, lambda name: wanted(name) and not unwanted(name))
-    if not tree and (only is not None or exclude is not None):
+    if not tree and (include is not None or exclude is not None):
         raise NamesMismatchError(
-            f"{checkpoint.location}: only={only!r} and exclude={exclude!r} leave none of its names; `shardckpt info` lists them."
+            f"{checkpoint.location}: include={include!r} and exclude={exclude!r} leave none of its names; `shardckpt info` lists them."
         )
     sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
     types = chosen_dtypes({name: tensor.dtype for name, tensor in sources.items()}, dtype)

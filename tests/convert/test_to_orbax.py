@@ -76,7 +76,7 @@ def test_damage_is_noticed_when_orbax_reads(orbax):
 
 
 def test_zarr_reads_the_arrays_too(root, tmp_path):
-    export(root / "checkpoint", tmp_path / "o", only=["model/*", "optimizer/**"])
+    export(root / "checkpoint", tmp_path / "o", include=["model/*", "optimizer/**"])
     assert exported.raw(zarr.open_array(tmp_path / "o" / "model.uneven")[:]) == exported.state()["model"]["uneven"].tobytes()
     assert zarr.open_array(tmp_path / "o" / "optimizer.state.0.step")[()] == 7
 
@@ -119,7 +119,7 @@ def test_what_orbax_has_no_words_for_is_refused_and_nothing_is_left(tmp_path, st
 
 
 def test_a_directory_appears_whole_or_not_at_all_and_a_former_checkpoint_stays_until_then(root, tmp_path):
-    export(root / "checkpoint", tmp_path / "o", only="model/w")
+    export(root / "checkpoint", tmp_path / "o", include="model/w")
 
     def stop(done, _total):
         if done:

@@ -87,13 +87,13 @@ def test_numbers_of_numpy_are_python_s_and_what_cannot_be_read_without_leave_is_
 
 
 def test_a_part_of_it_in_another_dtype(checkpoint, tmp_path):
-    export(checkpoint, tmp_path / "s.pt", only="model/*", exclude=["model/rows"], dtype={"model/uneven": "bfloat16"})
+    export(checkpoint, tmp_path / "s.pt", include="model/*", exclude=["model/rows"], dtype={"model/uneven": "bfloat16"})
     found, expected = torch.load(tmp_path / "s.pt", weights_only=True), exported.state()["model"]
     assert list(found) == ["model"]
     assert list(found["model"]) == [name for name in expected if name != "rows"]
     assert torch.equal(found["model"]["uneven"].nan_to_num(), torch.from_numpy(expected["uneven"]).to(torch.bfloat16).nan_to_num())
     with pytest.raises(errors.NamesMismatchError, match="leave none of its names"):
-        export(checkpoint, tmp_path / "none.pt", only="nothing like it")
+        export(checkpoint, tmp_path / "none.pt", include="nothing like it")
 
 
 def test_a_dtype_that_torch_lacks_is_refused_by_name_and_nothing_is_left(tmp_path):
