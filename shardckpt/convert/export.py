@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.checkpoint import Checkpoint
-from shardckpt.convert.choosing import choose
+from shardckpt.convert.hf_index import INDEX, split
 from shardckpt.convert.local_files import LocalFiles
+from shardckpt.convert.naming import NameOptions, outputs_of
+from shardckpt.convert.object_files import ObjectFiles
 from shardckpt.convert.safetensors_layout import lay_out
 from shardckpt.convert.to_safetensors import write_safetensors
+from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.url import parse
@@ -18,9 +22,12 @@ from shardckpt.options import check_flag, parse_bytes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.convert.choosing import Patterns
+    from shardckpt.convert.destination import Destination
+    from shardckpt.convert.ties import Ties
+    from shardckpt.io.url import Location
 
 __all__ = ["ExportReport", "export", "export_safetensors"]
 
@@ -56,78 +63,82 @@ def export(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: Literal["safetensors"] = "safetensors",
+    to: Literal["safetensors", "torch", "dcp", "orbax"] = "safetensors",
     dtype: str | Mapping[str, str] | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     overwrite: bool = False,
     verify: bool = True,
-    metadata: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **choices: Any,
 ) -> ExportReport:
-    """Write a checkpoint's tensors as another format.
+    """Write a checkpoint as another format.
 
     The checkpoint is read once, with memory for a few of its chunks, however large tensors are. Nothing is to be seen under the final
-    name before everything is written. Interrupted, and called again with the same arguments, it goes on where it was.
+    name before everything is written.
 
     Args:
         src: the checkpoint: a path or url.
-        dst: where to: the path of a file, `….safetensors`, or of a directory, where it is `model.safetensors`.
-        to: which format.
+        dst: where to. safetensors: see `export_safetensors`. torch: a file on a local disk; dcp, orbax: a directory there.
+        to: which format. "safetensors" holds tensors; the others hold states, nested as they were saved, with small leaves.
         dtype: what floating-point tensors are converted to, or pattern → dtype. Elements are rounded to the nearest, ties to even;
             what is too large becomes infinite.
         include: patterns of the names that are exported; None: all.
         exclude: patterns of those that are not.
         memory_limit: bytes of buffers; the process takes up to 128 MiB besides.
-        overwrite: replace a file that is there.
+        overwrite: replace what is there.
         verify: read back what was written.
-        metadata: texts for the file's header.
         progress: called with bytes of elements written so far, and in all.
+        choices: what `export_safetensors` takes besides, for that format.
 
     Returns:
         What was done.
 
     Raises:
         NotFoundError: no committed checkpoint at `src`.
-        AlreadyExistsError: there is a file at `dst`, and `overwrite` is not set.
+        AlreadyExistsError: something is at `dst`, and `overwrite` is not set.
         OptionError: an option that cannot be.
         NamesMismatchError: nothing is selected; or two tensors would have one name.
-        DtypeError, DtypeMismatchError: a tensor of a dtype that the format has not, or that cannot be converted.
+        DtypeError, DtypeMismatchError, StructureMismatchError: something that the format cannot hold, or that cannot be converted.
         BudgetError: the memory limit does not suffice; names it, and what would.
         CorruptionError: stored bytes are damaged or missing; or what was written does not read back.
         ReplacedError: the checkpoint was replaced or deleted meanwhile.
-        StorageError: a storage failed, or has no room.
+        StorageError: a storage failed, or has no room. MissingExtraError: a package that the format needs is not installed.
     """
+    common: dict[str, Any] = {"dtype": dtype, "include": include, "exclude": exclude, "memory_limit": memory_limit}
+    common |= {"overwrite": overwrite, "verify": verify, "progress": progress}
+    if to == "safetensors":
+        return export_safetensors(src, dst, **common, **choices)
+    if to not in FORMATS:
+        raise OptionError(f"to={excerpt(to)}: give {', '.join(map(repr, ('safetensors', *FORMATS)))}.")
+    if choices:
+        raise OptionError(f"{min(choices)}=… is for safetensors; a state that is exported to {to} keeps its names.")
     began = time.monotonic()
-    if to != "safetensors":
-        raise OptionError(f'export(to={excerpt(to)}): give "safetensors".')
     check_flag(overwrite, "overwrite")
     check_flag(verify, "verify")
-    limit = parse_bytes(memory_limit, "memory_limit")
     checkpoint, location = Checkpoint(src), parse(dst)
-    if location.local is None:
-        raise OptionError(f"{location}: give a path on a local disk.")
-    path = location.local if location.local.suffix == _SUFFIX else location.local / f"model{_SUFFIX}"
-    outputs, notes = choose(checkpoint, include, exclude, dtype)
-    file = lay_out(outputs, metadata)
-    written = write_safetensors(
+    written = write_state(
         checkpoint,
-        [file],
-        LocalFiles(path.parent, [path.name], overwrite=overwrite),
-        limit=limit,
+        location,
+        to,
+        include=include,
+        exclude=exclude,
+        dtype=dtype,
+        limit=parse_bytes(memory_limit, "memory_limit"),
+        overwrite=overwrite,
         verify=verify,
-        progress=progress or (lambda _done, _total: None),
+        progress=progress or _nobody,
     )
     return ExportReport(
         url=str(location),
-        files=(path.name,),
-        tensors=len(outputs),
-        nbytes=sum(output.nbytes for output in outputs),
+        files=(location.name,),
+        tensors=written.tensors,
+        nbytes=written.nbytes,
         read_bytes=written.read_bytes,
-        written_bytes=written.written_bytes,
-        resumed_bytes=written.resumed_bytes,
-        notes=tuple(notes),
+        written_bytes=written.nbytes,
+        resumed_bytes=0,
+        notes=written.notes,
         seconds=time.monotonic() - began,
     )
 
@@ -139,23 +150,131 @@ def export_safetensors(
     dtype: str | Mapping[str, str] | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
+    strip_prefix: str | None = None,
+    rename: str | Sequence[str] = (),
+    rename_file: str | os.PathLike[str] | None = None,
+    mapping: str | os.PathLike[str] | None = None,
+    invert_mapping: bool = False,
+    add_prefix: str = "",
+    ties: Ties = "auto",
+    config: str | os.PathLike[str] | None = None,
+    max_shard_size: int | str | None = None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     overwrite: bool = False,
     verify: bool = True,
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportReport:
-    """Write a checkpoint's tensors as one safetensors file; see `export`."""
-    return export(
-        src,
-        dst,
-        to="safetensors",
-        dtype=dtype,
+    """Write a checkpoint's tensors as safetensors: one file, or several and an index, as Hugging Face has them.
+
+    The checkpoint is read once, with memory for a few of its chunks, however large tensors are. Nothing is to be seen under the final
+    name before everything is written. Interrupted, and called again with the same arguments, it goes on where it was.
+
+    A tensor's name is made of the keys on the way to it, joined by dots; then come the renamings, in the order of the arguments here.
+
+    Args:
+        src: the checkpoint: a path or url.
+        dst: where to: a file, whose name ends in ".safetensors", or a directory, for `model.safetensors` or what `max_shard_size` makes
+            of it. On a local disk, `gs://` or `s3://`.
+        dtype: what floating-point tensors are converted to, or pattern of new names → dtype. Elements are rounded to the nearest, ties
+            to even; what is too large becomes infinite.
+        include: patterns of the names, as the checkpoint has them, that are exported; None: all.
+        exclude: patterns of those that are not.
+        strip_prefix: what names begin with, and shall not any more.
+        rename: `s/regex/replacement/`, one or several.
+        rename_file: JSON, TOML or YAML: old name → new name, or null to leave a tensor out.
+        mapping: what is joined, split or transposed (docs/mapping.md): a file, or the name of a mapping that comes along.
+        invert_mapping: read the mapping from its `to` to its `from`.
+        add_prefix: what all names begin with in the end.
+        ties: tied tensors "once", or as "copies"; "auto": copies where `config` says that the model does not tie.
+        config: the model's `config.json`.
+        max_shard_size: bytes of tensors per file, as in "5GB"; None: one file.
+        memory_limit: bytes of buffers; the process takes up to 128 MiB besides.
+        overwrite: replace what is there.
+        verify: read back what was written to a disk. (An object store compares checksums by itself.)
+        metadata: texts for the files' headers.
+        progress: called with bytes of elements written so far, and in all.
+
+    Returns:
+        What was done.
+
+    Raises:
+        NotFoundError: no committed checkpoint at `src`.
+        AlreadyExistsError: there is a file at `dst`, and `overwrite` is not set.
+        OptionError: an option that cannot be, a file of names that cannot be read, or a rule that matches nothing.
+        NamesMismatchError: nothing is selected; or two tensors would have one name.
+        ShapeMismatchError: tensors that a mapping does not suit.
+        DtypeError, DtypeMismatchError: a tensor of a dtype that the format has not, or that cannot be converted.
+        BudgetError: the memory limit does not suffice; names it, and what would.
+        CorruptionError: stored bytes are damaged or missing; or what was written does not read back.
+        ReplacedError: the checkpoint was replaced or deleted meanwhile.
+        StorageError: a storage failed, or has no room.
+    """
+    began = time.monotonic()
+    check_flag(overwrite, "overwrite")
+    check_flag(verify, "verify")
+    limit = parse_bytes(memory_limit, "memory_limit")
+    names = NameOptions(
         include=include,
         exclude=exclude,
-        memory_limit=memory_limit,
-        overwrite=overwrite,
-        verify=verify,
-        metadata=metadata,
-        progress=progress,
+        strip_prefix=strip_prefix,
+        rename=rename,
+        rename_file=rename_file,
+        mapping=mapping,
+        invert=invert_mapping,
+        add_prefix=add_prefix,
+        dtype=dtype,
+        ties=ties,
+        config=config,
     )
+    checkpoint, location = Checkpoint(src), parse(dst)
+    directory, single = _place(location, split_up=max_shard_size is not None)
+    outputs = outputs_of(checkpoint.record.structure, names, str(checkpoint.location))
+    tensors = {output.name: output for output in outputs.tensors}
+    dealt = split({name: output.nbytes for name, output in tensors.items()}, max_shard_size)
+    files = [lay_out([tensors[name] for name in some], metadata) for some in dealt.files.values()]
+    index = dealt.index(sum(prod(output.shape) for output in outputs.tensors))
+    written_as = [single] if single is not None else [*dealt.files, *([INDEX] if index is not None else [])]
+    written = write_safetensors(
+        checkpoint,
+        files,
+        _destination(directory, written_as, overwrite=overwrite, memory=limit // 4),
+        limit=limit,
+        verify=verify,
+        last=None if index is None else index.encode(),
+        progress=progress or _nobody,
+    )
+    return ExportReport(
+        url=str(location),
+        files=tuple(written_as),
+        tensors=len(outputs.tensors),
+        nbytes=sum(output.nbytes for output in outputs.tensors),
+        read_bytes=written.read_bytes,
+        written_bytes=written.written_bytes,
+        resumed_bytes=written.resumed_bytes,
+        notes=outputs.notes,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _nobody(_done: int, _total: int) -> None:
+    """Nobody watches."""
+
+
+def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]:
+    """The directory that is written into, and the name of the file where one is asked for by its name."""
+    if location.local is None and location.bucket is None:
+        raise OptionError(f"{location}: safetensors files are written to a local disk, gs:// or s3://.")
+    above = location.parent
+    if not location.name.endswith(_SUFFIX):
+        return location, None
+    if split_up:
+        raise OptionError(f"{location}: max_shard_size= makes several files; give a directory for them, not the name of one.")
+    assert above is not None, "a file is below something"
+    return above, location.name
+
+
+def _destination(directory: Location, names: Sequence[str], *, overwrite: bool, memory: int) -> Destination:
+    if directory.local is not None:
+        return LocalFiles(directory.local, names, overwrite=overwrite)
+    return ObjectFiles(directory, names, overwrite=overwrite, memory=memory)

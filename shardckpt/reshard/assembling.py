@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.checkpoint import Checkpoint
     from shardckpt.dtypes import DType
     from shardckpt.planning.plan import Overlaps, Piece
     from shardckpt.planning.views import View
     from shardckpt.reshard.cells import Step
+    from shardckpt.reshard.source import Source
     from shardckpt.structure import TensorRecord
 
     Bytes = NDArray[np.uint8]
@@ -154,15 +154,13 @@ class _Batch:
     whole: list[Filled] = field(default_factory=list)
 
 
-def assembled(
-    checkpoint: Checkpoint, steps: Iterable[PlannedStep], at_once: int, buffers: tuple[Buffer, Buffer]
-) -> Generator[list[Filled]]:
+def assembled(source: Source, steps: Iterable[PlannedStep], at_once: int, buffers: tuple[Buffer, Buffer]) -> Generator[list[Filled]]:
     """Read everything; a batch of whole chunks at a time, which is good until the next is asked for.
 
     Whoever does not take all of it closes the iterator, which waits for what is being read.
 
     Args:
-        checkpoint: the source.
+        source: what is read.
         steps: what to read; those of one target follow each other.
         at_once: bytes to which small steps are joined. One that is larger takes what it takes, in each of the two buffers.
         buffers: memory, kept by the caller.
@@ -170,9 +168,9 @@ def assembled(
     Raises:
         CorruptionError, ReplacedError, StorageError: the source could not be read.
     """
-    reading, (buffer, other) = _Reading(checkpoint), buffers
+    reading, (buffer, other) = _Reading(source), buffers
     batches = _batches(steps, at_once)
-    with ThreadPoolExecutor(1, "shardckpt-ahead") as ahead, checkpoint.reading():
+    with ThreadPoolExecutor(1, "shardckpt-ahead") as ahead, source.reading():
         coming = ahead.submit(reading.read, batches, buffer)
         while (batch := coming.result()) is not None:
             buffer, other = other, buffer
@@ -210,8 +208,8 @@ class _Wanted:
 class _Reading:
     """Reads batch after batch; for one thread at a time."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self._open: dict[tuple[str, int], tuple[_Batch, Bytes]] = {}
         """Chunks, by array and position, that the last step has begun and not finished; and in which batch."""
 
@@ -225,7 +223,7 @@ class _Reading:
             for planned in batch.steps:
                 self._plan(planned, batch, buffer, wanted)
             requests = [some.request(tensors[name], converts=converts) for (name, converts), some in wanted.items()]
-            self._checkpoint.reader.read(requests)
+            self._source.reader.read(requests)
         return batch
 
     def _plan(self, planned: PlannedStep, batch: _Batch, buffer: Buffer, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:

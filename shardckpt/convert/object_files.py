@@ -1,0 +1,153 @@
+"""Files of an export on an object store, written one after another, that a killed writer can go on with.
+
+Each file is an `ObjectTarget`: bytes from front to back, visible when it is finished, gone on with from where the service has it.
+
+1. One file becomes visible when it is published. Of several, each data file does when the next one begins, and the one that names them all
+   comes last: without it, readers find no model. It goes first where a model is replaced.
+2. A small object, `.<last name>.export.json`, says how many files an earlier call of the same export had finished. It goes at the end.
+
+What has arrived is compared with what was sent by the service's own checksums, part by part, so nothing is read back.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from shardckpt.convert.object_target import ObjectTarget
+from shardckpt.errors import AlreadyExistsError, FormatError, ShardckptError
+from shardckpt.fields import Fields
+from shardckpt.io.store import Store
+from shardckpt.record import open_envelope, seal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.convert.destination import Write, WritePlan
+    from shardckpt.io.url import Location
+
+__all__ = ["ObjectFiles"]
+
+
+class ObjectFiles:
+    """Some files below one place; see `Destination`."""
+
+    in_order = True
+
+    def __init__(self, directory: Location, names: Sequence[str], *, overwrite: bool, memory: int) -> None:
+        """Write files of those names; the last one says that all are there. `memory`: bytes for buffers."""
+        self.memory = memory
+        self._directory = directory
+        self._names = names
+        self._overwrite = overwrite
+        self._store = Store.open(directory)
+        self._note = f".{names[-1]}.export.json"
+        self._finished = 0
+        """Files that are visible."""
+        self._target: ObjectTarget | None = None
+
+    def begin(self, plan: WritePlan) -> int:
+        """See `Destination`."""
+        self._plan = plan
+        several = len(self._names) > 1
+        if several:
+            self._finished = self._noted()
+        if several and not self._overwrite and self._store.exists(self._names[-1]):
+            raise AlreadyExistsError(
+                f"{self._store}/{self._names[-1]} is there already; choose another place, or replace it with overwrite=True (--overwrite)."
+            )
+        if several and not self._finished:
+            self._store.delete(self._names[-1])
+            self._write_note()
+        at = (self._finished, self._opened(self._finished).resume_at)
+        durable = 0
+        for runs in plan.blocks():
+            if any((file, offset + length) > at for _, file, offset, length in runs):
+                break
+            durable += 1
+        return durable
+
+    def write(self, writes: Sequence[Write]) -> None:
+        """See `Destination`."""
+        for write in writes:
+            if write.file < self._finished:
+                continue
+            target = self._opened(write.file)
+            there = max(0, target.resume_at - write.offset)
+            if there < write.data.nbytes:
+                target.write_at(write.offset + there, write.data[there:])
+
+    def wrote(self, checks: Sequence[int]) -> None:
+        """See `Destination`. The service knows how far each file is."""
+
+    def finish(self, *, verify: bool) -> None:
+        """See `Destination`. Every part was verified as it arrived."""
+
+    def publish(self) -> None:
+        """See `Destination`."""
+        self._opened(len(self._names) - 1)
+        self._finish_one()
+        if len(self._names) > 1:
+            self._store.delete(self._note)
+
+    def abort(self, *, keep: bool) -> None:
+        """See `Destination`."""
+        target, self._target = self._target, None
+        with suppress(ShardckptError):  # the error that made the caller give up is the one to tell
+            if keep and target is not None:
+                target.close()
+            elif target is not None:
+                target.abort()
+        if not keep and len(self._names) > 1:
+            with suppress(ShardckptError):
+                for name in [*self._names[: self._finished], self._note]:
+                    self._store.delete(name)
+
+    def _opened(self, number: int) -> ObjectTarget:
+        """The file of that number; those before it are finished."""
+        while self._finished < number:
+            if self._target is None:
+                self._target = self._open(self._finished)
+            self._finish_one()
+        if self._target is None:
+            self._target = self._open(number)
+        return self._target
+
+    def _open(self, number: int) -> ObjectTarget:
+        return ObjectTarget.open(
+            self._directory.join(self._names[number]),
+            nbytes=self._plan.sizes[number],
+            digest=self._digest(number),
+            overwrite=self._overwrite,
+            memory_limit=self.memory,
+        )
+
+    def _finish_one(self) -> None:
+        assert self._target is not None
+        with self._target as target:
+            self._target = None
+            target.finish()
+        self._finished += 1
+        if self._finished < len(self._names):
+            self._write_note()
+
+    def _digest(self, number: int) -> str:
+        return sha256(self._plan.identity + number.to_bytes(4, "little")).hexdigest()
+
+    def _noted(self) -> int:
+        """How many files an earlier call has finished, which are there."""
+        found, _ = self._store.read_versioned(self._note)
+        if found is None:
+            return 0
+        try:
+            note = Fields(open_envelope(found, self._store.path_of(self._note)), self._store.path_of(self._note))
+            finished = note.integer("finished") if note.string("digest") == self._digest(0) else 0
+        except FormatError:
+            return 0
+        sizes = zip(self._names[:finished], self._plan.sizes, strict=False)
+        there = [self._store.is_longer(name, size - 1) and not self._store.is_longer(name, size) for name, size in sizes]
+        return finished if len(there) == finished < len(self._names) and all(there) else 0
+
+    def _write_note(self) -> None:
+        self._store.write(self._note, seal({"digest": self._digest(0), "finished": self._finished}))
