@@ -23,24 +23,47 @@ _NAMED = 5
 
 def export(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a path or url.")],
-    destination: Annotated[str, typer.Argument(metavar="OUT", help="Where to, as in model.safetensors.")],
+    destination: Annotated[str, typer.Argument(metavar="OUT", help="Where to: model.safetensors, or a directory.")],
     *,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Which format: safetensors.")] = "safetensors",
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch, dcp or orbax.")] = "safetensors",
     dtype: Dtypes = None,
     include: Annotated[list[str] | None, typer.Option("--include", metavar="PATTERN", help="Names to export; may be repeated.")] = None,
     exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Names to leave out; may be repeated.")] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", metavar="BYTES", help="Of each file, as in 5GB, with an index beside them.")
+    ] = None,
+    strip_prefix: Annotated[str | None, typer.Option("--strip-prefix", metavar="TEXT", help="Take it off names.")] = None,
+    rename: Annotated[list[str] | None, typer.Option("--rename", metavar="s/RE/NEW/", help="Change names; may be repeated.")] = None,
+    rename_file: Annotated[str | None, typer.Option("--rename-file", metavar="FILE", help="Old names and new ones.")] = None,
+    mapping: Annotated[str | None, typer.Option("--mapping", metavar="FILE", help="What is joined, split or transposed.")] = None,
+    invert_mapping: Annotated[bool, typer.Option("--invert-mapping", help="Read the mapping backwards.")] = False,
+    add_prefix: Annotated[str | None, typer.Option("--add-prefix", metavar="TEXT", help="Put it before names.")] = None,
+    ties: Annotated[str | None, typer.Option("--ties", metavar="HOW", help="Tied tensors: auto, once or copies.")] = None,
+    config: Annotated[str | None, typer.Option("--config", metavar="FILE", help="The model's config.json.")] = None,
     memory_limit: Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Of buffers.")] = "512MiB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back what was written.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Write a checkpoint's tensors as one file of another format.
+    """Write a checkpoint as another format: one file for inference, or what other libraries load.
 
-    Nothing is to be seen under the name OUT before the file is whole. Interrupted, the same command goes on where it was.
+    Nothing is to be seen under the name OUT before it is whole. Interrupted, the same command goes on where it was (safetensors), or begins
+    anew. Names are chosen as the checkpoint has them, then renamed; --dtype means the new names.
     """
     from shardckpt.convert.export import export as run
 
     chosen: Any = to
+    given: dict[str, Any] = {
+        "max_shard_size": max_shard_size,
+        "strip_prefix": strip_prefix,
+        "rename": rename,
+        "rename_file": rename_file,
+        "mapping": mapping,
+        "invert_mapping": invert_mapping or None,
+        "add_prefix": add_prefix,
+        "ties": ties,
+        "config": config,
+    }
     with transfer_bar("exporting") as progress:
         report = run(
             source,
@@ -53,6 +76,7 @@ def export(
             overwrite=overwrite,
             verify=verify,
             progress=progress,
+            **{name: value for name, value in given.items() if value},
         )
     if as_json:
         write_json(_document(report))

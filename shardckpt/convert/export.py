@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardckpt.convert.choosing import Patterns
     from shardckpt.convert.destination import Destination
+    from shardckpt.convert.naming import Patterns
     from shardckpt.convert.ties import Ties
     from shardckpt.io.url import Location
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.convert import ties as tied
 from shardckpt.convert.mapping import Mapping
@@ -33,16 +33,19 @@ if TYPE_CHECKING:
     from shardckpt.convert.outputs import OutputTensor
     from shardckpt.structure import Structure
 
-__all__ = ["NameOptions", "Outputs", "mapping_of", "outputs_of"]
+__all__ = ["NameOptions", "Outputs", "Patterns", "mapping_of", "outputs_of"]
+
+Patterns: TypeAlias = "str | Sequence[str] | None"
+"""Patterns of names: one, or several; None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameOptions:
     """What a caller of export and import says of names, made of what, and dtypes. Files are read when outputs are asked for."""
 
-    include: str | Sequence[str] | None = None
+    include: Patterns = None
     """The names that are taken: a pattern, or several; None: all."""
-    exclude: str | Sequence[str] | None = None
+    exclude: Patterns = None
     """Of those, the names that are not."""
     strip_prefix: str | None = None
     """What names begin with, and shall not any more."""

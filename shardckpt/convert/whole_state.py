@@ -13,20 +13,20 @@ from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.convert.choosing import chosen_dtypes
 from shardckpt.convert.outputs import identity
 from shardckpt.convert.streaming import Stream
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.names import selector
+from shardckpt.reshard.dtype_rules import converted
 from shardckpt.structure import Structure
-from shardckpt.tree import select
+from shardckpt.tree import meanings, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shardckpt.checkpoint import Checkpoint
-    from shardckpt.convert.choosing import Patterns
+    from shardckpt.convert.naming import Patterns
     from shardckpt.convert.outputs import OutputTensor
     from shardckpt.convert.state_writer import StateWriter
     from shardckpt.io.url import Location
@@ -113,7 +113,7 @@ def _selected(
             f"{checkpoint.location}: include={include!r} and exclude={exclude!r} leave none of its names; `shardckpt info` lists them."
         )
     sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
-    types = chosen_dtypes({name: tensor.dtype for name, tensor in sources.items()}, dtype)
+    types = converted({name: tensor.dtype for name, tensor in sources.items()}, dtype, meanings(tree))
     outputs = [identity(tensor, name, types[name]) for name, tensor in sources.items()]
     tensors = {name: replace(tensor, name=name, dtype=types[name]) for name, tensor in sources.items()}
     return Structure(tree, tensors), outputs
