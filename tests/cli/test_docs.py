@@ -94,7 +94,10 @@ def normal(text, top):
 def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypatch):
     monkeypatch.chdir(runs)
     examples = EXAMPLE.findall(DOCS.read_text(encoding="utf-8"))
-    assert " ".join(command.split()[0] for command, _ in examples) == "ls ls info info verify diff plan plan reshard commit gc rm pin ls"
+    assert (
+        " ".join(command.split()[0] for command, _ in examples)
+        == "ls ls info info verify diff plan plan reshard export commit gc rm pin ls"
+    )
     for command, documented in examples:
         BEFORE.get(command, lambda: None)()
         asked, _, said = documented.rpartition("[y/N]: y\n")
