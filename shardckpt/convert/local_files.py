@@ -75,31 +75,29 @@ class LocalFiles:
     def begin(self, plan: WritePlan) -> int:
         """See `Destination`."""
         self._plan = plan
-        begun = self._partial.is_dir()
-        if not begun:
+        if not self._partial.is_dir():
             self._refuse_to_replace()
         with storage_errors("create", self._partial):
             self._partial.mkdir(parents=True, exist_ok=True)
         self._notes = Notes(self._partial / "notes")
-        found = self._notes.read(plan.identity)
-        if found is not None and found[1]:
-            self._named = True
-        elif found is None or any(self._size(number) != nbytes for number, nbytes in enumerate(plan.sizes)):
-            if begun:
-                self._refuse_to_replace()
-            self._start_anew()
-            return 0
-        else:
+        checks, named = self._notes.read(plan.identity) or ([], False)
+        self._noted = len(checks)
+        sizes = list(plan.sizes)
+        self._named = named and [_size(path) for path in self._paths] == sizes
+        if not self._named:
             self._refuse_to_replace()
+            if not checks or [_size(self._at(number)) for number in range(len(sizes))] != sizes:
+                self._start_anew()
+                checks = []
             self._check_space()
-        self._checks, self._noted = found[0], len(found[0])
+        self._checks, self._noted = checks, len(checks)
         return self._noted
 
     def _start_anew(self) -> None:
         """Remove what is of another plan, and make files of the sizes that they will have."""
         assert self._notes is not None
         self._remove(all_but="notes")
-        self._check_space()
+        self._refuse_to_replace()  # a file that an earlier plan has named is nobody's work in progress any more
         for number, nbytes in enumerate(self._plan.sizes):
             with storage_errors("create", self._at(number)), self._at(number).open("xb") as file:
                 file.truncate(nbytes)
@@ -158,17 +156,12 @@ class LocalFiles:
         self._close()
         if self._notes is not None:
             if not (keep and self._noted):
-                self._remove()
+                with suppress(StorageError):  # the error that made the caller give up is the one to tell
+                    self._remove()
             self._notes.close()
 
     def _at(self, number: int) -> Path:
         return self._partial / str(number)
-
-    def _size(self, number: int) -> int | None:
-        try:
-            return self._at(number).stat().st_size
-        except FileNotFoundError:
-            return None
 
     def _is_ours(self, number: int) -> bool:
         """Whether a file has its name already."""
@@ -188,12 +181,12 @@ class LocalFiles:
         """Refuse files for which there is no room."""
         with storage_errors("look at", self._partial):
             disk = os.statvfs(self._partial)
-            held = sum(512 * (self._at(i).stat().st_blocks if self._size(i) is not None else 0) for i in range(len(self._paths)))
+            held = sum(512 * self._at(number).stat().st_blocks for number in range(len(self._paths)))
         free, needed = disk.f_bavail * disk.f_frsize, sum(self._plan.sizes) - held
         if disk.f_blocks and free < needed:
             raise StorageError(
                 f"{self._directory}: the export takes {needed} bytes ({needed / 2**30:.1f} GiB) there and the disk has {free} "
-                f"({free / 2**30:.1f} GiB) free; make room or choose another place. Nothing was written."
+                f"({free / 2**30:.1f} GiB) free; make room or choose another place."
             )
 
     def _put(self, file: int, offset: int, stop: int, run: Sequence[memoryview]) -> None:
@@ -250,7 +243,7 @@ class LocalFiles:
 
     def _verify(self) -> None:
         """Compare all blocks with their checksums, in several threads."""
-        fds = [os.open(self._at(i), os.O_RDONLY | os.O_CLOEXEC) for i in range(len(self._paths))]
+        fds = dict[int, int]()
 
         def check(block: Sequence[tuple[str, int, int, int]], expected: int) -> None:
             found = 0
@@ -266,12 +259,15 @@ class LocalFiles:
                 )
 
         try:
+            for number in range(len(self._paths)):
+                with storage_errors("read", self._at(number)):
+                    fds[number] = os.open(self._at(number), os.O_RDONLY | os.O_CLOEXEC)
             with ThreadPoolExecutor(READERS, "shardckpt-verify") as pool:
                 pairs = zip(self._plan.blocks(), self._checks, strict=True)
                 while some := list(islice(pairs, 1024)):
                     list(pool.map(check, *zip(*some, strict=True)))
         finally:
-            for fd in fds:
+            for fd in fds.values():
                 os.close(fd)
 
     def _name_all(self) -> None:
@@ -314,6 +310,14 @@ class LocalFiles:
                     path.unlink()
             if all_but is None:
                 self._partial.rmdir()
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None where there is none."""
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _rest(run: Sequence[memoryview], wrote: int) -> list[memoryview]:

@@ -85,9 +85,10 @@ def write_safetensors(
             yield [(output.name, *run) for run in placed.runs(output.name, box)]
 
     plan = WritePlan(_identity(checkpoint, stream, headers, [destination.in_order, verify]), sizes, runs)
-    keep = False
+    begun = False
     try:
         skip = destination.begin(plan)
+        begun = True
         done = sum(box.size * output.dtype.itemsize for _, (output, box) in zip(range(skip), stream.order(), strict=False))
         total, resumed, written, file = sum(output.nbytes for output in outputs), done, 0, -1
         progress(done, total)
@@ -114,8 +115,7 @@ def write_safetensors(
         destination.finish(verify=verify)
         destination.publish()
     except BaseException as e:
-        keep = isinstance(e, StorageError) or not isinstance(e, Exception)  # what the same call may do better
-        destination.abort(keep=keep)
+        destination.abort(keep=not begun or isinstance(e, StorageError) or not isinstance(e, Exception))  # what can be gone on with
         raise
     return Written(stream.read_bytes, written + sum(write.data.nbytes for write in left), resumed)
 

@@ -223,6 +223,34 @@ def test_a_file_that_is_there_stays_unless_it_is_to_be_replaced(tmp_path, small)
         shardckpt.export(tmp_path / "c", to, overwrite=True)
 
 
+def test_an_interrupted_export_is_kept_though_somebody_else_has_put_a_file_there(tmp_path, small):
+    source(tmp_path / "c")
+    to = tmp_path / "a.safetensors"
+    stopped(tmp_path / "c", to, 300 * KiB)
+    to.write_bytes(b"theirs")
+    with pytest.raises(errors.AlreadyExistsError):
+        shardckpt.export(tmp_path / "c", to)
+    assert shardckpt.export(tmp_path / "c", to, overwrite=True).resumed_bytes >= 150 * KiB
+
+
+def test_a_file_that_was_named_and_removed_before_all_was_tidied_up_is_made_again(tmp_path, small, monkeypatch):
+    source(tmp_path / "c")
+    to = tmp_path / "a.safetensors"
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_files.LocalFiles, "_remove", lambda self, all_but=None: interrupt() if all_but is None else None)
+        with pytest.raises(KeyboardInterrupt):
+            shardckpt.export(tmp_path / "c", to)
+    whole = to.read_bytes()
+    to.unlink()
+    assert shardckpt.export(tmp_path / "c", to).read_bytes == 0
+    assert to.read_bytes() == whole
+    assert left(tmp_path) == []
+
+
 def test_a_damaged_chunk_stops_the_export_and_leaves_nothing(tmp_path, small):
     checkpoint = source(tmp_path / "c")
     files = checkpoint.reader.whole_table().files

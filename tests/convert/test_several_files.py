@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import safetensors.torch
-from convert_states import random, saved
+from convert_states import random, saved, sharded
 
 import shardckpt
 from shardckpt import errors
@@ -87,3 +88,62 @@ def test_progress_tells_of_all_files(tmp_path, place):
     write(place, tmp_path / "out", progress=lambda done, total: told.append((done, total)))
     assert told[0] == (0, 8005)
     assert told[-1] == (8005, 8005)
+
+
+class FrontToBack:
+    """Files that are only appended to, as uploads are, and stop after so many bytes."""
+
+    in_order = True
+    memory = 1 << 20
+
+    def __init__(self, directory, stop_after=1 << 62):
+        self.directory, self.stop_after = directory, stop_after
+
+    def begin(self, plan):
+        self.directory.mkdir(exist_ok=True)
+        held = [self._size(number) for number in range(len(plan.sizes))]
+        return next((i for i, runs in enumerate(plan.blocks()) if any(at + n > held[file] for _, file, at, n in runs)), 1 << 62)
+
+    def write(self, writes):
+        for write in writes:
+            have = self._size(write.file)
+            assert have >= min(write.offset, have + len(write.data))
+            new = write.data[max(0, have - write.offset) :]
+            assert not new or max(write.offset, have) == have, "nothing is left out"
+            self.stop_after -= len(new)
+            if self.stop_after < 0:
+                raise KeyboardInterrupt
+            with (self.directory / str(write.file)).open("ab") as file:
+                file.write(new)
+
+    def wrote(self, checks):
+        assert all(checks)
+
+    def finish(self, *, verify):
+        assert verify
+
+    def publish(self):
+        pass
+
+    def abort(self, *, keep):
+        assert keep
+
+    def _size(self, number):
+        path = self.directory / str(number)
+        return path.stat().st_size if path.exists() else 0
+
+
+def test_files_can_be_written_front_to_back_and_gone_on_with(tmp_path):
+    saved(tmp_path / "c", {"w": random((600, 500)), "v": random((40, 7, 9), "float64"), "s": random(())}, {"w": sharded("a", "b")})
+    checkpoint = shardckpt.open(tmp_path / "c")
+    outputs = [identity(checkpoint.tensor(name)) for name in ("w", "v", "s")]
+    files = [lay_out(outputs[:2]), lay_out(outputs[2:])]
+    for stop_after in (100, 30_000, 1 << 62):
+        place = FrontToBack(tmp_path / "out", stop_after)
+        with pytest.raises(KeyboardInterrupt) if stop_after < 1 << 62 else nullcontext():
+            write_safetensors(shardckpt.open(tmp_path / "c"), files, place, limit=64 << 20, last=INDEX)
+    assert (tmp_path / "out" / "2").read_bytes() == INDEX
+    for number, names in enumerate((["v", "w"], ["s"])):
+        found = safetensors.torch.load((tmp_path / "out" / str(number)).read_bytes())
+        assert sorted(found) == names
+        assert all(t.numpy().tobytes() == checkpoint.read(name).tobytes() for name, t in found.items())
