@@ -68,6 +68,12 @@ def fused(draw: st.DrawFn) -> tuple[dict[str, object], list[list[np.ndarray]], n
         rule |= {"axis": draw(st.sampled_from([at, at - whole.ndim])), "ratio": ratio, "interleave": groups}
     if stack is not None:
         rule["stack"] = draw(st.sampled_from([stack, stack - whole.ndim]))
+    axes = [d for d, n in enumerate(whole.shape) if d != stack and n > 0]
+    if axes and draw(st.booleans()):
+        at = draw(st.sampled_from(axes))
+        count = draw(st.sampled_from([n for n in range(1, whole.shape[at] + 1) if whole.shape[at] % n == 0]))
+        rule["unfold"] = {"axis": draw(st.sampled_from([at, at - whole.ndim])), "count": count}
+        whole = whole.reshape(*whole.shape[:at], count, whole.shape[at] // count, *whole.shape[at + 1 :])
     return rule, rows, whole
 
 
@@ -84,6 +90,8 @@ def test_merging_is_what_numpy_does_and_splitting_undoes_it(case: tuple[dict[str
     split = made(merging.inverse().outputs(records(merged)), merged)
     assert split.keys() == arrays.keys()
     assert all(np.array_equal(split[name], array) for name, array in arrays.items())
+    if len(rows[0]) == 1 and not index:
+        return
     # The same, written as a rule that splits.
     order: list[int] = rule["transpose"]  # type: ignore[assignment]
     (entry,) = doc["map"]
@@ -114,6 +122,13 @@ def test_a_conv1d_of_gpt2_is_cut_and_transposed_with_its_bias_by_one_rule() -> N
     result = run('[[map]]\nfrom = "h.*.c_attn.*"\nto = ["l.*.q.*", "l.*.k.*", "l.*.v.*"]\naxis = -1\ntranspose = true', arrays)
     assert np.array_equal(result["l.0.k.weight"], arrays["h.0.c_attn.weight"][:, 4:8].T)
     assert np.array_equal(result["l.0.v.bias"], arrays["h.0.c_attn.bias"][8:])
+
+
+def test_a_projection_gets_a_dimension_for_its_heads_as_jax_has_it() -> None:
+    layers = {f"layers.{i}.q": numbers(6, 5) + 100 * i for i in range(2)}
+    text = '[[map]]\nfrom = "layers.{i}.q"\nto = "q/kernel"\ntranspose = true\nstack = 1\nunfold = {axis = 2, count = 3}'
+    kernel = np.stack([array.reshape(3, 2, 5).transpose(2, 0, 1) for array in layers.values()], 1)
+    assert np.array_equal(run(text, layers)["q/kernel"], kernel)
 
 
 def test_parts_themselves_can_be_stacked() -> None:
@@ -184,6 +199,30 @@ MERGE = '[[map]]\nfrom = ["l.*.q", "l.*.k"]\nto = "l.*.qk"\n'
             "6 rows are not an even number",
         ),
         (
+            '[[map]]\nfrom = "w"\nto = "v"\nunfold = {axis = 0, count = 4}',
+            {"w": numbers(6)},
+            ShapeMismatchError,
+            "no dimension of .* can be made two",
+        ),
+        (
+            '[[map]]\nfrom = "w"\nto = "v"\nunfold = {axis = 1, count = 2}',
+            {"w": numbers(6)},
+            ShapeMismatchError,
+            "no dimension of .* can be made two",
+        ),
+        (
+            '[[map]]\nfrom = "e.{e}"\nto = "w"\nstack = 0\nunfold = {axis = 0, count = 1}',
+            {"e.0": numbers(2)},
+            ShapeMismatchError,
+            "no dimension of .* but stack can be made two",
+        ),
+        (
+            '[[map]]\nfrom = "w"\nto = ["a", "b"]\nunfold = {axis = 0, count = 3}',
+            {"w": numbers(2, 2)},
+            ShapeMismatchError,
+            "has not 3 along dimension 0 and one more",
+        ),
+        (
             '[[map]]\nfrom = "e.{e}"\nto = "w"\nstack = 0',
             {"e.0": numbers(1), "e.2": numbers(1)},
             NamesMismatchError,
@@ -225,6 +264,9 @@ def test_tensors_that_do_not_suit_a_rule_are_named_with_it(text: str, arrays: Ar
         ('from = "a.{1}"\nto = "c"', r"'\{1\}' is no wildcard"),
         ('from = "a"\nto = "c"\nrotary = {heads = 2, to = "evens"}', 'use "pairs" or "halves"'),
         ('from = "a"\nto = "c"\noptional = 1', "true or false"),
+        ('from = "a"\nto = "c"\nunfold = {count = 2}', "unfold: axis is None; give the number"),
+        ('from = "a"\nto = "c"\nunfold = {axis = 0}', "unfold, count is None"),
+        ('from = "a"\nto = "c"\nunfold = 2', "a int stands where keys are expected: axis, count"),
     ],
 )
 def test_a_rule_that_cannot_be_is_refused_where_it_is_read(rule: str, message: str) -> None:
