@@ -84,6 +84,8 @@ def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
         OptionError: it cannot be read.
     """
     _, config = read_config(path)
+    text = config.get("text_config")  # of a model that reads more than text
+    config = {**config, **text} if isinstance(text, dict) else config
     heads = head_counts(config)
     named = {} if heads is None else {"num_attention_heads": heads.query, "num_key_value_heads": heads.key_value}
     return {key: value for key, value in config.items() if type(value) is int} | named

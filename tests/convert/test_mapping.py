@@ -147,6 +147,18 @@ def test_a_tensor_goes_to_the_first_rule_that_means_it() -> None:
     assert list(run(text, {"a.0": numbers(1), "a.1": numbers(1)})) == ["first", "b.1"]
 
 
+def test_what_is_stacked_is_counted_and_others_of_that_form_stay() -> None:
+    arrays = {**{f"experts.{e}.w": numbers(2) + e for e in range(11)}, "experts.shared.w": numbers(2)}
+    result = run('[[map]]\nfrom = "experts.{e}.w"\nto = "experts.w"\nstack = 0', arrays)
+    assert result["experts.w"].tolist() == [[e, e + 1] for e in range(11)]
+    assert "experts.shared.w" in result
+
+
+def test_tensors_that_differ_only_in_what_the_new_name_does_not_tell_apart_are_refused() -> None:
+    with pytest.raises(NamesMismatchError, match="'xx' would be made twice"):
+        run('[[map]]\nfrom = "**.**"\nto = "**x**"', {"x.": numbers(1), ".x": numbers(1)})
+
+
 def test_many_heads_of_many_layers_are_planned_with_a_view_for_each_run() -> None:
     arrays = {f"l.{layer}.{p}": np.broadcast_to(np.int8(0), (4096, 8)) for layer in range(8) for p in "qkv"}
     rules = mapping('[[map]]\nfrom = ["l.*.q", "l.*.k", "l.*.v"]\nto = "l.*.qkv"\nratio = [1, 1, 1]\ninterleave = 128')
@@ -324,3 +336,5 @@ def test_every_mapping_that_comes_along_reads_both_ways(name: str) -> None:
 def test_numbers_of_heads_come_from_a_configuration_by_whatever_name_it_has(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"n_head": 12, "tie_word_embeddings": true, "vocab_size": 9}')
     assert config_values(tmp_path) == {"n_head": 12, "vocab_size": 9, "num_attention_heads": 12, "num_key_value_heads": 12}
+    (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2}}')
+    assert config_values(tmp_path / "config.json") == {"num_attention_heads": 8, "num_key_value_heads": 2}
