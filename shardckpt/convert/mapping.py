@@ -74,14 +74,14 @@ class Mapping:
 
 def _merged(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
     """What a rule makes of parts: the names that it uses, and the outputs."""
-    groups: dict[str, tuple[Captures, set[str]]] = {}
+    groups: dict[tuple[str, ...], tuple[Captures, set[str]]] = {}
     for name in tensors:
         captures = next((found for part in rule.parts if (found := part.match(name)) is not None), None)
-        if captures is not None:
-            whole = rule.whole.fill(captures)
-            groups.setdefault(whole, (captures, set()))[1].add(captures.get(rule.counted or "", ""))
-    for whole, (captures, counted) in groups.items():
-        names = _part_names(rule, captures, len(counted) if rule.counted is not None else 1)
+        index = "" if captures is None or rule.counted is None else captures[rule.counted]
+        if captures is not None and (rule.counted is None or index.isdecimal()):  # an expert that is called "shared" is not counted
+            groups.setdefault(tuple(captures[key] for key in rule.whole.keys), (captures, set()))[1].add(index)
+    for captures, counted in groups.values():
+        whole, names = rule.whole.fill(captures), _part_names(rule, captures, len(counted))
         missing = next((name for row in names for name in row if name not in tensors), None)
         if missing is not None:
             raise NamesMismatchError(

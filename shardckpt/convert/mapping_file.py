@@ -12,6 +12,7 @@
     stack = 0                               # of the one: counts what only the several have a wildcard for
     transpose = true                        # or [1, 0]: per dimension of what is made (but `stack`), the dimension it was
     rotary = {heads = "num_attention_heads", to = "pairs"}               # rows of heads, reordered; or to = "halves"
+    unfold = {axis = 1, count = "num_attention_heads"}                   # of the one: this dimension is two there
     optional = true                         # may match nothing
 
 All keys but `from` and `to` may be missing, and no others may be there.
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.config_files import parse_text, read_file
 from shardckpt.convert.captures import NamePattern
+from shardckpt.convert.folding import Unfold
 from shardckpt.convert.mapping import Mapping
 from shardckpt.convert.mapping_rule import MappingRule
 from shardckpt.convert.runs import Rotary
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["PRESETS", "config_values", "parse_mapping", "read_mapping"]
 
 _TOP = ("map", "values")
-_KEYS = ("from", "to", "axis", "stack", "sizes", "ratio", "interleave", "transpose", "rotary", "optional")
+_KEYS = ("from", "to", "axis", "stack", "sizes", "ratio", "interleave", "transpose", "rotary", "unfold", "optional")
 _ENDINGS = (".toml", ".yaml", ".yml")
 _FOLDER = resources.files("shardckpt.convert") / "mappings"
 PRESETS = tuple(sorted(entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")))
@@ -82,6 +84,8 @@ def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
         OptionError: it cannot be read.
     """
     _, config = read_config(path)
+    text = config.get("text_config")  # of a model that reads more than text
+    config = {**config, **text} if isinstance(text, dict) else config
     heads = head_counts(config)
     named = {} if heads is None else {"num_attention_heads": heads.query, "num_key_value_heads": heads.key_value}
     return {key: value for key, value in config.items() if type(value) is int} | named
@@ -141,6 +145,7 @@ class _Rule:
             groups=self._number(self._doc.get("interleave", 1), "interleave"),
             permutation=self._permutation(merges=merges),
             rotary=self._rotary(merges=merges),
+            unfold=self._unfold(),
             optional=self._flag("optional"),
             origin=self._where,
         )
@@ -202,6 +207,15 @@ class _Rule:
         if value.get("to") not in ("pairs", "halves"):
             self._refuse(f'rotary: to is {excerpt(value.get("to"))}; use "pairs" or "halves"')
         return Rotary(self._number(value.get("heads"), "rotary, heads"), pairs_in_whole=(value["to"] == "pairs") == merges)
+
+    def _unfold(self) -> Unfold | None:
+        value = self._doc.get("unfold")
+        if value is None:
+            return None
+        _refuse_others(value, ("axis", "count"), f"{self._where}, unfold")
+        if type(value.get("axis")) is not int:
+            self._refuse(f"unfold: axis is {excerpt(value.get('axis'))}; give the number of a dimension")
+        return Unfold(value["axis"], self._number(value.get("count"), "unfold, count"))
 
     def _flag(self, key: str) -> bool:
         value = self._doc.get(key, False)

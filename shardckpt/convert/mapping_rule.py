@@ -5,6 +5,7 @@ A rule has *parts* and a *whole*, and goes from the parts to the whole (it merge
 1. Each part has its dimensions in the whole's order (`permutation`).
 2. Parts of one index lie along `axis`: concatenated, or in turn, group by group (`runs`).
 3. Where parts have an index that the whole has not, such as the number of an expert, index i is at i along one more dimension, `stack`.
+4. One dimension of the whole may be made two (`unfold`).
 
 So what goes where follows from shapes alone, and the inverse of a rule is the same rule, the other way.
 """
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.convert.captures import NamePattern
+    from shardckpt.convert.folding import Unfold
     from shardckpt.structure import TensorRecord
 
 __all__ = ["MappingRule"]
@@ -56,6 +58,8 @@ class MappingRule:
     """Per dimension of the whole without `stack`, the part's dimension; "reverse": in reverse order; None: as they are."""
     rotary: Rotary | None = None
     """Rows of heads that are put in another order."""
+    unfold: Unfold | None = None
+    """A dimension of the whole that is two in the end; `axis` and `stack` count without the second."""
     optional: bool = False
     """Whether it may match nothing."""
     origin: str
@@ -153,7 +157,11 @@ class MappingRule:
                     box = _cut(box, order[axis], run.start, run.length)
                     start[axis] = run.place
                 views.append(View(tensor.name, box, permutation, _inserted(start, stack, index)))
-        return OutputTensor(name, _inserted(whole, stack, len(rows)), first.dtype, tuple(views))
+        made = OutputTensor(name, _inserted(whole, stack, len(rows)), first.dtype, tuple(views))
+        unfolded = made if self.unfold is None else self.unfold.output(made)
+        if unfolded is None:
+            self._mismatch(f"{shown(name)}: no dimension of {made.shape} but stack can be made two, as unfold says")
+        return unfolded
 
     # --- whole → parts ----------------------------------------------------------------------------------------------
 
@@ -163,12 +171,11 @@ class MappingRule:
         Raises:
             ShapeMismatchError: it has too few dimensions.
         """
-        stack, _ = self._places(len(whole.shape), whole)
-        if stack is not None and whole.shape[stack] == 0:
-            self._mismatch(
-                f"{shown(whole.name)} of shape {whole.shape} has nothing along dimension {stack}, so that nothing would be left of it"
-            )
-        return 1 if stack is None else whole.shape[stack]
+        shape = self._folded(whole).shape
+        stack, _ = self._places(len(shape), whole)
+        if stack is not None and shape[stack] == 0:
+            self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has nothing along dimension {stack}: nothing would be left of it")
+        return 1 if stack is None else shape[stack]
 
     def split(self, whole: TensorRecord, names: Sequence[Sequence[str]]) -> list[OutputTensor]:
         """The parts of a whole.
@@ -180,7 +187,7 @@ class MappingRule:
         Raises:
             ShapeMismatchError: it cannot be cut so.
         """
-        rows = self._by_index(names)
+        unfolded, whole, rows = whole, self._folded(whole), self._by_index(names)
         stack, axis = self._places(len(whole.shape), whole)
         if stack is not None and whole.shape[stack] != len(rows):
             self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has {whole.shape[stack]} along dimension {stack}, not {len(rows)}")
@@ -207,9 +214,18 @@ class MappingRule:
                 OutputTensor(name, _ordered(shape, back), whole.dtype, tuple(seen))
                 for name, shape, seen in zip(row, shapes, views, strict=True)
             ]
-        return found
+        return found if self.unfold is None else [self.unfold.reading(output, unfolded) for output in found]
 
     # --- shapes -----------------------------------------------------------------------------------------------------
+
+    def _folded(self, whole: TensorRecord) -> TensorRecord:
+        """The whole without the dimension that `unfold` has made of another."""
+        found = whole if self.unfold is None else self.unfold.folded(whole)
+        if found is None:
+            assert self.unfold is not None
+            axis, count = self.unfold.axis, self.unfold.count
+            self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has not {count} along dimension {axis} and one more (unfold)")
+        return found
 
     def _places(self, rank: int, tensor: TensorRecord) -> tuple[int | None, int | None]:
         """`stack` as a dimension of the whole, and `axis` as one of the whole without it; None where there is none."""

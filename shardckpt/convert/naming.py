@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,7 +27,6 @@ from shardckpt.rules.hf_config import read_config
 from shardckpt.tree import alias_map, leaf_names, meanings
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Sequence
     from collections.abc import Mapping as Named
 
@@ -72,10 +72,15 @@ class NameOptions:
             if callable(patterns):
                 raise OptionError(f"{what}: give patterns of names, as text.")
             selector(patterns)
-        rename = (self.rename,) if isinstance(self.rename, str) else tuple(self.rename)
+        rename = (self.rename,) if isinstance(self.rename, str) else self.rename
+        if not isinstance(rename, list | tuple):
+            raise OptionError(f"rename={excerpt(rename)}: give s/regex/replacement/, or a list of them.")
         for text in rename:
             Substitution(text)
-        object.__setattr__(self, "rename", rename)
+        object.__setattr__(self, "rename", tuple(rename))
+        for what, file in (("rename_file", self.rename_file), ("mapping", self.mapping), ("config", self.config)):
+            if file is not None and not isinstance(file, str | os.PathLike | Mapping):
+                raise OptionError(f"{what}={excerpt(file)}: give the path of a file.")
         Renaming(self.strip_prefix)
         if not isinstance(self.add_prefix, str):
             raise OptionError(f"add_prefix={excerpt(self.add_prefix)}: give what names shall begin with.")

@@ -34,12 +34,14 @@ def test_its_mappings_do_what_it_says_and_read_both_ways() -> None:
         gpt2,
         {"layers.0.q_proj.weight": q, "layers.0.k_proj.weight": kv, "layers.0.v_proj.weight": kv},
         {f"m.experts.{e}.{w}.weight": numbers(2, 3) + e for e in range(3) for w in ("w1", "w3")},
+        {f"layers.{layer}.q_proj.weight": numbers(8, 5) + layer for layer in range(3)},
     ]
     made_of = [
         {"blocks.0.qkv.weight": (96, 3), "blocks.0.ln.weight": (3,)},
         {f"h.0.attn.{part}.{kind}": (4, 2) if kind == "weight" else (4,) for part in "qkv" for kind in ("weight", "bias")},
         {"decoder.layers.0.self_attention.linear_qkv.weight": (96, 3)},
         {"m.experts.gate_up_proj": (3, 4, 3)},
+        {"decoder.layers.query.kernel": (5, 3, 4, 2)},
     ]
     # The ratio of the first example is 4:1:1, that of the third 32:8:8.
     for text, state, expected in zip(blocks("toml"), states, made_of, strict=True):

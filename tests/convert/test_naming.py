@@ -124,6 +124,9 @@ def test_what_is_no_pattern_is_refused(option: str) -> None:
     [
         ({"rename": "a/b"}, "as sed does"),
         ({"rename": ["s/a/b/", 3]}, "as sed does"),
+        ({"rename": 3}, "rename=3"),
+        ({"mapping": {}}, "mapping={}: give the path"),
+        ({"config": 3}, "config=3: give the path"),
         ({"strip_prefix": ""}, "strip_prefix=''"),
         ({"add_prefix": None}, "add_prefix=None"),
         ({"dtype": "float17"}, "float17"),

@@ -12,6 +12,8 @@ from forgery import seal, use_in_every_way
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.convert.mapping_file import read_mapping
+from shardckpt.convert.renaming import read_names
 
 PACKAGE = Path(shardckpt.__file__).parent
 FORBIDDEN_MODULES = {
@@ -30,13 +32,15 @@ FORBIDDEN_MODULES = {
 }
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "load", "loads", "system", "popen", "allow_pickle", "execfile"}
 HARMLESS = {"json.loads", "tomllib.loads", "re.compile"}
-RULES = PACKAGE / "rules" / "files.py"
+WRITTEN_BY_HAND = PACKAGE / "config_files.py"
 """Reads files that the user has written by hand, YAML among them, with a loader that makes plain data and nothing else."""
 
 
 def test_the_package_neither_unpickles_nor_evaluates_anything():
     for path in sorted(PACKAGE.rglob("*.py")):
-        modules, harmless = (FORBIDDEN_MODULES - {"yaml"}, {*HARMLESS, "yaml.load"}) if path == RULES else (FORBIDDEN_MODULES, HARMLESS)
+        modules, harmless = (
+            (FORBIDDEN_MODULES - {"yaml"}, {*HARMLESS, "yaml.load"}) if path == WRITTEN_BY_HAND else (FORBIDDEN_MODULES, HARMLESS)
+        )
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 assert not {alias.name.partition(".")[0] for alias in node.names} & modules, path
@@ -55,6 +59,14 @@ def test_a_rules_file_runs_nothing(tmp_path, text):
     (tmp_path / "rules.yaml").write_text(text.format(tmp_path / "made"))
     with pytest.raises(errors.OptionError, match=r"rules\.yaml"):
         shardckpt.Rules.from_file(tmp_path / "rules.yaml")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("read", [read_mapping, read_names])
+def test_a_mapping_file_and_a_file_of_names_run_nothing(tmp_path, read):
+    (tmp_path / "file.yaml").write_text(f"!!python/object/apply:os.mkdir ['{tmp_path / 'made'}']")
+    with pytest.raises(errors.OptionError, match=r"file\.yaml"):
+        read(tmp_path / "file.yaml")
     assert not (tmp_path / "made").exists()
 
 
