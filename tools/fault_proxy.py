@@ -168,7 +168,7 @@ class _Proxy:
                     raise _Refused(refusal, "a precondition does not hold")
             return await self._forward(transfer)
 
-    async def _go_on(self, transfer: Transfer, resumable: Resumable, preconditions: Preconditions | None = None) -> aiohttp.ClientResponse:
+    async def _go_on(self, transfer: Transfer, resumable: Resumable, preconditions: Preconditions | None) -> aiohttp.ClientResponse:
         """The answer to a request about a resumable upload."""
         if transfer.request.method == "DELETE":
             resumable.deleted = True

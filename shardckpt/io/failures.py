@@ -33,7 +33,6 @@ _ADVICE = {
     "default credentials were not found": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
     "permission_denied": "give these credentials the right to do that there, or use others",
     "forbidden": "give these credentials the right to do that there, or use others",
-    "does not have storage.objects": "give these credentials the right to do that there, or use others",
     "accessdenied": "give these credentials the right to do that there, or use others",
     "not_found": "what it needs is not there: it was removed meanwhile, or there is no such bucket; check its name and the endpoint",
 }

@@ -86,6 +86,8 @@ class GcsSession:
         )
         if answer.status_code == 412:
             raise already_exists(place)
+        if answer.status_code == 404:
+            raise OSError(f"there is no such bucket ({_refused(answer)})")
         if answer.status_code != 200:
             raise _refused(answer)
         session.state = dataclasses.replace(session.state, upload=answer.headers["Location"])

@@ -61,18 +61,11 @@ class UploadState:
         Raises:
             FormatError: it is none.
         """
-        part_bytes = doc.integer("part_bytes")
-        if not part_bytes:
-            doc.fail("'part_bytes' is 0")
-        return cls(
-            doc.string("upload"),
-            doc.string("token"),
-            part_bytes,
-            bool(doc.integer("if_absent")),
-            str(doc.one_of("checksum", ("crc32c", "md5"))),
-            doc.integer("summed"),
-            doc.integer("crc32c"),
-        )
+        part_bytes, summed, sum_ = (doc.integer(key) for key in ("part_bytes", "summed", "crc32c"))
+        if not part_bytes or summed % part_bytes or sum_ >= 1 << 32:
+            doc.fail(f"a checksum {sum_} of {summed} bytes in parts of {part_bytes} cannot be")
+        checksum = str(doc.one_of("checksum", ("crc32c", "md5")))
+        return cls(doc.string("upload"), doc.string("token"), part_bytes, bool(doc.integer("if_absent")), checksum, summed, sum_)
 
 
 class Session(Protocol):

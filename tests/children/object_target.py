@@ -12,7 +12,7 @@ from shardckpt.io import uploading
 from shardckpt.io.url import parse
 
 MiB = 1 << 20
-SIZE = 5 * MiB + 4321
+SIZE = 7 * MiB + 4321
 LIMIT = 4 * MiB
 PIECE = 300_007
 

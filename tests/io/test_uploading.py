@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from emulators import environment
 from faults import TRANSIENT, Rule, faulty_cloud
 
-from shardckpt.errors import AlreadyExistsError, BudgetError, CorruptionError, MissingExtraError, StorageError
+from shardckpt.errors import AlreadyExistsError, BudgetError, CorruptionError, FormatError, MissingExtraError, StorageError
 from shardckpt.fields import Fields
 from shardckpt.io import cloud as settings
 from shardckpt.io.store import Store
@@ -374,6 +374,19 @@ def test_who_has_no_credentials_is_told_which_to_set(tmp_path, monkeypatch, url,
     nobody = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": str(tmp_path)}
     with environment({**variables, **nobody}), pytest.raises(StorageError, match=advice):
         open_upload(parse(url), part_bytes=PART)
+
+
+def test_a_bucket_that_is_not_there_is_told(cloud):
+    with pytest.raises(StorageError, match="create it, or check its name"):
+        open_upload(parse(f"{cloud.emulator.scheme}://{uuid.uuid4().hex}/x"), part_bytes=PART)
+
+
+@pytest.mark.parametrize("change", [{"part_bytes": 0}, {"summed": 1}, {"crc32c": 1 << 32}, {"checksum": "sha1"}, {"upload": 1}])
+def test_a_state_that_cannot_be_is_refused(change):
+    good = UploadState("id", "token", PART, if_absent=True, summed=PART, crc32c=7).to_json()
+    assert UploadState.from_json(Fields(good, "state")).to_json() == good
+    with pytest.raises(FormatError, match="state"):
+        UploadState.from_json(Fields({**good, **change}, "state"))
 
 
 @pytest.mark.parametrize(("url", "variable"), [("s3://bucket/x", "AWS_ENDPOINT_URL"), ("gs://bucket/x", "TENSORSTORE_GCS_HTTP_URL")])
