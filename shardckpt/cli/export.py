@@ -25,7 +25,7 @@ def export(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a path or url.")],
     destination: Annotated[str, typer.Argument(metavar="OUT", help="Where to, as in model.safetensors.")],
     *,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Which format: safetensors.")] = "safetensors",
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Which format: safetensors, torch, dcp or orbax.")] = "safetensors",
     dtype: Dtypes = None,
     include: Annotated[list[str] | None, typer.Option("--include", metavar="PATTERN", help="Names to export; may be repeated.")] = None,
     exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Names to leave out; may be repeated.")] = None,

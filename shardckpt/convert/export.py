@@ -11,6 +11,7 @@ from shardckpt.convert.choosing import choose
 from shardckpt.convert.local_files import LocalFiles
 from shardckpt.convert.safetensors_layout import lay_out
 from shardckpt.convert.to_safetensors import write_safetensors
+from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.url import parse
@@ -36,14 +37,14 @@ class ExportReport:
     url: str
     """Of what was written: the file, or the directory."""
     files: tuple[str, ...]
-    """Their names."""
+    """Their names; that of the directory alone, where it is DCP's or Orbax's."""
     tensors: int
     nbytes: int
     """Of all elements that were written, by this call or an earlier one that was interrupted."""
     read_bytes: int
     """Stored bytes of the checkpoint that this call read."""
     written_bytes: int
-    """That this call wrote."""
+    """That this call wrote; of states those of tensors."""
     resumed_bytes: int
     """Of elements that an earlier call had written."""
     notes: tuple[str, ...]
@@ -56,7 +57,7 @@ def export(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: Literal["safetensors"] = "safetensors",
+    to: Literal["safetensors", "torch", "dcp", "orbax"] = "safetensors",
     dtype: str | Mapping[str, str] | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
@@ -73,8 +74,10 @@ def export(
 
     Args:
         src: the checkpoint: a path or url.
-        dst: where to: the path of a file, `….safetensors`, or of a directory, where it is `model.safetensors`.
-        to: which format.
+        dst: where to: the path of a file, `….safetensors`, or of a directory, where it is `model.safetensors`. For states the path of
+            the file that torch loads, or of the directory that DCP or Orbax does.
+        to: which format. "safetensors" holds tensors; "torch", "dcp" and "orbax" hold the state, with its containers and small leaves,
+            and begin anew when they were interrupted.
         dtype: what floating-point tensors are converted to, or pattern → dtype. Elements are rounded to the nearest, ties to even;
             what is too large becomes infinite.
         include: patterns of the names that are exported; None: all.
@@ -100,12 +103,38 @@ def export(
         StorageError: a storage failed, or has no room.
     """
     began = time.monotonic()
-    if to != "safetensors":
-        raise OptionError(f'export(to={excerpt(to)}): give "safetensors".')
+    if to != "safetensors" and to not in FORMATS:
+        raise OptionError(f"export(to={excerpt(to)}): give one of {', '.join(map(repr, ('safetensors', *FORMATS)))}.")
+    if to in FORMATS and metadata is not None:
+        raise OptionError(f"export(to={to!r}, metadata=…): this format has no header for texts; put them into the state.")
     check_flag(overwrite, "overwrite")
     check_flag(verify, "verify")
     limit = parse_bytes(memory_limit, "memory_limit")
     checkpoint, location = Checkpoint(src), parse(dst)
+    if to in FORMATS:
+        state = write_state(
+            checkpoint,
+            location,
+            to,
+            include=include,
+            exclude=exclude,
+            dtype=dtype,
+            limit=limit,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress or (lambda _done, _total: None),
+        )
+        return ExportReport(
+            url=str(location),
+            files=(location.name,),
+            tensors=state.tensors,
+            nbytes=state.nbytes,
+            read_bytes=state.read_bytes,
+            written_bytes=state.nbytes,
+            resumed_bytes=0,
+            notes=state.notes,
+            seconds=time.monotonic() - began,
+        )
     if location.local is None:
         raise OptionError(f"{location}: give a path on a local disk.")
     path = location.local if location.local.suffix == _SUFFIX else location.local / f"model{_SUFFIX}"
