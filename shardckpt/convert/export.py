@@ -43,14 +43,14 @@ class ExportReport:
     url: str
     """Of what was written: the file, or the directory."""
     files: tuple[str, ...]
-    """Their names."""
+    """Their names; that of the directory alone, where it is DCP's or Orbax's."""
     tensors: int
     nbytes: int
     """Of all elements that were written, by this call or an earlier one that was interrupted."""
     read_bytes: int
     """Stored bytes of the checkpoint that this call read."""
     written_bytes: int
-    """That this call wrote."""
+    """That this call wrote; of states those of tensors."""
     resumed_bytes: int
     """Of elements that an earlier call had written."""
     notes: tuple[str, ...]
@@ -81,7 +81,8 @@ def export(
     Args:
         src: the checkpoint: a path or url.
         dst: where to. safetensors: see `export_safetensors`. torch: a file on a local disk; dcp, orbax: a directory there.
-        to: which format. "safetensors" holds tensors; the others hold states, nested as they were saved, with small leaves.
+        to: which format. "safetensors" holds tensors; "torch", "dcp" and "orbax" hold the state, with its containers and small leaves,
+            and begin anew when they were interrupted.
         dtype: what floating-point tensors are converted to, or pattern → dtype. Elements are rounded to the nearest, ties to even;
             what is too large becomes infinite.
         include: patterns of the names that are exported; None: all.

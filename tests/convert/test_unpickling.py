@@ -133,7 +133,9 @@ def test_functions_of_ours_stand_for_what_is_called():
 
 
 def test_names_that_dcp_metadata_may_contain_are_data_alone():
-    assert not any(name.startswith(("os.", "posix.", "builtins.", "__builtin__.")) for name in CLASSES - {"builtins.bytes", "__builtin__.bytes"})
+    assert not any(
+        name.startswith(("os.", "posix.", "builtins.", "__builtin__.")) for name in CLASSES - {"builtins.bytes", "__builtin__.bytes"}
+    )
 
 
 # --- what torch.save was given -----------------------------------------------------------------------------------------

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import exported
 import pytest
+from typer.testing import CliRunner
 
+import shardckpt
 from shardckpt import errors
 from shardckpt.checkpoint import Checkpoint
+from shardckpt.cli.app import app
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.io.url import parse
 
@@ -55,3 +60,14 @@ def test_a_limit_that_does_not_suffice_is_refused_and_nothing_is_left(checkpoint
 def test_an_unknown_format_is_refused_by_name(checkpoint, tmp_path):
     with pytest.raises(errors.OptionError, match=r"'onnx'.*'torch', 'dcp', 'orbax'"):
         write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), "onnx", limit=64 * MiB)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_the_public_function_and_the_command_do_the_same(checkpoint, tmp_path, to):
+    report = shardckpt.export(checkpoint, tmp_path / "a", to=to, include="model/**", memory_limit="64MiB")
+    assert (report.tensors, report.files, report.url) == (8, ("a",), str(tmp_path / "a"))
+    answer = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "b"), "--to", to, "--include", "model/**", "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout)["bytes"] == report.nbytes
+    with pytest.raises(errors.OptionError, match="has no header for texts"):
+        shardckpt.export(checkpoint, tmp_path / "c", to=to, metadata={"a": "b"})
