@@ -31,7 +31,7 @@ from shardckpt.convert.torch_file import open_torch_file
 from shardckpt.convert.torch_objects import StoredTensor
 from shardckpt.dtypes import by_name
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, few
 from shardckpt.io.file_version import FileVersion, identity_of
 from shardckpt.io.store import LARGEST_WHOLE, Store
 from shardckpt.io.together import together
@@ -56,6 +56,8 @@ _OF_OTHERS = frozenset(("common.pt", "metadata.json", ".manager_metadata"))
 """Files beside `.metadata` in what others make of DCP's directories, which have readers of their own."""
 REMEMBERED = 4096
 """Items of which it is remembered where their elements are: about 1 KiB each."""
+SHOWN = 50
+"""Names in a note."""
 
 
 def looks_like(location: Location) -> str | None:
@@ -147,7 +149,7 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
             leaves[name] = value
     absent = [name for name in metadata.paths or () if name not in metadata.tensors and name not in metadata.bytes]
     if absent:
-        notes.append(f"the state had names of which nothing was stored: {', '.join(map(shown, absent))}.")
+        notes.append(f"the state had names of which nothing was stored: {few(absent, SHOWN)}.")
     return DcpState(leaves, metadata, tuple(absent), [version, *files.values()], tuple(notes), where)
 
 

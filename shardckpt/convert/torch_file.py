@@ -131,7 +131,7 @@ def _content(window: _Ends, info: zipfile.ZipInfo) -> bytes:
 def _start(span: Span, info: zipfile.ZipInfo, head: bytes) -> int:
     """Where the bytes of an entry begin."""
     at, stop = info.header_offset, info.header_offset + _HEADER.size
-    header = head[at:stop] if 0 <= at and stop <= len(head) else bytes(span.read(at, stop))
+    header = head[at:stop] if at >= 0 and stop <= len(head) else bytes(span.read(at, stop))
     signature, _, name, extra = _HEADER.unpack(header)
     if signature != _SIGNATURE:
         raise FormatError(

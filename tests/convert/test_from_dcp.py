@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint that real gloo jobs wrote, read without torch; DCP's own reading is what they are held against."""
+"""Directories of torch.distributed.checkpoint that real gloo jobs wrote, read without torch, and held against DCP's own reading."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_step_is_read_and_what_torch_xla_dropped_is_named(base, tmp_path):
     report = import_checkpoint(base / "10", tmp_path / "ours", trust_pickle=True)
     assert report.format == "torch_xla"
     check(restore(tmp_path / "ours"))
-    assert "the state had names of which nothing was stored: 'model.dropped'." in report.notes
+    assert "the state had names of which nothing was stored: model.dropped." in report.notes
     assert "silently drops" in report.notes[-1]
 
 
