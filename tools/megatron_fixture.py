@@ -10,6 +10,7 @@ import socket
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,16 +18,15 @@ import torch.distributed as dist
 RANKS = 4
 
 
-def sharded_state(rank):
+def sharded_state(rank: int) -> dict[str, Any]:
     """Tensor parallel over two ranks, data parallel over two."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
     tensor, data = rank % 2, rank // 2
 
-    def part(key, whole, axis, **options):
-        prepended = options.get("prepend_axis_num", 0)
+    def part(key: str, whole: torch.Tensor, axis: int) -> ShardedTensor:
         local = whole.chunk(2, axis)[tensor].contiguous()
-        return ShardedTensor.from_rank_offsets(key, local, (axis + prepended, tensor, 2), replica_id=data, **options)
+        return ShardedTensor.from_rank_offsets(key, local, (axis, tensor, 2), replica_id=data)
 
     weight = torch.arange(24.0).reshape(4, 6)
     layers = {
@@ -56,7 +56,7 @@ def sharded_state(rank):
     }
 
 
-def save(rank, directory, port):
+def save(rank: int, directory: Path, port: int) -> None:
     """One process."""
     warnings.simplefilter("ignore")
     torch.cuda.synchronize = lambda *_: None
@@ -69,7 +69,7 @@ def save(rank, directory, port):
     dist.destroy_process_group()
 
 
-def main():
+def main() -> None:
     """Make the directory, and start the processes."""
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True)

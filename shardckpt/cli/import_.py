@@ -57,7 +57,7 @@ def import_(
     memory_limit: MemoryLimit = "512MiB",
     overwrite: Overwrite = False,
     verify: Verify = True,
-    trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="Read what only a pickle says; that can run code.")] = False,
+    trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="Read what only a pickle says; nothing in it is run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Write a checkpoint of another format as one of shardckpt's.
@@ -69,7 +69,7 @@ def import_(
 
     if trust_pickle:
         print(
-            "warning: --trust-pickle: what whoever made SRC has put into its pickles runs as code, with all of your rights.",
+            "warning: --trust-pickle: SRC's pickles are read. Nothing in them is run here, but their maker is trusted for what they say.",
             file=sys.stderr,
         )
     choices: dict[str, Any] = {"layout": layout, "compression": compress, "unmatched": unmatched, "engine": engine}

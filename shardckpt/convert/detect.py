@@ -40,7 +40,7 @@ _BEFORE = {
     "safetensors": ("torch",),
     "orbax": ("dcp",),
     "xser": ("torch",),
-    "dcp": ("torch",),
+    "dcp": ("torch", "safetensors"),
     "megatron": ("torch",),
     "torch_xla": ("torch",),
 }

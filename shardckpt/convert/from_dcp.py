@@ -8,6 +8,8 @@
 5. The planner's paths make the nested state again, keys being text: DCP turns the integer keys of optimizers into text, and drops
    empty containers.
 
+Files that `HuggingFaceStorageWriter` left of each process are read by `dcp_safetensors`; they need no trust.
+
 DCP has no checksums. Those that torch's files have are checked where an item is read in one go.
 """
 
@@ -21,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.convert.dcp_metadata import parse_metadata
-from shardckpt.convert.foreign import Part
+from shardckpt.convert.dcp_safetensors import open_shards, shard_files
+from shardckpt.convert.foreign import ROWS_BYTES, Part
 from shardckpt.convert.nested import nested
 from shardckpt.convert.placed import PlacedTensor, held, place_tensors
 from shardckpt.convert.plain_values import LEFT, plain
@@ -31,7 +34,7 @@ from shardckpt.convert.torch_file import open_torch_file
 from shardckpt.convert.torch_objects import StoredTensor
 from shardckpt.dtypes import by_name
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, few
 from shardckpt.io.file_version import FileVersion, identity_of
 from shardckpt.io.store import LARGEST_WHOLE, Store
 from shardckpt.io.together import together
@@ -56,6 +59,10 @@ _OF_OTHERS = frozenset(("common.pt", "metadata.json", ".manager_metadata"))
 """Files beside `.metadata` in what others make of DCP's directories, which have readers of their own."""
 REMEMBERED = 4096
 """Items of which it is remembered where their elements are: about 1 KiB each."""
+REQUEST_BYTES = 8 << 20
+"""Bytes to which rows are joined to be read at once from an object store."""
+SHOWN = 50
+"""Names in a note."""
 
 
 def looks_like(location: Location) -> str | None:
@@ -64,6 +71,9 @@ def looks_like(location: Location) -> str | None:
     if _OF_OTHERS & set(names):
         return None
     files = sum(name.endswith(".distcp") for name in names)
+    shards = shard_files(names)
+    if shards:
+        return f"safetensors files of torch.distributed.checkpoint, process by process: {few(shards)}"
     if METADATA in names:
         return f"a torch.distributed.checkpoint directory: {METADATA} and {files} .distcp files"
     if files and any(name.startswith("__") and name.endswith(METADATA) for name in names):
@@ -85,6 +95,9 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         FormatError: it is none, or of a kind that is not read.
         MissingDataError, CorruptionError: a file is missing, or too short.
     """
+    shards = shard_files(children(location))
+    if shards:
+        return open_shards(location, shards)
     state = read_state(Store.open(location), trust_pickle=trust_pickle)
     return place_tensors(state.nested(), "dcp", location, identity_of(location, state.files), state.notes)
 
@@ -138,7 +151,8 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
     files = _files((item for _, item in items), store)
     notes = [f"{where} is a pickle, and was read because that was asked for; nothing in it was run."]
     opened = lru_cache(REMEMBERED)(lambda item: open_torch_file(Span(files[item.file], item.offset, item.offset + item.length)))
-    tensors = together(lambda named: _placed(*named, opened), metadata.tensors.items())
+    nbytes = ROWS_BYTES if store.location.local is not None else REQUEST_BYTES
+    tensors = together(lambda named: _placed(*named, opened, nbytes), metadata.tensors.items())
     values = together(lambda named: _value(*named, opened), metadata.bytes.items())
     leaves: dict[str, Any] = dict(zip(metadata.tensors, tensors, strict=True))
     for name, (value, left) in zip(metadata.bytes, values, strict=True):
@@ -147,7 +161,7 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
             leaves[name] = value
     absent = [name for name in metadata.paths or () if name not in metadata.tensors and name not in metadata.bytes]
     if absent:
-        notes.append(f"the state had names of which nothing was stored: {', '.join(map(shown, absent))}.")
+        notes.append(f"the state had names of which nothing was stored: {few(absent, SHOWN)}.")
     return DcpState(leaves, metadata, tuple(absent), [version, *files.values()], tuple(notes), where)
 
 
@@ -182,7 +196,7 @@ def _value(name: str, item: DcpItem, opened: Callable[[DcpItem], TorchFile]) -> 
         return plain(opened(item), name)
 
 
-def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile]) -> PlacedTensor:
+def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile], nbytes: int) -> PlacedTensor:
     """A tensor that knows where its elements are."""
     with _named(name):
         dtype = by_name(tensor.dtype)
@@ -190,7 +204,7 @@ def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile]
         strides = places[0].tensor(dtype)[1].strides if places else ()
     if not places and 0 in tensor.shape:
         return held(np.empty(tensor.shape, dtype.numpy))
-    parts = tuple(Part(chunk.start, chunk.shape, strided_chunks(chunk.shape, strides, dtype.itemsize)) for chunk in tensor.chunks)
+    parts = tuple(Part(chunk.start, chunk.shape, strided_chunks(chunk.shape, strides, dtype.itemsize, nbytes)) for chunk in tensor.chunks)
     return PlacedTensor(tensor.shape, dtype, parts, places=tuple(places))
 
 

@@ -90,8 +90,8 @@ def import_checkpoint(
         task_bytes: about what a task writes.
         overwrite: replace a checkpoint that is committed there.
         verify: read back what was written.
-        trust_pickle: read with Python's pickle what a format says in no other way. That can run any code that whoever made the files
-            has put there.
+        trust_pickle: read what a format says in a pickle alone. It is read by a machine that runs nothing (`unpickling`), and only of
+            files whose maker you trust.
         unmatched: what becomes of tensors that no rule means; None: as `rules` has it, and else "replicate".
         progress: called with bytes of elements done so far, and in all.
 

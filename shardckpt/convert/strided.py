@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["read_box", "strided_chunks"]
 
 
-def strided_chunks(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, ...]:
+def strided_chunks(shape: Sequence[int], strides: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
     """The chunks of `row_chunks`, with rows along whatever dimension is stored so.
 
     >>> strided_chunks((4096, 1024), (1, 4096), 4)
     (4096, 64)
     """
     order = sorted(range(len(shape)), key=lambda d: strides[d], reverse=True)
-    chunks = row_chunks([shape[d] for d in order], itemsize)
+    chunks = row_chunks([shape[d] for d in order], itemsize, nbytes)
     return tuple(chunks[order.index(d)] for d in range(len(shape)))
 
 

@@ -10,6 +10,7 @@ from e2e_torch import connect, leave
 from integration_dcp import state_of
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -88,11 +89,14 @@ def save(coordinator, directory, what, writer="one file", how="save"):
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     state = STATES[what](dist.get_world_size())
-    storage = dcp.FileSystemWriter(directory, **WRITERS[writer], sync_files=False)
+    if writer == "hugging face":
+        storage = HuggingFaceStorageWriter(directory, save_distributed=True)
+    else:
+        storage = dcp.FileSystemWriter(directory, **WRITERS[writer], sync_files=False)
     if how == "async":
         dcp.async_save(state, storage_writer=storage).result()
     else:
         dcp.save(state, storage_writer=storage, use_collectives=how != "without collectives")
     leave(coordinator)
-    if coordinator.world.process == 0 and how == "save" and writer != "safetensors":
+    if coordinator.world.process == 0 and how == "save" and writer not in ("safetensors", "hugging face"):
         dcp_to_torch_save(directory, f"{directory}.pt")

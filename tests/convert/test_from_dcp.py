@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint that real gloo jobs wrote, read without torch; DCP's own reading is what they are held against."""
+"""Directories of torch.distributed.checkpoint that real gloo jobs wrote, read without torch, and held against DCP's own reading."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import shardckpt
 from shardckpt.convert import from_dcp
+from shardckpt.convert.detect import detect
 from shardckpt.convert.foreign import ROWS_BYTES
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, OptionError, ReplacedError
@@ -140,6 +141,18 @@ def test_its_identity_is_another_one_when_a_file_is(copied):
     file = next(copied.glob("*.distcp"))
     file.write_bytes(file.read_bytes())
     assert opened(copied).identity != before
+
+
+def test_the_files_that_the_hugging_face_writer_leaves_of_each_process_are_one_state(jobs, tmp_path):
+    location = saved(jobs, tmp_path / "shards", 2, "sharded", "hugging face")
+    assert detect(location).format == "dcp"
+    report = import_checkpoint(str(location), tmp_path / "ours")
+    assert any("of 2 processes" in note for note in report.notes)
+    other = contents(opened(saved(jobs, tmp_path / "saved", 2, "sharded")))
+    assert bits(shardckpt.restore(tmp_path / "ours")) == bits(other)
+    (tmp_path / "shards" / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(MissingDataError, match="no file of shard 1"):
+        opened(location)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
