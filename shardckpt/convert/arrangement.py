@@ -56,4 +56,4 @@ class Arrangement:
 def check_into(into: object) -> None:
     """Raise OptionError unless that is a place in the state."""
     if not isinstance(into, str) or not all(into.split("/")):
-        raise OptionError(f'import_checkpoint(into={excerpt(into)}): give keys with slashes between, as in "model".')
+        raise OptionError(f'into={excerpt(into)}: give keys with slashes between, as in "model".')

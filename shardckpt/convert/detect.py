@@ -79,7 +79,7 @@ def module_of(name: str) -> FormatModule:
         OptionError: there is no such format.
     """
     if name not in FORMATS:
-        raise OptionError(f"import_checkpoint(from_={excerpt(name)}): use {', '.join(repr(one) for one in (AUTO, *FORMATS))}.")
+        raise OptionError(f"from_={excerpt(name)}: use {', '.join(repr(one) for one in (AUTO, *FORMATS))}.")
     found: FormatModule = import_module(f"shardckpt.convert.from_{name}")
     return found
 

@@ -98,31 +98,25 @@ class SafetensorsFiles:
         self._store = Store.open(location) if given is None else given.store
         beside = _names(self._store) if given is None else []
         main = _main(beside, self._store) if given is None else given.key
-        weight_map: Mapping[str, str] | None = None
-        index: FileVersion | None = None
-        if main.endswith(INDEX_SUFFIX):
-            index = FileVersion(self._store, main)
-            weight_map = _weight_map(index)
+        index = FileVersion(self._store, main) if main.endswith(INDEX_SUFFIX) else None
+        weight_map = None if index is None else _weight_map(index)
         files = [main] if weight_map is None else sorted(set(weight_map.values()))
         opened = together(self._open, files)
-        self._places: dict[str, tuple[FileVersion, StoredTensor]] = {}
-        for name, (version, header) in zip(files, opened, strict=True):
-            for tensor, stored in header.tensors.items():
-                _check_place(tensor, name, self._places, weight_map, str(index))
-                self._places[tensor] = version, stored
-        if weight_map is not None and len(weight_map) > len(self._places):
-            lost = next(tensor for tensor in weight_map if tensor not in self._places)
-            raise FormatError(f"{index}: {shown(lost)} should be in {weight_map[lost]}, which does not have it; get both files anew.")
+        headers = {version.key: header for version, header in opened}
+        if weight_map is not None:
+            _check_index(str(index), weight_map, headers)
+        self._places = {tensor: (version, stored) for version, header in opened for tensor, stored in header.tensors.items()}
         rows = ROWS_BYTES if self._store.location.local is not None else _REQUEST_BYTES
         ordered = self._places if weight_map is None else weight_map
         state = {tensor: _foreign(self._places[tensor][1], rows) for tensor in ordered}
         self.structure = structure_of(state, str(location))
         self._by_name = dict(zip(component_names(list(state)), (self._places[tensor] for tensor in state), strict=True))
         configs = {name: doc for name in _CONFIGS if name in beside and (doc := self._config(name)) is not None}
-        self.metadata = _metadata(files, [header for _, header in opened], configs)
+        self.metadata = _metadata(headers, configs)
         left = sorted(set(beside) - {*files, *configs, *([] if index is None else [main])})
         self.notes = (
-            f"{len(self._places)} tensors in {few(files)}" + ("" if index is None else f", by {main}"),
+            f"{len(self._places)} tensor{'' if len(self._places) == 1 else 's'} in {few(files)}"
+            + ("" if index is None else f", by {main}"),
             *([f"kept as metadata: {few(list(configs))}"] if configs else []),
             *([f"left behind: {few(left)}"] if left else []),
         )
@@ -169,13 +163,18 @@ def _foreign(stored: StoredTensor, rows: int) -> ForeignTensor:
     return ForeignTensor(stored.shape, stored.dtype, (Part((0,) * len(stored.shape), stored.shape, chunks),))
 
 
-def _check_place(name: str, file: str, known: Mapping[str, Any], weight_map: Mapping[str, str] | None, index: str) -> None:
-    """Raise FormatError unless a tensor is in the file that the index says, and only there."""
-    if name in known:
-        raise FormatError(f"{index}: {shown(name)} is in {known[name][0].key} and in {file}; which of the two counts, nothing says.")
-    if weight_map is not None and weight_map.get(name) != file:
-        says = "does not know it" if name not in weight_map else f"says it is in {weight_map[name]}"
-        raise FormatError(f"{index}: {shown(name)} is in {file}, and the index {says}; get the files anew, or write the index anew.")
+def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
+    """Raise FormatError unless every tensor is in the file that the index says, and in no other."""
+    for file, header in headers.items():
+        for name in header.tensors:
+            if weight_map.get(name) != file:
+                says = "does not know it" if name not in weight_map else f"says it is in {weight_map[name]}"
+                raise FormatError(
+                    f"{index}: {shown(name)} is in {file}, and the index {says}; get the files anew, or write the index anew."
+                )
+    for name, file in weight_map.items():
+        if name not in headers[file].tensors:
+            raise FormatError(f"{index}: {shown(name)} should be in {file}, which does not have it; get both files anew.")
 
 
 def _weight_map(index: FileVersion) -> Mapping[str, str]:
@@ -210,11 +209,12 @@ def _main(names: Sequence[str], store: Store) -> str:
     raise FormatError(f"{store}: no {SUFFIX} file lies there.")
 
 
-def _metadata(files: Sequence[str], headers: Sequence[Header], configs: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(headers: Mapping[str, Header], configs: Mapping[str, Any]) -> dict[str, Any]:
     """What the files say besides: once, where they agree, else file by file."""
-    said = [dict(header.metadata) for header in headers]
-    same = said[0] if all(one == said[0] for one in said) else {name: one for name, one in zip(files, said, strict=True) if one}
-    return {**({"safetensors": same} if same else {}), **configs}
+    said = {file: dict(header.metadata) for file, header in headers.items()}
+    first, *others = said.values()
+    agreed = first if all(other == first for other in others) else {file: one for file, one in said.items() if one}
+    return {**({"safetensors": agreed} if agreed else {}), **configs}
 
 
 def _names(store: Store) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.convert.detect import AUTO, detect, module_of
 from shardckpt.convert.foreign_source import ForeignSpec
-from shardckpt.errors import NotFoundError
+from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.io.file_version import file_at
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -123,15 +123,19 @@ def import_checkpoint(
         verify=verify,
     )
     check_flag(trust_pickle, "trust_pickle")
-    spec, notes = _found(src, from_, trust_pickle=trust_pickle, into=into)
+    spec, notes = _found(src, dst, from_, trust_pickle=trust_pickle, into=into)
     report = run_job(spec, dst, options, engine=engine, worker=worker, progress=progress)
     done: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(ReshardReport)}
     return ImportReport(**done, format=spec.format, notes=notes)
 
 
-def _found(src: str | os.PathLike[str], from_: str, *, trust_pickle: bool, into: str | None) -> tuple[ForeignSpec, tuple[str, ...]]:
+def _found(
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], from_: str, *, trust_pickle: bool, into: str | None
+) -> tuple[ForeignSpec, tuple[str, ...]]:
     """Which checkpoint is meant, and what there is to say of it."""
     location = parse(src)
+    if location.resolved == parse(dst).resolved:
+        raise OptionError(f"{location}: the new checkpoint would be written into what is read; choose another place for it.")
     if from_ == AUTO:
         detected = detect(location)
         name, seen = detected.format, (f"{detected.format}: {detected.seen}", *(f"not read: {other}" for other in detected.others))

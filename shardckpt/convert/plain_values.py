@@ -37,8 +37,8 @@ __all__ = ["LEFT", "plain", "whole"]
 
 LEFT = object()
 """Stands for what is left behind."""
-LARGEST_SHARED = 1 << 20
-"""Values of one pickle, at most: where there are more, they are some that are shared over and over."""
+MOST_PER_BYTE = 4
+"""Values that a byte of the pickle stands for, at most: where there are more, they are some that are shared over and over."""
 _NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)")
 _NUMBERS = re.compile(r"[biufc][0-9]{1,2}")
 """dtypes of numbers, as numpy pickles them."""
@@ -91,7 +91,7 @@ class _Walk:
 
     def visit(self, value: object, name: str, depth: int) -> Any:
         self.seen += 1
-        if depth > MAX_DEPTH or self.seen > LARGEST_SHARED:
+        if depth > MAX_DEPTH or self.seen > 1000 + MOST_PER_BYTE * self.file.pickle_bytes:
             return self.leave(name, "lies too deep, or among too much that is shared over and over")
         visitor = _VISITORS.get(type(value))
         try:

@@ -55,6 +55,8 @@ class TorchFile:
 
     state: object
     """What was saved: containers, leaves, `StoredTensor`s and `Instance`s."""
+    pickle_bytes: int
+    """Length of the pickle that describes it."""
     span: Span
     """All of it."""
     _storages: Mapping[str, zipfile.ZipInfo]
@@ -119,6 +121,7 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
         raise FormatError(f"{span}: it was written on a big-endian machine; load it with torch and save it on a little-endian one.")
     return TorchFile(
         unpickle(pickle, str(span), table, only=only, persistent=storage_of),
+        len(pickle),
         span,
         {name.removeprefix("data/"): info for name, info in by_name.items() if name.startswith("data/")},
         zlib.crc32(pickle) == pickles[0].CRC,
@@ -133,7 +136,7 @@ def _content(window: _Ends, info: zipfile.ZipInfo) -> bytes:
 def _start(span: Span, info: zipfile.ZipInfo, head: bytes) -> int:
     """Where the bytes of an entry begin."""
     at, stop = info.header_offset, info.header_offset + _HEADER.size
-    header = head[at:stop] if stop <= len(head) else bytes(span.read(at, stop))
+    header = head[at:stop] if 0 <= at and stop <= len(head) else bytes(span.read(at, stop))
     signature, _, name, extra = _HEADER.unpack(header)
     if signature != _SIGNATURE:
         raise FormatError(

@@ -55,7 +55,7 @@ def check_engine(engine: object) -> None:
         address_of(engine)
     elif engine is not None and not isinstance(engine, Executor):
         raise OptionError(
-            f"reshard(engine={excerpt(engine)}): give a concurrent.futures.Executor, a url such as ray://HOST:PORT, or None for this "
+            f"engine={excerpt(engine)}: give a concurrent.futures.Executor, a url such as ray://HOST:PORT, or None for this "
             f"machine's processes."
         )
 

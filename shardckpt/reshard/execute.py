@@ -182,9 +182,9 @@ def run_job(
     job = Job(source, str(parse(dst)), options, call=secrets.token_hex(8), alone=worker is None and engine is None)
     in_one_memory = "memory" in (place_of(source).scheme, parse(job.destination).scheme)
     if isinstance(engine, str) and worker is not None:
-        raise OptionError(f"reshard(engine={engine!r}, worker={worker}): a cluster has workers of its own; leave one of the two out.")
+        raise OptionError(f"engine={engine!r}, worker={worker}: a cluster has workers of its own; leave one of the two out.")
     if isinstance(engine, str) and in_one_memory:
-        raise OptionError(f"reshard(engine={engine!r}): a memory:// url is of this process alone, and a cluster cannot reach it.")
+        raise OptionError(f"engine={engine!r}: a memory:// url is of this process alone, and a cluster cannot reach it.")
     opened = OpenJob(job)
     if opened.carries:
         return _carried(opened, progress or (lambda _done, _total: None), began)
@@ -249,7 +249,7 @@ def all_rules(
     """All that says how tensors are laid out, as one."""
     if rules is None and like is None:
         if unmatched is not None:
-            raise OptionError("reshard(unmatched=…) is about tensors that no rule means, and there are no rules; give rules= or like=.")
+            raise OptionError("unmatched=… is about tensors that no rule means, and there are no rules; give rules= or like=.")
         return None
     found = Rules() if rules is None else rules
     if isinstance(found, Mapping):
@@ -257,7 +257,7 @@ def all_rules(
     elif isinstance(found, str | Sequence):
         found = Rules.parse(found)
     elif not isinstance(found, Rules):
-        raise OptionError(f"reshard(rules={excerpt(rules)}): give shardckpt.Rules, texts such as '**/w1=(None,model)', or a dict.")
+        raise OptionError(f"rules={excerpt(rules)}: give shardckpt.Rules, texts such as '**/w1=(None,model)', or a dict.")
     if like is not None:
         other = like if isinstance(like, Checkpoint) else Checkpoint(like)
         found = found.then(Rules.like(other.record, str(other.location)))
@@ -269,7 +269,7 @@ def _checked(worker: Any) -> tuple[int, int]:
     if worker is None:
         return 0, 1
     if not (isinstance(worker, tuple) and len(worker) == 2 and all(type(n) is int for n in worker) and 0 <= worker[0] < worker[1]):
-        raise OptionError(f"reshard(worker={excerpt(worker)}): give (K, N): this is worker K of N, counted from 0.")
+        raise OptionError(f"worker={excerpt(worker)}: give (K, N): this is worker K of N, counted from 0.")
     return worker
 
 

@@ -59,37 +59,35 @@ class ReshardOptions:
     def __post_init__(self) -> None:
         """Check every option."""
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
-            raise OptionError(f"reshard(mesh=…): a {type(self.mesh).__name__} is no shardckpt.Mesh; give Mesh(shape, axis_names).")
+            raise OptionError(f"mesh=…: a {type(self.mesh).__name__} is no shardckpt.Mesh; give Mesh(shape, axis_names).")
         if self.rules is not None and not isinstance(self.rules, Rules):
-            raise OptionError(
-                f"reshard(rules=…): a {type(self.rules).__name__} is no shardckpt.Rules; use Rules.parse(['pattern=spec', …])."
-            )
+            raise OptionError(f"rules=…: a {type(self.rules).__name__} is no shardckpt.Rules; use Rules.parse(['pattern=spec', …]).")
         if self.layout not in (None, "packed", "zarr"):
-            raise OptionError(f'reshard(layout={excerpt(self.layout)}): use "packed" or "zarr".')
+            raise OptionError(f'layout={excerpt(self.layout)}: use "packed" or "zarr".')
         if self.compression not in (None, "zstd", "none"):
-            raise OptionError(f'reshard(compression={excerpt(self.compression)}): use "zstd" or "none".')
+            raise OptionError(f'compression={excerpt(self.compression)}: use "zstd" or "none".')
         object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
         object.__setattr__(self, "task_bytes", parse_bytes(self.task_bytes, "task_bytes"))
         if self.task_length <= 0:
-            raise OptionError(f"reshard(task_bytes={self.task_length}): must be positive.")
+            raise OptionError(f"task_bytes={self.task_length}: must be positive.")
         workers = self.workers
         if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or not 0 < workers <= MOST_WORKERS):
-            raise OptionError(f"reshard(workers={excerpt(workers)}): give a number from 1 to {MOST_WORKERS}.")
+            raise OptionError(f"workers={excerpt(workers)}: give a number from 1 to {MOST_WORKERS}.")
         check_flag(self.overwrite, "overwrite")
         check_flag(self.verify, "verify")
         if callable(self.only):
-            raise OptionError("reshard(only=…): give patterns, which workers in other processes can be told.")
+            raise OptionError("only=…: give patterns, which workers in other processes can be told.")
         selector(self.only)
         self._check_dtypes()
 
     def _check_dtypes(self) -> None:
         if self.dtype is not None and not isinstance(self.dtype, str | Mapping):
-            raise OptionError(f"reshard(dtype={excerpt(self.dtype)}): give a dtype's name, or a dict of pattern → name.")
+            raise OptionError(f"dtype={excerpt(self.dtype)}: give a dtype's name, or a dict of pattern → name.")
         for name in [self.dtype] if isinstance(self.dtype, str) else (self.dtype or {}).values():
             try:
                 by_name(name)
             except DtypeError as e:
-                raise OptionError(f"reshard(dtype=…): {e}") from e
+                raise OptionError(f"dtype=…: {e}") from e
 
     @property
     def task_length(self) -> int:

@@ -112,4 +112,4 @@ def _refuse_idle(patterns: Iterable[str], names: Collection[str]) -> None:
     """Refuse a pattern that matches no tensor: it is misspelt."""
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
-            raise OptionError(f"reshard(dtype=…): {pattern!r} matches no tensor; patterns are matched with whole names.")
+            raise OptionError(f"dtype=…: {pattern!r} matches no tensor; patterns are matched with whole names.")

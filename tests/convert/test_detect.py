@@ -96,6 +96,6 @@ def test_a_checkpoint_of_our_own_is_not_imported(tmp_path: Path) -> None:
 
 
 def test_a_format_that_there_is_not_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(errors.OptionError, match=r"from_='gguf'\): use 'auto', 'safetensors'"):
+    with pytest.raises(errors.OptionError, match=r"from_='gguf': use 'auto', 'safetensors'"):
         shardckpt.import_checkpoint(tmp_path, tmp_path / "out", from_="gguf")
     assert "safetensors" in FORMATS

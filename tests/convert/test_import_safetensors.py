@@ -238,5 +238,13 @@ def test_a_source_that_changes_is_an_error_while_it_is_read_and_another_job_afte
     assert (again.attempt, again.stored_bytes) == (report.attempt, 0)
 
 
+def test_nothing_is_written_into_what_is_read(tmp_path: Path) -> None:
+    save_file(A, tmp_path / "model.safetensors")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for target in (tmp_path, tmp_path / "link"):
+        with pytest.raises(errors.OptionError, match="written into what is read"):
+            shardckpt.import_checkpoint(tmp_path, target)
+
+
 def test_every_name_of_a_dtype_stands_for_one_of_ours() -> None:
     assert len({by_name(name).name for name in _DTYPES.values()}) == len(_DTYPES)

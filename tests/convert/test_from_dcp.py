@@ -1,0 +1,276 @@
+"""Directories of torch.distributed.checkpoint that real gloo jobs wrote, read without torch; DCP's own reading is what they are held against."""
+
+from __future__ import annotations
+
+import pickle  # DCP's own way to write its metadata
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from foreign_contents import contents
+from processes import Processes
+from torch.distributed.checkpoint import FileSystemReader
+
+import shardckpt
+from shardckpt.convert import from_dcp
+from shardckpt.convert.foreign import ROWS_BYTES
+from shardckpt.convert.importing import import_checkpoint
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, OptionError, ReplacedError
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+
+QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    with Processes("dcp_saves", env=QUIET) as processes:
+        yield processes
+
+
+def saved(jobs, directory, ranks, *how):
+    assert jobs.run("save", ranks, directory, *how) == [None] * ranks
+    return parse(directory)
+
+
+@pytest.fixture(scope="module")
+def plain(jobs, tmp_path_factory):
+    """What one process saved; not to be changed."""
+    return saved(jobs, tmp_path_factory.mktemp("dcp") / "plain", 1, "plain")
+
+
+@pytest.fixture
+def copied(plain, tmp_path):
+    """The same, to be damaged."""
+    return Path(shutil.copytree(str(plain), tmp_path / "copy"))
+
+
+def opened(place):
+    return from_dcp.open_foreign(parse(place) if isinstance(place, Path) else place, trust_pickle=True)
+
+
+def bits(value):
+    """A value of torch's or numpy's as dtype, shape and bytes; any other as it is."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().contiguous()
+        raw = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        return str(value.dtype).removeprefix("torch."), tuple(value.shape), raw
+    if isinstance(value, np.ndarray):
+        return value.dtype.name, value.shape, np.ascontiguousarray(value).tobytes()
+    if isinstance(value, dict):
+        return {str(key): bits(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(bits(child) for child in value)
+    return value
+
+
+def as_dcp_reads(location):
+    return torch.load(f"{location}.pt", weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "what", "writer"),
+    [
+        (1, "trained", "one file"),
+        (2, "sharded", "two threads"),
+        (2, "trained", "a file an item"),
+        (4, "sharded", "one file"),
+        (4, "trained", "two threads"),
+    ],
+)
+def test_what_dcp_saved_is_what_dcp_itself_reads(jobs, tmp_path, ranks, what, writer):
+    location = saved(jobs, tmp_path / "saved", ranks, what, writer)
+    assert bits(contents(opened(location))) == bits(as_dcp_reads(location))
+
+
+def test_plain_tensors_of_every_dtype_and_stride_and_leaves_are_what_dcp_itself_reads(plain):
+    assert bits(contents(opened(plain))) == bits(as_dcp_reads(plain))
+
+
+def test_an_asynchronous_save_is_read_as_any_other(jobs, tmp_path):
+    found = contents(opened(saved(jobs, tmp_path / "async", 2, "sharded", "one file", "async")))
+    np.testing.assert_array_equal(found["uneven"], np.arange(5, dtype=np.int32))
+
+
+def test_each_process_of_dcp_has_a_piece_of_its_own(jobs, tmp_path):
+    foreign = opened(saved(jobs, tmp_path / "pieces", 4, "sharded"))
+    tensors = foreign.structure.tensors
+    assert [(p.start, p.shape) for p in tensors["square"].pieces] == [
+        ((0, 0), (4, 3)), ((0, 3), (4, 2)), ((4, 0), (3, 3)), ((4, 3), (3, 2))
+    ]  # fmt: skip
+    assert [p.shape for p in tensors["uneven"].pieces] == [(2,), (2,), (1,)], "an empty shard is no piece"
+    assert len(tensors["replicated"].pieces) == 1
+
+
+def test_chunks_lie_as_the_elements_do_and_are_bounded(plain):
+    tensors = opened(plain).structure.tensors
+    assert tensors["rows"].pieces[0].chunks == (256, 1000)
+    assert tensors["transposed"].pieces[0].chunks == (1000, 256), "its columns are one run of bytes each"
+    for tensor in tensors.values():
+        assert all(np.prod(piece.chunks) * tensor.dtype.itemsize <= ROWS_BYTES for piece in tensor.pieces)
+
+
+def test_it_is_detected_and_said_what_was_seen(plain, tmp_path):
+    assert from_dcp.looks_like(plain) == "a torch.distributed.checkpoint directory: .metadata and 1 .distcp files"
+    assert from_dcp.looks_like(parse(tmp_path)) is None
+    assert from_dcp.looks_like(parse(tmp_path / "nothing")) is None
+    assert from_dcp.looks_like(parse(f"{plain}.pt")) is None
+
+
+def test_an_import_is_a_checkpoint_of_the_same_state(plain, tmp_path):
+    report = import_checkpoint(str(plain), tmp_path / "ours", trust_pickle=True)
+    assert report.format == "dcp"
+    assert any("is a pickle" in note for note in report.notes)
+    assert bits(shardckpt.restore(tmp_path / "ours")) == bits(as_dcp_reads(plain))
+
+
+def test_a_directory_in_an_object_store_is_read_by_the_same_code(plain):
+    there = Store.open("memory://dcp/plain")
+    for path in Path(str(plain)).iterdir():
+        there.write(path.name, path.read_bytes())
+    foreign = opened(there.location)
+    assert bits(contents(foreign)) == bits(as_dcp_reads(plain))
+
+
+def test_its_identity_is_another_one_when_a_file_is(copied):
+    before = opened(copied).identity
+    assert opened(copied).identity == before
+    file = next(copied.glob("*.distcp"))
+    file.write_bytes(file.read_bytes())
+    assert opened(copied).identity != before
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_without_trust_the_metadata_is_not_read(plain):
+    with pytest.raises(OptionError, match=r"\.metadata is a pickle.*--trust-pickle, or trust_pickle=True"):
+        from_dcp.open_foreign(plain)
+
+
+def test_what_python_objects_need_pickle_for_is_left_behind_and_said(copied):
+    torch.save({"kept": 1, "slice": slice(3), "set": {1}, "list": [slice(1), 2]}, copied / "leaf.pt")
+    replace_leaf(copied, "values.text", (copied / "leaf.pt").read_bytes())
+    foreign = opened(copied)
+    assert contents(foreign)["values"]["text"] == {"kept": 1, "list": [None, 2]}
+    left = [note for note in foreign.notes if "left behind" in note]
+    assert left == [
+        "values.text/slice is left behind: it is a __builtin__.slice.",
+        "values.text/set is left behind: it is a __builtin__.set.",
+        "values.text/list/0 is left behind: it is a __builtin__.slice.",
+    ]
+
+
+def replace_leaf(directory, name, data):
+    """Append other bytes to a data file, and have the metadata say that a leaf is those."""
+    file = next(directory.glob("*.distcp"))
+    at = file.stat().st_size
+    file.write_bytes(file.read_bytes() + data)
+    change_metadata(directory, lambda m: m.storage_data.update({index(m, name): stored_at(m, name, offset=at, length=len(data))}))
+
+
+def index(metadata, name, start=None):
+    return next(i for i in metadata.storage_data if i.fqn == name and (start is None or tuple(i.offset) == start))
+
+
+def stored_at(metadata, name, **changes):
+    info = metadata.storage_data[index(metadata, name)]
+    return type(info)(**{"relative_path": info.relative_path, "offset": info.offset, "length": info.length, **changes})
+
+
+def change_metadata(directory, change):
+    path = directory / ".metadata"
+    metadata = FileSystemReader(directory).read_metadata()
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def test_a_gap_and_an_overlap_are_refused_by_name(copied):
+    def shift(metadata):
+        metadata.state_dict_metadata["part"].size = torch.Size([8])
+
+    change_metadata(copied, shift)
+    with pytest.raises(FormatError, match=r"'part': what is stored does not make the tensor of shape \(8,\): .* 7 elements of 8"):
+        opened(copied)
+
+
+def test_a_box_that_is_announced_twice_is_taken_once(copied):
+    change_metadata(copied, lambda m: m.state_dict_metadata["part"].chunks.append(m.state_dict_metadata["part"].chunks[0]))
+    assert len(opened(copied).structure.tensors["part"].pieces) == 1
+
+
+def test_a_transformed_stream_is_refused_with_its_transform(copied):
+    def compress(metadata):
+        metadata.storage_data[index(metadata, "part")].transform_descriptors = ["stream.zstd/1"]
+
+    change_metadata(copied, compress)
+    with pytest.raises(FormatError, match=r"'part' went through \['stream.zstd/1'\]"):
+        opened(copied)
+
+
+def test_files_that_are_safetensors_inside_are_refused(jobs, tmp_path):
+    with pytest.raises(FormatError, match=r"this is no file of torch\.save"):
+        opened(saved(jobs, tmp_path / "inside", 1, "sharded", "safetensors"))
+
+
+def test_a_save_without_collectives_is_refused(jobs, tmp_path):
+    location = saved(jobs, tmp_path / "alone", 2, "sharded", "one file", "without collectives")
+    assert "without collectives" in from_dcp.looks_like(location)
+    with pytest.raises(FormatError, match=r"there is no \.metadata.*without collectives"):
+        opened(location)
+
+
+def test_a_missing_file_and_one_that_is_cut_off_are_errors_before_anything_is_read(copied):
+    file = next(copied.glob("*.distcp"))
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    with pytest.raises(CorruptionError, match=rf"{file.name} ends before byte {len(data)}"):
+        opened(copied)
+    file.unlink()
+    with pytest.raises(MissingDataError, match=rf"{file.name} is missing"):
+        opened(copied)
+
+
+def test_a_flipped_bit_in_a_tensor_that_is_read_in_one_go_is_noticed(copied):
+    change(copied, np.full((3, 4), 1, np.float32).tobytes())
+    with pytest.raises(CorruptionError, match=r"'expanded': .*CRC-32"):
+        contents(opened(copied))
+
+
+def change(directory, known):
+    """Flip a bit where these bytes are."""
+    file = next(directory.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    assert data.count(known) == 1
+    data[data.index(known)] ^= 4
+    file.write_bytes(data)
+
+
+def test_metadata_of_another_file_are_noticed(copied):
+    def swap(metadata):
+        one, other = index(metadata, "part"), index(metadata, "permuted")
+        metadata.storage_data[one], metadata.storage_data[other] = metadata.storage_data[other], metadata.storage_data[one]
+
+    change_metadata(copied, swap)
+    with pytest.raises(FormatError, match=r"here should be float32 of shape .* and there is torch.float32 of shape"):
+        opened(copied)
+
+
+def test_a_file_outside_of_the_directory_is_not_read(copied):
+    def escape(metadata):
+        metadata.storage_data[index(metadata, "part")].relative_path = "../secret"
+
+    (copied.parent / "secret").write_bytes(b"x" * 10_000_000)
+    change_metadata(copied, escape)
+    with pytest.raises(FormatError, match=r"'\.\./secret' names nothing below"):
+        opened(copied)
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(copied):
+    foreign = opened(copied)
+    file = next(copied.glob("*.distcp"))
+    file.write_bytes(file.read_bytes())
+    with pytest.raises(ReplacedError, match=r"was changed"):
+        contents(foreign)

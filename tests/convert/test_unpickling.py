@@ -1,0 +1,168 @@
+"""A machine that reads pickles and runs nothing in them, held against Python's own and torch's."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.convert.dcp_metadata import CLASSES, parse_metadata
+from shardckpt.convert.plain_values import plain
+from shardckpt.convert.span import LoadedFile, Span
+from shardckpt.convert.torch_file import open_torch_file
+from shardckpt.convert.torch_objects import TABLE
+from shardckpt.convert.unpickling import Build, Instance, Name, unpickle
+from shardckpt.errors import CorruptionError, FormatError
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=300)
+keys = scalars | st.tuples(scalars, scalars)
+values = st.recursive(
+    scalars, lambda children: st.lists(children) | st.tuples(children, children) | st.tuples(children) | st.dictionaries(keys, children)
+)
+
+
+@given(values, st.integers(2, 5))
+def test_plain_values_are_what_python_itself_reads(value, protocol):
+    data = pickle.dumps(value, protocol)
+    assert unpickle(data, "file", {"_codecs.encode": TABLE["_codecs.encode"], "__builtin__.bytes": TABLE["__builtin__.bytes"]}) == value
+
+
+@given(values)
+def test_a_state_that_torch_saved_is_what_torch_itself_reads(value):
+    buffer = io.BytesIO()
+    torch.save({"state": value}, buffer)
+    buffer.seek(0)
+    assert file_of(buffer.getvalue()).state == torch.load(buffer, weights_only=False)
+
+
+def file_of(data):
+    return open_torch_file(Span(LoadedFile("the file", data), 0, len(data)))
+
+
+def test_what_is_shared_is_shared():
+    inner = [1]
+    found = unpickle(pickle.dumps([inner, inner]), "file")
+    assert found[0] is found[1]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_nothing_that_a_pickle_calls_is_called(tmp_path, protocol):
+    class Attack:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/reached",)
+
+    data = pickle.dumps([Attack()], protocol)
+    (found,) = unpickle(data, "file")
+    assert (found.name, found.arguments) == ("posix.system", (f"touch {tmp_path}/reached",))
+    with pytest.raises(FormatError, match=r"file: this pickle names 'posix\.system'.*nothing of it was run"):
+        parse_metadata(data, "file")
+    assert list(tmp_path.iterdir()) == []
+    pickle.loads(data)
+    assert [path.name for path in tmp_path.iterdir()] == ["reached"], "Python itself runs it"
+
+
+ATTACKS = {
+    "eval": b"cbuiltins\neval\n(X\x01\x00\x00\x00atR.",
+    "in the state of a class": b"ctorch.distributed.checkpoint.metadata\nMetadata\n}X\x01\x00\x00\x00acposix\nsystem\nsb.",
+    "dropped from the stack": b"cposix\nsystem\n0N.",
+    "a getattr": b"c__builtin__\ngetattr\n(X\x01\x00\x00\x00atR.",
+    "the old way": b"(S'touch'\niposix\nsystem\n.",
+    "an extension": b"\x82\x01.",
+    "another file": b"P0\n.",
+    "a name that is no text": b"K\x01K\x02\x93.",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_metadata_that_would_run_code_are_refused_whoever_trusts_them(attack):
+    with pytest.raises(FormatError, match=r"^the file: this pickle "):
+        parse_metadata(ATTACKS[attack], "the file")
+
+
+def test_a_state_is_given_to_instances_alone():
+    for target in (b"c__builtin__\nobject\n", b"]", b"K\x01"):
+        with pytest.raises(FormatError, match="is given a state"):
+            unpickle(target + b"}b.", "file")
+    assert unpickle(b"ccollections\nOrderedDict\n)R}b.", "file", TABLE) == {}, "torch keeps versions of modules there"
+
+
+def test_a_large_number_in_few_bytes_takes_no_memory():
+    # Python's own machine makes a table as long as the largest place that is spoken of.
+    assert unpickle(b"Nr\xff\xff\xff\x7f.", "file") is None
+    for length in (b"B\xff\xff\xff\xff", b"\x8e" + struct.pack("<Q", 1 << 60), b"X\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f"):
+        with pytest.raises(FormatError, match="ends at byte"):
+            unpickle(length + b"abc.", "file")
+
+
+def test_a_pickle_that_is_cut_off_or_nested_without_end_is_an_error_and_no_crash():
+    data = pickle.dumps({"a": [1, 2.5, "text", (None, True)]}, 4)
+    for end in range(len(data)):
+        with pytest.raises(FormatError, match="this pickle"):
+            unpickle(data[:end], "file")
+    deep = b"N" + b"\x85" * 100_000
+    unpickle(deep + b".", "file")
+    with pytest.raises(FormatError, match="a tuple is a key"):
+        unpickle(b"}" + deep + b"Ns.", "file")
+
+
+@given(st.binary(max_size=60), st.data())
+def test_any_bytes_are_read_or_refused(noise, data):
+    sound = pickle.dumps({"a": [1, (2.5, "b")], 3: OrderedDict(c=b"d")}, data.draw(st.integers(2, 5)))
+    at = data.draw(st.integers(0, len(sound)))
+    try:
+        unpickle(sound[:at] + noise + sound[at:], "file", TABLE)
+    except FormatError as e:
+        assert str(e).startswith("file: this pickle")
+
+
+def test_functions_of_ours_stand_for_what_is_called():
+    data = pickle.dumps([complex(1, 2), range(3)])
+    assert unpickle(data, "file", {"builtins.complex": Build(complex)})[0] == 1 + 2j
+    other = unpickle(data, "file")[1]
+    assert isinstance(other, Instance)
+    assert other.name == "builtins.range"
+    assert unpickle(pickle.dumps(len), "file") == Name("builtins.len")
+
+
+def test_names_that_dcp_metadata_may_contain_are_data_alone():
+    assert not any(name.startswith(("os.", "posix.", "builtins.", "__builtin__.")) for name in CLASSES - {"builtins.bytes", "__builtin__.bytes"})
+
+
+# --- what torch.save was given -----------------------------------------------------------------------------------------
+
+
+def test_what_is_shared_over_and_over_is_left_behind():
+    shared = [0]
+    for _ in range(40):
+        shared = [shared, shared]
+    buffer = io.BytesIO()
+    torch.save({"bomb": shared, "fine": 1}, buffer)
+    value, left = plain(file_of(buffer.getvalue()), "leaf")
+    assert left
+    assert "shared over and over" in left[0]
+    assert set(value) <= {"bomb", "fine"}
+
+
+def test_a_damaged_file_of_torch_save_is_an_error_or_reads_as_before():
+    buffer = io.BytesIO()
+    torch.save({"w": torch.arange(6.0), "n": 5}, buffer)
+    sound = buffer.getvalue()
+    expected = file_of(sound).state
+    rng = np.random.default_rng(0)
+    for at in rng.integers(0, len(sound), 300).tolist():
+        damaged = bytearray(sound)
+        damaged[at] ^= 1 << int(rng.integers(8))
+        try:
+            found = file_of(bytes(damaged))
+            found.storage(found.state["w"].storage)
+        except (FormatError, CorruptionError, KeyError, AttributeError, TypeError):
+            continue
+        assert type(found.state) is type(expected)
