@@ -13,7 +13,8 @@ import msgpack
 import numpy as np
 import pytest
 from emulators import _free_port
-from foreign_states import described, state_of, tensor_of
+from foreign_contents import contents
+from foreign_states import described
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
@@ -56,7 +57,7 @@ def opened(path):
 @pytest.mark.parametrize("name", [*LAYOUTS, "steps/10", "items/step_00000005", "v1", "rich", "older"])
 def test_a_checkpoint_is_read_as_orbax_itself_reads_it(written, name):
     root, answers = written
-    assert described(state_of(opened(root / name))) == answers[name]
+    assert described(contents(opened(root / name))) == answers[name]
     assert looks_like(parse(str(root / name))).startswith("an Orbax checkpoint, by ")
 
 
@@ -93,7 +94,7 @@ def test_what_several_processes_have_saved_is_read(tmp_path):
     expected = {"both": array, "numpy": np.arange(5), "replicated": array, "step": 3, "tuple": array}
     for name in ("ocdbt", "plain"):
         foreign = opened(tmp_path / name)
-        assert described(state_of(foreign)) == described(expected)
+        assert described(contents(foreign)) == described(expected)
         assert foreign.structure.tensors["both"].layout.spec == PartitionSpec("data", "model")
 
 
@@ -150,8 +151,8 @@ def test_in_a_bucket_what_is_finished_has_the_file_that_says_so(written, cloud):
         with pytest.raises(UncommittedError, match=r"commit_success\.txt is missing"):
             open_foreign(place)
     store.write("commit_success.txt", b"")
-    assert described(state_of(open_foreign(location))) == written[1]["steps/10"]
-    assert described(state_of(open_foreign(location.join("default")))) == written[1]["steps/10"]
+    assert described(contents(open_foreign(location))) == written[1]["steps/10"]
+    assert described(contents(open_foreign(location.join("default")))) == written[1]["steps/10"]
 
 
 @pytest.mark.parametrize("name", ["zarr 2", "zarr 3"])
@@ -161,7 +162,7 @@ def test_a_chunk_that_is_missing_is_an_error_though_it_would_be_zeros(copied, na
     chunk = next(file for file in sorted((path / "numpy.zeros").rglob("*")) if file.is_file() and "zarr" not in file.name)
     chunk.unlink()
     with pytest.raises(MissingDataError, match=r"numpy\.zeros.*missing"):
-        tensor_of(foreign, "numpy/zeros")
+        contents(foreign)
 
 
 @pytest.mark.parametrize("zeros_left_out", [False, True])
@@ -174,13 +175,13 @@ def test_a_missing_data_file_of_a_database_is_an_error(copied, name, zeros_left_
     foreign = opened(path)
     for file in path.glob("ocdbt.process_*/d/*"):
         file.unlink()
-    with pytest.raises(CorruptionError, match=r"params\.small pieces"):
-        tensor_of(foreign, "params/small pieces")
+    with pytest.raises(CorruptionError, match="small pieces"):
+        contents(foreign)
 
 
 def test_what_was_once_left_out_is_zeros_and_a_note_says_so(written):
     foreign = opened(written[0] / "older")
-    assert not tensor_of(foreign, "list/0").any()
+    assert not contents(foreign)["list"][0].any()
     assert [note for note in foreign.notes if "does not store chunks of zeros" in note]
 
 
@@ -190,7 +191,7 @@ def test_a_chunk_that_was_cut_off_is_an_error(copied):
     for chunk in (path / "params.both").glob("[0-9]*"):
         os.truncate(chunk, chunk.stat().st_size - 3)
     with pytest.raises(CorruptionError, match=r"params\.both: stored bytes cannot be read"):
-        tensor_of(foreign, "params/both")
+        contents(foreign)
 
 
 @pytest.mark.parametrize("name", ["zarr 2", "zarr 3"])
@@ -265,10 +266,10 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(written, cop
     foreign = opened(path)
     shutil.rmtree(path)
     with pytest.raises(ReplacedError, match="_METADATA was changed, replaced or deleted"):
-        tensor_of(foreign, "params/small pieces")
+        contents(foreign)
     shutil.copytree(written[0] / name, path, copy_function=shutil.copyfile)
     with pytest.raises(ReplacedError, match="_METADATA was changed, replaced or deleted"):
-        tensor_of(foreign, "params/both")
+        contents(foreign)
 
 
 @pytest.mark.parametrize("name", ["ocdbt, zarr 3", "zarr 2"])
