@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -200,6 +201,16 @@ def test_an_array_without_its_metadata_is_an_error(copied, name, damage):
     file = next((copied(name) / "params.both").glob("*zarr*" if name == "zarr 3" else ".z*"))
     file.unlink() if damage == "missing" else file.write_bytes(b"" if damage == "empty" else b'{"shape": [')
     with pytest.raises(MissingDataError if damage == "missing" else CorruptionError, match=r"params\.both"):
+        opened(file.parents[1])
+
+
+@pytest.mark.parametrize("name", ["zarr 2", "zarr 3"])
+def test_a_chunk_that_no_memory_could_hold_is_refused_before_it_is_read(copied, name):
+    file = next((copied(name) / "numpy.zeros").glob("*zarr*" if name == "zarr 3" else ".z*"))
+    text = file.read_text()
+    assert text.count("[4,7]") in (2, 3), "shape and chunks"
+    file.write_text(re.sub(r'("chunks":|"chunk_shape":)\[4,7\]', rf"\1[4,{7 << 40}]", text))
+    with pytest.raises(FormatError, match=r"shape \(4, 7\) has chunks of shape"):
         opened(file.parents[1])
 
 
