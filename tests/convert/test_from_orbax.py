@@ -120,6 +120,12 @@ def test_a_managers_directory_is_refused_with_its_steps(written):
         opened(written[0] / "steps")
 
 
+def test_metrics_and_custom_metadata_become_metadata(written):
+    foreign = opened(written[0] / "steps" / "10")
+    assert foreign.metadata == {"metrics": {"loss": 1.5}, "custom_metadata": {"run": [7]}}
+    assert foreign.notes == ()
+
+
 def test_what_is_no_orbax_checkpoint_is_not_taken_for_one(written, tmp_path):
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "TensorFlow\'s"')
     (tmp_path / "state").mkdir()
