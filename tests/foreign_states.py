@@ -1,31 +1,10 @@
-"""All of a foreign checkpoint, read chunk by chunk as an import does, and states as plain data that two processes can compare."""
+"""States as plain data, by which two processes can compare what they have read."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from shardckpt.box import Box
 from shardckpt.dtypes import by_name
-from shardckpt.planning.plan import chunk_boxes
-from shardckpt.tree import unflatten
-
-
-def tensor_of(foreign, name):
-    """One tensor, of all of its chunks."""
-    tensor = foreign.structure.tensors[name]
-    whole = np.full(tensor.shape, 99, tensor.dtype.storage)
-    for piece in tensor.pieces:
-        boxes = chunk_boxes(piece, np.arange(piece.num_chunks))
-        for start, stop in zip(boxes.start.tolist(), boxes.stop.tolist(), strict=True):
-            chunk = foreign.read(tensor, piece, Box(tuple(start), tuple(stop)))
-            assert (chunk.shape, chunk.dtype) == (tuple(b - a for a, b in zip(start, stop, strict=True)), tensor.dtype.storage)
-            whole[tuple(map(slice, start, stop))] = chunk
-    return whole.view(tensor.dtype.numpy)
-
-
-def state_of(foreign):
-    """The state, with numpy arrays."""
-    return unflatten(foreign.structure.tree, {name: tensor_of(foreign, name) for name in foreign.structure.tensors})
 
 
 def described(value):

@@ -45,12 +45,16 @@ _FINISHED = "commit_success.txt"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """In the name of a directory that is still being written."""
 _JSON = "metadata"
+_METRICS = "metrics"
+"""The item of a `CheckpointManager` with what it chooses the best step by: JSON in a file of the same name."""
 _DEEPEST = 2
 """Directories around an item: random keys are items of an item."""
 _STEP_NAME = re.compile(r"(?:.+_)?\d+/")
 """Directories of a `CheckpointManager`: a step, with zeros or a prefix before it perhaps."""
 _MOST_STEPS = 20
 """That a message names."""
+_MOST_ITEMS = 50
+"""Directories of a checkpoint without a file of its own that are looked into, to tell it."""
 _MSGPACK_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 """First bytes of a dict in msgpack. TensorFlow calls a text file `checkpoint`, too."""
 
@@ -85,8 +89,10 @@ def looks_like(location: Location) -> str | None:
         return f"an Orbax checkpoint, by {next(name for name in (_STEP_V1, _STEP, METADATA, MSGPACK) if name in names)}"
     if _steps(place, names):
         return "steps of an Orbax CheckpointManager"
-    items = [name for name in names if name.endswith("/") and place.exists(name + METADATA) and not place.exists(name + _STEP)]
-    return f"an Orbax checkpoint, by {items[0]}{METADATA}" if items else None
+    below = [name for name in names if name.endswith("/")][:_MOST_ITEMS]
+    items = (name for name in below if place.exists(name + METADATA) and not place.exists(name + _STEP))
+    found = next(items, None)
+    return None if found is None else f"an Orbax checkpoint, by {found}{METADATA}"
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:  # noqa: ARG001  # there is none
@@ -133,6 +139,8 @@ def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> objec
     for name in (name.removesuffix("/") for name in names if name.endswith("/") and depth < _DEEPEST):
         if _is_unfinished(name):
             raise UncommittedError(f"{place}/{name} was not finished, or is still being written; import another step.")
+        if not depth and name == _METRICS and place.exists(f"{_METRICS}/{_METRICS}"):
+            continue  # they are metadata
         item = _item(place.sub(name), sources, notes, depth + 1)
         if item is None:
             notes.append(f"{place}/{name} is left behind: it is neither a tree nor JSON.")
@@ -179,11 +187,15 @@ def _check_finished(place: Store, names: list[str]) -> None:
 
 
 def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
-    """What the checkpoint says of itself besides: metrics, and what its users have added."""
-    if _STEP not in names:
-        return {}
-    doc = parse_json(place.read(_STEP), place.path_of(_STEP))
-    return {key: doc[key] for key in ("metrics", "custom_metadata") if doc.get(key)} if isinstance(doc, dict) else {}
+    """What the checkpoint says of itself besides: its users' own, and metrics."""
+    found: dict[str, Any] = {}
+    if _STEP in names:
+        doc = parse_json(place.read(_STEP), place.path_of(_STEP))
+        found["custom_metadata"] = doc.get("custom_metadata") if isinstance(doc, dict) else None
+    key = f"{_METRICS}/{_METRICS}"
+    if f"{_METRICS}/" in names and place.exists(key):
+        found["metrics"] = parse_json(place.read(key), place.path_of(key))
+    return {name: value for name, value in found.items() if value}
 
 
 def _identity(place: Store) -> str:

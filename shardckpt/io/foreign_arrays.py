@@ -92,7 +92,7 @@ def open_arrays(
     Raises:
         MissingDataError: there is no array of one of the names.
         CorruptionError: what describes one makes no sense.
-        FormatError: one is larger than can be addressed, or its name leads elsewhere.
+        FormatError: one is larger than can be addressed, has chunks that are larger by far than itself; or its name leads elsewhere.
         DtypeError: an array's elements cannot be stored.
         StorageError: the storage failed or refused.
     """
@@ -134,6 +134,9 @@ def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any)
         raise FormatError(f"{where}: an array of shape {shape} has more bytes than can be addressed.")
     layout = array.chunk_layout
     whole, inner = tuple(layout.write_chunk.shape or ()), tuple(layout.read_chunk.shape or ())
+    if prod(inner) * dtype.itemsize > max(_SMALL_OBJECT, 2 * prod(shape) * dtype.itemsize):
+        # TensorStore would ask for the memory of a whole chunk, and ends the process where it gets none.
+        raise FormatError(f"{where}: an array of shape {shape} has chunks of shape {inner}; nobody writes such. Restore it from a copy.")
     at_once = shape if prod(shape) * dtype.itemsize <= _SMALL_ARRAY else whole if prod(whole) * dtype.itemsize <= _SMALL_OBJECT else inner
     found[name] = ForeignArray(where, shape, dtype, tuple(max(1, min(c, n)) for c, n in zip(at_once, shape, strict=True)), array)
 

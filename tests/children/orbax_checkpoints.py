@@ -93,9 +93,10 @@ def layouts():
 def steps():
     """What managers write."""
     small = {"w": STATE["params"]["both"], "t": (np.ones(2), 5)}
-    with ocp.CheckpointManager(f"{ROOT}/steps") as manager:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(f"{ROOT}/steps", options=options) as manager:
         for step in (9, 10):
-            manager.save(step, args=ocp.args.StandardSave(small))
+            manager.save(step, args=ocp.args.StandardSave(small), metrics={"loss": 1.5}, custom_metadata={"run": [7]})
         answer("steps/10", manager.restore(10))
     options = ocp.CheckpointManagerOptions(step_prefix="step", step_format_fixed_length=8)
     with ocp.CheckpointManager(f"{ROOT}/items", options=options) as manager:

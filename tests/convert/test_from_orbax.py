@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import msgpack
 import numpy as np
 import pytest
 from emulators import _free_port
-from foreign_states import described, state_of, tensor_of
+from foreign_contents import contents
+from foreign_states import described
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
@@ -56,7 +58,7 @@ def opened(path):
 @pytest.mark.parametrize("name", [*LAYOUTS, "steps/10", "items/step_00000005", "v1", "rich", "older"])
 def test_a_checkpoint_is_read_as_orbax_itself_reads_it(written, name):
     root, answers = written
-    assert described(state_of(opened(root / name))) == answers[name]
+    assert described(contents(opened(root / name))) == answers[name]
     assert looks_like(parse(str(root / name))).startswith("an Orbax checkpoint, by ")
 
 
@@ -93,7 +95,7 @@ def test_what_several_processes_have_saved_is_read(tmp_path):
     expected = {"both": array, "numpy": np.arange(5), "replicated": array, "step": 3, "tuple": array}
     for name in ("ocdbt", "plain"):
         foreign = opened(tmp_path / name)
-        assert described(state_of(foreign)) == described(expected)
+        assert described(contents(foreign)) == described(expected)
         assert foreign.structure.tensors["both"].layout.spec == PartitionSpec("data", "model")
 
 
@@ -116,6 +118,12 @@ def test_a_managers_directory_is_refused_with_its_steps(written):
     assert looks_like(parse(str(written[0] / "steps"))) == "steps of an Orbax CheckpointManager"
     with pytest.raises(FormatError, match=r"steps of a CheckpointManager: 9, 10\. Import one of them: .*/steps/10, say"):
         opened(written[0] / "steps")
+
+
+def test_metrics_and_custom_metadata_become_metadata(written):
+    foreign = opened(written[0] / "steps" / "10")
+    assert foreign.metadata == {"metrics": {"loss": 1.5}, "custom_metadata": {"run": [7]}}
+    assert foreign.notes == ()
 
 
 def test_what_is_no_orbax_checkpoint_is_not_taken_for_one(written, tmp_path):
@@ -150,8 +158,8 @@ def test_in_a_bucket_what_is_finished_has_the_file_that_says_so(written, cloud):
         with pytest.raises(UncommittedError, match=r"commit_success\.txt is missing"):
             open_foreign(place)
     store.write("commit_success.txt", b"")
-    assert described(state_of(open_foreign(location))) == written[1]["steps/10"]
-    assert described(state_of(open_foreign(location.join("default")))) == written[1]["steps/10"]
+    assert described(contents(open_foreign(location))) == written[1]["steps/10"]
+    assert described(contents(open_foreign(location.join("default")))) == written[1]["steps/10"]
 
 
 @pytest.mark.parametrize("name", ["zarr 2", "zarr 3"])
@@ -161,7 +169,7 @@ def test_a_chunk_that_is_missing_is_an_error_though_it_would_be_zeros(copied, na
     chunk = next(file for file in sorted((path / "numpy.zeros").rglob("*")) if file.is_file() and "zarr" not in file.name)
     chunk.unlink()
     with pytest.raises(MissingDataError, match=r"numpy\.zeros.*missing"):
-        tensor_of(foreign, "numpy/zeros")
+        contents(foreign)
 
 
 @pytest.mark.parametrize("zeros_left_out", [False, True])
@@ -174,13 +182,13 @@ def test_a_missing_data_file_of_a_database_is_an_error(copied, name, zeros_left_
     foreign = opened(path)
     for file in path.glob("ocdbt.process_*/d/*"):
         file.unlink()
-    with pytest.raises(CorruptionError, match=r"params\.small pieces"):
-        tensor_of(foreign, "params/small pieces")
+    with pytest.raises(CorruptionError, match="small pieces"):
+        contents(foreign)
 
 
 def test_what_was_once_left_out_is_zeros_and_a_note_says_so(written):
     foreign = opened(written[0] / "older")
-    assert not tensor_of(foreign, "list/0").any()
+    assert not contents(foreign)["list"][0].any()
     assert [note for note in foreign.notes if "does not store chunks of zeros" in note]
 
 
@@ -190,7 +198,7 @@ def test_a_chunk_that_was_cut_off_is_an_error(copied):
     for chunk in (path / "params.both").glob("[0-9]*"):
         os.truncate(chunk, chunk.stat().st_size - 3)
     with pytest.raises(CorruptionError, match=r"params\.both: stored bytes cannot be read"):
-        tensor_of(foreign, "params/both")
+        contents(foreign)
 
 
 @pytest.mark.parametrize("name", ["zarr 2", "zarr 3"])
@@ -199,6 +207,16 @@ def test_an_array_without_its_metadata_is_an_error(copied, name, damage):
     file = next((copied(name) / "params.both").glob("*zarr*" if name == "zarr 3" else ".z*"))
     file.unlink() if damage == "missing" else file.write_bytes(b"" if damage == "empty" else b'{"shape": [')
     with pytest.raises(MissingDataError if damage == "missing" else CorruptionError, match=r"params\.both"):
+        opened(file.parents[1])
+
+
+@pytest.mark.parametrize("name", ["zarr 2", "zarr 3"])
+def test_a_chunk_that_no_memory_could_hold_is_refused_before_it_is_read(copied, name):
+    file = next((copied(name) / "numpy.zeros").glob("*zarr*" if name == "zarr 3" else ".z*"))
+    text = file.read_text()
+    assert text.count("[4,7]") in (2, 3), "shape and chunks"
+    file.write_text(re.sub(r'("chunks":|"chunk_shape":)\[4,7\]', rf"\1[4,{7 << 40}]", text))
+    with pytest.raises(FormatError, match=r"shape \(4, 7\) has chunks of shape"):
         opened(file.parents[1])
 
 
@@ -265,10 +283,10 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(written, cop
     foreign = opened(path)
     shutil.rmtree(path)
     with pytest.raises(ReplacedError, match="_METADATA was changed, replaced or deleted"):
-        tensor_of(foreign, "params/small pieces")
+        contents(foreign)
     shutil.copytree(written[0] / name, path, copy_function=shutil.copyfile)
     with pytest.raises(ReplacedError, match="_METADATA was changed, replaced or deleted"):
-        tensor_of(foreign, "params/both")
+        contents(foreign)
 
 
 @pytest.mark.parametrize("name", ["ocdbt, zarr 3", "zarr 2"])

@@ -14,7 +14,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from foreign_states import described, state_of, without_torch
+from foreign_contents import contents
+from foreign_states import described, without_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +43,7 @@ def saved(tmp_path, state, **options):
 
 
 def expect(path, state):
-    assert described(state_of(opened(path))) == described(without_torch(state))
+    assert described(contents(opened(path))) == described(without_torch(state))
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -229,7 +230,7 @@ def test_a_damaged_file_gives_an_error_of_ours_or_a_state(tmp_path_factory, data
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(content)
     with suppress(ShardckptError):
-        state_of(opened(path))
+        contents(opened(path))
 
 
 def test_a_flipped_bit_of_a_tensor_is_noticed_where_torch_does_not(tmp_path):
@@ -240,7 +241,7 @@ def test_a_flipped_bit_of_a_tensor_is_noticed_where_torch_does_not(tmp_path):
     path.write_bytes(data)
     torch.load(path, weights_only=True)
     with pytest.raises(CorruptionError, match=r"'w': .*CRC-32"):
-        state_of(opened(path))
+        contents(opened(path))
 
 
 def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(tmp_path):
@@ -248,7 +249,7 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(tmp_path):
     before = foreign.identity
     saved(tmp_path, {"w": torch.zeros(4000)})
     with pytest.raises(ReplacedError):
-        state_of(foreign)
+        contents(foreign)
     assert opened(tmp_path / "state.pt").identity != before
 
 
@@ -299,7 +300,7 @@ def test_in_a_bucket_ranges_are_read(tmp_path, cloud):
     store = Store.open(cloud.url("torch"))
     store.write("state.pt", saved(tmp_path, state).read_bytes())
     foreign = open_foreign(parse(cloud.url("torch", "state.pt")))
-    assert described(state_of(foreign)) == described(without_torch(state))
+    assert described(contents(foreign)) == described(without_torch(state))
     assert looks_like(foreign.location).startswith("state.pt, a zip archive")
 
 

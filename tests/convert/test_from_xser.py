@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from foreign_states import described, state_of
+from foreign_contents import contents
+from foreign_states import described
 
 import shardckpt
 from shardckpt.convert import from_torch
@@ -50,14 +51,14 @@ def opened(path):
 def test_a_directory_of_xser_is_read_as_torch_xla_reads_it(saved):
     root, answers = saved
     foreign = opened(root / "xser.pt")
-    assert described(state_of(foreign)) == answers["xser.pt"]
+    assert described(contents(foreign)) == answers["xser.pt"]
     assert foreign.notes == ("6 tensors in xser.pt.tensors/",)
 
 
 @pytest.mark.parametrize("name", ["xm.pt", "as it is.pt"])
 def test_files_of_xm_save_and_of_tensors_on_devices_are_torchs(saved, name):
     root, answers = saved
-    assert described(state_of(from_torch.open_foreign(parse(str(root / name))))) == answers[name]
+    assert described(contents(from_torch.open_foreign(parse(str(root / name))))) == answers[name]
     assert looks_like(parse(str(root / name))) is None
 
 
@@ -82,7 +83,7 @@ def test_in_a_bucket_it_is_read_as_well(saved, cloud):
         store.write(str(path.relative_to(root)), path.read_bytes())
     location = parse(cloud.url("xser", "xser.pt"))
     assert looks_like(location) == "xser.pt, and 6 tensors in xser.pt.tensors/"
-    assert described(state_of(open_foreign(location))) == answers["xser.pt"]
+    assert described(contents(open_foreign(location))) == answers["xser.pt"]
 
 
 def test_a_tensor_whose_file_is_missing_or_damaged_is_an_error(copied):

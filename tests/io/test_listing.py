@@ -42,6 +42,15 @@ def test_every_object_has_a_time_between_two_looks_at_the_storage_s_clock(store)
         assert abs(after - time.time()) < 60
 
 
+def test_every_object_has_its_size(store):
+    for key, size in {"a": 0, "ab": 3, "b/c": 5, "b/cd": 7}.items():
+        store.write(key, bytes(size))
+    assert listing.sizes(store, "a") == {"a": 0, "ab": 3}
+    assert listing.sizes(store, "b/") == {"b/c": 5, "b/cd": 7}
+    assert listing.sizes(store, "b/cd") == {"b/cd": 7}
+    assert listing.sizes(store, "nothing/") == {}
+
+
 def test_the_clock_leaves_nothing_behind(store):
     store.write("a", b"")
     listing.storage_now(store)
