@@ -45,7 +45,7 @@ def export(
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back what was written.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Write a checkpoint as another format: one file for inference, or what other libraries load.
+    """Write a checkpoint as another format.
 
     Nothing is to be seen under the name OUT before it is whole. Interrupted, the same command goes on where it was (safetensors), or begins
     anew. Names are chosen as the checkpoint has them, then renamed; --dtype means the new names.

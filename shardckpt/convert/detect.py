@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.errors import FormatError, NotFoundError, OptionError
@@ -78,8 +77,8 @@ def module_of(name: str) -> FormatModule:
     Raises:
         OptionError: there is no such format.
     """
-    if name not in _known():
-        raise OptionError(f"from_={excerpt(name)}: use {', '.join(repr(one) for one in (AUTO, *_known()))}.")
+    if name not in FORMATS:
+        raise OptionError(f"from_={excerpt(name)}: use {', '.join(repr(one) for one in (AUTO, *FORMATS))}.")
     found: FormatModule = import_module(f"shardckpt.convert.from_{name}")
     return found
 
@@ -99,7 +98,7 @@ def detect(location: Location) -> Detected:
         raise NotFoundError(f"{location}: there is no file, and nothing in a directory of that name.")
     if RECORD in names:
         raise OptionError(f"{location} is a checkpoint of shardckpt's own; it can be read as it is, and reshard lays it out anew.")
-    seen = {name: what for name in _known() if (what := module_of(name).looks_like(location)) is not None}
+    seen = {name: what for name in FORMATS if (what := module_of(name).looks_like(location)) is not None}
     first = [name for name in seen if all(other in (name, *_BEFORE.get(name, ())) for other in seen)]
     if len(first) == 1:
         return Detected(first[0], seen[first[0]], tuple(f"{name}: {what}" for name, what in seen.items() if name != first[0]))
@@ -107,10 +106,6 @@ def detect(location: Location) -> Detected:
         found = "; ".join(f"{name}: {what}" for name, what in seen.items())
         raise OptionError(f"{location} could be several formats ({found}); say which with from_= (--from).")
     there = "a file that begins like none of these" if file is not None else few(names, _NAMED)
-    looked_for = "; ".join(FORMATS[name] for name in _known())
+    looked_for = "; ".join(FORMATS.values())
     raise FormatError(f"{location} holds no checkpoint that is known. Looked for: {looked_for}. Found: {there}.")
 
-
-def _known() -> list[str]:
-    """Formats whose module is there."""
-    return [name for name in FORMATS if find_spec(f"shardckpt.convert.from_{name}") is not None]
