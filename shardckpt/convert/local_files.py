@@ -27,9 +27,10 @@ import crc32c
 from shardckpt.convert.notes import Notes
 from shardckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.store import sync_directory
+from shardckpt.io.store import Store, sync_directory
 from shardckpt.names import shown
 from shardckpt.reshard.memory import READERS
+from shardckpt.space import free_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,10 +181,9 @@ class LocalFiles:
     def _check_space(self) -> None:
         """Refuse files for which there is no room."""
         with storage_errors("look at", self._partial):
-            disk = os.statvfs(self._partial)
             held = sum(512 * self._at(number).stat().st_blocks for number in range(len(self._paths)))
-        free, needed = disk.f_bavail * disk.f_frsize, sum(self._plan.sizes) - held
-        if disk.f_blocks and free < needed:
+        free, needed = free_bytes(Store.open(self._partial)), sum(self._plan.sizes) - held
+        if free is not None and free < needed:
             raise StorageError(
                 f"{self._directory}: the export takes {needed} bytes ({needed / 2**30:.1f} GiB) there and the disk has {free} "
                 f"({free / 2**30:.1f} GiB) free; make room or choose another place."
