@@ -172,7 +172,10 @@ def reshard(
         raise OptionError(f"reshard(engine={engine!r}): a memory:// url is of this process alone, and a cluster cannot reach it.")
     opened = OpenJob(job)
     if opened.carries:
-        return _carried(opened, progress or (lambda _done, _total: None), began)
+        try:
+            return _carried(opened, progress or (lambda _done, _total: None), began)
+        except NotImplementedError:  # of the object store: it has no copies
+            opened = OpenJob(replace(job, alone=False))
     own = 1 if in_one_memory else opened.plan.memory.workers
     # Workers on other machines would count cores of their own.
     job = replace(job, options=replace(options, workers=opened.plan.memory.workers), attempt=opened.attempt, alone=False)

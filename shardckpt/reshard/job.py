@@ -21,14 +21,14 @@ from shardckpt.contents import Contents
 from shardckpt.errors import AlreadyExistsError, CommitError, OptionError
 from shardckpt.io.assemble import finished_hosts
 from shardckpt.io.attempts import RESHARD
-from shardckpt.io.carrying import can_link
+from shardckpt.io.carrying import way
 from shardckpt.io.commit import read_prior
 from shardckpt.io.host import describe
 from shardckpt.io.host_files import read_table
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.record import CheckpointRecord
-from shardckpt.reshard.memory import READERS
+from shardckpt.reshard.memory import readers
 from shardckpt.reshard.plan import ReshardPlan, plan_reshard
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class OpenJob:
         location = parse(job.destination)
         self.checkpoint = Checkpoint(job.source)
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
-        self.checkpoint.limit_reading(threads=READERS, memory=self.plan.memory.reading)
+        self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
         self.store = Store.open(location)
         self.source_place = Store.open(self.checkpoint.location).sub(self.plan.source.attempt)
         self.carries = False
@@ -80,7 +80,7 @@ class OpenJob:
         self.prior: Prior = read_prior(self.store, overwrite=True)
         self.attempt, self.committed = self._attempt()
         """The second: whether the job is done, for what is committed at the destination is what it makes where nothing was before."""
-        if job.alone and self.plan.unchanged and can_link(self.source_place, self.store):
+        if job.alone and self.plan.unchanged and way(self.source_place, self.store):
             begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers that others started: go on there
             self.carries = not begun
             self.attempt, self.committed = self._attempt()

@@ -22,9 +22,10 @@ from shardckpt.errors import BudgetError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shardckpt.io.url import Location
     from shardckpt.structure import TensorRecord
 
-__all__ = ["PROCESS_BYTES", "READERS", "Memory", "Sizes", "largest_chunk", "share"]
+__all__ = ["PROCESS_BYTES", "Memory", "Sizes", "largest_chunk", "readers", "share"]
 
 PROCESS_BYTES = 128 << 20
 """What a process takes besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Stated, and tested."""
@@ -131,6 +132,11 @@ def share(limit: int, workers: int | None, tasks: int, sizes: Sizes, where: str)
     reading = sizes.reading + (0 if sizes.source_local else spare // 4)
     writing = sizes.writing + (0 if sizes.target_local else spare // 4)
     return Memory(wished, (mine - reading - writing) // 2, reading, writing)
+
+
+def readers(location: Location) -> int | None:
+    """Threads with which a worker reads there. None: as many as the memory for it allows, where a request costs milliseconds."""
+    return READERS if location.local is not None else None
 
 
 def largest_chunk(tensors: Iterable[TensorRecord]) -> int:

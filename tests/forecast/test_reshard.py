@@ -73,10 +73,10 @@ def test_files_in_which_nothing_changes_are_linked_and_only_read_back(tmp_path):
 
     report = shardckpt.reshard(tmp_path / "a", tmp_path / "b")
 
-    assert told["linked"]
+    assert told["taken_over"] == "links"
     assert (told["bytes_read"], told["bytes_written"], told["requests"]) == (0, report.stored_bytes, 0)
     assert told["bytes_read_back"] == report.read_bytes
-    assert not document(forecast_of(tmp_path / "a", ReshardOptions(), destination="memory://b"))["reshard"]["linked"]
+    assert not document(forecast_of(tmp_path / "a", ReshardOptions(), destination="memory://b"))["reshard"]["taken_over"]
 
 
 def test_after_a_reshard_hosts_read_what_was_forecast(tmp_path):
