@@ -113,8 +113,9 @@ class Chunk:
     def scatter(self, raw: NDArray[np.uint8]) -> None:
         """Copy the elements, given as bytes, to every box that wants some of them."""
         elements = raw.view(self.request.convert_from or self.request.dtype).reshape(self.piece.chunks)
-        for buffer, in_buffer, in_chunk in self.targets:
-            np.copyto(buffer[in_buffer], elements[in_chunk], casting="unsafe")
+        with np.errstate(all="ignore"):  # what overflows becomes infinite, or NaN, as it was asked for
+            for buffer, in_buffer, in_chunk in self.targets:
+                np.copyto(buffer[in_buffer], elements[in_chunk], casting="unsafe")
 
 
 class ChunkFinder:

@@ -22,6 +22,7 @@ from shardckpt.io.host_files import read_host_files, read_table, write_table
 from shardckpt.io.lookup import WholeTable
 from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.record import FileReference, HostFiles, HostRecord, seal
+from shardckpt.reshard.finished import finished_tasks
 from shardckpt.reshard.memory import readers
 
 if TYPE_CHECKING:
@@ -57,14 +58,12 @@ def carry(opened: OpenJob, progress: Callable[[int, int], None]) -> Carried:
         NotImplementedError: it is an object store that cannot copy.
     """
     hosts, total = opened.plan.source.hosts, opened.plan.nbytes
-    before = read = 0
+    before, read = finished_tasks(opened.place), 0
     for number, reference in enumerate(hosts):
-        if opened.place.exists(f"records/{number:05d}.json"):
-            before += 1
-        else:
+        if number not in before:
             read += _carry_host(opened, number, reference)
         progress(total * (number + 1) // len(hosts), total)
-    return Carried(len(hosts), before, read)
+    return Carried(len(hosts), len(before), read)
 
 
 def _carry_host(opened: OpenJob, number: int, reference: FileReference) -> int:

@@ -45,6 +45,8 @@ _COMFORTABLE = 128 << 20
 _BATCH = 32 << 20
 """Bytes that are read at once, where work can be cut that small: more makes nothing faster, but the first use of every page of a
 buffer costs what copying it a few times does, and nothing is written before the first of them is read."""
+_WORTHWHILE = 512 << 20
+"""Bytes of a job for each worker below which another one costs more than it saves: it starts in the time of some 200 MiB."""
 _MOST_LOCAL = 8
 """Workers on one machine, unless told otherwise: more wait for the same disk."""
 
@@ -106,20 +108,22 @@ class Memory:
         return self.workers * (2 * self.room + self.reading + self.writing)
 
 
-def share(limit: int, workers: int | None, tasks: int, sizes: Sizes, where: str) -> Memory:
+def share(limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes, where: str) -> Memory:
     """Share out the memory limit.
 
     Args:
         limit: bytes for all workers together.
         workers: how many; None: as many as are useful.
         tasks: how many there are.
+        length: about how many bytes each of them writes.
         sizes: what they need.
         where: the source's place, for messages.
 
     Raises:
         BudgetError: it does not suffice; says for what, and how much would.
     """
-    wished = workers or max(1, min(os.cpu_count() or 1, _MOST_LOCAL, tasks, limit // max(_COMFORTABLE, sizes.least)))
+    useful = min(tasks, tasks * length // _WORTHWHILE)
+    wished = workers or max(1, min(os.cpu_count() or 1, _MOST_LOCAL, useful, limit // max(_COMFORTABLE, sizes.least)))
     mine = limit // wished
     if mine < sizes.least:
         raise BudgetError(
