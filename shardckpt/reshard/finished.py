@@ -16,8 +16,6 @@ from shardckpt.io.listing import modification_times
 from shardckpt.io.together import together
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from shardckpt.io.store import Store
 
 __all__ = ["finished_tasks"]
@@ -45,7 +43,7 @@ def finished_tasks(place: Store) -> set[int]:
     return {number for number, is_whole in zip(found, whole, strict=True) if is_whole}
 
 
-def _is_whole(place: Store, number: int, there: Collection[str]) -> bool:
+def _is_whole(place: Store, number: int, there: set[str]) -> bool:
     """Whether all files are there that a record names."""
     try:
         files = read_host_record(place, number)[0].files
