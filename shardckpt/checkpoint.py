@@ -233,11 +233,11 @@ class Checkpoint:
                 self._opened = open_reader(self._place, self.record, threads=threads, memory=memory)
             return self._opened
 
-    def limit_reading(self, *, threads: int, memory: int) -> None:
+    def limit_reading(self, *, threads: int | None, memory: int) -> None:
         """Say what reading chunks may take, before the first is read.
 
         Args:
-            threads: how many read at once, at most.
+            threads: how many read at once, at most; None: as many as `ChunkReader` chooses.
             memory: bytes of what is on its way from an object store.
         """
         assert self._opened is None, "its reader is at work already"

@@ -11,8 +11,10 @@ from shardckpt.cli.picture import picture
 from shardckpt.cli.plan_words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
 from shardckpt.cli.screen import Cell, Screen
 from shardckpt.cli.text import count, file_size, visible
+from shardckpt.errors import NamesMismatchError
 from shardckpt.excerpt import shortened
 from shardckpt.forecast.hosts import joined
+from shardckpt.names import shown
 from shardckpt.placements import Placements
 
 if TYPE_CHECKING:
@@ -170,11 +172,16 @@ def explained(plan: ReshardPlan, checkpoint: Checkpoint, name: str) -> dict[str,
     """Which rule decides on a tensor, and why.
 
     Raises:
-        NamesMismatchError: there is no such tensor.
+        NamesMismatchError: there is no such tensor, or the new checkpoint is not to have it.
     """
     from shardckpt.forecast.document import layout_json
 
-    stored = name if name in plan.decisions else checkpoint.tensor(name).name
+    stored = name
+    if name not in plan.decisions:  # another name of a tied tensor, perhaps
+        there = checkpoint.tensor(name).name
+        stored = next((new for new, tensor in plan.sources.items() if tensor.name == there), "")
+    if stored not in plan.decisions:
+        raise NamesMismatchError(f"{shown(name)} is not among what only= (--only) selects; name a tensor that is, or leave it out.")
     decision = plan.decisions[stored]
     return {
         "name": stored,

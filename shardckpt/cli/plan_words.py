@@ -67,8 +67,9 @@ def route(doc: dict[str, Any]) -> tuple[str, str]:
 def verdict(doc: dict[str, Any]) -> str:
     """Is the reshard worth its while?"""
     before, after, pays = doc["restore"], doc["restore_after"], doc["pays_after_restores"]
-    if doc["reshard"]["linked"]:
-        return "Nothing in the files changes: a reshard takes them over by hard links, and copies nothing."
+    if doc["reshard"]["taken_over"]:
+        how = {"links": "them over by hard links, and copies nothing", "copies": "copies of them that the object store makes by itself"}
+        return f"Nothing in the files changes: a reshard takes {how[doc['reshard']['taken_over']]}."
     now = f"Restored as it is, {factor(before['amplification'])} of what devices need is read"
     if pays is None or before["amplification"] < WORTH:
         return f"{now}: a reshard saves next to nothing. Restore it directly, unless the files themselves are wanted in another layout."

@@ -108,4 +108,3 @@ def detect(location: Location) -> Detected:
     there = "a file that begins like none of these" if file is not None else few(names, _NAMED)
     looked_for = "; ".join(FORMATS.values())
     raise FormatError(f"{location} holds no checkpoint that is known. Looked for: {looked_for}. Found: {there}.")
-

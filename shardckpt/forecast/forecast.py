@@ -16,7 +16,7 @@ from shardckpt.forecast.reshard import ReshardReads, reshard_reads
 from shardckpt.forecast.restore import RestoreForecast, forecast_restore
 from shardckpt.forecast.stored import ByLayout, ByTable
 from shardckpt.io.based_reader import BasedReader
-from shardckpt.io.carrying import can_link
+from shardckpt.io.carrying import TakenOver, way
 from shardckpt.io.places import read_places
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -58,8 +58,8 @@ class Forecast:
     after: RestoreForecast
     """The same of what the reshard would make."""
     rates: Rates
-    linked: bool
-    """Whether the reshard takes the source's files over by hard links, because nothing in them changes."""
+    taken_over: TakenOver | None
+    """How the reshard takes the source's files over as they are, where nothing in them changes."""
     reads: ReshardReads | None
     """Of the reshard, as the chunk tables have it; None: they were not read."""
     stored_bytes: int
@@ -134,8 +134,8 @@ def forecast(
     made = ByLayout(replace(record, structure=plan.target, hosts=record.hosts[:1] * len(plan.tasks)), compressed)
     after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
     saved_by = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in sources), number=max(1, len(record.hosts)))
-    linked = destination is not None and plan.unchanged and can_link(checkpoint.place, Store.open(parse(destination)))
-    if linked:
+    taken_over = way(checkpoint.place, Store.open(parse(destination))) if destination is not None and plan.unchanged else None
+    if taken_over:
         reads: ReshardReads | None = ReshardReads(0, 0, len(plan.tasks))
     else:
         reads = None if places is None or limits is None else reshard_reads(plan, places, limits)
@@ -150,10 +150,10 @@ def forecast(
         before=before,
         after=after,
         rates=rates,
-        linked=linked,
+        taken_over=taken_over,
         reads=reads,
         stored_bytes=held,
-        written_bytes=0 if linked else round(plan.written_bytes * compressed),
+        written_bytes=0 if taken_over else round(plan.written_bytes * compressed),
     )
 
 

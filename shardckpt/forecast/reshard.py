@@ -58,7 +58,7 @@ def reshard_reads(plan: ReshardPlan, places: Places, limits: RunLimits) -> Resha
     chosen = sorted({round(i) for i in np.linspace(0, len(plan.tasks) - 1, min(MOST_COUNTED, len(plan.tasks)))})
     nbytes = requests = elements = 0
     for task in (plan.tasks[i] for i in chosen):
-        for batch in batches(_steps(plan, task, places), lambda step: (step[0],), (plan.memory.room,)):
+        for batch in batches(_steps(plan, task, places), lambda step: (step[0],), (plan.memory.batch,)):
             file, offset, length = (np.concatenate(column) for column in zip(*(step[1] for step in batch), strict=True))
             for i in range(0, len(file), MOST_CHUNKS):
                 some = slice(i, i + MOST_CHUNKS)

@@ -1,22 +1,25 @@
-"""A host's files taken over into another attempt as they are: by hard links, or by copies that the kernel makes.
+"""A host's files taken over into another attempt as they are: by hard links, or by copies that the storage makes.
 
 Data files, and the indexes beside them, are never changed once they are there, and name each other relative to their own folder. So
 a host of one attempt becomes a host of another by linking its files; only its chunk table says where they are from the top of the
 attempt, and is written anew. A file that is linked has two names and needs no room; each attempt may be removed without the other.
 
 Where a disk cannot link (or not so often), the kernel copies: it shares the blocks where the file system can, and moves them
-without a detour through this process where it cannot.
+without a detour through this process where it cannot. An object store copies within itself (`object_copies`).
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import FormatError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.keys import chunk_object_key
+from shardckpt.io.object_copies import can_copy, copy_objects
 from shardckpt.io.plain import PLAIN_ROOT
 from shardckpt.io.store import sync_directory
 from shardckpt.io.table import OWN_OBJECT
@@ -29,20 +32,30 @@ if TYPE_CHECKING:
     from shardckpt.io.table import Table
     from shardckpt.planning.plan import Piece
 
-__all__ = ["can_link", "carry_chunks", "carry_lanes"]
+__all__ = ["TakenOver", "carry_chunks", "carry_lanes", "way"]
+
+TakenOver = Literal["links", "copies"]
+"""How files come to be in two places."""
+_NO_RANGES = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""What the kernel says where it does not copy between two files, though both can be read and written."""
 
 
-def can_link(source: Store, target: Store) -> bool:
-    """Whether both places are on one file system of this machine, though the target's need not exist yet.
+def way(source: Store, target: Store) -> TakenOver | None:
+    """How files are taken over from one place to another, without going through this process; None: they cannot be.
 
-    Not so if the source has symbolic links: one that somebody else made could lead to any file of this user's, and that would
-    become a part of the target. Tasks take over nothing but chunks that have the right checksums.
+    "links": both places are on one file system of this machine, though the target's need not exist yet. Not so if the source has
+    symbolic links: one that somebody else made could lead to any file of this user's, and that would become a part of the
+    target. Tasks take over nothing but chunks that have the right checksums.
+    "copies": both are in buckets of one service.
     """
+    if can_copy(source, target):
+        return "copies"
     ours, theirs = source.local_path(""), target.local_path("")
     if ours is None or theirs is None:
-        return False
+        return None
     there = next((path for path in (theirs, *theirs.parents) if path.exists()), None)
-    return there is not None and ours.exists() and ours.stat().st_dev == there.stat().st_dev and not _has_links(ours)
+    one = there is not None and ours.exists() and ours.stat().st_dev == there.stat().st_dev
+    return "links" if one and not _has_links(ours) else None
 
 
 def _has_links(directory: Path) -> bool:
@@ -57,8 +70,8 @@ def carry_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table
     """Take over the packed chunks of a host.
 
     Args:
-        source: an attempt on a local disk.
-        target: another one.
+        source: an attempt.
+        target: another one, to which there is a `way`.
         lanes: the host's databases.
         table: its chunk table.
         folder: where the files go, relative to the target.
@@ -69,6 +82,7 @@ def carry_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table
     Raises:
         FormatError: the table names a file that is in none of the databases.
         StorageError: the storage failed.
+        NotImplementedError: an object store cannot copy.
     """
     foreign = [file for file in table.files if not any(file.startswith(f"{lane}/") for lane in lanes)]
     if foreign:
@@ -76,12 +90,7 @@ def carry_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table
             f"{source}: a host's chunk table names {foreign[0]!r}, which is in none of its databases; it was not written by shardckpt."
         )
     new = {lane: f"{folder}/{number}" for number, lane in enumerate(lanes)}
-    for lane, name in new.items():
-        top = source.local_path(lane)
-        assert top is not None
-        with storage_errors("read", top):
-            files = [path.relative_to(top) for path in sorted(top.rglob("*")) if path.is_file()]
-        _link(source, target, ((f"{lane}/{file}", f"{name}/{file}") for file in files))
+    _take_over(source, target, ((file, f"{name}{file.removeprefix(lane)}") for lane, name in new.items() for file in _below(source, lane)))
     moved = [next(f"{new[lane]}{file.removeprefix(lane)}" for lane in new if file.startswith(f"{lane}/")) for file in table.files]
     return list(new.values()), replace(table, files=moved)
 
@@ -93,8 +102,25 @@ def carry_chunks(source: Store, target: Store, table: Table, pieces: Mapping[str
         for path, rows in table.arrays().items()
         for position in rows.chunk[rows.file == OWN_OBJECT].tolist()
     )
-    _link(source, target, ((key, key) for key in keys), drafts)
+    _take_over(source, target, ((key, key) for key in keys), drafts)
     target.delete_prefix(f"{drafts}/")
+
+
+def _below(store: Store, lane: str) -> list[str]:
+    """The files of a database."""
+    top = store.local_path(lane)
+    if top is None:
+        return store.list(f"{lane}/")
+    with storage_errors("read", top):
+        return [f"{lane}/{path.relative_to(top)}" for path in sorted(top.rglob("*")) if path.is_file()]
+
+
+def _take_over(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:
+    """Take over files, durably; with `drafts` in place of what is there."""
+    if target.location.bucket is not None:
+        copy_objects(source, target, files)
+    else:
+        _link(source, target, files, drafts)
 
 
 def _link(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:
@@ -124,11 +150,18 @@ def _link(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts
 
 
 def _copy(source: Path, target: Path) -> None:
-    with source.open("rb") as read, target.open("xb") as write:
-        left = os.fstat(read.fileno()).st_size
-        while left:
-            moved = os.copy_file_range(read.fileno(), write.fileno(), left)
-            if not moved:
-                raise OSError(f"{source} ends before its size says so")
-            left -= moved
+    """Copy a file, without its bytes coming here if the kernel can do that."""
+    with source.open("rb", buffering=0) as read, target.open("xb") as write:
+        size = left = os.fstat(read.fileno()).st_size
+        try:
+            while left and (moved := os.copy_file_range(read.fileno(), write.fileno(), left)):
+                left -= moved
+        except OSError as e:
+            if e.errno not in _NO_RANGES:
+                raise
+        if left:
+            shutil.copyfileobj(read, write)  # both go on where they are
+        write.flush()
         os.fsync(write.fileno())
+        if os.fstat(write.fileno()).st_size != size:
+            raise OSError(f"{source} ends before its size says so")

@@ -1,6 +1,7 @@
 """Where no chunk changes, files are taken over as they are: nothing is read, decoded or written but what says where they are.
 
-That is so where layout, compression, dtypes, names and all chunk grids are the source's, and both places are on one file system.
+That is so where layout, compression, dtypes, names and all chunk grids are the source's, and both places are on one file system, or
+in buckets of one object store, which copies by itself.
 Then each host of the source becomes a host of the new attempt (`io.carrying`), with a record of its own that says what the new
 checkpoint holds. Its chunks are read back and compared with their checksums as those of a task are.
 """
@@ -21,7 +22,8 @@ from shardckpt.io.host_files import read_host_files, read_table, write_table
 from shardckpt.io.lookup import WholeTable
 from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.record import FileReference, HostFiles, HostRecord, seal
-from shardckpt.reshard.memory import READERS
+from shardckpt.reshard.finished import finished_tasks
+from shardckpt.reshard.memory import readers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,16 +55,15 @@ def carry(opened: OpenJob, progress: Callable[[int, int], None]) -> Carried:
     Raises:
         CorruptionError, MissingDataError: what is taken over is not as it was written.
         StorageError: the storage failed.
+        NotImplementedError: it is an object store that cannot copy.
     """
     hosts, total = opened.plan.source.hosts, opened.plan.nbytes
-    before = read = 0
+    before, read = finished_tasks(opened.place), 0
     for number, reference in enumerate(hosts):
-        if opened.place.exists(f"records/{number:05d}.json"):
-            before += 1
-        else:
+        if number not in before:
             read += _carry_host(opened, number, reference)
         progress(total * (number + 1) // len(hosts), total)
-    return Carried(len(hosts), before, read)
+    return Carried(len(hosts), len(before), read)
 
 
 def _carry_host(opened: OpenJob, number: int, reference: FileReference) -> int:
@@ -119,7 +120,7 @@ def read_back(opened: OpenJob, table: Table) -> int:
         opened.place,
         WholeTable(table.files, arrays),
         compression=plan.compression,
-        threads=READERS,
+        threads=readers(opened.place.location),
         memory=plan.memory.writing,
     )
     pieces = {piece.path: (tensor, piece) for tensor in plan.target.tensors.values() for piece in tensor.pieces if piece.path in arrays}

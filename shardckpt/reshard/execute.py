@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardckpt.checkpoint import Checkpoint
 from shardckpt.errors import CommitError, OptionError, ShardckptError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.assemble import assemble, finished_hosts
+from shardckpt.io.assemble import assemble
 from shardckpt.io.commit import publish, published_attempt, remove_replaced
 from shardckpt.io.strays import remove_strays
 from shardckpt.io.url import parse
@@ -33,6 +33,7 @@ from shardckpt.record import CheckpointRecord
 from shardckpt.reshard.carry import carry
 from shardckpt.reshard.clusters import WorkerLostError
 from shardckpt.reshard.engines import check_engine, start
+from shardckpt.reshard.finished import finished_tasks
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
 from shardckpt.reshard.source import place_of
@@ -187,11 +188,14 @@ def run_job(
         raise OptionError(f"engine={engine!r}: a memory:// url is of this process alone, and a cluster cannot reach it.")
     opened = OpenJob(job)
     if opened.carries:
-        return _carried(opened, progress or (lambda _done, _total: None), began)
+        try:
+            return _carried(opened, progress or (lambda _done, _total: None), began)
+        except NotImplementedError:  # of the object store: it has no copies
+            opened = OpenJob(replace(job, alone=False))
     own = 1 if in_one_memory else opened.plan.memory.workers
     # Workers on other machines would count cores of their own.
     job = replace(job, options=replace(options, workers=opened.plan.memory.workers), attempt=opened.attempt, alone=False)
-    finished = set(finished_hosts(opened.place))
+    finished = {task.number for task in opened.plan.tasks} if opened.committed else finished_tasks(opened.place)
     mine = [task for task in opened.plan.tasks if task.number % share[1] == share[0]]
     left = [task for task in mine if task.number not in finished]
     if opened.plan.compression is None:

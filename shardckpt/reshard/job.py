@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 from shardckpt._version import __version__
 from shardckpt.checkpoint import Checkpoint
 from shardckpt.contents import Contents
-from shardckpt.errors import AlreadyExistsError, CommitError, OptionError
-from shardckpt.io.assemble import finished_hosts
+from shardckpt.errors import AlreadyExistsError, CommitError, OptionError, ShardckptError
+from shardckpt.io.assemble import finished_hosts, read_host_record
 from shardckpt.io.attempts import RESHARD
-from shardckpt.io.carrying import can_link
+from shardckpt.io.carrying import way
 from shardckpt.io.commit import read_prior
 from shardckpt.io.host import describe
 from shardckpt.io.host_files import read_table
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.record import CheckpointRecord
-from shardckpt.reshard.memory import READERS
+from shardckpt.reshard.memory import readers
 from shardckpt.reshard.plan import ReshardPlan, plan_reshard
 from shardckpt.reshard.source import Source, open_source
 
@@ -74,15 +75,15 @@ class OpenJob:
         location = parse(job.destination)
         self.checkpoint: Source = open_source(job.source)
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
-        self.checkpoint.limit_reading(threads=READERS, memory=self.plan.memory.reading)
+        self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
         self.store = Store.open(location)
         self.carries = False
         """Whether the source's files are taken over as they are (`carry`)."""
         self.prior: Prior = read_prior(self.store, overwrite=True)
         self.attempt, self.committed = self._attempt()
-        """The second: whether the job is done, for what is committed at the destination is what it makes where nothing was before."""
+        """The second: whether the job is done, for what is committed at the destination is what it makes of what was there before."""
         ours = isinstance(self.checkpoint, Checkpoint)
-        if job.alone and ours and self.plan.unchanged and can_link(self.source_place, self.store):
+        if job.alone and ours and self.plan.unchanged and way(self.source_place, self.store):
             begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers that others started: go on there
             self.carries = not begun
             self.attempt, self.committed = self._attempt()
@@ -129,9 +130,12 @@ class OpenJob:
 
     def _attempt(self) -> tuple[str, bool]:
         """The attempt, and whether it is committed."""
-        there, first = self.prior.record, self._name(None)
-        if isinstance(there, CheckpointRecord) and there.attempt == first:
-            return first, True
+        there = self.prior.record
+        if isinstance(there, CheckpointRecord) and RESHARD in there.attempt:
+            with suppress(ShardckptError):  # damaged: not what this job makes
+                before = read_host_record(self.store.sub(there.attempt), 0)[0].prior  # what lay here when that was begun
+                if there.attempt == self._name(before):
+                    return there.attempt, True
         return self._name(self.prior.digest), False
 
     def _name(self, prior: str | None) -> str:

@@ -22,9 +22,10 @@ from shardckpt.errors import BudgetError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shardckpt.io.url import Location
     from shardckpt.structure import TensorRecord
 
-__all__ = ["PROCESS_BYTES", "READERS", "Memory", "Sizes", "largest_chunk", "share"]
+__all__ = ["PROCESS_BYTES", "Memory", "Sizes", "largest_chunk", "readers", "share"]
 
 PROCESS_BYTES = 128 << 20
 """What a process takes besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Stated, and tested."""
@@ -44,6 +45,8 @@ _COMFORTABLE = 128 << 20
 _BATCH = 32 << 20
 """Bytes that are read at once, where work can be cut that small: more makes nothing faster, but the first use of every page of a
 buffer costs what copying it a few times does, and nothing is written before the first of them is read."""
+_WORTHWHILE = 512 << 20
+"""Bytes of a job for each worker below which another one costs more than it saves: it starts in the time of some 200 MiB."""
 _MOST_LOCAL = 8
 """Workers on one machine, unless told otherwise: more wait for the same disk."""
 
@@ -105,20 +108,22 @@ class Memory:
         return self.workers * (2 * self.room + self.reading + self.writing)
 
 
-def share(limit: int, workers: int | None, tasks: int, sizes: Sizes, where: str) -> Memory:
+def share(limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes, where: str) -> Memory:
     """Share out the memory limit.
 
     Args:
         limit: bytes for all workers together.
         workers: how many; None: as many as are useful.
         tasks: how many there are.
+        length: about how many bytes each of them writes.
         sizes: what they need.
         where: the source's place, for messages.
 
     Raises:
         BudgetError: it does not suffice; says for what, and how much would.
     """
-    wished = workers or max(1, min(os.cpu_count() or 1, _MOST_LOCAL, tasks, limit // max(_COMFORTABLE, sizes.least)))
+    useful = min(tasks, tasks * length // _WORTHWHILE)
+    wished = workers or max(1, min(os.cpu_count() or 1, _MOST_LOCAL, useful, limit // max(_COMFORTABLE, sizes.least)))
     mine = limit // wished
     if mine < sizes.least:
         raise BudgetError(
@@ -131,6 +136,11 @@ def share(limit: int, workers: int | None, tasks: int, sizes: Sizes, where: str)
     reading = sizes.reading + (0 if sizes.source_local else spare // 4)
     writing = sizes.writing + (0 if sizes.target_local else spare // 4)
     return Memory(wished, (mine - reading - writing) // 2, reading, writing)
+
+
+def readers(location: Location) -> int | None:
+    """Threads with which a worker reads there. None: as many as the memory for it allows, where a request costs milliseconds."""
+    return READERS if location.local is not None else None
 
 
 def largest_chunk(tensors: Iterable[TensorRecord]) -> int:

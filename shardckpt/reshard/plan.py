@@ -37,6 +37,11 @@ __all__ = ["ReshardPlan", "Share", "Task", "plan_reshard"]
 
 MOST_TASKS = 4096
 """About how many tasks a job has at most."""
+_ENOUGH_TASKS = 8
+"""A job that would have fewer tasks has shorter ones: there is something to do for several workers, and progress is seen."""
+_SHORTEST_TASK = 64 << 20
+"""Bytes below which a task is not made shorter for that: what begins and ends it (nothing is read or written meanwhile) takes the
+time of some 10 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +177,13 @@ def plan_reshard(source: Source, options: ReshardOptions, destination: Location 
         target_compressed=compression is not None,
     )
     least = record.processes if made.values else 1
+    length = _task_length(made.structure, options.task_length)
     cells = {
-        name: cut(tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize, options.task_length // 4)
+        name: cut(tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize, length // 4)
         for name, tensor in made.structure.tensors.items()
         if tensor.nbytes
     }
-    tasks = _tasks(cells, made.structure, options.task_length, least)
+    tasks = _tasks(cells, made.structure, length, least)
     return ReshardPlan(
         source=record,
         target=made.structure,
@@ -187,15 +193,19 @@ def plan_reshard(source: Source, options: ReshardOptions, destination: Location 
         layout=options.layout or record.layout,
         compression=compression,
         tasks=tasks,
-        memory=share(options.budget, options.workers, len(tasks), sizes, str(source.location)),
+        memory=share(options.budget, options.workers, len(tasks), length, sizes, str(source.location)),
         _cells=cells,
     )
 
 
+def _task_length(structure: Structure, most: int) -> int:
+    """Bytes that a task writes: at most `most`, unless there were too many of them; less where there are few."""
+    total = sum(t.nbytes for t in structure.tensors.values())
+    return max(min(most, max(_SHORTEST_TASK, -(-total // _ENOUGH_TASKS))), -(-total // MOST_TASKS))
+
+
 def _tasks(cells: Mapping[str, Cells], structure: Structure, length: int, least: int) -> tuple[Task, ...]:
     """Cut the tape of all cells into parts of that many bytes; at least so many tasks, the last of them empty if they must be."""
-    total = sum(t.nbytes for t in structure.tensors.values())
-    length = max(length, -(-total // MOST_TASKS))
     found: dict[int, list[Share]] = {}
     offset = 0
     for name, grid in cells.items():

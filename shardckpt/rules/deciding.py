@@ -53,7 +53,8 @@ def decide(steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: 
     Raises:
         ShardingError: a tensor cannot be laid out as the step that means it says.
     """
-    judge = _Judge(steps, [literal(step.pattern) if isinstance(step, Rule) else "" for step in steps], Parameters(tensors), mesh)
+    parameters = Parameters(tensors, lambda name: judge.first(name, tuple(tensors[name])) is not None)
+    judge = _Judge(steps, [literal(step.pattern) if isinstance(step, Rule) else "" for step in steps], parameters, mesh)
     decisions: dict[str, Decision] = {}
     used: set[int] = set()
     unmatched: list[str] = []

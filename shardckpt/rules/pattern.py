@@ -18,7 +18,8 @@ from shardckpt.names import pattern_regex
 
 __all__ = ["Match", "literal", "match", "owners"]
 
-_NOT_LITERAL = re.compile(r"\*+/?|\?|\[!?\]?[^\]]*\]")
+_NOT_LITERAL = re.compile(r"/|\*+|\?|\[!?\]?[^\]]*\]")
+"""What ends a text: a slash, too, for DCP's "state." may stand behind it in a name and not in what that lies below."""
 
 _STATE = "state."
 
@@ -65,7 +66,7 @@ def owners(name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def literal(pattern: str) -> str:
-    """The longest text that is in every name that the pattern means.
+    """The longest text, within one component, that is in every name that the pattern means.
 
     >>> literal("**/layers.[0-3].*w1")
     'layers.'

@@ -44,6 +44,12 @@ def test_names_cannot_do_anything_to_the_terminal(run, source):
     assert "\\x1b]0;owned\\x07\\n\\u202eevil" in answer.out
 
 
+def test_a_tensor_that_is_left_out_cannot_be_explained(run, source):
+    answer = run("plan", source, "--mesh", "data=2", "--only", "layers/*", "--explain", "embed")
+    assert answer.status == 5
+    assert "'embed' is not among what only= (--only) selects" in answer.err
+
+
 def test_the_document_has_everything_and_adds_up(run, source):
     doc = run("plan", source, *OPTIONS, "--rate", "1GiB,512MiB", "--json").json
     assert list(doc) == [

@@ -55,16 +55,28 @@ def test_a_reshard_reads_and_writes_what_was_forecast(tmp_path, compression, mem
     assert told["peak_memory"] <= told["memory_limit"] == options.budget
 
 
+def test_requests_are_counted_batch_by_batch_as_they_are_made(tmp_path):
+    rows = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
+    state = {"w": np.zeros((2048, 8192), np.float32)}  # two batches, and neighbours on either side of where they meet
+    shardckpt.save(tmp_path / "a", state, options=SaveOptions(shardings={"w": rows}))
+    options = ReshardOptions(compression="zstd", workers=1)
+    told = document(forecast_of(tmp_path / "a", options))["reshard"]
+    job = Job(str(tmp_path / "a"), str(tmp_path / "b"), options)
+    for number in range(told["tasks"]):
+        run_task(job, number)
+    assert told["requests"] == _opened(job).checkpoint.stats.reads
+
+
 def test_files_in_which_nothing_changes_are_linked_and_only_read_back(tmp_path):
     save(tmp_path / "a")
     told = document(forecast_of(tmp_path / "a", ReshardOptions(), destination=str(tmp_path / "b")))["reshard"]
 
     report = shardckpt.reshard(tmp_path / "a", tmp_path / "b")
 
-    assert told["linked"]
+    assert told["taken_over"] == "links"
     assert (told["bytes_read"], told["bytes_written"], told["requests"]) == (0, report.stored_bytes, 0)
     assert told["bytes_read_back"] == report.read_bytes
-    assert not document(forecast_of(tmp_path / "a", ReshardOptions(), destination="memory://b"))["reshard"]["linked"]
+    assert not document(forecast_of(tmp_path / "a", ReshardOptions(), destination="memory://b"))["reshard"]["taken_over"]
 
 
 def test_after_a_reshard_hosts_read_what_was_forecast(tmp_path):

@@ -1,6 +1,8 @@
 """Where no chunk changes, files are taken over as they are."""
 
 import shutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+from shardckpt.io import carrying
 from shardckpt.io.carrying import carry_lanes
 from shardckpt.io.store import Store
 from shardckpt.io.table import Table
@@ -117,3 +120,12 @@ def test_a_chunk_table_that_names_a_file_outside_of_its_databases_is_refused(tmp
     table = Table.of(["small"], {})
     with pytest.raises(errors.FormatError, match="'small'"):
         carry_lanes(Store.open(tmp_path), Store.open(tmp_path / "b"), ["hosts/00000/0"], table, "hosts/00000-0")
+
+
+def test_a_file_is_copied_where_the_kernel_cannot_copy_between_two_file_systems(tmp_path):
+    data = np.random.default_rng(0).bytes(3_000_000)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as other:  # of another kind than the disk, if there is one
+        other.write(data)
+        other.flush()
+        carrying._copy(Path(other.name), tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == data

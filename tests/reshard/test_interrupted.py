@@ -212,6 +212,18 @@ def test_workers_that_others_start_meet_in_one_attempt_and_anybody_commits(sourc
     assert (late.committed, late.stored_bytes) == (True, 0)
 
 
+@pytest.mark.parametrize("gone", ["d/00000", "manifest.ocdbt", "table"])
+def test_a_finished_task_of_which_a_file_was_removed_is_done_again(source, tmp_path, gone):
+    options = {"mesh": MESH, "rules": ["*=(None,x)"], "task_bytes": "1MiB", "workers": 1}
+    first = shardckpt.reshard(source, tmp_path / "b", worker=(0, 2), **options)
+    removed = next((tmp_path / "b").glob(f"{first.attempt}/hosts/00002-*/**/{gone}"))
+    removed.unlink()
+    again = shardckpt.reshard(source, tmp_path / "b", **options)
+    assert (again.attempt, again.done_before) == (first.attempt, (again.tasks + 1) // 2 - 1)
+    assert shardckpt.open(tmp_path / "b").verify().ok
+    assert not removed.exists(), "each run has files of its own"
+
+
 def test_other_options_at_the_same_place_are_another_attempt(source, tmp_path):
     options = {"mesh": MESH, "task_bytes": "1MiB", "workers": 1, "worker": (0, 3)}
     first = shardckpt.reshard(source, tmp_path / "b", rules=["*=(None,x)"], **options)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, dtypes, errors
+from shardckpt.collecting import delete
 from shardckpt.placements import Placements
 from shardckpt.save_plan import tensor_record
 
@@ -246,6 +247,29 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_whole(tmp_path, place):
     report = shardckpt.reshard(tmp_path / "a", tmp_path / place, mesh=EIGHT, rules=["w=(x)"], overwrite=True, workers=1)
     assert {path.name for path in (tmp_path / place).iterdir()} == {"checkpoint.json", report.attempt}
     assert bits(shardckpt.open(tmp_path / place).read("w")) == bits(w)
+
+
+@pytest.mark.parametrize("before", ["another checkpoint", "a tombstone"])
+def test_the_very_same_call_does_nothing_whatever_was_replaced(tmp_path, before):
+    shardckpt.save(tmp_path / "a", {"w": random((64, 64), "float32")})
+    shardckpt.save(tmp_path / "b", {"other": np.ones(3)})
+    if before == "a tombstone":
+        delete(tmp_path / "b")
+    options = {"mesh": EIGHT, "rules": ["w=(x)"], "overwrite": True, "workers": 1}
+    first = shardckpt.reshard(tmp_path / "a", tmp_path / "b", **options)
+    again = shardckpt.reshard(tmp_path / "a", tmp_path / "b", **options)
+    assert (again.attempt, again.committed, again.stored_bytes) == (first.attempt, True, 0)
+
+
+def test_what_overflows_is_infinite_and_nobody_is_warned(tmp_path):
+    w = np.array([1e6, -1e6, 65519.99, np.nan, 1e-9, 500.0], np.float32)
+    shardckpt.save(tmp_path / "a", {"w": w})
+    for dtype, expected in (
+        ("float16", [np.inf, -np.inf, 65504, np.nan, 0, 500]),
+        ("float8_e4m3fn", [np.nan, np.nan, np.nan, np.nan, 0, np.nan]),
+    ):
+        shardckpt.reshard(tmp_path / "a", tmp_path / dtype, dtype=dtype, workers=1)
+        np.testing.assert_array_equal(shardckpt.restore(tmp_path / dtype)["w"].astype(np.float32), expected)
 
 
 def test_damage_in_the_source_is_told_and_nothing_is_committed(tmp_path):

@@ -53,11 +53,28 @@ def test_a_limit_that_does_not_suffice_is_refused_before_anything_is_written_wit
 @pytest.mark.parametrize("limit", [256 * MiB, 512 * MiB, 4096 * MiB])
 def test_no_share_of_memory_exceeds_the_limit(limit, local, compressed):
     sizes = Sizes(2 * MiB, 16 * MiB, local, not local, compressed, compressed)
-    memory = share(limit, None, 100, sizes, "a")
+    memory = share(limit, None, 100, 256 * MiB, sizes, "a")
     assert limit * 0.9 <= memory.peak <= limit
     assert memory.room >= sizes.target_chunk
     assert memory.reading >= sizes.reading
     assert memory.writing >= sizes.writing
+
+
+def test_a_worker_has_half_a_gibibyte_of_the_job_or_there_are_fewer():
+    sizes = Sizes(2 * MiB, 2 * MiB, True, True, False, False)
+    assert share(4096 * MiB, None, 8, 64 * MiB, sizes, "a").workers == 1
+    assert share(4096 * MiB, 3, 8, 64 * MiB, sizes, "a").workers == 3, "unless somebody says how many"
+
+
+def test_a_job_of_less_than_a_task_has_several_all_the_same_whatever_memory_and_workers_it_has(tmp_path):
+    shardckpt.save(tmp_path / "a", {"w": np.zeros((2048, 20480), np.float32)}, options=SaveOptions(compression="zstd"))
+    checkpoint, mesh = shardckpt.open(tmp_path / "a"), Mesh((4,), ("x",))
+    plans = [
+        plan_reshard(checkpoint, ReshardOptions(mesh=mesh, rules=Rules.parse("w=(None,x)"), memory_limit=limit, workers=workers))
+        for limit, workers in (("512MiB", None), ("128MiB", 1), ("1GiB", 4))
+    ]
+    assert all(plan.tasks == plans[0].tasks for plan in plans)
+    assert [task.nbytes for task in plans[0].tasks] == pytest.approx([64 * MiB, 64 * MiB, 32 * MiB], rel=0.1)
 
 
 def test_no_step_needs_more_room_than_there_is(source):

@@ -73,6 +73,18 @@ def test_state_in_a_tree_of_its_own_follows_its_parameter():
     assert decided["opt_state/0/count"].layout.spec == PartitionSpec()
 
 
+def test_a_moving_average_follows_its_parameter_wherever_it_stands_in_the_tree():
+    rules = Rules.parse("model/**=(x)", mesh="x=2")
+    for names in (["ema/w", "model/w"], ["model/w", "ema/w"]):
+        decided = rules.decide_all(dict.fromkeys(names, (8, 8)))
+        assert {decision.layout.spec for decision in decided.values()} == {PartitionSpec("x")}
+
+
+def test_state_that_dcp_flattened_follows_a_pattern_with_the_whole_name_of_what_it_lies_below():
+    rules = Rules.parse("optim/layers.0.w=(x)", mesh="x=2")
+    assert rules.decide("optim/state.layers.0.w.exp_avg", (8, 8)).layout.spec == PartitionSpec("x")
+
+
 def test_factors_of_a_parameter_are_told_from_parameters_of_fewer_dimensions():
     scanned = "decoder/layers/self_attention/query/kernel"
     tensors = {f"params/{scanned}": (64, 2, 8, 64), f"opt_state/0/v_row/{scanned}": (64, 2, 8), f"opt_state/0/mu/{scanned}": (64, 2, 8, 64)}
