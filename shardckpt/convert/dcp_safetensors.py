@@ -73,8 +73,10 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
         for name, shard in shards.items():
             parts.setdefault(name, {}).setdefault((shard.start, shard.tensor.shape), shard)
     notes = [
-        (f"{len(names)} safetensors files of {len(processes)} processes. They do not say how large tensors are: if there were more "
-        f"processes than {processes[-1]}, what those had is missing.")
+        (
+            f"{len(names)} safetensors files of {len(processes)} processes. They do not say how large tensors are: if there were more "
+            f"processes than {processes[-1]}, what those had is missing."
+        )
     ]
     state = {name: _tensor(name, list(found.values()), str(location)) for name, found in parts.items()}
     return place_tensors(state, "dcp", location, identity_of(location, [version for version, _ in opened]), notes)
