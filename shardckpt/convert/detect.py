@@ -78,8 +78,8 @@ def module_of(name: str) -> FormatModule:
     Raises:
         OptionError: there is no such format.
     """
-    if name not in FORMATS:
-        raise OptionError(f"from_={excerpt(name)}: use {', '.join(repr(one) for one in (AUTO, *FORMATS))}.")
+    if name not in _known():
+        raise OptionError(f"from_={excerpt(name)}: use {', '.join(repr(one) for one in (AUTO, *_known()))}.")
     found: FormatModule = import_module(f"shardckpt.convert.from_{name}")
     return found
 

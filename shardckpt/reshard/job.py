@@ -1,10 +1,9 @@
 """Which attempt do all workers of a job write into? The same one, without talking to each other.
 
-Its name follows from what is read and what is to come of it: the source's attempt (of a foreign source, what tells it from any
-other: `Foreign.identity`), the new structure, layout and compression,
-how the work is cut into tasks, and the commit record that the destination has before. So a worker on another machine, or a job
-that was interrupted and is started again, finds what the others have written; with other options, or after something else was
-committed there, it is another attempt, and nothing is mixed up.
+Its name follows from what is read and what is to come of it: the source's attempt, or what tells a foreign source from any other
+(`Foreign.identity`); the new structure, layout and compression; how the work is cut into tasks; and the commit record that the
+destination has before. So a worker on another machine, or a job that was interrupted and is started again, finds what the others
+have written; with other options, or after something else was committed there, it is another attempt, and nothing is mixed up.
 """
 
 from __future__ import annotations

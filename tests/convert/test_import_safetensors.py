@@ -73,7 +73,7 @@ A = {"a": np.arange(12, dtype=np.float32).reshape(3, 4)}
 B = {"b": np.ones((5,), ml_dtypes.bfloat16), "c": np.array(7, np.int64)}
 
 
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(state=arrays(NAMES))
 def test_any_names_and_arrays_come_back_bit_by_bit(state: State) -> None:
     with tempfile.TemporaryDirectory() as top:
@@ -236,6 +236,18 @@ def test_a_source_that_changes_is_an_error_while_it_is_read_and_another_job_afte
     equal(shardckpt.restore(tmp_path / "out"), {name: array + 1 for name, array in state.items()})
     again = shardckpt.import_checkpoint(file, tmp_path / "out", **options)
     assert (again.attempt, again.stored_bytes) == (report.attempt, 0)
+
+
+def test_a_model_is_restored_from_what_its_state_dict_was_saved_as(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_model
+
+    model, fresh = (torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LayerNorm(4)).to(torch.bfloat16) for _ in range(2))
+    save_model(model, str(tmp_path / "model.safetensors"))
+    shardckpt.import_checkpoint(tmp_path, tmp_path / "out", into="model", mesh=Mesh((2,), ("x",)), rules=["**/0.weight=(x)"], workers=1)
+    shardckpt.restore(tmp_path / "out", like={"model": fresh.state_dict()})
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor), name
 
 
 def test_nothing_is_written_into_what_is_read(tmp_path: Path) -> None:
