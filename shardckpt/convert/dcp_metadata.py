@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.convert.torch_objects import TABLE, Dtype
 from shardckpt.convert.unpickling import Instance, unpickle
 from shardckpt.errors import FormatError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, shortened
 from shardckpt.fields import LARGEST_DIMENSION
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ CLASSES = frozenset(
     )
 )
 """All that such a pickle may name."""
+
+
+LARGEST_ITEM = 16
+"""Bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
     try:
         return _metadata(root)
     except (TypeError, ValueError, KeyError, AttributeError) as e:
-        raise FormatError(f"{where}: this is not how torch.distributed.checkpoint writes its metadata: {excerpt(str(e))}.") from e
+        raise FormatError(f"{where}: this is not how torch.distributed.checkpoint writes its metadata: {shortened(str(e), 300)}.") from e
 
 
 def _metadata(root: object) -> DcpMetadata:
@@ -151,6 +155,8 @@ def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple
     if type(dtype) is not Dtype:
         raise TypeError(f"{name!r} has no dtype")
     shape = _extents(state["size"])
+    if prod(max(n, 1) for n in shape) * LARGEST_ITEM > LARGEST_DIMENSION:
+        raise ValueError(f"{name!r} of shape {shape} has more bytes than can be addressed")
     chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk] = {}
     for chunk in state["chunks"]:
         box = _state(chunk, "ChunkStorageMetadata")

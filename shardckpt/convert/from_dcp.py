@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 __all__ = ["METADATA", "DcpState", "looks_like", "open_foreign", "read_state"]
 
 METADATA = ".metadata"
-_OF_OTHERS = frozenset(("common.pt", "metadata.json", ".manager_metadata"))
-"""Files beside `.metadata` in what others make of DCP's directories, which have readers of their own."""
+_OF_OTHERS = ({"common.pt", "metadata.json"}, {".manager_metadata"})
+"""Files beside `.metadata` in what Megatron-Core and torch_xla make of DCP's directories, which have readers of their own."""
 REMEMBERED = 4096
 """Items of which it is remembered where their elements are: about 1 KiB each."""
 REQUEST_BYTES = 8 << 20
@@ -68,7 +68,7 @@ SHOWN = 50
 def looks_like(location: Location) -> str | None:
     """What was seen, in words; None: no such directory."""
     names = children(location)
-    if _OF_OTHERS & set(names):
+    if any(marks <= set(names) for marks in _OF_OTHERS):
         return None
     files = sum(name.endswith(".distcp") for name in names)
     shards = shard_files(names)

@@ -99,8 +99,10 @@ class _Walk:
                 return self.known[value.name](value)
             if visitor is not None:
                 return visitor(self, value, name, depth)
-        except (FormatError, DtypeError, ImportError) as e:
+        except FormatError as e:
             return self.leave(name, str(e))
+        except (DtypeError, ImportError, ValueError, TypeError, IndexError) as e:  # the latter: what it says of itself has another form
+            return self.leave(name, f"cannot be stored: {shortened(str(e), 300)}")
         return value if leaves.is_small(value) else self.leave(name, f"is a {type(value).__name__}")
 
     def tensor(self, value: StoredTensor, _name: str, _depth: int) -> object:

@@ -7,8 +7,8 @@ Such a file is a zip archive, nothing in it compressed: `data.pkl` is the pickle
 2. `unpickle` reads the pickle without running it.
 3. Where an entry's bytes begin follows from a header before them, whose length the list does not tell.
 
-The list has a CRC-32 of each entry. torch checks none of them; here the pickle's is checked, and those of storages can be. Who
-switched them off (`torch.serialization.set_crc32_options`) has others there: if the pickle's is wrong, none is believed.
+The list has a CRC-32 of each entry, which torch does not look at; here the pickle's is checked, and those of storages can be. It is 0
+where they were switched off (`torch.serialization.set_crc32_options`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.convert.torch_objects import TABLE, storage_of
 from shardckpt.convert.unpickling import unpickle
-from shardckpt.errors import FormatError, ShardckptError
+from shardckpt.errors import CorruptionError, FormatError, ShardckptError
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -60,8 +60,6 @@ class TorchFile:
     span: Span
     """All of it."""
     _storages: Mapping[str, zipfile.ZipInfo]
-    _crcs: bool
-    """Whether there are checksums."""
 
     def storage(self, storage: Storage) -> Entry:
         """Where a storage lies.
@@ -76,7 +74,7 @@ class TorchFile:
                 f"{self.span}: there is no storage {storage.key[:100]!r} in it, of which its pickle speaks; restore it from a copy."
             )
         start = _start(self.span, info, b"")
-        return Entry(self.span.part(start, start + info.file_size), info.CRC if self._crcs else None)
+        return Entry(self.span.part(start, start + info.file_size), info.CRC or None)
 
 
 def is_torch_file(beginning: bytes) -> bool:
@@ -94,7 +92,8 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
 
     Raises:
         FormatError: it is no such file, or makes no sense.
-        CorruptionError, MissingDataError, StorageError: it cannot be read.
+        CorruptionError: its pickle is not what was written.
+        MissingDataError, StorageError: it cannot be read.
     """
     window = _Ends(span)
     if not is_torch_file(window.head):
@@ -117,6 +116,8 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
     top = pickles[0].filename.removesuffix("data.pkl")
     by_name = {info.filename.removeprefix(top): info for info in infos}
     pickle = _content(window, pickles[0])
+    if pickles[0].CRC not in (0, zlib.crc32(pickle)):
+        raise CorruptionError(f"{span}: the CRC-32 of its pickle is not that of what was written; restore it from a copy.")
     if "byteorder" in by_name and _content(window, by_name["byteorder"]) != b"little":
         raise FormatError(f"{span}: it was written on a big-endian machine; load it with torch and save it on a little-endian one.")
     return TorchFile(
@@ -124,7 +125,6 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
         len(pickle),
         span,
         {name.removeprefix("data/"): info for name, info in by_name.items() if name.startswith("data/")},
-        zlib.crc32(pickle) == pickles[0].CRC,
     )
 
 

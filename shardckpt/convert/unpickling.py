@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from shardckpt.errors import FormatError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping
@@ -98,7 +98,7 @@ def unpickle(
     except (_EndedError, struct.error, IndexError) as e:
         raise FormatError(f"{where}: this pickle ends at byte {len(data)}, before its end; restore the file from a copy.") from e
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, LookupError) as e:
-        said = excerpt(str(e) or type(e).__name__)
+        said = shortened(str(e) or type(e).__name__)
         raise FormatError(f"{where}: this pickle makes no sense at byte {machine.at} ({said}); restore the file from a copy.") from e
 
 

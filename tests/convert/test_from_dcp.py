@@ -115,6 +115,8 @@ def test_chunks_lie_as_the_elements_do_and_are_bounded(plain):
 
 def test_it_is_detected_and_said_what_was_seen(plain, tmp_path):
     assert from_dcp.looks_like(plain) == "a torch.distributed.checkpoint directory: .metadata and 1 .distcp files"
+    assert detect(plain).format == "dcp"
+    (tmp_path / "metadata.json").write_text("{}")
     assert from_dcp.looks_like(parse(tmp_path)) is None
     assert from_dcp.looks_like(parse(tmp_path / "nothing")) is None
     assert from_dcp.looks_like(parse(f"{plain}.pt")) is None
@@ -200,12 +202,23 @@ def change_metadata(directory, change):
     path.write_bytes(pickle.dumps(metadata))
 
 
-def test_a_gap_and_an_overlap_are_refused_by_name(copied):
-    def shift(metadata):
-        metadata.state_dict_metadata["part"].size = torch.Size([8])
+def test_what_was_saved_without_checksums_is_read_without(copied):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(3)}, copied / "leaf.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    replace_leaf(copied, "values.text", (copied / "leaf.pt").read_bytes())
+    np.testing.assert_array_equal(contents(opened(copied))["values"]["text"]["a"], np.arange(3))
 
-    change_metadata(copied, shift)
-    with pytest.raises(FormatError, match=r"'part': what is stored does not make the tensor of shape \(8,\): .* 7 elements of 8"):
+
+@pytest.mark.parametrize(("size", "why"), [(8, "7 elements of 8"), (6, "outside the shape"), (1 << 61, "more bytes than can be addressed")])
+def test_boxes_that_do_not_make_the_tensor_are_refused_by_name(copied, size, why):
+    def resize(metadata):
+        metadata.state_dict_metadata["part"].size = torch.Size([size])
+
+    change_metadata(copied, resize)
+    with pytest.raises(FormatError, match=rf"'part'.*\({size},\).*{why}"):
         opened(copied)
 
 
@@ -250,6 +263,12 @@ def test_a_flipped_bit_in_a_tensor_that_is_read_in_one_go_is_noticed(copied):
     change(copied, np.full((3, 4), 1, np.float32).tobytes())
     with pytest.raises(CorruptionError, match=r"'expanded': .*CRC-32"):
         contents(opened(copied))
+
+
+def test_a_flipped_bit_in_a_leaf_is_noticed(copied):
+    change(copied, "naïve".encode())
+    with pytest.raises(CorruptionError, match=r"'values.text': .*CRC-32 of its pickle"):
+        opened(copied)
 
 
 def change(directory, known):

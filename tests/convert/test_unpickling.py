@@ -8,6 +8,7 @@ import pickle
 import struct
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -150,6 +151,28 @@ def test_what_is_shared_over_and_over_is_left_behind():
     assert left
     assert "shared over and over" in left[0]
     assert set(value) <= {"bomb", "fine"}
+
+
+@pytest.mark.parametrize(
+    "instance",
+    [
+        b"cnumpy.core.multiarray\nscalar\n)R",
+        b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x02NNNtb",
+        b"c_io\nBytesIO\n)R)b",
+        b"ctorch\ndevice\nN\x85R",
+        b"ccollections\nCounter\nK\x01\x85R",
+    ],
+)
+def test_an_object_that_says_nonsense_of_itself_is_left_behind(instance):
+    @dataclass
+    class File:
+        state: object
+        pickle_bytes: int = 100
+
+    value, left = plain(File({"x": unpickle(instance + b".", "file", TABLE), "y": 1}), "leaf")
+    assert value["y"] == 1
+    assert "x" not in value or value["x"] == {}
+    assert bool(left) != ("x" in value)
 
 
 def test_a_damaged_file_of_torch_save_is_an_error_or_reads_as_before():

@@ -1,0 +1,72 @@
+"""Boxes of tensors in files of torch.save, whatever their strides are; torch's own slices are what they are held against."""
+
+from __future__ import annotations
+
+import io
+from math import prod
+from typing import ClassVar
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.box import Box
+from shardckpt.convert.foreign import ROWS_BYTES
+from shardckpt.convert.span import LoadedFile, Span
+from shardckpt.convert.strided import read_box, strided_chunks
+from shardckpt.convert.torch_file import WINDOW, open_torch_file
+
+
+class CountedFile(LoadedFile):
+    """A file that notes how many of its bytes were read at a time."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def read(self, start, stop):
+        self.sizes.append(stop - start)
+        return super().read(start, stop)
+
+
+def saved(tensor):
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+def read(data, box):
+    file = open_torch_file(Span(CountedFile("the file", data), 0, len(data)))
+    return read_box(file.storage(file.state.storage), file.state, np.dtype(np.int32), box)
+
+
+@given(st.data())
+def test_any_box_of_any_view_is_what_torch_slices(data):
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    tensor = torch.arange(prod(shape), dtype=torch.int32).reshape(shape).permute(*data.draw(st.permutations(range(len(shape)))))
+    for d in range(tensor.ndim):
+        tensor = tensor[(slice(None),) * d + (slice(data.draw(st.integers(0, tensor.shape[d] - 1)), None, data.draw(st.integers(1, 3))),)]
+    start = [data.draw(st.integers(0, n)) for n in tensor.shape]
+    stop = [data.draw(st.integers(a, n)) for a, n in zip(start, tensor.shape, strict=True)]
+    box = Box(tuple(start), tuple(stop))
+    found = read(saved(tensor), box)
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, tensor[box.slices].numpy())
+
+
+def test_a_chunk_is_read_without_what_is_beside_it():
+    rows = torch.arange(2_000_000, dtype=torch.int32).reshape(2000, 1000)
+    for tensor in (rows, rows.t(), rows.reshape(20, 100, 1000).permute(1, 2, 0)):
+        shape = strided_chunks(tensor.shape, tensor.stride(), 4)
+        assert ROWS_BYTES / 2 < prod(shape) * 4 <= ROWS_BYTES
+        CountedFile.sizes.clear()
+        box = Box((0,) * tensor.ndim, shape)
+        np.testing.assert_array_equal(read(saved(tensor), box), tensor[box.slices].numpy())
+        assert sum(CountedFile.sizes) <= prod(shape) * 4 + 3 * WINDOW
+
+
+def test_a_box_across_the_order_of_the_elements_is_read_in_parts_of_bounded_size():
+    tensor = torch.arange(1_000_000, dtype=torch.int32).reshape(1000, 1000).t()
+    box = Box((3, 0), (7, 1000))
+    CountedFile.sizes.clear()
+    np.testing.assert_array_equal(read(saved(tensor), box), tensor[3:7].numpy())
+    assert max(CountedFile.sizes) <= ROWS_BYTES
