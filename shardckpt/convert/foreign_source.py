@@ -98,9 +98,9 @@ class ForeignSource:
             threads = max(1, min(OBJECT_THREADS, memory // max(1, OBJECT_COPIES * chunk)))
         return ForeignReader(self.foreign, self._arrangement, self.stats, threads)
 
-    def limit_reading(self, *, threads: int, memory: int) -> None:
+    def limit_reading(self, *, threads: int | None, memory: int) -> None:
         """See `Source`. From an object store as many threads read as there is memory for."""
-        self._limits = threads, memory
+        self._limits = threads or READERS, memory
 
     def reading(self) -> AbstractContextManager[None]:
         """See `Source`. Each file is compared with what it was whenever it is opened."""

@@ -58,11 +58,11 @@ class Source(Protocol):
         """What reading took so far."""
         ...
 
-    def limit_reading(self, *, threads: int, memory: int) -> None:
+    def limit_reading(self, *, threads: int | None, memory: int) -> None:
         """Say what reading may take, before the first chunk is read.
 
         Args:
-            threads: how many read at once from a local disk.
+            threads: how many read at once; None: as many as there is memory for.
             memory: bytes of what is on its way from an object store.
         """
         ...
