@@ -29,7 +29,7 @@ from shardckpt.io.budget import round_up
 from shardckpt.names import shown
 from shardckpt.planning.plan import Piece
 from shardckpt.reshard.assembling import Buffer, PlannedStep, Target, assembled
-from shardckpt.reshard.cells import cut, steps, steps_in_order
+from shardckpt.reshard.cells import Step, cut, steps, steps_in_order
 from shardckpt.reshard.memory import READERS, Sizes, largest_chunk
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.checkpoint import Checkpoint
-    from shardckpt.reshard.cells import Step
 
 __all__ = ["Block", "Blocks", "Put", "Stream", "stream"]
 
@@ -164,6 +163,9 @@ class Stream:
         """Every block, in the order in which `read` has them; nothing is read."""
         outputs = {id(target): output for output, target, _ in self._targets}
         for planned in self._steps():
+            if _is_one_block(planned.target):
+                yield outputs[id(planned.target)], planned.step.box
+                continue
             for _, _, boxes in planned.pairs:
                 for i in np.flatnonzero(~planned.unfinished(boxes)).tolist():
                     yield outputs[id(planned.target)], boxes[i]
@@ -180,6 +182,9 @@ class Stream:
 
     def _steps_of(self, target: Target, stored: Sequence[Piece]) -> Iterator[Step]:
         itemsize, most = target.dtype.itemsize, min(self.room, _BATCH)
+        if _is_one_block(target):  # as most tensors are, by number
+            yield Step(target.pieces[0].box, 0)
+            return
         if self._in_order:
             for piece in target.pieces:
                 yield from steps_in_order(piece.box, piece, stored, itemsize, most, self.room)
@@ -207,6 +212,10 @@ def stream(
         for batch in batches:
             for block in batch:
                 put(block.output, block.box, block.elements)
+
+
+def _is_one_block(target: Target) -> bool:
+    return len(target.pieces) == 1 and target.pieces[0].num_chunks == 1
 
 
 def _after(planned: Iterator[PlannedStep], skip: int) -> tuple[Iterator[PlannedStep], int]:
