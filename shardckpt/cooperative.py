@@ -70,17 +70,17 @@ class Meeting:
     the choice is "auto" and the checkpoint on a path, since nothing is known of what is behind it.
     """
 
-    def __init__(self, choice: Choice, coordinator: Coordinator | None, location: Location) -> None:
+    def __init__(self, choice: Choice, coordinator: Coordinator | None, location: Location | None = None) -> None:
         """Nothing is exchanged yet.
 
         Args:
             choice: the same on all processes.
             coordinator: of the job; None: found out.
-            location: of the checkpoint.
+            location: of the checkpoint; None: not known yet.
         """
         self._choice = choice
         self._given = coordinator
-        self._location = location
+        self.location = location
         self._met = False
         self._readings: list[SharedReading[Any]] = []
 
@@ -100,7 +100,7 @@ class Meeting:
                 if not isinstance(found, str):
                     found[0].share("cooperative", {"failure": told(error)})
             except ShardckptError as e:
-                _log.debug("%s: the others have not heard of the failure: %s", self._location, e)
+                _log.debug("%s: the others have not heard of the failure: %s", self.location, e)
 
     def divide(self, checkpoint: Checkpoint, jobs: Sequence[J], limit: int) -> tuple[list[J], list[SharedReading[J]]]:
         """Agree with all other processes of the job on what is read together. Blocks until all of them have called it.
@@ -148,7 +148,7 @@ class Meeting:
         """What this process reaches the others with, or why everybody reads by itself: the same on all processes."""
         if self._choice is False:
             return "so it was asked for"
-        if self._choice == "auto" and self._location.local is not None:
+        if self._choice == "auto" and (self.location is None or self.location.local is not None):
             return "how fast a path is cannot be known; give cooperative=shardckpt.Bandwidths(…), or True, to read together"
         coordinator = Coordinator.current() if self._given is None else self._given
         link = interconnect_of(coordinator) if coordinator.world.processes > 1 else "the job has one process"

@@ -110,7 +110,8 @@ def restore(
     """
     check_choice(cooperative)
     check_coordinator(coordinator)
-    with Meeting(cooperative, coordinator, source.location if isinstance(source, Checkpoint) else parse(source)) as meeting:
+    with Meeting(cooperative, coordinator) as meeting:
+        meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
         check_flag(strict, "strict")
         check_flag(cast, "cast")
         limit = parse_bytes(memory_limit, "memory_limit")

@@ -38,6 +38,8 @@ class Cluster:
     """For `reshard(engine=…)`."""
     nodes: list[int]
     """The process that stands for a machine: Ray's raylets, Dask's nannies."""
+    head: list[int]
+    """The processes without which it is none: Dask's scheduler, those of Ray's head node."""
     auto: dict[str, str]
     """Environment variables with which `ray://auto` or `dask://auto` means this cluster."""
 
@@ -48,35 +50,35 @@ class Cluster:
 
 
 @contextmanager
-def ray_cluster() -> Iterator[Cluster]:
-    """A head that does no tasks, and two nodes with a CPU each."""
+def ray_cluster(**more: str) -> Iterator[Cluster]:
+    """A head that does no tasks, and two nodes with a CPU each; with some environment variables."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
         port = _free_port()
         # gRPC's handlers of forks may end the process that Ray's client server starts for the first client.
         loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # where Ray keeps to the loopback interface
-        env = {**loopback, "RAY_TMPDIR": place, "RAY_USAGE_STATS_ENABLED": "0", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+        env = {**loopback, "RAY_TMPDIR": place, "RAY_USAGE_STATS_ENABLED": "0", "GRPC_ENABLE_FORK_SUPPORT": "0", **more}
         with _group([sys.executable, "-W", "ignore", CHILDREN / "ray_cluster.py", port, 2], env) as child:
             assert child.stdout is not None
             answer = json.loads(child.stdout.readline() or "{}")
             assert answer, "Ray does not start"
-            yield Cluster(f"ray://127.0.0.1:{port}", answer["raylets"], {**loopback, "RAY_ADDRESS": answer["address"]})
+            yield Cluster(f"ray://127.0.0.1:{port}", answer["raylets"], answer["head"], {**loopback, "RAY_ADDRESS": answer["address"]})
 
 
 @contextmanager
-def dask_cluster() -> Iterator[Cluster]:
-    """A scheduler, and two nannies with a worker of one thread each."""
+def dask_cluster(**more: str) -> Iterator[Cluster]:
+    """A scheduler, and two nannies with a worker of one thread each, and with some environment variables."""
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         address = f"127.0.0.1:{_free_port()}"
 
-        def start(command: str, *arguments: str) -> int:
+        def start(command: str, *arguments: str, **env: str) -> int:
             whole = [sys.executable, "-m", f"distributed.cli.{command}", "--host", "127.0.0.1", "--no-dashboard", *arguments]
-            return stack.enter_context(_group(whole, {})).pid
+            return stack.enter_context(_group(whole, env)).pid
 
-        start("dask_scheduler", "--port", address.partition(":")[2])
+        scheduler = start("dask_scheduler", "--port", address.partition(":")[2])
         options = ["--nthreads", "1", "--memory-limit", "2GiB", "--death-timeout", str(PATIENCE), "--local-directory"]
-        nannies = [start("dask_worker", f"tcp://{address}", *options, str(place / name)) for name in "ab"]
-        yield Cluster(f"dask://{address}", nannies, {"DASK_SCHEDULER_ADDRESS": f"tcp://{address}"})
+        nannies = [start("dask_worker", f"tcp://{address}", *options, str(place / name), **more) for name in "ab"]
+        yield Cluster(f"dask://{address}", nannies, [scheduler], {"DASK_SCHEDULER_ADDRESS": f"tcp://{address}"})
 
 
 def children(pid: int) -> list[int]:

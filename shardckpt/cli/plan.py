@@ -72,6 +72,7 @@ def plan(
     from shardckpt.forecast.forecast import forecast, known_places
     from shardckpt.io.url import parse
     from shardckpt.reshard.execute import all_rules
+    from shardckpt.reshard.job import check_destination
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import plan_reshard
     from shardckpt.rules import parse_mesh
@@ -85,8 +86,10 @@ def plan(
         memory_limit=memory_limit,
         **choices,
     )
-    checkpoint = open_checkpoint(source)
-    planned = plan_reshard(checkpoint, options, parse(destination) if destination is not None else None)
+    checkpoint, place = open_checkpoint(source), None if destination is None else parse(destination)
+    if place is not None:
+        check_destination(place)
+    planned = plan_reshard(checkpoint, options, place)
     if explain is not None:
         explained = plan_lines.explained(planned, checkpoint, explain)
         write_json(explained) if as_json else Screen().show(plan_lines.explanation(planned, options, explained))

@@ -89,6 +89,8 @@ def notice_text(notice: dict[str, Any]) -> str:
 def assumptions(doc: dict[str, Any]) -> Iterator[str]:
     """What the numbers rest on."""
     target, restore = doc["target"], doc["restore"]
+    if target["replaces"]:
+        yield "A checkpoint is there already, which is replaced only if the reshard is told so (--overwrite)."
     per_host = count(target["devices_per_host"], "device")
     yield f"A host is taken to have {per_host}, of ascending ids (--devices-per-host)."
     for key, what in (("read", "reading"), ("write", "writing")):

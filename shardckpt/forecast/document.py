@@ -39,6 +39,7 @@ def document(found: Forecast) -> dict[str, Any]:
         },
         "target": {
             "url": found.destination,
+            "replaces": found.replaces,
             "meshes": [mesh.to_json() for mesh in meshes],
             "devices": len(found.hosts.owners.device_ids),
             "devices_per_host": found.devices_per_host,

@@ -17,6 +17,7 @@ from shardckpt.forecast.restore import RestoreForecast, forecast_restore
 from shardckpt.forecast.stored import ByLayout, ByTable
 from shardckpt.io.based_reader import BasedReader
 from shardckpt.io.carrying import TakenOver, way
+from shardckpt.io.commit import published_attempt
 from shardckpt.io.places import read_places
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -58,6 +59,8 @@ class Forecast:
     after: RestoreForecast
     """The same of what the reshard would make."""
     rates: Rates
+    replaces: bool
+    """Whether a checkpoint is committed at the destination, which the reshard would have to be allowed to replace."""
     taken_over: TakenOver | None
     """How the reshard takes the source's files over as they are, where nothing in them changes."""
     reads: ReshardReads | None
@@ -134,7 +137,8 @@ def forecast(
     made = ByLayout(replace(record, structure=plan.target, hosts=record.hosts[:1] * len(plan.tasks)), compressed)
     after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
     saved_by = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in sources), number=max(1, len(record.hosts)))
-    taken_over = way(checkpoint.place, Store.open(parse(destination))) if destination is not None and plan.unchanged else None
+    place = None if destination is None else Store.open(parse(destination))
+    taken_over = way(checkpoint.place, place) if place is not None and plan.unchanged else None
     if taken_over:
         reads: ReshardReads | None = ReshardReads(0, 0, len(plan.tasks))
     else:
@@ -150,6 +154,7 @@ def forecast(
         before=before,
         after=after,
         rates=rates,
+        replaces=place is not None and published_attempt(place) is not None,
         taken_over=taken_over,
         reads=reads,
         stored_bytes=held,

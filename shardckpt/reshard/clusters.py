@@ -120,14 +120,18 @@ class ClusterExecutor(Executor, ABC):
             f"{self._url}: the connection to the cluster is lost. What tasks have finished stays; the same call goes on there."
         )
 
+    def absent(self, who: str = "a worker") -> MissingExtraError:
+        """The error for a cluster in which shardckpt is not installed everywhere."""
+        return MissingExtraError(
+            f"{self._url}: {who} cannot import shardckpt; install shardckpt {__version__} wherever the cluster runs Python."
+        )
+
     def _meant(self, error: BaseException) -> BaseException:
         """What to raise: an error that tells a user what to do, where it is not the task's own."""
         cause: BaseException | None = error
         while cause is not None:
             if "No module named 'shardckpt" in str(cause):
-                return MissingExtraError(
-                    f"{self._url}: a worker cannot import shardckpt; install shardckpt {__version__} wherever the cluster runs Python."
-                )
+                return self.absent()
             cause = cause.__cause__
         return self.understand(error)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt._version import __version__
 from shardckpt.checkpoint import Checkpoint
 from shardckpt.contents import Contents
-from shardckpt.errors import AlreadyExistsError, CommitError, OptionError, ShardckptError
+from shardckpt.errors import AlreadyExistsError, CommitError, OptionError, ShardckptError, StorageError
 from shardckpt.io.assemble import finished_hosts, read_host_record
 from shardckpt.io.attempts import RESHARD
 from shardckpt.io.carrying import way
@@ -35,11 +35,12 @@ from shardckpt.reshard.source import Source, open_source
 
 if TYPE_CHECKING:
     from shardckpt.io.commit import Prior
+    from shardckpt.io.url import Location
     from shardckpt.record import FileReference
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.source import SourceSpec
 
-__all__ = ["Job", "OpenJob"]
+__all__ = ["Job", "OpenJob", "check_destination"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,13 @@ class OpenJob:
         Raises:
             NotFoundError: no source there.
             AlreadyExistsError: a checkpoint is committed at the destination, and is not to be replaced.
+            StorageError: a file stands there.
             OptionError: the destination holds tensors that the source has left there, and would be replaced.
             CommitError: this process makes another plan of it than who began the job.
         """
         self.job = job
         location = parse(job.destination)
+        check_destination(location)
         self.checkpoint: Source = open_source(job.source)
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
         self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
@@ -123,10 +126,12 @@ class OpenJob:
         try:
             read_prior(self.store, overwrite=False)
         except AlreadyExistsError as e:
-            raise AlreadyExistsError(
-                f"{self.store}: another checkpoint is committed there already; choose another place, or replace it with overwrite=True "
-                f"(--overwrite)."
-            ) from e
+            what = (
+                "the source itself lies there"
+                if self.store.location == self.checkpoint.location
+                else "another checkpoint is committed there already"
+            )
+            raise AlreadyExistsError(f"{self.store}: {what}; choose another place, or replace it with overwrite=True (--overwrite).") from e
 
     def _attempt(self) -> tuple[str, bool]:
         """The attempt, and whether it is committed."""
@@ -153,6 +158,18 @@ class OpenJob:
         }
         digest = hashlib.sha256(json.dumps(decided, separators=(",", ":")).encode()).hexdigest()
         return f"{_when(plan.source)}-{digest[:8]}{RESHARD}{digest[8:24]}"
+
+
+def check_destination(location: Location) -> None:
+    """Whether a checkpoint may go there, as far as a look at a path tells.
+
+    Raises:
+        StorageError: something else than a directory stands there.
+    """
+    path = location.local
+    if path is not None and not path.is_dir() and (path.exists() or path.is_symlink()):
+        what = "a symbolic link that leads nowhere" if path.is_symlink() else "a file"
+        raise StorageError(f"{location}: {what} stands where the new checkpoint is to go; choose another place.")
 
 
 def _compressor() -> str:

@@ -2,10 +2,14 @@
 
 A task is done by a thread of a worker: a cluster has as many places as its workers have threads. Dask itself gives a task whose
 worker dies to another one, until it takes the task for the culprit (its setting `distributed.scheduler.allowed-failures`).
+
+A worker that cannot import what it is sent does not answer with an error: it ends, and its nanny with it (2026.8). So every call
+waits for a first one, of a function that all workers have, which fails where shardckpt is not to be found.
 """
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import distributed
@@ -23,6 +27,8 @@ __all__ = ["OnDask"]
 
 T = TypeVar("T")
 
+_OURS = "shardckpt._version:__version__"
+"""What is there wherever shardckpt is, as `pkgutil.resolve_name` finds it."""
 _CONNECT = 30
 """Seconds that the scheduler may take to answer."""
 
@@ -40,10 +46,16 @@ class OnDask(ClusterExecutor):
         except (OSError, ValueError) as e:
             raise CoordinationError(f"{url}: no Dask scheduler answers there ({e}).") from e
         self._calls = self._client.get_executor(pure=False)
+        try:
+            self._client.run_on_scheduler(resolve_name, _OURS)
+        except ModuleNotFoundError as e:
+            self._client.close()
+            raise self.absent("the scheduler") from e
+        self._first = self._client.submit(resolve_name, _OURS, pure=False)
 
     def start(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[T]:
         """Submit a call."""
-        future: Future[T] = self._calls.submit(fn, *args, **kwargs)
+        future: Future[T] = self._calls.submit(_call, self._first, fn, args, kwargs)
         return future
 
     def count(self) -> int:
@@ -62,3 +74,9 @@ class OnDask(ClusterExecutor):
         if cancel_futures:
             self._calls.shutdown(wait=False)
         self._client.close()
+
+
+def _call(first: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    """What Dask knows as the task; `first` is the answer without which it is not begun."""
+    del first
+    return fn(*args, **kwargs)

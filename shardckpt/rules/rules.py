@@ -217,7 +217,8 @@ class Rules:
 
     def _refuse(self, unmatched: tuple[str, ...]) -> None:
         if unmatched and self.unmatched == "error":
-            others = f" and {len(unmatched) - 1:,} other tensors" if len(unmatched) > 1 else ""
+            more = len(unmatched) - 1
+            others = f" and {more:,} other tensor{'s' * (more > 1)}" if more else ""
             raise OptionError(
                 f"No rule means {shown(unmatched[0])}{others}; add a rule, such as '**=replicated' at the end, or choose "
                 'unmatched="replicate".'

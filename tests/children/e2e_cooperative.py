@@ -102,11 +102,12 @@ def hybrid(coordinator, url, shape, options):
 def mismatched(coordinator, url, options):
     """Rank 1 has another shape, or these options, and comes to nothing before anything is read."""
     ours = join(coordinator)
+    source = options.pop("source", url) if ours.world.process == 1 else url
     like = {flat(n): torch.ones_like(tensor_of(n)) for n in TENSORS}
-    if ours.world.process == 1 and not options:
+    if ours.world.process == 1 and not options and source == url:
         like["host.large"] = torch.ones(3)
     try:
-        shardckpt.restore(url, like, cooperative=True, **(options if ours.world.process == 1 else {}))
+        shardckpt.restore(source, like, cooperative=True, **(options if ours.world.process == 1 else {}))
     except shardckpt.ShardckptError as e:
         return [type(e).__name__, str(e), bool((like["host.small"] == 1).all())]
     finally:

@@ -44,6 +44,19 @@ def test_names_cannot_do_anything_to_the_terminal(run, source):
     assert "\\x1b]0;owned\\x07\\n\\u202eevil" in answer.out
 
 
+def test_a_destination_that_is_taken_is_told(run, source, tmp_path):
+    answer = run("plan", source, source, *OPTIONS, "--rate", "1GiB")
+    assert "A checkpoint is there already, which is replaced only if the reshard is told so (--overwrite)." in " ".join(answer.out.split())
+    assert run("plan", source, source, *OPTIONS, "--rate", "1GiB", "--json").json["target"]["replaces"]
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, what in (("file", "a file stands"), ("link", "a symbolic link that leads nowhere stands")):
+        for command in ("plan", "reshard"):
+            answer = run(command, source, tmp_path / name, "--mesh", "data=2")
+            assert (answer.status, f"{tmp_path / name}: {what} where the new checkpoint is to go" in answer.err) == (6, True)
+    assert "the source itself lies there" in run("reshard", source, source, "--mesh", "data=2").err
+
+
 def test_a_tensor_that_is_left_out_cannot_be_explained(run, source):
     answer = run("plan", source, "--mesh", "data=2", "--only", "layers/*", "--explain", "embed")
     assert answer.status == 5

@@ -150,6 +150,12 @@ def test_a_process_that_has_an_impossible_option_keeps_nobody_waiting(run_job, s
     assert all("process 1 could not restore: restore(memory_limit=0)" in answers[p][1] for p in (0, 2))
 
 
+def test_a_process_whose_url_is_none_keeps_nobody_waiting(run_job, saved):
+    answers = run_job("DTensor", "e2e_cooperative:mismatched", 3, saved[0], {"source": "gs3://bucket/a"})
+    assert [kind for kind, _, _ in answers] == ["UrlError"] * 3
+    assert all("process 1 could not restore: " in answers[p][1] for p in (0, 2))
+
+
 def test_a_process_that_cannot_go_on_is_heard_by_all(run_job, saved):
     first, failing, last = run_job("DTensor", "e2e_cooperative:interrupted", 3, saved[0], "packing", "unable")
     assert failing == ["MemoryError", "there is none left"]

@@ -198,6 +198,48 @@ def test_machines_are_lost_one_after_the_other(start, source, tmp_path, cluster)
     check(source, tmp_path / "c")
 
 
+STARTS = [pytest.param(dask_cluster, marks=pytest.mark.slow), pytest.param(ray_cluster, marks=pytest.mark.ray)]
+
+
+@pytest.mark.parametrize("begin", STARTS)
+@pytest.mark.timeout(400)
+def test_a_cluster_whose_head_is_lost_ends_the_job_and_what_was_done_stays(start, source, tmp_path, begin):
+    with begin() as cluster:
+        job = start(source, tmp_path / "b", engine=cluster.url, patience=5)
+        wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
+        for pid in cluster.head:
+            os.kill(pid, signal.SIGKILL)
+        message = failure(job)
+    assert message.startswith("shardckpt.errors.CoordinationError"), message
+    assert "the same call goes on there" in message
+    done = len(records(tmp_path / "b"))
+    report = finish(start(source, tmp_path / "b", workers=1))
+    assert 3 <= done <= report["done_before"] < TASKS
+    check(source, tmp_path / "b")
+
+
+ABSENT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "shardckpt":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.mark.parametrize("begin", STARTS)
+@pytest.mark.timeout(400)
+def test_a_worker_without_shardckpt_is_told_of_in_words(start, source, tmp_path, begin):
+    (tmp_path / "sitecustomize.py").write_text(ABSENT)
+    with begin(PYTHONPATH=str(tmp_path)) as cluster:
+        message = failure(start(source, tmp_path / "b", engine=cluster.url))
+    assert message.startswith("shardckpt.errors.MissingExtraError"), message
+    assert f"a worker cannot import shardckpt; install shardckpt {shardckpt.__version__}" in message
+
+
 def lose(cluster, node):
     """A machine with all its processes."""
     for pid in [cluster.nodes[node], *children(cluster.nodes[node])]:
