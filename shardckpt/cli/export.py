@@ -6,6 +6,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardckpt.cli.naming_options import (
+    AddPrefix,
+    Config,
+    Exclude,
+    Include,
+    InvertMapping,
+    MappingFile,
+    Rename,
+    RenameFile,
+    StripPrefix,
+    TiesText,
+    given,
+)
 from shardckpt.cli.reshard_options import Dtypes, parse_dtypes
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
 from shardckpt.cli.text import count, file_size, visible
@@ -27,19 +40,19 @@ def export(
     *,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch, dcp or orbax.")] = "safetensors",
     dtype: Dtypes = None,
-    include: Annotated[list[str] | None, typer.Option("--include", metavar="PATTERN", help="Names to export; may be repeated.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Names to leave out; may be repeated.")] = None,
+    include: Include = None,
+    exclude: Exclude = None,
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", metavar="BYTES", help="Of each file, as in 5GB, with an index beside them.")
     ] = None,
-    strip_prefix: Annotated[str | None, typer.Option("--strip-prefix", metavar="TEXT", help="Take it off names.")] = None,
-    rename: Annotated[list[str] | None, typer.Option("--rename", metavar="s/RE/NEW/", help="Change names; may be repeated.")] = None,
-    rename_file: Annotated[str | None, typer.Option("--rename-file", metavar="FILE", help="Old names and new ones.")] = None,
-    mapping: Annotated[str | None, typer.Option("--mapping", metavar="FILE", help="What is joined, split or transposed.")] = None,
-    invert_mapping: Annotated[bool, typer.Option("--invert-mapping", help="Read the mapping backwards.")] = False,
-    add_prefix: Annotated[str | None, typer.Option("--add-prefix", metavar="TEXT", help="Put it before names.")] = None,
-    ties: Annotated[str | None, typer.Option("--ties", metavar="HOW", help="Tied tensors: auto, once or copies.")] = None,
-    config: Annotated[str | None, typer.Option("--config", metavar="FILE", help="The model's config.json.")] = None,
+    strip_prefix: StripPrefix = None,
+    rename: Rename = None,
+    rename_file: RenameFile = None,
+    mapping: MappingFile = None,
+    invert_mapping: InvertMapping = False,
+    add_prefix: AddPrefix = None,
+    ties: TiesText = None,
+    config: Config = None,
     memory_limit: Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Of buffers.")] = "512MiB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back what was written.")] = True,
@@ -53,30 +66,30 @@ def export(
     from shardckpt.convert.export import export as run
 
     chosen: Any = to
-    given: dict[str, Any] = {
-        "max_shard_size": max_shard_size,
-        "strip_prefix": strip_prefix,
-        "rename": rename,
-        "rename_file": rename_file,
-        "mapping": mapping,
-        "invert_mapping": invert_mapping or None,
-        "add_prefix": add_prefix,
-        "ties": ties,
-        "config": config,
-    }
+    options = given(
+        include=include,
+        exclude=exclude,
+        max_shard_size=max_shard_size,
+        strip_prefix=strip_prefix,
+        rename=rename,
+        rename_file=rename_file,
+        mapping=mapping,
+        invert_mapping=invert_mapping,
+        add_prefix=add_prefix,
+        ties=ties,
+        config=config,
+    )
     with transfer_bar("exporting") as progress:
         report = run(
             source,
             destination,
             to=chosen,
             dtype=parse_dtypes(dtype),
-            include=include or None,
-            exclude=exclude or None,
             memory_limit=memory_limit,
             overwrite=overwrite,
             verify=verify,
             progress=progress,
-            **{name: value for name, value in given.items() if value},
+            **options,
         )
     if as_json:
         write_json(_document(report))

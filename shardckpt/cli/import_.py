@@ -7,6 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
+from shardckpt.cli.naming_options import (
+    AddPrefix,
+    Config,
+    Exclude,
+    Include,
+    InvertMapping,
+    MappingFile,
+    Rename,
+    RenameFile,
+    StripPrefix,
+    TiesText,
+    given,
+)
 from shardckpt.cli.reshard import document, lines
 from shardckpt.cli.reshard_options import (
     Dtypes,
@@ -39,6 +52,16 @@ def import_(
     destination: Annotated[str, typer.Argument(metavar="DST", help="Where the checkpoint goes.")],
     *,
     from_: Annotated[str, typer.Option("--from", metavar="FORMAT", help="What SRC is; by default what it looks like.")] = "auto",
+    include: Include = None,
+    exclude: Exclude = None,
+    strip_prefix: StripPrefix = None,
+    rename: Rename = None,
+    rename_file: RenameFile = None,
+    mapping: MappingFile = None,
+    invert_mapping: InvertMapping = False,
+    add_prefix: AddPrefix = None,
+    ties: TiesText = None,
+    config: Config = None,
     into: Annotated[str | None, typer.Option("--into", metavar="NAME", help="Where in the new state it goes, as in model.")] = None,
     mesh: MeshText = None,
     rule: RuleTexts = None,
@@ -73,6 +96,23 @@ def import_(
             file=sys.stderr,
         )
     choices: dict[str, Any] = {"layout": layout, "compression": compress, "unmatched": unmatched, "engine": engine}
+    choices |= given(
+        include=include,
+        exclude=exclude,
+        strip_prefix=strip_prefix,
+        rename=rename,
+        rename_file=rename_file,
+        mapping=mapping,
+        invert_mapping=invert_mapping,
+        add_prefix=add_prefix,
+        ties=ties,
+        config=config,
+    )
+    screen = Screen()
+
+    def show(note: str) -> None:
+        screen.show([visible(note)])
+
     with transfer_bar("importing") as progress:
         report = import_checkpoint(
             source,
@@ -91,10 +131,10 @@ def import_(
             verify=verify,
             trust_pickle=trust_pickle,
             progress=progress,
+            on_note=None if as_json else show,
             **choices,
         )
     if as_json:
         write_json({"format": report.format, "notes": list(report.notes), **document(report)})
     else:
-        screen = Screen()
-        screen.show([*(visible(note) for note in report.notes), *lines(screen, report, "imported")])
+        screen.show(lines(screen, report, "imported"))

@@ -74,9 +74,10 @@ class Screen:
         return _style(style).render(text, color_system=self._colors) if style and self._colors is not None else text
 
     def show(self, lines: Iterable[str]) -> None:
-        """Write lines that were painted."""
+        """Write lines that were painted; they are to be seen at once."""
         for line in lines:
             _write((line.translate(_ASCII).encode("ascii", "backslashreplace").decode() if self._ascii else line) + "\n")
+        _write("", flush=True)
 
     def rows(self, rows: Iterable[Sequence[Cell]], widths: Sequence[int], gap: int = 2) -> Iterator[str]:
         """Rows of cells in columns of those widths; what follows a cell that is too long starts on a new line."""
@@ -158,9 +159,17 @@ def _bar(what: str, *columns: str) -> Iterator[Callable[[int, int], None] | None
     from rich.console import Console
 
     shown = parts.TextColumn("{task.description}", markup=False), parts.BarColumn(), *(getattr(parts, column)() for column in columns)
-    with parts.Progress(*shown, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    progress = parts.Progress(*shown, console=Console(stderr=True), transient=True)
+    task = progress.add_task(what, total=None)
+
+    def show(done: int, total: int) -> None:
+        progress.start()  # only now: while it is on the screen, it takes what is written to standard output for its own
+        progress.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        progress.stop()
 
 
 @cache
@@ -170,9 +179,11 @@ def _style(style: str) -> Style:
     return Style.parse(style)
 
 
-def _write(text: str) -> None:
+def _write(text: str, *, flush: bool = False) -> None:
     try:
         sys.stdout.write(text)
+        if flush:
+            sys.stdout.flush()
     except BrokenPipeError as e:
         # As no OSError: typer would take it for its own and end with status 1, which means something here.
         raise ReaderGoneError from e

@@ -13,14 +13,17 @@ import hashlib
 import json
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.convert.arrangement import Arrangement
+from shardckpt.box import BoxArray
+from shardckpt.convert.arrangement import Arrangement, is_whole
 from shardckpt.convert.detect import module_of
+from shardckpt.convert.naming import NameOptions
 from shardckpt.io.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.url import parse
@@ -30,13 +33,14 @@ from shardckpt.record import CheckpointRecord
 from shardckpt.reshard.memory import READERS, largest_chunk
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardckpt.box import Box
     from shardckpt.convert.foreign import Foreign
     from shardckpt.io.url import Location
     from shardckpt.io.wanted import Request, Target
     from shardckpt.planning.plan import Piece
+    from shardckpt.planning.views import View
     from shardckpt.structure import TensorRecord
 
 __all__ = ["ForeignReader", "ForeignSource", "ForeignSpec"]
@@ -54,15 +58,18 @@ class ForeignSpec:
     """Whether what only a pickle says may be read from one."""
     into: str | None = None
     """Where in the new state it goes; see `Arrangement.below`."""
+    names: NameOptions = field(default_factory=NameOptions)
+    """Which tensors are taken, under which names, made of what; see `Arrangement.named`."""
 
     def open(self) -> ForeignSource:
         """Open it.
 
         Raises:
             FormatError, MissingDataError: it makes no sense, or a part of it is gone.
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: names and mappings do not suit it.
         """
         foreign: Foreign = module_of(self.format).open_foreign(parse(self.url), trust_pickle=self.trust_pickle)
-        arrangement = Arrangement.of(foreign.structure)
+        arrangement = Arrangement.named(foreign.structure, self.names, str(foreign.location))
         return ForeignSource(foreign, arrangement if self.into is None else arrangement.below(self.into))
 
 
@@ -73,10 +80,12 @@ class ForeignSource:
         self.foreign = foreign
         self.location: Location = foreign.location
         self.stats = ReadStats()
+        self.notes: tuple[str, ...] = (*foreign.notes, *arrangement.notes)
+        """What was seen, and what is left behind, in a line each."""
         self._arrangement = arrangement
         self._limits = READERS, OBJECT_MEMORY
-        origins = [(name, tensor.name) for name, tensor in arrangement.origins.items()]
-        seen = [foreign.format, foreign.identity, origins]
+        made_of = [(name, [_text(view) for view in views]) for name, views in arrangement.views.items()]
+        seen = [foreign.format, foreign.identity, made_of]
         self.record = CheckpointRecord(
             attempt=hashlib.sha256(json.dumps(seen).encode()).hexdigest(),
             created="",  # the attempt of an import bears no time of its own
@@ -94,7 +103,7 @@ class ForeignSource:
         """Reads its chunks; made when it is first asked for."""
         threads, memory = self._limits
         if self.location.local is None:
-            chunk = largest_chunk(self._arrangement.structure.tensors.values())
+            chunk = largest_chunk(self.foreign.structure.tensors.values())
             threads = max(1, min(OBJECT_THREADS, memory // max(1, OBJECT_COPIES * chunk)))
         return ForeignReader(self.foreign, self._arrangement, self.stats, threads)
 
@@ -124,17 +133,14 @@ class _Chunk:
 
 
 class ForeignReader:
-    """Reads boxes of tensors, by the names and pieces of an arrangement. Safe to use from several threads."""
+    """Reads boxes of the tensors of an arrangement. Safe to use from several threads."""
 
     def __init__(self, foreign: Foreign, arrangement: Arrangement, stats: ReadStats, threads: int) -> None:
         self._foreign = foreign
+        self._tensors = foreign.structure.tensors
+        self._views = arrangement.views
         self._stats = stats
         self._pool = ThreadPoolExecutor(threads, "shardckpt-import")
-        self._origins: dict[str, tuple[TensorRecord, Piece]] = {}
-        """By path of a piece in the arrangement, the foreign tensor and its piece."""
-        for name, origin in arrangement.origins.items():
-            pieces = arrangement.structure.tensors[name].pieces
-            self._origins.update((new.path, (origin, old)) for new, old in zip(pieces, origin.pieces, strict=True))
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers.
@@ -146,12 +152,12 @@ class ForeignReader:
         """
         self._stats.count(needed=sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests))
         chunks: dict[tuple[str, int], _Chunk] = {}
-        for request in requests:
+        for request in chain.from_iterable(map(self._foreign_requests, requests)):
+            tensor = self._tensors[request.name]
             for piece, positions, targets in touched_chunks(request):
-                tensor, stored = self._origins[piece.path]
-                boxes = chunk_boxes(stored, positions)
+                boxes = chunk_boxes(piece, positions)
                 for i, (position, goes_to) in enumerate(zip(positions.tolist(), targets, strict=True)):
-                    chunk = chunks.setdefault((piece.path, position), _Chunk(tensor, stored, boxes[i]))
+                    chunk = chunks.setdefault((piece.path, position), _Chunk(tensor, piece, boxes[i]))
                     chunk.targets.extend((target, request.convert_from) for target in goes_to)
         futures = [self._pool.submit(self._read_chunk, chunk) for chunk in chunks.values()]
         try:
@@ -163,6 +169,25 @@ class ForeignReader:
         for future in begun:
             future.result()
 
+    def _foreign_requests(self, request: Request) -> Iterator[Request]:
+        """The same elements, asked of the tensors that they come from."""
+        views = self._views[request.name]
+        for view in views:
+            tensor = self._tensors[view.tensor]
+            if is_whole(views, self._tensors):
+                yield replace(request, name=tensor.name, pieces=tensor.pieces)
+                continue
+            boxes, inside = request.boxes, view.inside
+            which = boxes.overlapping(inside)
+            common = BoxArray(np.maximum(boxes.start[which], inside.start), np.minimum(boxes.stop[which], inside.stop))
+            begins, ends = (common.start - boxes.start[which]).tolist(), (common.stop - boxes.start[which]).tolist()
+            parts = [
+                view.part(request.buffers[i][(*map(slice, begin, end), ...)])
+                for i, begin, end in zip(which.tolist(), begins, ends, strict=True)
+            ]
+            if parts:
+                yield replace(request, name=tensor.name, pieces=tensor.pieces, boxes=view.back(common), buffers=parts)
+
     def _read_chunk(self, chunk: _Chunk) -> None:
         """Read a chunk, and copy its elements to where they are wanted."""
         elements = self._foreign.read(chunk.tensor, chunk.piece, chunk.box)
@@ -172,3 +197,8 @@ class ForeignReader:
             for (buffer, in_buffer, in_chunk), meaning in chunk.targets:
                 values = elements if meaning is None else elements.view(meaning)
                 np.copyto(buffer[in_buffer], values[in_chunk], casting="unsafe")
+
+
+def _text(view: View) -> str:
+    """Differs when the view does."""
+    return f"{view.tensor} {view.box.start} {view.box.stop} {view.permutation} {view.start}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.convert.detect import AUTO, detect, module_of
 from shardckpt.convert.foreign_source import ForeignSpec
+from shardckpt.convert.naming import NameOptions
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.io.file_version import file_at
 from shardckpt.io.store import Store
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from shardckpt.checkpoint import Checkpoint
+    from shardckpt.convert.mapping import Mapping as NamesMapping
+    from shardckpt.convert.naming import Patterns
+    from shardckpt.convert.ties import Ties
     from shardckpt.mesh import Mesh
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.rules import Rules
@@ -53,6 +57,16 @@ def import_checkpoint(
     compression: Literal["zstd", "none"] | None = None,
     dtype: str | Mapping[str, str] | None = None,
     only: str | Sequence[str] | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    strip_prefix: str | None = None,
+    rename: str | Sequence[str] = (),
+    rename_file: str | os.PathLike[str] | None = None,
+    mapping: str | os.PathLike[str] | NamesMapping | None = None,
+    invert_mapping: bool = False,
+    add_prefix: str = "",
+    ties: Ties = "auto",
+    config: str | os.PathLike[str] | None = None,
     into: str | None = None,
     engine: Executor | str | None = None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
@@ -64,6 +78,7 @@ def import_checkpoint(
     trust_pickle: bool = False,
     unmatched: Literal["replicate", "error"] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> ImportReport:
     """Write a checkpoint of another format as one of shardckpt's, bit for bit the same, but for what `dtype` converts.
 
@@ -82,6 +97,16 @@ def import_checkpoint(
         compression: "zstd" or "none" (the default).
         dtype: what floating-point tensors are converted to, or pattern → dtype.
         only: the names that the new checkpoint has: a pattern, or several.
+        include: the source's names that are taken: a pattern, or several (docs/mapping.md has this option and those that follow).
+        exclude: of those, the names that are not.
+        strip_prefix: what names of tensors begin with, and shall not any more.
+        rename: `s/regex/replacement/`, one or several.
+        rename_file: JSON, TOML or YAML: old name → new name, or null.
+        mapping: which tensors are joined, split or transposed: a file, or the name of a mapping that comes along.
+        invert_mapping: read the mapping from its `to` to its `from`.
+        add_prefix: what the names of all tensors begin with in the end.
+        ties: tied tensors stay tied ("auto", "once"), or become "copies"; "auto": copies where `config` says that the model does not tie.
+        config: the model's `config.json`.
         into: where in the new state the source's goes: "model" makes it `{"model": …}`. None: it is the state.
         engine: who does the work, as in `reshard`.
         memory_limit: bytes of buffers, as in `reshard`.
@@ -94,6 +119,7 @@ def import_checkpoint(
             files whose maker you trust.
         unmatched: what becomes of tensors that no rule means; None: as `rules` has it, and else "replicate".
         progress: called with bytes of elements done so far, and in all.
+        on_note: called with each of the report's notes, before anything is written.
 
     Returns:
         What was read, and what was done.
@@ -104,7 +130,8 @@ def import_checkpoint(
         MissingDataError, CorruptionError: a part of it is gone or damaged.
         ReplacedError: it was changed while it was being read.
         AlreadyExistsError: a checkpoint is committed at `dst`, and `overwrite` is not set.
-        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: what is asked for cannot be made of it.
+        OptionError, ShardingError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError, LeafError: what is asked for cannot be
+            made of it.
         BudgetError: the memory limit does not suffice; names it, and what would.
         MissingExtraError: a package that the format or the engine needs is not installed.
         CommitError, CoordinationError, StorageError: as in `reshard`.
@@ -123,14 +150,29 @@ def import_checkpoint(
         verify=verify,
     )
     check_flag(trust_pickle, "trust_pickle")
-    spec, notes = _found(src, dst, from_, trust_pickle=trust_pickle, into=into)
+    names = NameOptions(
+        include=include,
+        exclude=exclude,
+        strip_prefix=strip_prefix,
+        rename=rename,
+        rename_file=rename_file,
+        mapping=mapping,
+        invert=invert_mapping,
+        add_prefix=add_prefix,
+        ties=ties,
+        config=config,
+    )
+    spec, notes = _found(src, dst, from_, trust_pickle=trust_pickle, into=into, names=names)
+    if on_note is not None:
+        for note in notes:
+            on_note(note)
     report = run_job(spec, dst, options, engine=engine, worker=worker, progress=progress)
     done: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(ReshardReport)}
     return ImportReport(**done, format=spec.format, notes=notes)
 
 
 def _found(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], from_: str, *, trust_pickle: bool, into: str | None
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], from_: str, *, trust_pickle: bool, into: str | None, names: NameOptions
 ) -> tuple[ForeignSpec, tuple[str, ...]]:
     """Which checkpoint is meant, and what there is to say of it."""
     location = parse(src)
@@ -144,5 +186,5 @@ def _found(
         if file_at(location) is None and not Store.open(location).list_children():
             raise NotFoundError(f"{location}: there is no file, and nothing in a directory of that name.")
         name, seen = from_, ()
-    spec = ForeignSpec(str(location), name, trust_pickle, into)
-    return spec, (*seen, *spec.open().foreign.notes)
+    spec = ForeignSpec(str(location), name, trust_pickle, into, names)
+    return spec, (*seen, *spec.open().notes)

@@ -27,7 +27,7 @@ from shardckpt.rules.hf_config import read_config
 from shardckpt.tree import alias_map, leaf_names, meanings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from collections.abc import Mapping as Named
 
     from shardckpt.convert.outputs import OutputTensor
@@ -130,7 +130,9 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     return Outputs(
         written,
         {name: first for name, first in left.items() if first in dtypes},
-        tuple(_notes(structure, meant, left, {name: first for name, first in further.items() if name in kept}, importing=importing)),
+        tuple(
+            _notes(structure, meant, left, {name: first for name, first in further.items() if name in kept}, dtypes, importing=importing)
+        ),
     )
 
 
@@ -169,7 +171,13 @@ def _are_tied(options: NameOptions) -> bool | None:
 
 
 def _notes(
-    structure: Structure, meant: Named[str, str], left: Named[str, str], copied: Named[str, str], *, importing: bool
+    structure: Structure,
+    meant: Named[str, str],
+    left: Named[str, str],
+    copied: Named[str, str],
+    written: Collection[str],
+    *,
+    importing: bool,
 ) -> Iterator[str]:
     """What people should know, a line each."""
     leaves = leaf_names(structure.tree)
@@ -179,6 +187,8 @@ def _notes(
     for name, what in ({} if importing else meant).items():
         yield f"{shown(name)} is {what}, and is written as numbers."
     for name, first in left.items():
+        if importing and first in written:
+            continue  # it stays tied
         yield f"{shown(name)} is the same tensor as {shown(first)}, and is not written again."
     for name, first in copied.items():
         yield f"{shown(name)} is the same tensor as {shown(first)}, and is written for itself."

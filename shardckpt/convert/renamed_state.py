@@ -1,0 +1,120 @@
+"""Which state is it when tensors have other names?
+
+1. The containers of the old state are the skeleton. Leaves that are no tensors stay in it, as far as they are wanted.
+2. Each tensor goes to where its new name says. What is there of the way keeps its keys, with their types; the rest of the way is
+   dicts, with texts for keys.
+3. A container from which everything went is not there. A list that has lost an item is a dict from index to item, as in `tree.select`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import NamesMismatchError
+from shardckpt.names import component_names, shown
+from shardckpt.tree.document import Branch, Custom, Small, Tensor, Tied, parse
+from shardckpt.tree.unflatten import decode_leaf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardckpt.names import PathKey
+    from shardckpt.tree.containers import Form
+    from shardckpt.tree.document import Node, Tree
+
+__all__ = ["renamed_state"]
+
+_ESCAPED = re.compile(r"~(?:([01e])|u([0-9a-f]{4}))")
+_PLAIN = {"0": "~", "1": "/", "e": ""}
+
+
+def renamed_state(tree: Tree, tensors: Mapping[str, object], wanted: Callable[[str], bool]) -> Any:
+    """Plain containers with those tensors in them.
+
+    Args:
+        tree: the old state.
+        tensors: what is to be a leaf, by its name in the new state.
+        wanted: whether a leaf of the old state that is no tensor, or an empty container, is to be there, by its name.
+
+    Raises:
+        NamesMismatchError: a tensor would lie where something else does, or has no name.
+    """
+    node = parse(tree)
+    root = _skeleton(node, wanted) if isinstance(node, Branch) else _Container("dict")
+    for name, tensor in tensors.items():
+        _put(root, name, tensor)
+    return _state(root)
+
+
+@dataclass(slots=True)
+class _Container:
+    form: Form
+    keys: dict[str, PathKey] = field(default_factory=dict)
+    """By what they are called in names."""
+    children: dict[str, object] = field(default_factory=dict)
+    """Containers and leaves, likewise. Where nothing is any more, there is a key still."""
+    stays: bool = False
+    """Whether it is there even if nothing is in it."""
+
+
+def _skeleton(branch: Branch, wanted: Callable[[str], bool]) -> _Container:
+    """A container of the old state, without its tensors."""
+    components = component_names(branch.keys)
+    made = _Container(branch.form, dict(zip(components, branch.keys, strict=True)), stays=not branch.children and wanted(branch.name))
+    for component, child in zip(components, branch.children, strict=True):
+        if isinstance(child, Branch):
+            made.children[component] = _skeleton(child, wanted)
+        elif not isinstance(child, Tensor | Tied) and wanted(child.name):
+            made.children[component] = _small(child)
+    return made
+
+
+def _small(leaf: Node) -> object:
+    assert isinstance(leaf, Small | Custom), "no other format has values of processes"
+    return decode_leaf(leaf)
+
+
+def _put(root: _Container, name: str, tensor: object) -> None:
+    components = name.split("/")
+    if not all(components):
+        raise NamesMismatchError(f"{shown(name)}: slashes are between keys; none may be empty. Rename it otherwise.")
+    node = root
+    for component in components[:-1]:
+        child = node.children.get(component)
+        if child is None and component not in node.children:
+            node.keys.setdefault(component, _key(component, node.form))
+            child = node.children[component] = _Container("dict")
+        if not isinstance(child, _Container):
+            raise NamesMismatchError(f"{shown(name)} would lie in {shown(component)}, which is a leaf itself; rename one of them.")
+        node = child
+    last = components[-1]
+    there = node.children.get(last)
+    if last in node.children and not (isinstance(there, _Container) and _is_gone(there)):
+        raise NamesMismatchError(f"{shown(name)}: something else lies there that is no tensor, or contains some; rename it otherwise.")
+    node.keys.setdefault(last, _key(last, node.form))
+    node.children[last] = tensor
+
+
+def _key(component: str, form: Form) -> PathKey:
+    """The key of a component that was not there."""
+    if form != "dict" and component.isdecimal() and str(int(component)) == component:
+        return int(component)
+    return _ESCAPED.sub(lambda found: _PLAIN[found[1]] if found[1] else chr(int(found[2], 16)), component)
+
+
+def _is_gone(container: _Container) -> bool:
+    return not container.stays and all(isinstance(child, _Container) and _is_gone(child) for child in container.children.values())
+
+
+def _state(container: _Container) -> Any:
+    """The container as Python has it."""
+    left = {name: child for name, child in container.children.items() if not (isinstance(child, _Container) and _is_gone(child))}
+    found = {container.keys[name]: _state(child) if isinstance(child, _Container) else child for name, child in left.items()}
+    if len(found) != len(left):
+        raise NamesMismatchError(f"two of the new names {', '.join(map(shown, list(left)[:5]))} … are one key; rename one of them.")
+    if container.form != "dict" and found.keys() == set(range(len(container.keys))):
+        items = [found[index] for index in range(len(found))]
+        return tuple(items) if container.form == "tuple" else items
+    return found
