@@ -278,4 +278,4 @@ def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]
 def _destination(directory: Location, names: Sequence[str], *, overwrite: bool, memory: int) -> Destination:
     if directory.local is not None:
         return LocalFiles(directory.local, names, overwrite=overwrite)
-    return ObjectFiles(directory, names, overwrite=overwrite, memory=memory)
+    return ObjectFiles(directory, names, overwrite=overwrite, memory=1 << (memory.bit_length() - 1))

@@ -4,7 +4,9 @@ Each file is an `ObjectTarget`: bytes from front to back, visible when it is fin
 
 1. One file becomes visible when it is published. Of several, each data file does when the next one begins, and the one that names them all
    comes last: without it, readers find no model. It goes first where a model is replaced.
-2. A small object, `.<last name>.export.json`, says how many files an earlier call of the same export had finished. It goes at the end.
+2. A small object, `.<last name>.export.json`, says which files an export has begun. Since nothing was there when it began (what is replaced
+   goes first), those of them that are there are its own: the same export goes on after them, another one removes them. The object goes at
+   the end.
 
 What has arrived is compared with what was sent by the service's own checksums, part by part, so nothing is read back.
 """
@@ -15,7 +17,7 @@ from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from shardckpt.convert.object_target import ObjectTarget
+from shardckpt.convert.object_target import ObjectTarget, abandon
 from shardckpt.errors import AlreadyExistsError, FormatError, ShardckptError
 from shardckpt.fields import Fields
 from shardckpt.io.store import Store
@@ -50,17 +52,9 @@ class ObjectFiles:
     def begin(self, plan: WritePlan) -> int:
         """See `Destination`."""
         self._plan = plan
-        several = len(self._names) > 1
-        if several:
-            self._finished = self._noted()
-        if several and not self._overwrite and self._store.exists(self._names[-1]):
-            raise AlreadyExistsError(
-                f"{self._store}/{self._names[-1]} is there already; choose another place, or replace it with overwrite=True (--overwrite)."
-            )
-        if several and not self._finished:
-            self._store.delete(self._names[-1])
-            self._write_note()
-        at = (self._finished, self._opened(self._finished).resume_at)
+        if len(self._names) > 1:
+            self._take_up()
+        at = (self._finished, self._opened(self._finished).resume_at if self._finished < len(self._names) else 0)
         durable = 0
         for runs in plan.blocks():
             if any((file, offset + length) > at for _, file, offset, length in runs):
@@ -86,8 +80,9 @@ class ObjectFiles:
 
     def publish(self) -> None:
         """See `Destination`."""
-        self._opened(len(self._names) - 1)
-        self._finish_one()
+        if self._finished < len(self._names):
+            self._opened(len(self._names) - 1)
+            self._finish_one()
         if len(self._names) > 1:
             self._store.delete(self._note)
 
@@ -115,6 +110,9 @@ class ObjectFiles:
         return self._target
 
     def _open(self, number: int) -> ObjectTarget:
+        if len(self._names) > 1:
+            named = list(self._names[: number + 1])
+            self._store.write(self._note, seal({"digest": self._digest(0), "named": named}))
         return ObjectTarget.open(
             self._directory.join(self._names[number]),
             nbytes=self._plan.sizes[number],
@@ -129,25 +127,35 @@ class ObjectFiles:
             self._target = None
             target.finish()
         self._finished += 1
-        if self._finished < len(self._names):
-            self._write_note()
 
     def _digest(self, number: int) -> str:
         return sha256(self._plan.identity + number.to_bytes(4, "little")).hexdigest()
 
-    def _noted(self) -> int:
-        """How many files an earlier call has finished, which are there."""
-        found, _ = self._store.read_versioned(self._note)
-        if found is None:
-            return 0
-        try:
-            note = Fields(open_envelope(found, self._store.path_of(self._note)), self._store.path_of(self._note))
-            finished = note.integer("finished") if note.string("digest") == self._digest(0) else 0
-        except FormatError:
-            return 0
-        sizes = zip(self._names[:finished], self._plan.sizes, strict=False)
-        there = [self._store.is_longer(name, size - 1) and not self._store.is_longer(name, size) for name, size in sizes]
-        return finished if len(there) == finished < len(self._names) and all(there) else 0
+    def _take_up(self) -> None:
+        """Go on after the files that an earlier call has finished, or make room."""
+        digest, named = self._noted()
+        if digest == self._digest(0):
+            for name, size in zip(named, self._plan.sizes, strict=False):
+                if not self._store.is_longer(name, size - 1) or self._store.is_longer(name, size):
+                    break
+                self._finished += 1
+            return
+        if named and self._store.exists(self._names[-1]):
+            named = []  # that export came to its end
+        for name in [] if self._overwrite else self._names:
+            if name not in named and self._store.exists(name):
+                raise AlreadyExistsError(
+                    f"{self._store.path_of(name)} is there already; choose another place, or replace it with overwrite=True (--overwrite)."
+                )
+        for name in dict.fromkeys([self._names[-1], *named, *(self._names if self._overwrite else ())]):
+            abandon(self._directory.join(name))
+            self._store.delete(name)
 
-    def _write_note(self) -> None:
-        self._store.write(self._note, seal({"digest": self._digest(0), "finished": self._finished}))
+    def _noted(self) -> tuple[str, list[str]]:
+        """The digest of the export that wrote the note, and the files that it has begun; empty if there is none."""
+        found, _ = self._store.read_versioned(self._note)
+        if found is not None:
+            with suppress(FormatError):
+                note = Fields(open_envelope(found, self._store.path_of(self._note)), self._store.path_of(self._note))
+                return note.string("digest"), note.keys("named")
+        return "", []

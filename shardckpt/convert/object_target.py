@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Data
     from shardckpt.io.url import Location
 
-__all__ = ["ObjectTarget", "upload_note"]
+__all__ = ["ObjectTarget", "abandon", "upload_note"]
 
 SAVE_EVERY = 256 << 20
 """Bytes after which it is written down how far an upload is."""
@@ -64,6 +64,22 @@ class _Note:
                 doc = Fields(open_envelope(found, store.path_of(key)), store.path_of(key))
                 return cls(doc.string("digest"), UploadState.from_json(doc)), generation
         return None, generation
+
+
+def abandon(place: Location) -> None:
+    """End whatever upload of a file is under way, and remove what was sent of it.
+
+    Raises:
+        MissingExtraError: what the object store needs is not installed.
+        StorageError: the storage failed.
+    """
+    above = place.parent
+    assert above is not None, f"{place} is a bucket"
+    store, key = Store.open(above), upload_note(place.name)
+    note, _ = _Note.read(store, key)
+    if note is not None:
+        abandon_upload(place, note.state)
+        store.delete(key)
 
 
 class ObjectTarget:

@@ -1,0 +1,16 @@
+"""What the model of each folder makes of some sentences, by the library that it is for. Prints, as JSON, their bits, and how alike they are.
+
+    python minilm.py FOLDER …
+"""
+
+import json
+import sys
+
+import torch
+from sentence_transformers import SentenceTransformer
+
+SENTENCES = ["Each device saves its part.", "Every accelerator stores its shard.", "The cat sleeps on the mat.", ""]
+
+torch.set_num_threads(1)
+embedded = [SentenceTransformer(folder, device="cpu").encode(SENTENCES) for folder in sys.argv[1:]]
+print(json.dumps([{"bits": found.tobytes().hex(), "shape": found.shape, "alike": (found[:1] @ found.T)[0].tolist()} for found in embedded]))
