@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from contextlib import suppress
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Draft"]
 
 _SUFFIX = ".partial"
+_REPLACED = ".replaced"
+"""What a directory is called from when its successor is about to take its name, until that has it."""
+_RANDOM_BYTES = 4
 
 
 class Draft:
@@ -60,7 +64,7 @@ class Draft:
         with storage_errors("make a directory for", self.final):
             self.final.parent.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
-        self.path: Path = self.final.with_name(f".{self.final.name}.{secrets.token_hex(4)}{_SUFFIX}")
+        self.path: Path = self.final.with_name(f".{self.final.name}.{secrets.token_hex(_RANDOM_BYTES)}{_SUFFIX}")
         with storage_errors("create", self.path):
             if marks is None:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -112,7 +116,7 @@ class Draft:
             self.path.unlink()
 
     def _rename_directory(self) -> None:
-        replaced = self.path.with_suffix(".replaced")
+        replaced = self.path.with_suffix(_REPLACED)
         if self.final.exists():
             self.final.rename(replaced)
         try:
@@ -145,8 +149,16 @@ class Draft:
         return AlreadyExistsError(f"{self.final} is there already; choose another place, or replace it with overwrite=True.")
 
     def _remove_leftovers(self) -> None:
-        for entry in self.final.parent.iterdir():
-            if entry.name.startswith(f".{self.final.name}.") and entry.name.endswith(_SUFFIX) and not _is_locked(entry):
+        """Remove drafts of writers that are gone, and what a directory was replaced by; bring back what was to be, and was not."""
+        named = re.compile(re.escape(f".{self.final.name}.") + f"[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
+        for entry in sorted(self.final.parent.iterdir()):  # a draft comes before what it was to replace
+            if not named.fullmatch(entry.stem) or entry.suffix not in (_SUFFIX, _REPLACED) or _is_locked(entry.with_suffix(_SUFFIX)):
+                continue
+            if entry.suffix == _REPLACED and not os.path.lexists(self.final):
+                with storage_errors("name", self.final):
+                    entry.rename(self.final)
+                self._check_final()
+            else:
                 self._remove(entry)
 
     def _remove(self, path: Path) -> None:
@@ -161,6 +173,8 @@ def _is_locked(path: Path) -> bool:
     """Whether somebody is at work on it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
     except OSError:
         return True
     try:

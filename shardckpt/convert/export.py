@@ -8,16 +8,18 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.checkpoint import Checkpoint
-from shardckpt.convert.hf_index import INDEX, split
+from shardckpt.convert.hf_index import INDEX, is_of_a_model, split
 from shardckpt.convert.local_files import LocalFiles
 from shardckpt.convert.naming import NameOptions, outputs_of
 from shardckpt.convert.object_files import ObjectFiles
 from shardckpt.convert.safetensors_layout import lay_out
 from shardckpt.convert.to_safetensors import write_safetensors
 from shardckpt.convert.whole_state import FORMATS, write_state
-from shardckpt.errors import OptionError
+from shardckpt.errors import AlreadyExistsError, OptionError
 from shardckpt.excerpt import excerpt
+from shardckpt.io.store import Store
 from shardckpt.io.url import parse
+from shardckpt.names import shown
 from shardckpt.options import check_flag, parse_bytes
 
 if TYPE_CHECKING:
@@ -114,11 +116,12 @@ def export(
     if to not in FORMATS:
         raise OptionError(f"to={excerpt(to)}: give {', '.join(map(repr, ('safetensors', *FORMATS)))}.")
     if choices:
-        raise OptionError(f"{min(choices)}=… is for safetensors; a state that is exported to {to} keeps its names.")
+        raise OptionError(f"export(to={to!r}) takes no {min(choices)}=, which is for safetensors; leave it out.")
     began = time.monotonic()
     check_flag(overwrite, "overwrite")
     check_flag(verify, "verify")
     checkpoint, location = Checkpoint(src), parse(dst)
+    _refuse_within(location, checkpoint)
     written = write_state(
         checkpoint,
         location,
@@ -191,7 +194,7 @@ def export_safetensors(
         config: the model's `config.json`.
         max_shard_size: bytes of tensors per file, as in "5GB"; None: one file.
         memory_limit: bytes of buffers; the process takes up to 128 MiB besides.
-        overwrite: replace what is there.
+        overwrite: replace what is there; in a directory, all files of the model that it held.
         verify: read back what was written to a disk. (An object store compares checksums by itself.)
         metadata: texts for the files' headers.
         progress: called with bytes of elements written so far, and in all.
@@ -201,7 +204,7 @@ def export_safetensors(
 
     Raises:
         NotFoundError: no committed checkpoint at `src`.
-        AlreadyExistsError: there is a file at `dst`, and `overwrite` is not set.
+        AlreadyExistsError: there is a file at `dst`, or another model in that directory, and `overwrite` is not set.
         OptionError: an option that cannot be, a file of names that cannot be read, or a rule that matches nothing.
         NamesMismatchError: nothing is selected; or two tensors would have one name.
         ShapeMismatchError: tensors that a mapping does not suit.
@@ -229,6 +232,7 @@ def export_safetensors(
         config=config,
     )
     checkpoint, location = Checkpoint(src), parse(dst)
+    _refuse_within(location, checkpoint)
     directory, single = _place(location, split_up=max_shard_size is not None)
     outputs = outputs_of(checkpoint.record.structure, names, str(checkpoint.location))
     tensors = {output.name: output for output in outputs.tensors}
@@ -236,10 +240,11 @@ def export_safetensors(
     files = [lay_out([tensors[name] for name in some], metadata) for some in dealt.files.values()]
     index = dealt.index(sum(prod(output.shape) for output in outputs.tensors))
     written_as = [single] if single is not None else [*dealt.files, *([INDEX] if index is not None else [])]
+    obsolete = [] if single is not None else _obsolete(directory, written_as, overwrite=overwrite)
     written = write_safetensors(
         checkpoint,
         files,
-        _destination(directory, written_as, overwrite=overwrite, memory=limit // 4),
+        _destination(directory, written_as, obsolete, overwrite=overwrite, memory=limit // 4),
         limit=limit,
         verify=verify,
         last=None if index is None else index.encode(),
@@ -275,7 +280,24 @@ def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]
     return above, location.name
 
 
-def _destination(directory: Location, names: Sequence[str], *, overwrite: bool, memory: int) -> Destination:
+def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> list[str]:
+    """Files of another model that is in the directory, and that readers would take for this one's."""
+    others = [name for name in Store.open(directory).list_children() if is_of_a_model(name) and name not in names]
+    if others and not overwrite:
+        raise AlreadyExistsError(
+            f"{directory} holds another model: {shown(others[0])} is there; choose another directory, or replace it with overwrite=True "
+            f"(--overwrite)."
+        )
+    return others
+
+
+def _destination(directory: Location, names: Sequence[str], obsolete: Sequence[str], *, overwrite: bool, memory: int) -> Destination:
     if directory.local is not None:
-        return LocalFiles(directory.local, names, overwrite=overwrite)
-    return ObjectFiles(directory, names, overwrite=overwrite, memory=1 << (memory.bit_length() - 1))
+        return LocalFiles(directory.local, names, overwrite=overwrite, obsolete=obsolete)
+    return ObjectFiles(directory, names, overwrite=overwrite, memory=1 << (memory.bit_length() - 1), obsolete=obsolete)
+
+
+def _refuse_within(location: Location, checkpoint: Checkpoint) -> None:
+    """A checkpoint's directory is its own: what lies there may be overwritten, and is deleted with it."""
+    if location.is_within(checkpoint.location):
+        raise OptionError(f"{location} lies in the checkpoint that is exported, {checkpoint.location}; choose a place outside of it.")

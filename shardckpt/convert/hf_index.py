@@ -11,6 +11,7 @@ The rule is that of `huggingface_hub.split_torch_state_dict_into_shards`, the in
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,15 @@ from shardckpt.options import parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["INDEX", "Split", "split"]
+__all__ = ["INDEX", "Split", "is_of_a_model", "split"]
 
 INDEX = "model.safetensors.index.json"
+_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))
+
+
+def is_of_a_model(name: str) -> bool:
+    """Whether a file is called as a model's files are. Readers take what they find of them in a directory: there is room for one model."""
+    return _NAMES.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)

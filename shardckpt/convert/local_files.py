@@ -56,12 +56,13 @@ class LocalFiles:
     in_order = False
     memory = 0
 
-    def __init__(self, directory: Path, names: Sequence[str], *, overwrite: bool) -> None:
-        """Write files of those names; the last one says that all are there."""
+    def __init__(self, directory: Path, names: Sequence[str], *, overwrite: bool, obsolete: Sequence[str] = ()) -> None:
+        """Write files of those names; the last one says that all are there. `obsolete`: files that go when these come."""
         self._directory = directory
         self._paths = [directory / name for name in names]
         self._partial = directory / f".{names[-1]}.partial"
         self._overwrite = overwrite
+        self._obsolete = [directory / name for name in obsolete]
         self._notes: Notes | None = None
         self._checks: list[int] = []
         self._noted = 0
@@ -273,9 +274,10 @@ class LocalFiles:
     def _name_all(self) -> None:
         """Give all files their names, where they have not got them yet."""
         last = len(self._paths) - 1
-        if self._overwrite and last and not self._is_ours(last):
-            with storage_errors("remove", self._paths[last]):  # what it names is about to change
-                self._paths[last].unlink(missing_ok=True)
+        changing = [self._paths[last]] if self._overwrite and last and not self._is_ours(last) else []  # what it names
+        for path in (*changing, *self._obsolete):
+            with storage_errors("remove", path):
+                path.unlink(missing_ok=True)
         for number, path in enumerate(self._paths):
             if not self._is_ours(number):
                 self._name(number, path)

@@ -144,8 +144,10 @@ def _selected(structure: Structure, options: NameOptions, where: str) -> dict[st
     names = {name: name for name in structure.tensors} | further
     taken = {name: stored for name, stored in names.items() if included(name) and not excluded(name)}
     if not taken:
-        asked = f"include={options.include!r}, exclude={options.exclude!r} leave" if options.include or options.exclude else "there are"
-        raise NamesMismatchError(f"{where}: {asked} none of its {len(names)} tensors; `shardckpt info` lists them.")
+        if not names:
+            raise NamesMismatchError(f"{where}: there is no tensor in it, and nothing else is written to such files.")
+        asked = f"include={options.include!r}, exclude={options.exclude!r}"
+        raise NamesMismatchError(f"{where}: {asked} leave none of its {len(names)} tensors; `shardckpt info` lists them.")
     return taken
 
 

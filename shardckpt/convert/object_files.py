@@ -37,12 +37,21 @@ class ObjectFiles:
 
     in_order = True
 
-    def __init__(self, directory: Location, names: Sequence[str], *, overwrite: bool, memory: int) -> None:
-        """Write files of those names; the last one says that all are there. `memory`: bytes for buffers."""
+    def __init__(self, directory: Location, names: Sequence[str], *, overwrite: bool, memory: int, obsolete: Sequence[str] = ()) -> None:
+        """Write files of those names; the last one says that all are there.
+
+        Args:
+            directory: where to.
+            names: of the files.
+            overwrite: whether they may replace what is there.
+            memory: bytes for buffers.
+            obsolete: files that go before the last one comes.
+        """
         self.memory = memory
         self._directory = directory
         self._names = names
         self._overwrite = overwrite
+        self._obsolete = obsolete
         self._store = Store.open(directory)
         self._note = f".{names[-1]}.export.json"
         self._finished = 0
@@ -82,6 +91,8 @@ class ObjectFiles:
         """See `Destination`."""
         if self._finished < len(self._names):
             self._opened(len(self._names) - 1)
+            for name in self._obsolete:
+                self._store.delete(name)
             self._finish_one()
         if len(self._names) > 1:
             self._store.delete(self._note)

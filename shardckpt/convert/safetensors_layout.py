@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from shardckpt.dtypes import by_name, castable
 from shardckpt.errors import DtypeError, NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.names import shown
@@ -82,16 +83,18 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
 
     Raises:
         DtypeError: one has a dtype that the format has not; names the tensor.
-        NamesMismatchError: one is called as the format calls the metadata; or two of them have one name.
+        NamesMismatchError: one is called as the format calls the metadata, or not in Unicode; or two of them have one name.
         OptionError: the metadata is no dict of text to text; or the header would be too long for readers.
     """
     for tensor in tensors:
         if tensor.dtype.name not in DTYPES:
-            own = tensor.sources[0].tensor if tensor.sources else tensor.name
+            other = "float32" if castable(tensor.dtype, by_name("float32")) else "complex64"
             raise DtypeError(
-                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, with dtype={{{own!r}: 'float32'}} "
-                f"(--dtype {own}=float32), say, or leave it out with exclude= (--exclude)."
+                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, with dtype={{{tensor.name!r}: {other!r}}} "
+                f"(--dtype {tensor.name}={other}), say, or leave it out with exclude= (--exclude)."
             )
+        if not _is_unicode(tensor.name):
+            raise NamesMismatchError(f"{shown(tensor.name)}: a name in a safetensors file is Unicode, without surrogates; rename it.")
     names = [tensor.name for tensor in tensors]
     if _METADATA in names or len(set(names)) < len(names):
         odd = next(name for name in names if name == _METADATA or names.count(name) > 1)

@@ -102,6 +102,11 @@ class Location:
         """The same on disk without symbolic links; elsewhere there are none."""
         return self if self.scheme != "file" else Location("file", "/" + os.path.realpath(self.path).lstrip("/"))
 
+    def is_within(self, other: Location) -> bool:
+        """Whether it is another place, or lies below it."""
+        own, its = self.resolved, other.resolved
+        return own.scheme == its.scheme and f"{own.path}/".startswith(f"{its.path.rstrip('/')}/")
+
     @property
     def name(self) -> str:
         """The last name of the path."""

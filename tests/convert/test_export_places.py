@@ -1,0 +1,103 @@
+"""An export takes the place that it is given, and nothing that lies around it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from convert_states import saved
+
+import shardckpt
+from shardckpt import errors
+
+STATE = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.ones(3, np.float32)}
+
+
+@pytest.fixture
+def place(tmp_path):
+    saved(tmp_path / "c", STATE)
+    return tmp_path / "c"
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("to", "below"), [("safetensors", ""), ("safetensors", "a.safetensors"), ("torch", "checkpoint.json"), ("dcp", "d")]
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_nothing_is_written_into_the_checkpoint_that_is_exported(tmp_path, place, to, below, linked):
+    given = place
+    if linked:
+        given = tmp_path / "link"
+        given.symlink_to(place)
+    before = names(place)
+    with pytest.raises(errors.OptionError, match="lies in the checkpoint that is exported, .*choose a place outside of it"):
+        shardckpt.export(place, given / below, to=to, overwrite=True)
+    assert names(place) == before
+    assert shardckpt.open(place).names() == ["a", "b"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 100), (100, None), (20, 100)], ids=["one-many", "many-one", "more-fewer"])
+def test_a_directory_holds_one_model_and_another_one_is_replaced_as_a_whole(tmp_path, place, before, after):
+    """Loaders take `model.safetensors` before an index, or every file that they find: the old model, or both."""
+    saved(tmp_path / "other", {name: -array for name, array in STATE.items()})
+    out = tmp_path / "out"
+    shardckpt.export(tmp_path / "other", out, max_shard_size=before)
+    (out / "config.json").write_text("{}")
+    held = names(out)
+    with pytest.raises(errors.AlreadyExistsError, match=r"(is|holds another model: .* is) there"):
+        shardckpt.export(place, out, max_shard_size=after)
+    assert names(out) == held
+    report = shardckpt.export(place, out, max_shard_size=after, overwrite=True)
+    assert names(out) == sorted([*report.files, "config.json"])
+    found = {}
+    for file in out.glob("*.safetensors"):
+        found |= safetensors.numpy.load_file(file)
+    assert {name: array.tobytes() for name, array in found.items()} == {name: array.tobytes() for name, array in STATE.items()}
+
+
+def test_what_other_exports_have_left_is_not_taken_for_ones_own(tmp_path, place):
+    others = [tmp_path / name for name in (".model.safetensors.partial", ".model.old.0123abcd.partial")]
+    own = tmp_path / ".model.0123abcd.partial"
+    for directory in (*others, own):
+        directory.mkdir()
+        (directory / "0").write_bytes(b"half")
+    shardckpt.export(place, tmp_path / "model", to="dcp")
+    assert [directory.exists() for directory in (*others, own)] == [True, True, False]
+
+
+def test_a_directory_that_was_about_to_be_replaced_is_brought_back(tmp_path, place):
+    out, replaced, draft = tmp_path / "d", tmp_path / ".d.0123abcd.replaced", tmp_path / ".d.0123abcd.partial"
+    shardckpt.export(place, out, to="dcp")
+    before = names(out)
+    out.rename(replaced)
+    draft.mkdir()
+    with pytest.raises(errors.AlreadyExistsError, match="is there already"):
+        shardckpt.export(place, out, to="dcp")
+    assert (names(tmp_path), names(out)) == (["c", "d"], before)
+
+
+def test_a_directory_that_was_replaced_goes_when_its_successor_is_there(tmp_path, place):
+    replaced = tmp_path / ".d.0123abcd.replaced"
+    shardckpt.export(place, tmp_path / "d", to="dcp")
+    replaced.mkdir()
+    shardckpt.export(place, tmp_path / "d", to="dcp", overwrite=True)
+    assert names(tmp_path) == ["c", "d"]
+
+
+def test_the_draft_of_a_living_writer_and_what_it_replaces_stay(tmp_path, place):
+    replaced, draft = tmp_path / ".d.0123abcd.replaced", tmp_path / ".d.0123abcd.partial"
+    replaced.mkdir()
+    draft.mkdir()
+    fd = os.open(draft, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        shardckpt.export(place, tmp_path / "d", to="dcp")
+    finally:
+        os.close(fd)
+    assert names(tmp_path) == sorted([replaced.name, draft.name, "c", "d"])
