@@ -55,7 +55,12 @@ def run(limit: str, *command: str | Path) -> dict[str, Any]:
         said = job.stdout.read()
     assert job.returncode == 0, said
     allowed = parse_bytes(limit, "limit") + len(peaks) * PROCESS_BYTES
-    return {"seconds": time.monotonic() - began, "peaks": sorted(peaks.values()), "allowed": allowed, "kept": sum(peaks.values()) <= allowed}
+    return {
+        "seconds": time.monotonic() - began,
+        "peaks": sorted(peaks.values()),
+        "allowed": allowed,
+        "kept": sum(peaks.values()) <= allowed,
+    }
 
 
 def measure(directory: Path, gib: float, limit: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Export to an object store, in parts of a MiB, and be killed when so many bytes have been given away.
 
-    python export_to_bucket.py <checkpoint> <url> <max_shard_size or ""> <bytes>
+python export_to_bucket.py <checkpoint> <url> <max_shard_size or ""> <bytes>
 """
 
 import os

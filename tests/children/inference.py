@@ -1,6 +1,6 @@
 """Load a model as everybody does, and write down what it makes of some tokens.
 
-    python inference.py FOLDER LOGITS
+python inference.py FOLDER LOGITS
 """
 
 import sys

@@ -32,9 +32,17 @@ def original():
 def brought_back(original, tmp_path_factory):
     """A folder of the same model whose weights have been imported, laid out anew and exported; and the two checkpoints between."""
     folder = tmp_path_factory.mktemp("minilm")
-    rules = {"**.LayerNorm.*": PartitionSpec("model"), "**.weight": PartitionSpec("data", "model"), "**.bias": PartitionSpec(("model", "data"))}
+    rules = {
+        "**.LayerNorm.*": PartitionSpec("model"),
+        "**.weight": PartitionSpec("data", "model"),
+        "**.bias": PartitionSpec(("model", "data")),
+    }
     shardckpt.import_checkpoint(original, folder / "first", into="model", mesh=Mesh((4, 2), ("data", "model")), rules=rules)
-    other = {"**.query.weight": PartitionSpec(None, ("data", "model")), "**.weight": PartitionSpec("model"), "**.bias": PartitionSpec("data")}
+    other = {
+        "**.query.weight": PartitionSpec(None, ("data", "model")),
+        "**.weight": PartitionSpec("model"),
+        "**.bias": PartitionSpec("data"),
+    }
     shardckpt.reshard(folder / "first", folder / "second", mesh=Mesh((2, 4), ("data", "model")), rules=other)
     back = folder / "back"
     back.mkdir()
@@ -53,7 +61,10 @@ def data_section(path):
 
 def test_the_data_section_is_the_same(original, brought_back):
     assert data_section(brought_back / "back" / "model.safetensors") == data_section(original / "model.safetensors")
-    with safe_open(original / "model.safetensors", "numpy") as before, safe_open(brought_back / "back" / "model.safetensors", "numpy") as after:
+    with (
+        safe_open(original / "model.safetensors", "numpy") as before,
+        safe_open(brought_back / "back" / "model.safetensors", "numpy") as after,
+    ):
         assert after.keys() == before.keys()
         assert all(before.get_slice(name).get_shape() == after.get_slice(name).get_shape() for name in after.keys())  # noqa: SIM118
 
