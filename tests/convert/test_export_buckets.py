@@ -131,6 +131,24 @@ def test_a_kill_in_the_second_of_several_files_costs_some_of_the_second(cloud, s
     assert objects(place) == on_disk(source)
 
 
+def test_one_that_was_killed_when_all_was_there_is_found_finished(source, place, monkeypatch):
+    delete = Store.delete
+
+    def die(store, key):
+        if key.endswith(".export.json"):
+            raise KeyboardInterrupt
+        delete(store, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", die)
+        with pytest.raises(KeyboardInterrupt):
+            export(source, place, max_shard_size=SHARD)
+    assert set(objects(place)) == {*on_disk(source), f".{INDEX}.export.json"}
+    report = export(source, place, max_shard_size=SHARD)
+    assert (report.read_bytes, report.resumed_bytes) == (0, report.nbytes)
+    assert objects(place) == on_disk(source)
+
+
 def test_another_export_removes_what_an_interrupted_one_has_left(source, place):
     killed(source, place, SHARD, SHARD + 7 * MiB)
     export(source, place, max_shard_size=SHARD, dtype="bfloat16")

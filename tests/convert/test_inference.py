@@ -1,4 +1,4 @@
-"""A model that was trained and saved on a mesh of devices answers elsewhere as it did there, from files that others' loaders walk through."""
+"""A model that was trained and saved on a mesh of devices answers elsewhere as it did there, from files that others' loaders know."""
 
 from __future__ import annotations
 
