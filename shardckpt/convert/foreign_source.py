@@ -80,7 +80,11 @@ class ForeignSource:
         self.foreign = foreign
         self.location: Location = foreign.location
         self.stats = ReadStats()
-        self.notes: tuple[str, ...] = (*foreign.notes, *arrangement.notes)
+        metadata = {name: value for name, value in foreign.metadata.items() if _is_json(value)}
+        lost = [
+            f"left behind: {name}, which no other JSON reader would take (NaN, or too deep)" for name in foreign.metadata.keys() - metadata
+        ]
+        self.notes: tuple[str, ...] = (*foreign.notes, *lost, *arrangement.notes)
         """What was seen, and what is left behind, in a line each."""
         self._arrangement = arrangement
         self._limits = READERS, OBJECT_MEMORY
@@ -94,7 +98,7 @@ class ForeignSource:
             compression=None,
             hosts=(),
             structure=arrangement.structure,
-            metadata=dict(foreign.metadata),
+            metadata=metadata,
             saved_by=1,
         )
 
@@ -197,6 +201,15 @@ class ForeignReader:
             for (buffer, in_buffer, in_chunk), meaning in chunk.targets:
                 values = elements if meaning is None else elements.view(meaning)
                 np.copyto(buffer[in_buffer], values[in_chunk], casting="unsafe")
+
+
+def _is_json(value: object) -> bool:
+    """Whether a record can hold it. A metric may be NaN, and Python's reader makes an infinity of `1e999`."""
+    try:
+        json.dumps(value, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
 
 
 def _text(view: View) -> str:

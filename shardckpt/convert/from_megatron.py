@@ -76,6 +76,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         notes.append(f"{NEWEST} says that {location.name} is the newest.")
     store = Store.open(location)
     backend = _backend(store)
+    if backend is None:
+        raise FormatError(f"{location}: there is no {CONFIG} that says which format of Megatron-Core it is; give the directory of a step.")
     if backend != "torch_dist":
         raise FormatError(
             f"{store.path_of(CONFIG)}: its backend is {excerpt(backend)}; only torch_dist is read. Convert it with Megatron-Core."

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.convert.foreign import structure_of, tensors_of
 from shardckpt.convert.orbax_metadata import parse_json
 from shardckpt.convert.orbax_tree import METADATA, MSGPACK, read_tree
-from shardckpt.errors import FormatError, UncommittedError
+from shardckpt.errors import FormatError, StorageError, UncommittedError
 from shardckpt.io.listing import modification_times
 from shardckpt.io.store import Store
 from shardckpt.names import natural_key
@@ -108,6 +108,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
     place = Store.open(location)
     names = place.list_children()
     _check_finished(place, names)
+    identity = _identity(place)
     if not _is_checkpoint(place, names):
         steps = _steps(place, names)
         if steps:
@@ -123,7 +124,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         state = state[unnamed] if list(state) == [unnamed] else state
     structure = structure_of(state, str(location))
     elements = {name: sources[tensor] for name, tensor in tensors_of(state).items()}
-    return _Orbax(location, structure, _identity(place), _metadata(place, names), tuple(notes), elements)
+    return _Orbax(location, structure, identity, _metadata(place, names), tuple(notes), elements)
 
 
 def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> object:
@@ -199,9 +200,12 @@ def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
 
 
 def _identity(place: Store) -> str:
-    """A digest over the names of all files and when they were written."""
+    """A digest over the names of all files and when they were written; raises StorageError for what is no file."""
     digest = hashlib.sha256(str(place).encode())
     for key, time in sorted(modification_times(place)):
+        path = place.local_path(key)
+        if path is not None and path.exists() and not path.is_file() and not path.is_dir():
+            raise StorageError(f"{path} is no file, but a pipe or device, which TensorStore would wait for; remove it.")
         # memory:// keeps no times
         digest.update(place.read(key) if place.location.scheme == "memory" else f"{key} {time!r}\n".encode())
     return digest.hexdigest()

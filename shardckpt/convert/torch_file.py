@@ -40,6 +40,10 @@ _HEADER = struct.Struct("<4s22sHH")
 """Of an entry, before its name: signature, what the list says as well, and the lengths of the name and of what comes after it."""
 
 
+_UTF8 = 0x800
+"""Flag of an entry whose name is in UTF-8; other names are in code page 437."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """The bytes of a storage."""
@@ -115,6 +119,8 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
         raise FormatError(f"{span}: a file of torch.save has one data.pkl and nothing compressed; this is another archive.")
     top = pickles[0].filename.removesuffix("data.pkl")
     by_name = {info.filename.removeprefix(top): info for info in infos}
+    if len(by_name) < len(infos):
+        raise FormatError(f"{span}: two of its entries have one name, and readers would not agree on which of them counts; get it anew.")
     pickle = _content(window, pickles[0])
     if pickles[0].CRC not in (0, zlib.crc32(pickle)):
         raise CorruptionError(f"{span}: the CRC-32 of its pickle is not that of what was written; restore it from a copy.")
@@ -135,10 +141,11 @@ def _content(window: _Ends, info: zipfile.ZipInfo) -> bytes:
 
 def _start(span: Span, info: zipfile.ZipInfo, head: bytes) -> int:
     """Where the bytes of an entry begin."""
+    called = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437", "replace")
     at, stop = info.header_offset, info.header_offset + _HEADER.size
-    header = head[at:stop] if at >= 0 and stop <= len(head) else bytes(span.read(at, stop))
-    signature, _, name, extra = _HEADER.unpack(header)
-    if signature != _SIGNATURE:
+    header = head[at : stop + len(called)] if at >= 0 and stop + len(called) <= len(head) else bytes(span.read(at, stop + len(called)))
+    signature, _, name, extra = _HEADER.unpack(header[: _HEADER.size])
+    if signature != _SIGNATURE or name != len(called) or header[_HEADER.size :] != called:
         raise FormatError(
             f"{span}: there is no header of {info.filename[:100]!r} at byte {at}; the file is damaged. Restore it from a copy."
         )

@@ -21,7 +21,7 @@ import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
 from shardckpt.convert.from_orbax import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError, UncommittedError
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError, StorageError, UncommittedError
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
@@ -266,6 +266,15 @@ def test_an_array_outside_of_the_checkpoint_is_refused(copied, name):
     (path / "checkpoint").write_bytes(msgpack.packb({"w": f"PLACEHOLDER://{name}"}))
     with pytest.raises(FormatError, match="names nothing below"):
         opened(path)
+
+
+def test_a_pipe_in_the_place_of_a_chunk_is_refused_and_not_waited_for(copied):
+    place = copied("zarr 2")
+    chunk = next(path for path in sorted(place.rglob("*")) if path.name[0].isdecimal() and path.is_file())
+    chunk.unlink()
+    os.mkfifo(chunk)
+    with pytest.raises(StorageError, match="is no file, but a pipe"):
+        opened(place)
 
 
 def test_a_checkpoint_that_was_written_anew_is_another(copied):

@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
+import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from contextlib import suppress
 
@@ -241,6 +243,27 @@ def test_a_flipped_bit_of_a_tensor_is_noticed_where_torch_does_not(tmp_path):
     path.write_bytes(data)
     torch.load(path, weights_only=True)
     with pytest.raises(CorruptionError, match=r"'w': .*CRC-32"):
+        contents(opened(path))
+
+
+def test_an_archive_in_which_two_entries_have_one_name_is_refused(tmp_path):
+    path = saved(tmp_path, {"w": torch.ones(3)})
+    with zipfile.ZipFile(path, "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        archive.writestr(next(name for name in archive.namelist() if name.endswith("/data/0")), bytes(12))
+    with pytest.raises(FormatError, match="two of its entries have one name"):
+        opened(path)
+
+
+def test_a_list_of_entries_that_leads_to_another_entry_is_noticed(tmp_path):
+    path = saved(tmp_path, {"a": torch.ones(300_000), "b": torch.zeros(300_000)})
+    with zipfile.ZipFile(path) as archive:
+        first, second = (info.header_offset for info in archive.infolist() if info.filename.endswith(("/data/0", "/data/1")))
+    data = bytearray(path.read_bytes())
+    at = data.rindex(second.to_bytes(4, "little"))
+    data[at : at + 4] = first.to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=r"no header of '.*/data/1'"):
         contents(opened(path))
 
 

@@ -260,3 +260,12 @@ def test_nothing_is_written_into_what_is_read(tmp_path: Path) -> None:
 
 def test_every_name_of_a_dtype_stands_for_one_of_ours() -> None:
     assert len({by_name(name).name for name in _DTYPES.values()}) == len(_DTYPES)
+
+
+def test_numbers_that_json_has_not_are_left_behind_with_their_file_and_named(tmp_path: Path) -> None:
+    save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"rope_theta": 1e999}')
+    (tmp_path / "generation_config.json").write_text('{"top_k": 5}')
+    report = shardckpt.import_checkpoint(tmp_path, tmp_path / "out", workers=1)
+    assert any(note.startswith("left behind: config.json, ") for note in report.notes)
+    assert shardckpt.open(tmp_path / "out").metadata == {"generation_config.json": {"top_k": 5}}
