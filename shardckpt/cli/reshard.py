@@ -120,7 +120,8 @@ def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:
     """A report for people; `done` is the word for it."""
     rate = f", {file_size(round(report.nbytes / report.seconds))}/s" if report.committed and not report.done_before else ""
     before = f", {report.done_before:,} done before" if report.done_before else ""
-    what = f"{file_size(report.nbytes)} in {count(report.tasks, 'task')}{before}, {report.seconds:.1f} s{rate}"
+    share = "" if report.committed else "a worker's share of "
+    what = f"{share}{file_size(report.nbytes)} in {count(report.tasks, 'task')}{before}, {report.seconds:.1f} s{rate}"
     word = screen.paint(done, "bold green") if report.committed else screen.paint("written", "bold")
     yield f"{word}  {visible(report.url)}: {what}"
     if not report.committed:

@@ -78,10 +78,11 @@ def finish(job):
 
 
 def failure(job):
-    """What a job says that does not."""
+    """What a job says that does not; Ray may say something more when it is left."""
     _, err = job.communicate(timeout=PATIENCE)
     assert job.returncode == 1, err
-    return err.strip().splitlines()[-1]
+    lines = err.strip().splitlines()
+    return next((line for line in reversed(lines) if line.startswith("shardckpt.")), lines[-1])
 
 
 def records(target):
