@@ -116,7 +116,8 @@ def _lines(screen: Screen, report: ExportReport) -> Iterator[str]:
     rate = "" if report.resumed_bytes else f", {file_size(round(report.nbytes / report.seconds))}/s"
     before = f", {file_size(report.resumed_bytes)} of them before" if report.resumed_bytes else ""
     what = f"{count(report.tensors, 'tensor')}, {file_size(report.nbytes)}{before}, {report.seconds:.1f} s{rate}"
-    yield f"{screen.paint('exported', 'bold green')}  {visible(report.url)}: {what}"
+    place = report.url if report.url.endswith(f"/{report.files[-1]}") else f"{report.url}/{report.files[-1]}"
+    yield f"{screen.paint('exported', 'bold green')}  {visible(place)}: {what}"
     for line in report.notes[:_NAMED]:
         yield f"note      {visible(line)}"
     if len(report.notes) > _NAMED:

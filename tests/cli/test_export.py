@@ -38,3 +38,8 @@ def test_what_cannot_be_done_is_told_in_a_line_with_its_status(run, saver, tmp_p
     assert run("export", tmp_path / "1", tmp_path / "b.safetensors", "--to", "gguf").status == 2
     assert run("export", tmp_path / "2", tmp_path / "b.safetensors").status == 3
     assert run("export", tmp_path / "1", tmp_path / "b.safetensors", "--include", "nothing").status == 5
+
+
+def test_the_answer_names_the_file_where_only_a_directory_was_given(run, saver, tmp_path):
+    saver(tmp_path / "1")
+    assert run("export", tmp_path / "1", tmp_path / "out.bin").out.startswith(f"exported  {tmp_path}/out.bin/model.safetensors: ")

@@ -1,0 +1,98 @@
+"""What is exported to a bucket is what is exported to a disk; interrupted, it is gone on with; a place below a bucket holds one model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+from convert_states import random, saved, sharded
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from faults import faulty_cloud
+
+import shardckpt
+from shardckpt import errors
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+
+STATE = {"layers": [{"w": random((640, 512), seed=i)} for i in range(4)], "s": np.float32(3), "none": np.zeros((0, 3), np.int8)}
+OPTIONS = {"memory_limit": "64MiB"}
+SPLIT = 3 << 20
+"""Bytes per file: two matrices."""
+
+
+@pytest.fixture
+def place(tmp_path):
+    saved(tmp_path / "c", STATE, {"**/w": sharded("a", "b")})
+    return tmp_path / "c"
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def bucket(request):
+    """One of each kind, behind the proxy, which mends what the emulator makes of a resumable upload."""
+    server = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
+    ours = dataclasses.replace(server, bucket=server.new_bucket(f"exports-{uuid.uuid4().hex}"))
+    with faulty_cloud(ours) as faulty:
+        yield faulty.emulator
+
+
+@pytest.fixture
+def there(bucket):
+    """A place below a bucket, and how what is there is read."""
+    url = bucket.url(uuid.uuid4().hex)
+    return url, Store.open(parse(url))
+
+
+def contents(store):
+    return {name: store.read(name) for name in store.list()}
+
+
+def on_disk(place, directory, **options):
+    shardckpt.export(place, directory, **options)
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("most", [None, SPLIT], ids=["one", "several"])
+def test_objects_are_the_files_that_a_disk_would_have(tmp_path, place, there, most):
+    url, store = there
+    report = shardckpt.export(place, url, max_shard_size=most, **OPTIONS)
+    assert contents(store) == on_disk(place, tmp_path / "out", max_shard_size=most)
+    assert sorted(report.files) == store.list()
+    with pytest.raises(errors.AlreadyExistsError, match=r"(is there|exists) already"):
+        shardckpt.export(place, url, max_shard_size=most, **OPTIONS)
+    shardckpt.export(place, url, max_shard_size=most, overwrite=True, dtype="bf16", **OPTIONS)
+    assert contents(store) == on_disk(place, tmp_path / "bf16", max_shard_size=most, dtype="bf16")
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, SPLIT), (SPLIT, None)], ids=["one-several", "several-one"])
+def test_another_model_is_refused_or_replaced_as_a_whole(tmp_path, place, there, before, after):
+    url, store = there
+    shardckpt.export(place, url, max_shard_size=before, **OPTIONS)
+    held = contents(store)
+    with pytest.raises(errors.AlreadyExistsError, match="holds another model"):
+        shardckpt.export(place, url, max_shard_size=after, **OPTIONS)
+    assert contents(store) == held
+    shardckpt.export(place, url, max_shard_size=after, overwrite=True, **OPTIONS)
+    assert contents(store) == on_disk(place, tmp_path / "out", max_shard_size=after)
+
+
+def test_several_files_are_gone_on_with_and_the_index_comes_last(tmp_path, place, there):
+    url, store = there
+
+    def interrupted(done, total):
+        if done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shardckpt.export(place, url, max_shard_size=SPLIT, progress=interrupted, **OPTIONS)
+    assert "model.safetensors.index.json" not in store.list()
+    shardckpt.export(place, url, max_shard_size=SPLIT, **OPTIONS)
+    assert contents(store) == on_disk(place, tmp_path / "out", max_shard_size=SPLIT)
+    files = json.loads(store.read("model.safetensors.index.json"))["weight_map"].values()
+    assert {*files, "model.safetensors.index.json"} == set(store.list())
