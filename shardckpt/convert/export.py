@@ -11,7 +11,7 @@ from shardckpt.checkpoint import Checkpoint
 from shardckpt.convert.hf_index import INDEX, is_of_a_model, split
 from shardckpt.convert.local_files import LocalFiles
 from shardckpt.convert.naming import NameOptions, outputs_of
-from shardckpt.convert.object_files import ObjectFiles
+from shardckpt.convert.object_files import ObjectFiles, begun
 from shardckpt.convert.safetensors_layout import lay_out
 from shardckpt.convert.to_safetensors import write_safetensors
 from shardckpt.convert.whole_state import FORMATS, write_state
@@ -283,6 +283,9 @@ def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]
 def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> list[str]:
     """Files of another model that is in the directory, and that readers would take for this one's."""
     others = [name for name in Store.open(directory).list_children() if is_of_a_model(name) and name not in names]
+    if others and directory.local is None:
+        left = begun(directory, names[-1])  # which goes anyway
+        others = [name for name in others if name not in left]
     if others and not overwrite:
         raise AlreadyExistsError(
             f"{directory} holds another model: {shown(others[0])} is there; choose another directory, or replace it with overwrite=True "

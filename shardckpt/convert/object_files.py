@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.destination import Write, WritePlan
     from shardckpt.io.url import Location
 
-__all__ = ["ObjectFiles"]
+__all__ = ["ObjectFiles", "begun"]
 
 
 class ObjectFiles:
@@ -53,7 +53,7 @@ class ObjectFiles:
         self._overwrite = overwrite
         self._obsolete = obsolete
         self._store = Store.open(directory)
-        self._note = f".{names[-1]}.export.json"
+        self._note = _note_of(names[-1])
         self._finished = 0
         """Files that are visible."""
         self._target: ObjectTarget | None = None
@@ -144,7 +144,7 @@ class ObjectFiles:
 
     def _take_up(self) -> None:
         """Go on after the files that an earlier call has finished, or make room."""
-        digest, named = self._noted()
+        digest, named = _noted(self._store, self._note)
         if digest == self._digest(0):
             for name, size in zip(named, self._plan.sizes, strict=False):
                 if not self._store.is_longer(name, size - 1) or self._store.is_longer(name, size):
@@ -162,11 +162,24 @@ class ObjectFiles:
             abandon(self._directory.join(name))
             self._store.delete(name)
 
-    def _noted(self) -> tuple[str, list[str]]:
-        """The digest of the export that wrote the note, and the files that it has begun; empty if there is none."""
-        found, _ = self._store.read_versioned(self._note)
-        if found is not None:
-            with suppress(FormatError):
-                note = Fields(open_envelope(found, self._store.path_of(self._note)), self._store.path_of(self._note))
-                return note.string("digest"), note.keys("named")
-        return "", []
+
+def begun(directory: Location, last: str) -> list[str]:
+    """The files that an export has begun there that never came to its end, which is the file `last`."""
+    store = Store.open(directory)
+    _, named = _noted(store, _note_of(last))
+    return named if named and not store.exists(last) else []
+
+
+def _note_of(last: str) -> str:
+    """The name of the object that says how far an export is."""
+    return f".{last}.export.json"
+
+
+def _noted(store: Store, key: str) -> tuple[str, list[str]]:
+    """The digest of the export that wrote the note, and the files that it has begun; empty if there is none."""
+    found, _ = store.read_versioned(key)
+    if found is not None:
+        with suppress(FormatError):
+            note = Fields(open_envelope(found, store.path_of(key)), store.path_of(key))
+            return note.string("digest"), note.keys("named")
+    return "", []

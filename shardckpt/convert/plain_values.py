@@ -23,7 +23,7 @@ from shardckpt import leaves
 from shardckpt.convert.placed import held, stored
 from shardckpt.convert.torch_objects import Dtype, StoredTensor
 from shardckpt.convert.unpickling import Instance, Name
-from shardckpt.errors import DtypeError, FormatError
+from shardckpt.errors import CorruptionError, DtypeError, FormatError
 from shardckpt.excerpt import excerpt, shortened
 from shardckpt.names import child_name, component_names, shown
 from shardckpt.tree.containers import MAX_DEPTH
@@ -101,6 +101,8 @@ class _Walk:
                 return visitor(self, value, name, depth)
         except FormatError as e:
             return self.leave(name, str(e))
+        except CorruptionError:
+            raise  # what could be stored is gone or damaged
         except (DtypeError, ImportError, ValueError, TypeError, IndexError) as e:  # the latter: what it says of itself has another form
             return self.leave(name, f"cannot be stored: {shortened(str(e), 300)}")
         return value if leaves.is_small(value) else self.leave(name, f"is a {type(value).__name__}")
