@@ -47,8 +47,7 @@ def _is_whole(place: Store, number: int, there: set[str]) -> bool:
     """Whether all files are there that a record names."""
     try:
         files = read_host_record(place, number)[0].files
-        named = [files.table.key, *read_table(place, files.table).files, *([files.values.key] if files.values else [])]
+        named = [files.table.key, *read_table(place, files.table).files, *(f"{lane}/manifest.ocdbt" for lane in files.lanes)]
     except (MissingDataError, CorruptionError, FormatError):
         return False
-    lanes = (any(key.startswith(f"{lane}/manifest") for key in there) for lane in files.lanes)
-    return there.issuperset(named) and all(lanes)
+    return there.issuperset([*named, files.values.key] if files.values else named)
