@@ -122,7 +122,7 @@ def test_an_export_that_fails_leaves_nothing_and_what_was_there_stays(checkpoint
 
 
 def test_what_a_killed_export_left_goes_with_the_next_one_and_a_live_one_s_stays(checkpoint, tmp_path):
-    place, killed = tmp_path / "s.pt", tmp_path / ".s.pt.0123.partial"
+    place, killed = tmp_path / "s.pt", tmp_path / ".s.pt.01234567.partial"
     killed.write_bytes(b"left")
     sizes = []
 
