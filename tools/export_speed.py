@@ -16,15 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 import tempfile
-import time
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
+from turns import in_turn
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
@@ -43,12 +41,6 @@ def write(target: Path, nbytes: int, buffer: memoryview) -> None:
         for left in range(nbytes, 0, -len(buffer)):
             file.write(buffer[:left])
         os.fsync(file.fileno())
-
-
-def processor_seconds() -> float:
-    """User and system time of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def measure(directory: Path, gib: float, rounds: int, dtype: str | None, limit: str) -> dict[str, object]:
@@ -71,26 +63,7 @@ def measure(directory: Path, gib: float, rounds: int, dtype: str | None, limit: 
         "export, not read back": lambda: export(verify=False),
         "export": lambda: export(verify=True),
     }
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    costs: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
-        for way, run in list(ways.items())[:: 1 if number % 2 else -1]:
-            target.unlink(missing_ok=True)
-            os.sync()
-            began, used = time.perf_counter(), processor_seconds()
-            run()
-            seconds, cost = time.perf_counter() - began, processor_seconds() - used
-            if number:
-                rates[way].append(nbytes / seconds / 1e9)
-                costs[way].append(cost / nbytes * 1e9)
-    found = {way: median(rate) for way, rate in rates.items()}
-    return {
-        "bytes": nbytes,
-        "GB/s": found,
-        "rounds": rates,
-        "ratio": {way: rate / found["write(2)"] for way, rate in found.items()},
-        "processor s/GB": {way: median(cost) for way, cost in costs.items()},
-    }
+    return in_turn(ways, rounds, nbytes, beside="write(2)", before=lambda: target.unlink(missing_ok=True))
 
 
 def main() -> int:

@@ -19,17 +19,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
+from turns import in_turn
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
@@ -58,11 +56,6 @@ def copy_all(source: Path, target: Path, at_once: int) -> None:
         list(pool.map(copy, files, [target / path.relative_to(source) for path in files]))
 
 
-def processor_seconds() -> float:
-    """User and system time of this process, and of the children that it has waited for."""
-    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
-
-
 def measure(directory: Path, gib: float, rounds: int, workers: int | None, verify: bool) -> dict[str, object]:
     """Medians in GB/s, ratios to the copy, and seconds of processor time per GB."""
     source, target = directory / "source", directory / "target"
@@ -80,26 +73,7 @@ def measure(directory: Path, gib: float, rounds: int, workers: int | None, verif
         "reshard": lambda: shardckpt.reshard(source, target, mesh=mesh, rules=rules, workers=workers, verify=verify),
         "same layout": lambda: shardckpt.reshard(source, target, workers=workers, verify=verify),
     }
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    costs: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
-        for way, run in list(ways.items())[:: 1 if number % 2 else -1]:
-            shutil.rmtree(target, ignore_errors=True)
-            os.sync()
-            began, used = time.perf_counter(), processor_seconds()
-            run()
-            seconds, cost = time.perf_counter() - began, processor_seconds() - used
-            if number:
-                rates[way].append(nbytes / seconds / 1e9)
-                costs[way].append(cost / nbytes * 1e9)
-    found = {way: median(rate) for way, rate in rates.items()}
-    return {
-        "bytes": nbytes,
-        "GB/s": found,
-        "rounds": rates,
-        "ratio": {way: rate / found["copy"] for way, rate in found.items()},
-        "processor s/GB": {way: median(cost) for way, cost in costs.items()},
-    }
+    return in_turn(ways, rounds, nbytes, beside="copy", before=lambda: shutil.rmtree(target, ignore_errors=True))
 
 
 def main() -> int:

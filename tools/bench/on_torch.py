@@ -120,9 +120,8 @@ def _ours(
         "restore": Run(lambda: shardckpt.restore(kept, places), state.nbytes, before=there, after=same),
         "columns": Run(lambda: shardckpt.restore(kept, parts), _moved(columns), before=there),
         "verify": Run(verify, state.nbytes, before=there),
+        "export": Run(lambda: shardckpt.export_safetensors(kept, file), state.nbytes, before=there, writes=file),
     }
-    if hasattr(shardckpt, "export_safetensors"):
-        runs["export"] = Run(lambda: shardckpt.export_safetensors(kept, file), state.nbytes, before=there, writes=file)
     return Subject("shardckpt", runs, checksums=True)
 
 
