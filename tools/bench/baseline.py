@@ -1,22 +1,28 @@
-"""Which ratios are worse than they were in an earlier run? Only ratios within one run are compared: machines differ."""
+"""Which ratios are worse than they were in an earlier run? Only ratios within one run are compared: machines differ.
+
+A ratio counts as worse if its median fell by more than `TOLERANCE`, and even its best round now is below its worst round then: medians
+of one run differ by some 10 % from the next, and more where few rounds differ much among themselves.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tools.bench.report import OURS, ratios
+from tools.bench.ratios import OURS, ratios
 
 __all__ = ["TOLERANCE", "worse"]
 
-TOLERANCE = 0.8
-"""A ratio that has fallen below this part of what it was counts as worse: medians of one run differ by some 10 % from the next."""
+TOLERANCE = 0.15
 
 
 def worse(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each ratio of ours to a floor or a peer that has fallen."""
-    earlier, later = ratios(before), ratios(now)
-    return [
-        f"{', '.join(key[:-1])}: {OURS} / {key[-1]} was {earlier[key]:.2f} and is {ratio:.2f}"
-        for key, ratio in later.items()
-        if key in earlier and ratio < earlier[key] * TOLERANCE
-    ]
+    earlier, lines = ratios(before), []
+    for key, ratio in ratios(now).items():
+        then = earlier.get(key)
+        if then is not None and ratio.value < then.value * (1 - TOLERANCE) and ratio.most < then.least:
+            lines.append(
+                f"{', '.join(key[:-1])}: {OURS} / {key[-1]} was {then.value:.2f} ({then.least:.2f} to {then.most:.2f}) "
+                f"and is {ratio.value:.2f} ({ratio.least:.2f} to {ratio.most:.2f})"
+            )
+    return lines

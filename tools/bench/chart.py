@@ -1,4 +1,7 @@
-"""The chart of a run: one panel per operation and group, a bar of GB/s for everybody. SVG, readable on light and dark pages."""
+"""The chart of a run: a panel for each framework, the operations in it, and a bar of GB/s for everybody. SVG, on light and dark pages.
+
+Within a panel all bars have one scale. Floors are thin bars: they mark how far a bar could reach.
+"""
 
 from __future__ import annotations
 
@@ -6,47 +9,80 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from tools.bench.floors import MEMCPY, READ, WRITE
 from tools.bench.measure import OPERATIONS
+from tools.bench.ratios import OURS
 
 __all__ = ["chart"]
 
-WIDTH, LABEL, BAR, GAP, PANEL = 860, 230, 18, 6, 34
-OURS, FLOOR, PEER = "#2f6feb", "#9aa4b2", "#d98c3f"
+WIDTH, NAMES, BARS, RATES = 880, 300, 480, 100
+"""Of the picture, of the names' column, of the longest bar, and of what stands behind it."""
+ROW, THIN, GAP = 17, 7, 14
+STYLE = """
+  text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328 }
+  .group { font-size: 15px; font-weight: 600 } .operation { font-weight: 600 } .ours { font-weight: 600 } .quiet { fill: #59636e }
+  .page { fill: #ffffff } .rule { stroke: #d1d9e0 }
+  rect.ours { fill: #0969da } rect.peer { fill: #d29922 } rect.floor { fill: #9aa4b2 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .quiet { fill: #9198a1 } .page { fill: #0d1117 } .rule { stroke: #3d444d }
+    rect.ours { fill: #4493f8 } rect.peer { fill: #d29922 } rect.floor { fill: #656c76 }
+  }
+"""
 
 
 def chart(found: dict[str, Any]) -> str:
     """The Llama-like state on tmpfs."""
     results = [r for r in found["results"] if (r["storage"], r["state"]) == ("tmpfs", "llama")]
-    parts, y = [], 10
+    operations, groups = list(OPERATIONS), list(dict.fromkeys(r["group"] for r in results))
+    results.sort(key=lambda r: (groups.index(r["group"]), operations.index(r["operation"]), _kind(r) != "ours", _kind(r) == "floor"))
+    parts, y = list(_legend()), 52
     for group, of_group in groupby(results, key=lambda r: r["group"]):
-        y += 30
-        parts.append(_text(12, y, group, size=16, weight="bold"))
-        y += 8
-        for operation, same in groupby(of_group, key=lambda r: r["operation"]):
-            bars = list(same)
-            rates = [r["nbytes"] / r["median"] / 1e9 for r in bars]
-            y += 24
-            parts.append(_text(12, y, OPERATIONS[operation].title, size=13, weight="600"))
-            y += 8
-            for result, rate in zip(bars, rates, strict=True):
-                name = result["subject"]
-                colour = OURS if name == "shardckpt" else FLOOR if name in (WRITE, READ, MEMCPY) or name.startswith("placing") else PEER
-                length = max(1.0, rate / max(rates) * (WIDTH - LABEL - 110))
-                parts.append(_text(LABEL - 8, y + BAR - 5, name, anchor="end"))
-                parts.append(f'<rect x="{LABEL}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2" fill="{colour}"/>')
-                parts.append(_text(LABEL + length + 6, y + BAR - 5, f"{rate:.2f} GB/s"))
-                y += BAR + GAP
-        y += PANEL - 20
-    title = f"GB/s, median of {found['rounds']} rounds; Llama-like state on tmpfs; blue: shardckpt, grey: floors, orange: peers"
+        bars = list(of_group)
+        fastest = max(map(_rate, bars))
+        parts.append(f'<line class="rule" x1="16" x2="{WIDTH - 16}" y1="{y}" y2="{y}"/>')
+        parts.append(_text(16, y + 24, group, "group"))
+        y += 40
+        for operation, same in groupby(bars, key=lambda r: r["operation"]):
+            parts.append(_text(16, y + 12, OPERATIONS[operation].title, "operation"))
+            y += 20 if len(OPERATIONS[operation].title) > 18 else 0
+            for result in same:
+                parts += _bar(result, y, _rate(result) / fastest * BARS)
+                y += ROW
+            y += GAP
+    title = "GB/s of shardckpt, its peers and the floors, by framework and operation"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 30}" font-family="system-ui, sans-serif" role="img">\n'
-        f"<title>{escape(title)}</title>\n"
-        f'<rect width="100%" height="100%" fill="#ffffff"/>\n' + "\n".join(parts) + f"\n{_text(12, y + 20, title, size=11)}\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}" role="img">\n'
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n"
+        f'<rect class="page" width="{WIDTH}" height="{y}"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
 
-def _text(x: float, y: float, text: str, *, size: int = 12, weight: str = "normal", anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="#1f2328">{escape(text)}</text>'
-    )
+def _legend() -> list[str]:
+    parts, x = [_text(16, 22, "GB/s, Llama-like state on tmpfs; longer is faster", "operation")], 16
+    for kind, what in (("ours", OURS), ("peer", "peers"), ("floor", "floors: the bytes only moved")):
+        parts.append(f'<rect class="{kind}" x="{x}" y="{34 - (4 if kind != "floor" else 1)}" width="14" height="{THIN + 2}" rx="1"/>')
+        parts.append(_text(x + 20, 39, what, "quiet"))
+        x += 40 + 7 * len(what)
+    return parts
+
+
+def _bar(result: dict[str, Any], y: int, length: float) -> list[str]:
+    kind = _kind(result)
+    height = THIN if kind == "floor" else ROW - 4
+    top = y + (ROW - height) / 2
+    return [
+        _text(NAMES - 8, y + 13, result["subject"], "quiet" if kind == "floor" else kind, "end"),
+        f'<rect class="{kind}" x="{NAMES}" y="{top}" width="{max(1.0, length):.1f}" height="{height}" rx="1"/>',
+        _text(NAMES + length + 6, y + 13, f"{_rate(result):.2f}", "quiet" if kind == "floor" else kind),
+    ]
+
+
+def _kind(result: dict[str, Any]) -> str:
+    return "ours" if result["subject"] == OURS else "floor" if result["floor"] else "peer"
+
+
+def _rate(result: dict[str, Any]) -> float:
+    return float(result["nbytes"] / result["median"] / 1e9)
+
+
+def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -29,11 +29,11 @@ def main() -> int:
     state = scaled(STATES[request["state"]], request["part"])
     directory = Path(request["directory"])
     directory.mkdir(parents=True, exist_ok=True)
-    subjects = group.subjects(state, directory)
-    meet = getattr(group, "meet", lambda: None)
-    found = in_turn(group.GROUP, subjects, request["operation"], request["rounds"], meet)
+    subjects = group.subjects(state, directory, request["operation"])
+    others = {name: getattr(group, name) for name in ("meet", "agree") if hasattr(group, name)}
+    found = in_turn(group.GROUP, subjects, request["operation"], request["rounds"], **others)
     if getattr(group, "speaks", lambda: True)():
-        json.dump([measured.to_json() | {"state": state.name} for measured in found], answer)
+        json.dump([measured.to_json() for measured in found], answer)
         answer.flush()
     getattr(group, "close", lambda: None)()
     os._exit(0)  # torch_xla's and Orbax' threads have nothing more to say

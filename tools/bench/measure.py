@@ -3,7 +3,8 @@
 1. A *subject* (`shardckpt`, `DCP`, `Orbax`, …, and the floors) can do some of the `OPERATIONS`. Each has `before`, what is timed,
    and `after`, which checks that it was done.
 2. All subjects run in turn, once unmeasured and then `rounds` times; every other round goes backwards. So whatever else the
-   machine does falls on all alike, and every buffer that a subject keeps is warm.
+   machine does falls on all alike, and every buffer that a subject keeps is warm. No round begins when so many seconds are over,
+   if three have been made: slow subjects get fewer, and a whole run has an end.
 3. Told are the median, least and most seconds, the peak of resident memory above what it was before (the kernel's own high-water
    mark, reset before each run), bytes and files written, and bytes read from files (of this process: `/proc/self/io`).
 """
@@ -23,7 +24,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["OPERATIONS", "Measured", "Operation", "Run", "Subject", "in_turn", "of_directory"]
+__all__ = ["LEAST_ROUNDS", "OPERATIONS", "SECONDS", "Measured", "Operation", "Run", "Subject", "in_turn", "of_directory"]
+
+LEAST_ROUNDS = 3
+"""That many are made, however long they take."""
+SECONDS = 45.0
+"""When they are over, no further round begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,8 @@ class Subject:
 
     name: str
     runs: dict[str, Run]
+    settings: str = "defaults"
+    """What it is told, in words."""
     checksums: bool = False
     """Whether what it reads is compared with checksums."""
     floor: bool = False
@@ -87,7 +95,9 @@ class Measured:
     operation: str
     subject: str
     nbytes: int
+    settings: str
     checksums: bool
+    floor: bool
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     """Resident memory at the most, above what it was before."""
@@ -107,21 +117,33 @@ class Measured:
         return asdict(self) | {"median": self.median, "least": min(self.seconds), "most": max(self.seconds)}
 
 
-def in_turn(group: str, subjects: Sequence[Subject], operation: str, rounds: int, meet: Callable[[], Any]) -> list[Measured]:
+def in_turn(
+    group: str,
+    subjects: Sequence[Subject],
+    operation: str,
+    rounds: int,
+    *,
+    meet: Callable[[], Any] = lambda: None,
+    agree: Callable[[bool], bool] = bool,
+) -> list[Measured]:
     """Measure an operation, by all subjects in turn.
 
     Args:
         group: what these subjects work with, in words.
         subjects: whoever can.
         operation: its key.
-        rounds: that count; one more comes first.
+        rounds: at most that many count; one more comes first.
         meet: waits for the other processes that do the same.
+        agree: the first process's answer, given to each its own.
     """
     able = [subject for subject in subjects if operation in subject.runs]
     if all(subject.floor for subject in able):
-        return []
-    found = {s.name: Measured(group, operation, s.name, s.runs[operation].nbytes, s.checksums) for s in able}
+        raise ValueError(f"{group}: nobody but floors can be asked for {operation}.")
+    found = {s.name: Measured(group, operation, s.name, s.runs[operation].nbytes, s.settings, s.checksums, s.floor) for s in able}
+    began = time.monotonic()
     for number in range(rounds + 1):
+        if number > LEAST_ROUNDS and agree(time.monotonic() - began > SECONDS):
+            break
         for subject in able[:: 1 if number % 2 else -1]:
             once(subject.runs[operation], found[subject.name] if number else None, meet)
     return list(found.values())

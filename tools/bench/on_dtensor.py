@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from tools.bench.states import State
 
-__all__ = ["GROUP", "PROCESSES", "close", "meet", "speaks", "subjects"]
+__all__ = ["GROUP", "agree", "close", "meet", "speaks", "subjects"]
 
 GROUP = "DTensors, 2 processes over gloo"
 PROCESSES = 2
@@ -23,6 +23,16 @@ def meet() -> None:
     import torch.distributed as dist
 
     dist.barrier()
+
+
+def agree(own: bool) -> bool:
+    """What the first process says."""
+    import torch
+    import torch.distributed as dist
+
+    said = torch.tensor([own])
+    dist.broadcast(said, 0)
+    return bool(said)
 
 
 def speaks() -> bool:
@@ -37,7 +47,7 @@ def close() -> None:
     dist.destroy_process_group()
 
 
-def subjects(state: State, directory: Path) -> list[Subject]:
+def subjects(state: State, directory: Path, _operation: str) -> list[Subject]:
     """Everybody, with the same tensors and the same memory to restore into."""
     import torch
     import torch.distributed as dist
@@ -114,15 +124,19 @@ def _ours(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same
             "restore": Run(lambda: shardckpt.restore(kept, rows), nbytes, before=there, after=same_rows),
             "other": Run(lambda: shardckpt.restore(kept, cols), nbytes, before=there, after=same_columns),
         },
+        "memory_limit=2GiB in each process, which its shards fit into",
         checksums=True,
     )
 
 
 def _dcp(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same_rows: Any, same_columns: Any, *, best: bool) -> Subject:
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     name = "DCP, at its best" if best else "DCP"
     choices: dict[str, Any] = {"thread_count": 2, "sync_files": False} if best else {}
+    # Its stager keeps its memory from save to save where it is kept. All that it can be told takes a GPU.
+    staging: dict[str, Any] = {"async_stager": DefaultStager(StagingOptions(*(False,) * 4))} if best else {}
     out, kept = directory / f"{name}-out", directory / "dcp"
 
     def save(path: Path) -> None:
@@ -134,8 +148,7 @@ def _dcp(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same_
         meet()
 
     def stall() -> Any:
-        # Its staging into memory that it keeps (`cache_staged_state_dict`) pins it, which takes a GPU.
-        return dcp.async_save(dict(tensors), storage_writer=dcp.FileSystemWriter(out, **choices))
+        return dcp.async_save(dict(tensors), storage_writer=dcp.FileSystemWriter(out, **choices), **staging)
 
     runs = {
         "save": Run(lambda: save(out), nbytes, before=meet, writes=out),
@@ -146,4 +159,4 @@ def _dcp(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same_
             "restore": Run(lambda: dcp.load(dict(rows), checkpoint_id=kept), nbytes, before=there, after=same_rows),
             "other": Run(lambda: dcp.load(dict(cols), checkpoint_id=kept), nbytes, before=there, after=same_columns),
         }
-    return Subject(name, runs)
+    return Subject(name, runs, "thread_count=2, sync_files=False; in the background, a DefaultStager that is kept" if best else "defaults")

@@ -22,7 +22,7 @@ GROUP = "jax.Arrays on 8 devices, one process"
 DEVICES = 8
 
 
-def subjects(state: State, directory: Path) -> list[Subject]:
+def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
     """Everybody, with the same arrays."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
     import jax
@@ -34,7 +34,7 @@ def subjects(state: State, directory: Path) -> list[Subject]:
 
     dtype = np.dtype(ml_dtypes.bfloat16) if state.dtype == "bfloat16" else np.dtype(state.dtype)
     arrays = elements(state)
-    targets = {name: np.ones_like(array) for name, array in arrays.items()}
+    targets = {name: np.ones_like(array) for name, array in arrays.items()} if operation == "stall" else arrays
     devices = np.array(jax.devices())
     rows, both = Mesh(devices, ("x",)), Mesh(devices.reshape(2, 4), ("x", "y"))
 
@@ -55,7 +55,7 @@ def subjects(state: State, directory: Path) -> list[Subject]:
             if not np.array_equal(np.asarray(restored[name]).view(np.uint8), np.asarray(values[name]).view(np.uint8)):
                 raise AssertionError(f"{name} came back as something else")
 
-    shards = {name: [np.ascontiguousarray(s.data).copy() for s in value.addressable_shards] for name, value in values.items()}
+    shards = {name: [arrays[name].view(dtype)[s.index] for s in value.addressable_shards] for name, value in values.items()}
 
     def place() -> Any:
         found = {
@@ -72,7 +72,7 @@ def subjects(state: State, directory: Path) -> list[Subject]:
     columns = sum(e.size * e.dtype.itemsize for e in eighths.values())
     return [
         *floors(arrays, targets, directory),
-        Subject("placing ready host shards", {"restore": Run(place, nbytes, after=same)}, floor=True),
+        Subject("placing ready host shards", {"restore": Run(place, nbytes, after=same)}, "no file is read", floor=True),
         _ours(nbytes, columns, values, shapes, eighths, directory, same),
         *(_orbax(nbytes, columns, values, shapes, eighths, directory, same, best=best) for best in (False, True)),
     ]
@@ -93,7 +93,7 @@ def _ours(
     from shardckpt import Box, SaveOptions
 
     options = SaveOptions(memory_limit="4GiB")
-    out, kept = directory / "ours-out", directory / "ours"
+    out, kept, file = directory / "ours-out", directory / "ours", directory / "ours.safetensors"
 
     def there() -> None:
         if not kept.exists():
@@ -116,8 +116,10 @@ def _ours(
             "restore": Run(lambda: restore(shapes[False]), nbytes, before=there, after=same),
             "other": Run(lambda: restore(shapes[True]), nbytes, before=there, after=same),
             "columns": Run(read_columns, columns, before=there),
+            "export": Run(lambda: shardckpt.export_safetensors(kept, file), nbytes, before=there, writes=file),
             "verify": Run(lambda: shardckpt.open(kept).verify(), nbytes, before=there),
         },
+        "memory_limit=4GiB",
         checksums=True,
     )
 
@@ -174,4 +176,4 @@ def _orbax(
     }
     if not best:
         runs["export"] = Run(export, nbytes, before=there, writes=file)
-    return Subject(name, runs)
+    return Subject(name, runs, "use_ocdbt=False, use_compression=False" if best else "defaults; exports: restored as numpy, save_file")

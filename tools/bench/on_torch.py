@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,21 +21,21 @@ __all__ = ["GROUP", "subjects"]
 
 GROUP = "torch tensors on the CPU, one process"
 DEVICES = 8
-"""Over which shardckpt is told that the tensors are laid out, by rows: it cuts its chunks for them."""
+"""Among which columns are shared out, of which one reads its own."""
 
 
-def subjects(state: State, directory: Path) -> list[Subject]:
-    """Everybody, with the same tensors and the same memory to restore into."""
+def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
+    """Everybody, with the same tensors and the same memory to restore into; with the tensors' own where nothing is told apart by it."""
     import torch
 
     from tools.bench.states import elements
 
     dtype = getattr(torch, state.dtype)
     arrays = elements(state)
-    targets = {name: np.ones_like(array) for name, array in arrays.items()}
+    filled = operation in ("stall", "restore", "columns")
+    targets = {name: np.ones_like(array) for name, array in arrays.items()} if filled else arrays
     tensors = {name: torch.from_numpy(array).view(dtype) for name, array in arrays.items()}
     places = {name: torch.from_numpy(array).view(dtype) for name, array in targets.items()}
-    # Of one more, everything that matters is the same, so that what comes first is not the one that touches memory.
     columns = {name: place if place.ndim == 1 else _eighth(place) for name, place in places.items()}
 
     def same(_result: object = None) -> None:
@@ -52,8 +51,8 @@ def subjects(state: State, directory: Path) -> list[Subject]:
         _ours(state, tensors, places, columns, make, same),
         _dcp(state, tensors, places, columns, make, same, best=False),
         _dcp(state, tensors, places, columns, make, same, best=True),
-        _safetensors(state, tensors, places, columns, make, same),
-        _torch_save(state, tensors, places, make, same),
+        *_safetensors(state, tensors, places, columns, make, same),
+        *_torch_save(state, tensors, places, make, same),
     ]
 
 
@@ -99,12 +98,11 @@ def _ours(
     same: Callable[[Any], None],
 ) -> Subject:
     import shardckpt
-    from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
+    from shardckpt import SaveOptions
 
-    rows = Sharding(Mesh((DEVICES,), ("x",)), PartitionSpec("x"))
-    options = SaveOptions(shardings={"**": rows}, memory_limit="4GiB")
+    room = SaveOptions(memory_limit="4GiB")
     out, kept, file = make.directory / "ours-out", make.directory / "ours", make.directory / "ours.safetensors"
-    there = make.there("ours", lambda path: shardckpt.save(path, tensors, options=options))
+    there = make.there("ours", lambda path: shardckpt.save(path, tensors))
 
     parts = _parts(tensors, columns)
 
@@ -113,16 +111,14 @@ def _ours(
             raise AssertionError("it is damaged")
 
     runs = {
-        "save": Run(lambda: shardckpt.save(out, tensors, options=options), state.nbytes, writes=out),
-        "stall": Run(
-            lambda: shardckpt.save_async(out, tensors, options=options), state.nbytes, after=lambda handle: handle.wait(), writes=out
-        ),
+        "save": Run(lambda: shardckpt.save(out, tensors), state.nbytes, writes=out),
+        "stall": Run(lambda: shardckpt.save_async(out, tensors, options=room), state.nbytes, after=lambda h: h.wait(), writes=out),
         "restore": Run(lambda: shardckpt.restore(kept, places), state.nbytes, before=there, after=same),
         "columns": Run(lambda: shardckpt.restore(kept, parts), _moved(columns), before=there),
         "verify": Run(verify, state.nbytes, before=there),
         "export": Run(lambda: shardckpt.export_safetensors(kept, file), state.nbytes, before=there, writes=file),
     }
-    return Subject("shardckpt", runs, checksums=True)
+    return Subject("shardckpt", runs, "defaults; to save in the background, memory_limit=4GiB, which all of it fits into", checksums=True)
 
 
 def _dcp(
@@ -137,24 +133,56 @@ def _dcp(
 ) -> Subject:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     name = "DCP, at its best" if best else "DCP"
     choices: dict[str, Any] = {"thread_count": 2, "sync_files": False} if best else {}
-    out, kept, file = make.directory / f"{name}-out", make.directory / "dcp", make.directory / f"{name}.pt"
+    # Its stager keeps its memory from save to save where it is kept. All that it can be told takes a GPU.
+    staging: dict[str, Any] = {"async_stager": DefaultStager(StagingOptions(*(False,) * 4))} if best else {}
+    out, kept, shards, file = (make.directory / f"{name}{end}" for end in ("-out", "", "-shards", "-file"))
 
-    def save(path: Path) -> None:
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, **choices), no_dist=True)
+    def writer(path: Path) -> Any:
+        return dcp.FileSystemWriter(path, **choices)
 
-    there = make.there("dcp", save)
-    runs = {"save": Run(lambda: save(out), state.nbytes, writes=out)}
-    if not best:
+    there = make.there(name, lambda path: dcp.save(dict(tensors), storage_writer=writer(path), no_dist=True))
+    runs = {
+        "save": Run(lambda: dcp.save(dict(tensors), storage_writer=writer(out), no_dist=True), state.nbytes, writes=out),
+        "stall": Run(
+            lambda: dcp.async_save(dict(tensors), storage_writer=writer(out), no_dist=True, **staging),
+            state.nbytes,
+            after=lambda future: future.result(),
+            writes=out,
+        ),
+    }
+    if best:
+        made = make.there(shards.name, lambda path: _save_for_consolidation(path, tensors))
+        runs["export"] = Run(lambda: _consolidate(shards, file, tensors), state.nbytes, before=made, writes=file)
+    else:
         parts = _parts(tensors, columns)
         runs |= {
             "restore": Run(lambda: dcp.load(dict(places), checkpoint_id=kept, no_dist=True), state.nbytes, before=there, after=same),
             "columns": Run(lambda: dcp.load(dict(parts), checkpoint_id=kept, no_dist=True), _moved(columns), before=there),
             "export": Run(lambda: dcp_to_torch_save(kept, file), state.nbytes, before=there, writes=file),
         }
-    return Subject(name, runs)
+    best_settings = (
+        "thread_count=2, sync_files=False; in the background, a DefaultStager that is kept; "
+        "exports: HuggingFaceStorageWriter, then consolidate_safetensors_files with 2 threads"
+    )
+    return Subject(name, runs, best_settings if best else "defaults; exports: dcp_to_torch_save")
+
+
+def _save_for_consolidation(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(path), save_distributed=True, thread_count=2)
+    dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+
+
+def _consolidate(shards: Path, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    directory.mkdir()
+    consolidate_safetensors_files(str(shards), str(directory), dict.fromkeys(tensors, 1), num_threads=2)
 
 
 def _safetensors(
@@ -164,7 +192,7 @@ def _safetensors(
     columns: dict[str, torch.Tensor],
     make: _Kept,
     same: Callable[[Any], None],
-) -> Subject:
+) -> list[Subject]:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -182,19 +210,21 @@ def _safetensors(
                 part = file.get_slice(name)
                 place.copy_(part[:, : place.shape[1]] if place.ndim > 1 else part[:])
 
-    return Subject(
-        "safetensors",
-        {
-            "save": Run(lambda: save_file(tensors, out), state.nbytes, writes=out),
-            "restore": Run(restore, state.nbytes, before=there, after=same),
-            "columns": Run(read_columns, _moved(columns), before=there),
-        },
-    )
+    write = Run(lambda: save_file(tensors, out), state.nbytes, writes=out)
+    runs = {
+        "save": write,
+        "restore": Run(restore, state.nbytes, before=there, after=same),
+        "columns": Run(read_columns, _moved(columns), before=there),
+    }
+    return [
+        Subject("safetensors", runs, "save_file, never made durable; safe_open, copied into place"),
+        Subject("save_file, from memory", {"export": write}, "nothing is read", floor=True),
+    ]
 
 
 def _torch_save(
     state: State, tensors: dict[str, torch.Tensor], places: dict[str, torch.Tensor], make: _Kept, same: Callable[[Any], None]
-) -> Subject:
+) -> list[Subject]:
     import torch
 
     out, kept = make.directory / "out.pt", make.directory / "kept.pt"
@@ -205,13 +235,9 @@ def _torch_save(
         for name, place in places.items():
             place.copy_(found[name])
 
-    def remove() -> None:
-        shutil.rmtree(out, ignore_errors=True)
-
-    return Subject(
-        "torch.save",
-        {
-            "save": Run(lambda: torch.save(tensors, out), state.nbytes, before=remove, writes=out),
-            "restore": Run(restore, state.nbytes, before=there, after=same),
-        },
-    )
+    write = Run(lambda: torch.save(tensors, out), state.nbytes, writes=out)
+    runs = {"save": write, "restore": Run(restore, state.nbytes, before=there, after=same)}
+    return [
+        Subject("torch.save", runs, "never made durable; loaded with mmap=True, weights_only=True, copied into place"),
+        Subject("torch.save, from memory", {"export": write}, "nothing is read", floor=True),
+    ]

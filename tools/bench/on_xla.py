@@ -19,7 +19,7 @@ DEVICES = 8
 PLACING = "placing ready host shards"
 
 
-def subjects(state: State, directory: Path) -> list[Subject]:
+def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
     """Ours, and the floors; torch_xla's own checkpoints drop tensors whose replicas share a host (pytorch/xla#7919)."""
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(DEVICES)}
     import numpy as np
@@ -38,7 +38,7 @@ def subjects(state: State, directory: Path) -> list[Subject]:
     rows, both = Mesh((DEVICES,), ("x",)), Mesh((2, 4), ("x", "y"))
     dtype = getattr(torch, state.dtype)
     arrays = elements(state)
-    into = {name: np.ones_like(array) for name, array in arrays.items()}
+    into = {name: np.ones_like(array) for name, array in arrays.items()} if operation == "stall" else arrays
     values = {}
     for name, array in arrays.items():
         value = torch.from_numpy(array).view(dtype).to("xla")
@@ -84,7 +84,7 @@ def subjects(state: State, directory: Path) -> list[Subject]:
     like, other = targets(rows, "x"), targets(both, "y", "x")
     return [
         *floors(arrays, into, directory),
-        Subject(PLACING, {"restore": Run(place, nbytes)}, floor=True),
+        Subject(PLACING, {"restore": Run(place, nbytes)}, "no file is read", floor=True),
         Subject(
             "shardckpt",
             {
@@ -93,6 +93,7 @@ def subjects(state: State, directory: Path) -> list[Subject]:
                 "restore": Run(lambda: ready(shardckpt.restore(kept, like)), nbytes, before=there, after=same),
                 "other": Run(lambda: ready(shardckpt.restore(kept, other)), nbytes, before=there, after=same),
             },
+            "memory_limit=4GiB",
             checksums=True,
         ),
     ]

@@ -1,113 +1,184 @@
-"""The page of a run, docs/performance.md: tables, and where we are not first."""
+"""The page of a run, docs/performance.md, in the order a reader needs it.
+
+Whether targets are met; where others are faster; the chart; how it was measured, and with which settings; all figures.
+"""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from tools.bench.floors import MEMCPY, READ, WRITE
-from tools.bench.measure import OPERATIONS
+from tools.bench.measure import LEAST_ROUNDS, OPERATIONS
+from tools.bench.plan import PLAN
+from tools.bench.ratios import OURS, ratios, where
 from tools.bench.states import STATES
-from tools.bench.targets import TARGETS, held
+from tools.bench.targets import held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["OURS", "page", "ratios", "summary"]
+__all__ = ["page", "summary"]
 
-OURS = "shardckpt"
-FLOORS = (WRITE, READ, MEMCPY)
-
-Key = tuple[str, ...]
-
-
-def ratios(found: dict[str, Any]) -> dict[Key, float]:
-    """How fast we are beside each floor and peer: (storage, state, group, operation, other) → rate over rate."""
-    rates: dict[Key, float] = {}
-    for result in found["results"]:
-        where = (result["storage"], result["state"], result["group"], result["operation"])
-        rates[*where, result["subject"]] = result["nbytes"] / result["median"]
-    return {key: rates[*key[:-1], OURS] / rate for key, rate in rates.items() if key[-1] != OURS and (*key[:-1], OURS) in rates}
+READS = ("restore", "other", "columns", "verify", "export")
+ALONE = "verify"
+"""Nobody else can be asked for it."""
 
 
 def summary(found: dict[str, Any]) -> str:
     """For a terminal."""
-    lines = []
+    known, lines = ratios(found), []
     for title, results in _tables(found):
         lines.append(f"\n{title}")
-        lines += [
-            f"  {r['operation']:8} {r['subject']:27} {r['median']:8.3f} s  {_rate(r):6.2f} GB/s  {_ratio(found, r):>14}" for r in results
-        ]
-    lines += ["", *(f"  {'met ' if met else 'NOT '} {what}: {value}" for what, value, met in _targets(found))]
+        for r in results:
+            ratio = known.get((*where(r), r["subject"]))
+            beside = f"{ratio.value:8.2f}" if ratio is not None else ""
+            lines.append(f"  {r['operation']:8} {r['subject']:27} {r['median']:8.3f} s  {_rate(r):6.2f} GB/s {beside}")
+    lines += ["", *(f"  {'met ' if h.met else 'NOT '} {h.target.what}: {h.bound}: {h.ratio:.2f}" for h in held(found))]
+    lines += [f"  FAILED {', '.join(_task(f))}: {_last_line(f)}" for f in found["failed"]]
     return "\n".join(lines)
 
 
 def page(found: dict[str, Any]) -> str:
     """docs/performance.md."""
-    return "\n".join(_page(found)) + "\n"
-
-
-def _page(found: dict[str, Any]) -> Iterator[str]:
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    yield "# Performance"
-    yield ""
-    yield (
-        "<!-- Written by `make bench`: tools/bench/report.py. -->\n\n"
-        f"Measured on {found['date']} with `python -m tools.bench --write`: {found['cores']} cores, {found['memory_bytes'] >> 30} GiB, "
-        f"{found['system']}, Python {found['python']}, {versions}. Medians of {found['rounds']} rounds,\n"
-        "in which all take turns; one more comes first. "
-        "`tools/bench/measure.py` says how, and `docs/performance.json` has all figures. Absolute figures are this machine's; "
-        "compare ratios."
+    parts = (_summary, _slower, _failures, _chart, _how, _subjects, _figures)
+    return "<!-- Written by `make bench`: tools/bench/report.py. -->\n# Performance\n\n" + "\n".join(
+        line for part in parts for line in part(found)
     )
-    if found["part"] != 1:
-        yield f"\n**A quick run: 1/{found['part']} of the bytes. Fixed costs weigh more than they do in use.**"
-    yield "\n![GB/s of each operation](performance.svg)\n"
-    yield "## Targets\n"
-    yield "| target | measured | met |"
+
+
+def _summary(found: dict[str, Any]) -> Iterator[str]:
+    reached = list(held(found))
+    met = sum(h.met for h in reached)
+    versions = found["versions"]
+    yield (
+        f"shardckpt {versions['shardckpt']} beside torch.distributed.checkpoint (DCP, torch {versions['torch']}), Orbax "
+        f"{versions['orbax-checkpoint']} and safetensors {versions['safetensors']}, on {found['cores']} cores of one machine: "
+        f"{met} of {len(reached)} targets are met. Ratios are our rate over theirs: **above 1, we are faster**. "
+        "A floor (write(2), readv(2), memcpy, placing ready shards) only moves the bytes, without names, checksums or a commit.\n"
+    )
+    yield "| what | target | measured | met |"
+    yield "|---|---|--:|---|"
+    for h in reached:
+        yield f"| {h.target.what} | {h.bound} | {h.ratio:.2f} | {'yes' if h.met else '**no**'} |"
+    yield ""
+
+
+def _slower(found: dict[str, Any]) -> Iterator[str]:
+    yield "## Where we are not the fastest\n"
+    lines = []
+    for (storage, state, group, operation, other), ratio in ratios(found).items():
+        if ratio.value < 1 and not ratio.floor:
+            lines.append(f"| {OPERATIONS[operation].title} | {group} | {STATES[state].what}, {storage} | {other} | {ratio.value:.2f} |")
+    if not lines:
+        yield "Nobody but floors was faster at anything, in this run.\n"
+        return
+    yield (
+        "Peers that were faster at something. safetensors and torch.save write one file, without checksums, and neither make it durable "
+        "nor commit it; DCP and Orbax read without comparing checksums where the tables below say so.\n"
+    )
+    yield "| what | of | state | faster | our rate over theirs |"
+    yield "|---|---|---|---|--:|"
+    yield from lines
+    yield ""
+
+
+def _failures(found: dict[str, Any]) -> Iterator[str]:
+    if found["failed"]:
+        yield "## What could not be measured\n"
+        for failure in found["failed"]:
+            yield f"- {', '.join(_task(failure))}: `{_last_line(failure).replace('`', '')}`"
+        yield ""
+
+
+def _chart(found: dict[str, Any]) -> Iterator[str]:
+    del found
+    yield "![GB/s of each operation, by framework: shardckpt, its peers, and the floors](performance.svg)\n"
+
+
+def _how(found: dict[str, Any]) -> Iterator[str]:
+    yield "## How it was measured\n"
+    yield (
+        f"On {found['date']} with `python -m tools.bench --write`: {found['cores']} cores, {found['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{found['system']}, Python {found['python']}, {', '.join(f'{name} {number}' for name, number in found['versions'].items())}. "
+        "All subjects of a table have the same state and memory, in the same processes, and take turns; every other round goes "
+        f"backwards, and one that does not count comes first. Told are medians of {LEAST_ROUNDS} to {max(line.rounds for line in PLAN)} "
+        "rounds. Files that are read were written just before, and lie in the kernel's cache. `tools/bench/measure.py` has the "
+        "rules, and [performance.json](performance.json) all figures.\n\n"
+        "Absolute figures are this machine's; compare ratios. `python -m tools.bench --compare docs/performance.json` measures "
+        "again and names those that got worse.\n"
+    )
+    parts = {r["part"] for r in found["results"]}
+    if min(parts, default=1) > 1:
+        yield f"**Of every state, 1/{min(parts)} at the most was measured. Fixed costs weigh more than they do in use.**\n"
+    yield "| state | bytes | storage | of it | rounds |"
+    yield "|---|--:|---|---|--:|"
+    for (state, storage, part), results in groupby(_ordered(found), key=lambda r: (r["state"], r["storage"], r["part"])):
+        rounds = {len(r["seconds"]) for r in results}
+        made = str(min(rounds)) if len(rounds) == 1 else f"{min(rounds)} – {max(rounds)}"
+        yield f"| {STATES[state].what} | {STATES[state].nbytes / 1e9:.2f} GB | {storage} | {'all' if part == 1 else f'1/{part}'} | {made} |"
+    yield ""
+
+
+def _subjects(found: dict[str, Any]) -> Iterator[str]:
+    yield "## Who, and with which settings\n"
+    yield "| of | who | settings |"
     yield "|---|---|---|"
-    for what, value, met in _targets(found):
-        yield f"| {what} | {value} | {'yes' if met else '**no**'} |"
-    yield "\n## Where we are not first\n"
-    slower = [
-        (key, ratio) for key, ratio in ratios(found).items() if ratio < 1 and key[-1] not in FLOORS and not key[-1].startswith("placing")
-    ]
-    for (storage, state, group, operation, other), ratio in slower:
-        yield f"- {OPERATIONS[operation].title}, {STATES[state].what}, {group}, {storage}: {ratio:.2f} × {other}."
-    if not slower:
-        yield "Nowhere, in this run."
-    yield "\n## All figures\n"
-    yield "Ratio: our rate over theirs. Peak: resident memory at the most, above what it was before. Read: bytes read per byte needed."
+    results = [r for r in _ordered(found) if not r["floor"]]
+    for group, subject, settings in dict.fromkeys((r["group"], r["subject"], r["settings"]) for r in results):
+        yield f"| {group} | {subject} | {settings} |"
+    yield (
+        "\nPeers at their best are what their documented options gave the best times here with. To verify every stored byte is "
+        "nothing that a peer can be asked for, so it stands beside reading alone.\n"
+    )
+
+
+def _figures(found: dict[str, Any]) -> Iterator[str]:
+    known = ratios(found)
+    yield "## All figures\n"
+    yield (
+        "Ratio: our rate over theirs, with the least and the most of one round. Peak: resident memory at the most, above what it was "
+        "before. Read: bytes read from files, per byte needed (not what is read through memory that is mapped). Floors stand in italics."
+    )
     for title, results in _tables(found):
         yield f"\n### {title}\n"
-        yield "| | who | s (least – most) | GB/s | ours / theirs | peak MiB | read | files | checksums |"
-        yield "|---|---|---|---|---|---|---|---|---|"
-        for r in results:
-            reads = f"{r['read_bytes'] / r['nbytes']:.2f}" if r["operation"] in ("restore", "other", "columns", "verify", "export") else ""
-            yield (
-                f"| {OPERATIONS[r['operation']].title} | {r['subject']} | {r['median']:.3f} ({r['least']:.3f} – {r['most']:.3f}) | "
-                f"{_rate(r):.2f} | {_ratio(found, r)} | {r['peak_bytes'] >> 20} | {reads} | {r['files'] or ''} | "
-                f"{'yes' if r['checksums'] else '' if r['subject'] in FLOORS else 'no'} |"
-            )
+        yield "| | who | seconds (least – most) | GB/s | ours / theirs | peak MiB | read | files | checksums |"
+        yield "|---|---|--:|--:|--:|--:|--:|--:|---|"
+        for operation, same in groupby(results, key=lambda r: r["operation"]):
+            for number, r in enumerate(same):
+                ratio = known.get((*where(r), r["subject"]))
+                beside = "" if ratio is None else f"{ratio.value:.2f} ({ratio.least:.2f} – {ratio.most:.2f})"
+                name = f"*{r['subject']}*" if r["floor"] else f"**{OURS}**" if r["subject"] == OURS else r["subject"]
+                yield (
+                    f"| {'' if number else OPERATIONS[operation].title} | {name} | "
+                    f"{r['median']:.3f} ({r['least']:.3f} – {r['most']:.3f}) | {_rate(r):.2f} | {beside} | {r['peak_bytes'] >> 20} | "
+                    f"{format(r['read_bytes'] / r['nbytes'], '.2f') if operation in READS else ''} | {r['files'] or ''} | "
+                    f"{'' if r['floor'] else 'yes' if r['checksums'] else 'no'} |"
+                )
+    yield ""
 
 
 def _tables(found: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    for (storage, state, group), results in groupby(found["results"], key=lambda r: (r["storage"], r["state"], r["group"])):
-        yield f"{storage}: {STATES[state].what}; {group}", list(results)
+    for (storage, state, group), results in groupby(_ordered(found), key=lambda r: (r["storage"], r["state"], r["group"])):
+        yield f"{group}: {STATES[state].what}, on {'a disk' if storage == 'disk' else storage}", list(results)
+
+
+def _ordered(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """As the plan has them, whenever they were measured."""
+    states, operations = list(STATES), list(OPERATIONS)
+    groups = list(dict.fromkeys(group for line in PLAN for group in line.groups))
+    return sorted(
+        found["results"],
+        key=lambda r: (r["storage"] == "disk", states.index(r["state"]), groups.index(r["task"]), operations.index(r["operation"])),
+    )
 
 
 def _rate(result: dict[str, Any]) -> float:
     return float(result["nbytes"] / result["median"] / 1e9)
 
 
-def _ratio(found: dict[str, Any], result: dict[str, Any]) -> str:
-    key = (result["storage"], result["state"], result["group"], result["operation"], result["subject"])
-    ratio = ratios(found).get(key)
-    return "" if ratio is None else f"{ratio:.2f}"
+def _task(failure: dict[str, Any]) -> tuple[str, str, str, str]:
+    return failure["storage"], STATES[failure["state"]].what, failure["task"], OPERATIONS[failure["operation"]].title
 
 
-def _targets(found: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
-    known = ratios(found)
-    for target in TARGETS:
-        answer = held(target, found, known)
-        if answer is not None:
-            yield target.what, *answer
+def _last_line(failure: dict[str, Any]) -> str:
+    return str(failure["message"].strip().splitlines()[-1])

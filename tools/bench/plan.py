@@ -1,0 +1,86 @@
+"""What is measured, on which storage, with how many bytes and rounds?
+
+Each line is so large that the state is beyond every cache, and so small that a whole run ends in 40 minutes on two cores and fits into
+24 GiB of memory, files on tmpfs included: at the most there are the state, memory to restore it into, and the checkpoint of each
+subject. The disk writes a tenth of what memory does, so a quarter of the bytes goes there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tools.bench.measure import OPERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+__all__ = ["PLAN", "QUICK", "Line", "Task", "tasks"]
+
+Key = tuple[str, str, str, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One state on one storage."""
+
+    storage: str
+    state: str
+    groups: tuple[str, ...]
+    operations: tuple[str, ...]
+    part: int = 1
+    """An Nth of the state's bytes is measured."""
+    rounds: int = 5
+    """At most; see `tools.bench.measure.Rounds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One operation of one group: what one process, or one group of processes, measures."""
+
+    storage: str
+    state: str
+    group: str
+    operation: str
+    part: int
+    rounds: int
+
+    @property
+    def key(self) -> Key:
+        """What a result of it can be found by."""
+        return self.storage, self.state, self.group, self.operation, self.part
+
+    def to_json(self) -> dict[str, Any]:
+        """What results and failures say about it; the group is in words there."""
+        return {"storage": self.storage, "state": self.state, "task": self.group, "operation": self.operation, "part": self.part}
+
+
+PLAN = (
+    Line("tmpfs", "llama", ("torch", "dtensor", "jax", "xla"), tuple(OPERATIONS)),
+    Line("tmpfs", "bf16", ("torch", "jax"), ("save", "restore")),
+    Line("tmpfs", "small", ("torch", "jax"), ("save", "restore")),
+    Line("tmpfs", "one", ("torch", "jax"), ("save", "restore", "columns")),
+    Line("disk", "llama", ("torch", "jax"), ("save", "restore", "export"), part=4, rounds=3),
+)
+QUICK = tuple(replace(line, part=16, rounds=3) for line in PLAN if line.storage == "tmpfs")
+SHARDED = frozenset({"save", "stall", "restore", "other"})
+ABLE = {"torch": OPERATIONS.keys() - {"other"}, "dtensor": SHARDED, "jax": OPERATIONS.keys(), "xla": SHARDED}
+"""Group → what it can be asked for."""
+
+
+def tasks(
+    lines: Collection[Line],
+    groups: Collection[str],
+    states: Collection[str],
+    storages: Collection[str],
+    operations: Collection[str],
+) -> Iterator[Task]:
+    """The tasks of those lines that are asked for: for empty collections, all."""
+    for line in lines:
+        if (states and line.state not in states) or (storages and line.storage not in storages):
+            continue
+        for group in line.groups:
+            for operation in line.operations:
+                wanted = (not groups or group in groups) and (not operations or operation in operations)
+                if wanted and operation in ABLE[group]:
+                    yield Task(line.storage, line.state, group, operation, line.part, line.rounds)

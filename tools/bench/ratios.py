@@ -1,0 +1,45 @@
+"""How fast are we beside each floor and peer? Only ratios within one run mean something on another machine."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["OURS", "Key", "Ratio", "ratios", "where"]
+
+OURS = "shardckpt"
+
+Key = tuple[str, str, str, str, str]
+"""Storage, state, group, operation, the other subject."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Our rate over theirs: above 1, we are faster."""
+
+    value: float
+    """Of the medians."""
+    least: float
+    """In one round: both subjects met the same machine there."""
+    most: float
+    floor: bool
+    """Whether the other only moves bytes."""
+
+
+def where(result: dict[str, Any]) -> tuple[str, str, str, str]:
+    """All of a result's key but the subject."""
+    return result["storage"], result["state"], result["group"], result["operation"]
+
+
+def ratios(found: dict[str, Any]) -> dict[Key, Ratio]:
+    """All ratios of a run, in the order of its results."""
+    ours = {where(r): r for r in found["results"] if r["subject"] == OURS}
+    return {(*where(r), r["subject"]): _ratio(ours[where(r)], r) for r in found["results"] if r["subject"] != OURS and where(r) in ours}
+
+
+def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> Ratio:
+    size = ours["nbytes"] / theirs["nbytes"]
+    rounds = [size * other / own for own, other in zip(ours["seconds"], theirs["seconds"], strict=True)]
+    value = size * statistics.median(theirs["seconds"]) / statistics.median(ours["seconds"])
+    return Ratio(value, min(rounds), max(rounds), theirs["floor"])

@@ -1,0 +1,74 @@
+"""What was measured so far, in a file that is whole at any time: a run that is cut keeps what it has, and another goes on with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tools.bench.plan import Task
+
+__all__ = ["Results", "machine"]
+
+PACKAGES = ("shardckpt", "torch", "torch_xla", "jax", "orbax-checkpoint", "safetensors", "tensorstore", "numpy")
+
+
+class Results:
+    """A run's results, and the tasks that failed."""
+
+    def __init__(self, path: Path, *, resumed: bool) -> None:
+        """Begin anew, or with what the file has.
+
+        Raises:
+            ValueError: it was measured on another machine, or with other versions.
+        """
+        self.path = path
+        self.found: dict[str, Any] = machine() | {"results": [], "failed": []}
+        if resumed:
+            earlier = json.loads(path.read_text("utf-8"))
+            for key in set(self.found) - {"date", "results", "failed"}:
+                if earlier[key] != self.found[key]:
+                    raise ValueError(f"{path}: {key} was {earlier[key]} and is {self.found[key]}; begin a file of its own.")
+            self.found = earlier
+
+    def has(self, task: Task) -> bool:
+        """Whether it was measured; what failed was not."""
+        return any((r["storage"], r["state"], r["task"], r["operation"], r["part"]) == task.key for r in self.found["results"])
+
+    def add(self, task: Task, measured: list[dict[str, Any]]) -> None:
+        """Take what it gave."""
+        self._forget_failure(task)
+        self.found["results"] += [m | task.to_json() for m in measured]
+        self._write()
+
+    def add_failure(self, task: Task, message: str) -> None:
+        """Take why it gave nothing."""
+        self._forget_failure(task)
+        self.found["failed"].append(task.to_json() | {"message": message})
+        self._write()
+
+    def _forget_failure(self, task: Task) -> None:
+        self.found["failed"] = [f for f in self.found["failed"] if {k: f[k] for k in task.to_json()} != task.to_json()]
+
+    def _write(self) -> None:
+        fresh = self.path.with_name(f"{self.path.name}.new")
+        fresh.write_text(json.dumps(self.found, indent=1) + "\n", "utf-8")
+        fresh.replace(self.path)
+
+
+def machine() -> dict[str, Any]:
+    """What it is measured on, and with what."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES},
+    }
