@@ -29,7 +29,7 @@ from tools.bench.measure import OPERATIONS
 from tools.bench.plan import PLAN, QUICK, tasks
 from tools.bench.processes import TaskError, measured
 from tools.bench.report import page, summary
-from tools.bench.results import Results
+from tools.bench.results import OtherRunError, Results
 from tools.bench.states import STATES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -54,7 +54,10 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, metavar="FILE", help="figures of an earlier run")
     asked = parser.parse_args()
     earlier = None if asked.compare is None else json.loads(asked.compare.read_text("utf-8"))  # before --write replaces it
-    found = json.loads(asked.earlier.read_text("utf-8")) if asked.earlier is not None else measure(asked)
+    try:
+        found = json.loads(asked.earlier.read_text("utf-8")) if asked.earlier is not None else measure(asked)
+    except OtherRunError as wrong:
+        parser.error(str(wrong))
     print(summary(found))
     if asked.write:
         (asked.docs / "performance.md").write_text(page(found), "utf-8")

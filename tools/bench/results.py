@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
     from tools.bench.plan import Task
 
-__all__ = ["Results", "machine"]
+__all__ = ["OtherRunError", "Results", "machine"]
 
 PACKAGES = ("shardckpt", "torch", "torch_xla", "jax", "orbax-checkpoint", "safetensors", "tensorstore", "numpy")
+
+
+class OtherRunError(ValueError):
+    """Results were measured on another machine, or with other versions."""
 
 
 class Results:
@@ -26,7 +30,7 @@ class Results:
         """Begin anew, or with what the file has.
 
         Raises:
-            ValueError: it was measured on another machine, or with other versions.
+            OtherRunError: it was measured on another machine, or with other versions.
         """
         self.path = path
         self.found: dict[str, Any] = machine() | {"results": [], "failed": []}
@@ -34,7 +38,7 @@ class Results:
             earlier = json.loads(path.read_text("utf-8"))
             for key in set(self.found) - {"date", "results", "failed"}:
                 if earlier[key] != self.found[key]:
-                    raise ValueError(f"{path}: {key} was {earlier[key]} and is {self.found[key]}; begin a file of its own.")
+                    raise OtherRunError(f"{path}: {key} was {earlier[key]} and is {self.found[key]}; begin a file of its own.")
             self.found = earlier
 
     def has(self, task: Task) -> bool:
