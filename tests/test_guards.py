@@ -1,0 +1,115 @@
+"""What each operation costs at the most, by counts: bytes, calls of the kernel, memory, elements copied, and steps of Python per chunk.
+
+Times depend on the machine; these do not. A bound is what was counted when it was written, and up to a sixth more; whoever makes an
+operation cheaper lowers its bounds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from counting import counted
+
+import shardckpt
+from shardckpt import Box, Mesh, PartitionSpec, SaveOptions, Sharding
+
+KiB, MiB = 1 << 10, 1 << 20
+SIDE, MATRICES, CHUNK = 1024, 16, 128
+NBYTES = MATRICES * (SIDE * SIDE * 4 + SIDE * 4)
+CHUNKS = MATRICES * ((SIDE // CHUNK) ** 2 + 1)
+READING = max(2, min(8, os.cpu_count() or 2)) * 4 * MiB + 4 * MiB
+"""One run for each thread that reads, and what is made of chunk tables."""
+ROWS = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
+OPTIONS = SaveOptions(shardings={"matrix*": ROWS})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A state of 64 MiB in chunks of 64 KiB, and where it is saved."""
+    directory = tmp_path_factory.mktemp("guards")
+    rng = np.random.default_rng(0)
+    state = {f"matrix{i}": rng.random((SIDE, SIDE), np.float32) for i in range(MATRICES)}
+    state |= {f"norm{i}": rng.random(SIDE, np.float32) for i in range(MATRICES)}
+    shardckpt.save(directory / "kept", state, options=OPTIONS)
+    (piece,) = shardckpt.open(directory / "kept").record.structure.tensors["matrix0"].pieces
+    assert piece.chunks == (CHUNK, CHUNK)
+    return SimpleNamespace(state=state, kept=directory / "kept", out=directory / "out", file=directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "save", [shardckpt.save, lambda *where, **how: shardckpt.save_async(*where, **how).wait()], ids=["save", "save_async"]
+)
+def test_a_save_writes_its_bytes_once_in_one_call_per_chunk_at_most(place, save):
+    took = counted(lambda: save(place.out, place.state, options=OPTIONS), lambda: shutil.rmtree(place.out, ignore_errors=True))
+
+    assert NBYTES <= took.written <= 1.002 * NBYTES
+    assert took.read <= 80 * KiB, "a save reads what it has written of indexes, and no data"
+    assert took.writes <= CHUNKS + 40
+    assert took.reads <= 30
+    assert took.peak <= 1 * MiB, "elements go from the state, or from the buffer that is kept, to the file"
+    assert took.steps <= 57 * CHUNKS
+    assert sum(path.is_file() for path in place.out.rglob("*")) <= 11
+
+
+def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_twice(place):
+    targets = {name: np.ones_like(array) for name, array in place.state.items()}
+
+    took = counted(lambda: shardckpt.restore(place.kept, targets))
+
+    assert all(np.array_equal(targets[name], array) for name, array in place.state.items())
+    assert NBYTES <= took.read <= 1.002 * NBYTES
+    assert took.written == 0
+    assert took.reads <= 40
+    assert took.copied <= NBYTES
+    assert took.peak <= READING
+    assert took.steps <= 40 * CHUNKS
+
+
+@pytest.mark.parametrize(
+    ("box", "steps"),
+    [
+        pytest.param(Box((0, 0), (SIDE, SIDE // 8)), 180, id="an eighth of the columns"),
+        pytest.param(Box((SIDE // 2, 0), (SIDE, SIDE // 4)), 135, id="a shard of another mesh"),
+    ],
+)
+def test_a_part_is_read_and_nothing_else(place, box, steps):
+    needed = MATRICES * box.size * 4
+
+    def read():
+        checkpoint = shardckpt.open(place.kept)
+        return [checkpoint.read(f"matrix{i}", box) for i in range(MATRICES)]
+
+    took = counted(read)
+
+    assert all(np.array_equal(part, place.state[f"matrix{i}"][box.slices]) for i, part in enumerate(read()))
+    assert needed <= took.read <= 1.01 * needed
+    assert took.written == 0
+    assert took.reads <= needed // (CHUNK * CHUNK * 4) + 20, "one call per chunk at most"
+    assert took.peak <= needed + READING
+    assert took.steps <= steps * needed // (CHUNK * CHUNK * 4)
+
+
+def test_verifying_reads_every_stored_byte_once(place):
+    took = counted(lambda: shardckpt.open(place.kept).verify())
+
+    assert NBYTES <= took.read <= 1.004 * NBYTES
+    assert took.written == 0
+    assert took.reads <= 70
+    assert took.copied == 0
+    assert took.peak <= READING
+    assert took.steps <= 118 * CHUNKS
+
+
+def test_an_export_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once(place):
+    took = counted(lambda: shardckpt.export_safetensors(place.kept, place.file), lambda: place.file.unlink(missing_ok=True))
+
+    assert NBYTES <= took.written <= 1.001 * NBYTES
+    assert NBYTES <= took.read <= 2.002 * NBYTES, "to compare the file with the checksums of what should be in it takes a look at it"
+    assert took.reads + took.writes <= 90
+    assert took.copied <= NBYTES
+    assert took.peak <= NBYTES + 16 * MiB, "inside its memory limit, of which a block of the output is the largest part"
+    assert took.steps <= 54 * CHUNKS
