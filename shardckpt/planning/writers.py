@@ -61,11 +61,19 @@ def deal(parts: Sequence[Part], process: int) -> list[range]:
     [range(0, 2), range(2, 5), range(5, 7)]
     """
     tapes: dict[tuple[int, ...], list[int]] = {}
+    known: dict[int, list[int]] = {}  # by identity: the same few tuples, of perhaps thousands of processes, are hashed once each
     for i, part in enumerate(parts):
-        tapes.setdefault(part.holders, []).append(i)
+        tape = known.get(id(part.holders))
+        if tape is None:
+            tape = known[id(part.holders)] = tapes.setdefault(part.holders, [])
+        tape.append(i)
     shares = [range(0)] * len(parts)
     for holders, tape in tapes.items():
         if process not in holders:
+            continue
+        if len(holders) == 1:
+            for i in tape:
+                shares[i] = range(parts[i].chunks)
             continue
         length = sum(parts[i].chunks * parts[i].chunk_bytes for i in tape)
         mine, offset = holders.index(process), 0
