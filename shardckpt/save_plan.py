@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from itertools import product
 from math import prod
 from operator import add
@@ -266,7 +267,8 @@ def _known_with(source: Source) -> bytes:
 
 @lru_cache(maxsize=64)
 def _devices(layout: StoredLayout, ndim: int) -> bytes:
-    return np.sort(layout.mesh.device_ids if isinstance(layout, Placements) else layout.tiling(ndim).device_ids).tobytes()
+    ids = layout.mesh.device_ids if isinstance(layout, Placements) else layout.tiling(ndim).device_ids
+    return sha256(np.sort(ids)).digest()  # short: a thousand tensors ask for the same, perhaps of a hundred thousand devices
 
 
 def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> list[StoredLayout | None]:

@@ -54,7 +54,7 @@ class Points:
 FULL = Points(
     trees=tuple(TREES),
     kinds=KINDS,
-    devices=(8, 64, 512, 1024, 4096, 16384, 100_000),
+    devices=(8, 64, 1024, 16384, 100_000),
     tensors=(125, 250, 500, 2000, 3400),
     dcp_devices=(8, 16, 32, 64, 128, 256, 512, 1024),
     commits=((8, 40), (64, 40), (256, 40), (1024, 40), (4096, 40), (64, 400), (64, 4000), (256, 1000)),
@@ -72,7 +72,7 @@ QUICK = Points(
 SMALLEST = Points(
     trees=("8B",),
     kinds=("FSDP",),
-    devices=(8, 64),
+    devices=(8,),
     tensors=(),
     dcp_devices=(8,),
     commits=((2, 8),),
