@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweeps browser ray torture soak bench bench-quick check format lint types layers examples clean
+.PHONY: help setup demo test sweeps browser ray torture soak bench bench-quick scale scale-quick check format lint types layers examples clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,12 @@ bench: setup ## shardckpt beside its peers, in one run; under 40 minutes, 24 GiB
 
 bench-quick: setup ## a sixteenth of it
 	$(BIN)/python -m tools.bench --quick
+
+scale: setup ## jobs of up to 100,000 devices, simulated: plans, metadata, commits, requests; ten minutes
+	$(BIN)/python -m tools.scale --write
+
+scale-quick: setup ## a part of it; two minutes
+	$(BIN)/python -m tools.scale --quick
 
 format: setup ## rewrite the sources in the one format
 	$(BIN)/ruff format .

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from itertools import product
 from math import prod
 from operator import add
@@ -34,7 +35,7 @@ from shardckpt.planning.writers import Part, deal
 from shardckpt.structure import StoredLayout, TensorRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.box import Box
     from shardckpt.dtypes import DType
@@ -101,7 +102,8 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
     everyone = tuple(range(world.processes))
     small, shared = [], []
     parts: list[Part] = []
-    places: list[tuple[str, int, Piece, Box]] = []
+    places: list[tuple[str, _Parted]] = []
+    known: dict[Hashable, list[_Parted]] = {}
     for name, source in ((name, source) for name, source in sources.items() if name not in skipped):
         tensor, boxes = tensors[name], source.boxes
         holders = source.holders
@@ -113,16 +115,11 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
             holders = [(world.process,) if local else everyone] * len(boxes)
             if not local:
                 shared.append(name)
-        # A tensor may have as many pieces as shards: of each box only those that it touches are looked at in Python.
-        pieces = BoxArray.of([piece.box for piece in tensor.pieces], len(tensor.shape))
-        for i in range(len(boxes)):
-            box = boxes[i]
-            for piece in (tensor.pieces[k] for k in pieces.overlapping(box).tolist()):
-                common = box.overlap(piece.box)
-                assert common is not None
-                size = prod(piece.chunks) * tensor.dtype.storage.itemsize
-                parts.append(Part(name, piece.path, common.start, holders[i], count_chunks(piece, common), size))
-                places.append((name, i, piece, common))
+        size = tensor.dtype.storage.itemsize
+        for part in _parted(tensor.pieces, boxes, known):
+            piece = tensor.pieces[part.piece]
+            parts.append(Part(name, piece.path, part.box.start, holders[part.held], part.chunks, prod(piece.chunks) * size))
+            places.append((name, part))
     told = sum(tensors[name].nbytes for name in small)
     if told > MOST_SMALL_BYTES:
         raise LeafError(
@@ -131,12 +128,56 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
         )
     writes: dict[str, list[Write]] = {}
     blocks: dict[str, list[Block]] = {}
-    for (name, i, piece, common), share in zip(places, deal(parts, world.process), strict=True):
+    for (name, part), share in zip(places, deal(parts, world.process), strict=True):
         if share:
-            writes.setdefault(name, []).append(Write(i, piece, share))
-            corner, itemsize = sources[name].boxes[i].start, tensors[name].dtype.storage.itemsize
-            blocks.setdefault(name, []).extend(blocks_of(i, corner, piece, common, share, itemsize))
+            tensor = tensors[name]
+            piece = tensor.pieces[part.piece]
+            writes.setdefault(name, []).append(Write(part.held, piece, share))
+            cut, itemsize = blocks.setdefault(name, []), tensor.dtype.storage.itemsize
+            if len(share) == part.chunks:
+                cut.append(Block(part.held, part.corner, piece, part.box, itemsize))
+            else:
+                cut.extend(blocks_of(part.held, part.corner, piece, part.box, share, itemsize))
     return SavePlan(tensors, writes, small, shared, blocks, skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parted:
+    """What one box that this process holds and one piece have in common."""
+
+    held: int
+    """Which of the boxes."""
+    corner: tuple[int, ...]
+    """Where that box begins."""
+    piece: int
+    """Which of the tensor's pieces."""
+    box: Box
+    """The common part."""
+    chunks: int
+    """Of the piece, in that part."""
+
+
+def _parted(pieces: Sequence[Piece], boxes: BoxArray, known: dict[Hashable, list[_Parted]]) -> list[_Parted]:
+    """What each held box and each piece have in common.
+
+    Args:
+        pieces: of a tensor.
+        boxes: that this process holds of it.
+        known: the same of other tensors: of a thousand some dozen are cut in different ways.
+    """
+    key = (tuple([(p.start, p.shape, p.chunks) for p in pieces]), boxes.start.tobytes(), boxes.stop.tobytes())
+    found = known.get(key)
+    if found is None:
+        found = known[key] = []
+        # A tensor may have as many pieces as shards: of each box only those that it touches are looked at in Python.
+        every = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
+        for i in range(len(boxes)):
+            box = boxes[i]
+            for k in every.overlapping(box).tolist():
+                common = box.overlap(pieces[k].box)
+                assert common is not None
+                found.append(_Parted(i, box.start, k, common, count_chunks(pieces[k], common)))
+    return found
 
 
 def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[str]:
@@ -226,7 +267,8 @@ def _known_with(source: Source) -> bytes:
 
 @lru_cache(maxsize=64)
 def _devices(layout: StoredLayout, ndim: int) -> bytes:
-    return np.sort(layout.mesh.device_ids if isinstance(layout, Placements) else layout.tiling(ndim).device_ids).tobytes()
+    ids = layout.mesh.device_ids if isinstance(layout, Placements) else layout.tiling(ndim).device_ids
+    return sha256(np.sort(ids)).digest()  # short: a thousand tensors ask for the same, perhaps of a hundred thousand devices
 
 
 def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> list[StoredLayout | None]:

@@ -61,11 +61,19 @@ def deal(parts: Sequence[Part], process: int) -> list[range]:
     [range(0, 2), range(2, 5), range(5, 7)]
     """
     tapes: dict[tuple[int, ...], list[int]] = {}
+    known: dict[int, list[int]] = {}  # by identity: the same few tuples, of perhaps thousands of processes, are hashed once each
     for i, part in enumerate(parts):
-        tapes.setdefault(part.holders, []).append(i)
+        tape = known.get(id(part.holders))
+        if tape is None:
+            tape = known[id(part.holders)] = tapes.setdefault(part.holders, [])
+        tape.append(i)
     shares = [range(0)] * len(parts)
     for holders, tape in tapes.items():
         if process not in holders:
+            continue
+        if len(holders) == 1:
+            for i in tape:
+                shares[i] = range(parts[i].chunks)
             continue
         length = sum(parts[i].chunks * parts[i].chunk_bytes for i in tape)
         mine, offset = holders.index(process), 0
@@ -102,13 +110,19 @@ def box_holders(layout: Layout, ndim: int, devices: ArrayLike, owners: DeviceOwn
     Raises:
         ShardingError: a device is not among the layout's, or nobody's.
     """
+    return list(_box_holders(layout, ndim, tuple(np.asarray(devices, np.int64).tolist()), owners))
+
+
+@lru_cache(maxsize=1024)
+def _box_holders(layout: Layout, ndim: int, devices: tuple[int, ...], owners: DeviceOwners) -> tuple[tuple[int, ...], ...]:
+    """`box_holders`: a process asks the same of a thousand tensors."""
     tiles = _tiles(layout, ndim, owners)
-    wanted = np.asarray(devices, np.int64)
+    wanted = np.array(devices, np.int64)
     rows = np.minimum(np.searchsorted(tiles.device_ids, wanted), len(tiles.device_ids) - 1)
     strangers = wanted[tiles.device_ids[rows] != wanted]
     if len(strangers):
         raise ShardingError(f"device {strangers[0]} holds nothing of a tensor laid out by {layout}; ask for its own devices only.")
-    return [_holders(tiles, tile) for tile in tiles.tile_of[rows].tolist()]
+    return tuple(_holders(tiles, tile) for tile in tiles.tile_of[rows].tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

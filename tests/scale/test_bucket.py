@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from request_budget import INITIAL, Job, simulate
-from request_counts import emulated_save
+from tools.scale.bucket import INITIAL, Job, simulate
+from tools.scale.counted import emulated_save
 
 MiB = 1 << 20
 

@@ -1,9 +1,9 @@
 """Count what each host of a save asks of an object store, by saving for real.
 
-    python tools/request_counts.py --hosts 3 --layout packed
+    python -m tools.scale.counted --hosts 3 --layout packed
 
-Every host is a process of its own, led to Cloud Storage's emulator through a proxy of its own (`fault_proxy.py`), so what
-the proxy has seen is what that host has asked. `request_budget.py` makes much larger jobs of it.
+Every host is a process of its own, led to Cloud Storage's emulator through a proxy of its own (`tools/fault_proxy.py`), so what
+the proxy has seen is what that host has asked. `bucket.py` makes much larger jobs of it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import numpy as np
 import shardckpt
 from shardckpt import Coordinator, SaveOptions
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
 
-from emulators import gcs_emulator
-from fault_proxy import FaultProxy
+from emulators import gcs_emulator  # noqa: E402  (found by the path above)
+from fault_proxy import FaultProxy  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,8 +94,8 @@ def emulated_save(*, hosts: int = 3, tensors: int = 8, mebibytes: int = 3, layou
         children = []
         for host, proxy in enumerate(proxies):
             described = ["--url", url, "--keys", keys, "--tensors", tensors, "--mebibytes", mebibytes, "--layout", layout]
-            command = [sys.executable, __file__, "--host", host, "--hosts", hosts, *described]
-            children.append(subprocess.Popen([*map(str, command)], env={**os.environ, **emulator.env(proxy.url)}))
+            command = [sys.executable, "-m", "tools.scale.counted", "--host", host, "--hosts", hosts, *described]
+            children.append(subprocess.Popen([*map(str, command)], cwd=ROOT, env={**os.environ, **emulator.env(proxy.url)}))
             stack.callback(children[-1].kill)
         if sum(abs(child.wait(TIMEOUT)) for child in children):
             raise RuntimeError("a host could not save; its error is above")

@@ -1,4 +1,4 @@
-"""What a commit costs, counted: requests to the storage, and steps of Python; `tools/commit_speed.py` measures the time."""
+"""What a commit costs, counted: requests to the storage, and steps of Python; `tools/scale/commits.py` measures the time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import tensorstore as ts
 import shardckpt
 from shardckpt.io.store import Store
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from commit_speed import CHUNKS_PER_TENSOR, commit, contents_of, floor, forget_commit, measure, write_attempt
+from tools.scale.commits import CHUNKS_PER_TENSOR, commit, contents_of, floor, forget_commit, measure, write_attempt
 
 
 def written(top, hosts, chunks, layout="packed"):
@@ -48,7 +48,7 @@ def test_a_committer_reads_two_small_files_of_each_host_however_many_chunks_ther
     tensors = 10
     few = requests(tmp_path / "few", 2, tensors * CHUNKS_PER_TENSOR, layout)
     more_hosts = requests(tmp_path / "hosts", 6, tensors * CHUNKS_PER_TENSOR, layout)
-    monkeypatch.setattr("commit_speed.CHUNKS_PER_TENSOR", 5 * CHUNKS_PER_TENSOR)
+    monkeypatch.setattr("tools.scale.commits.CHUNKS_PER_TENSOR", 5 * CHUNKS_PER_TENSOR)
     more_chunks = requests(tmp_path / "chunks", 2, 5 * tensors * CHUNKS_PER_TENSOR, layout)
     assert more_chunks == few
     assert more_hosts - few == Counter(read=2 * (6 - 2))
@@ -78,7 +78,7 @@ def test_what_python_does_depends_on_tensors_and_hosts_but_not_on_their_product_
     tensors, hosts = 50, 4
     once = calls(tmp_path / "once", hosts, tensors * CHUNKS_PER_TENSOR)
     more_hosts = calls(tmp_path / "hosts", 3 * hosts, tensors * CHUNKS_PER_TENSOR)
-    monkeypatch.setattr("commit_speed.CHUNKS_PER_TENSOR", 10 * CHUNKS_PER_TENSOR)
+    monkeypatch.setattr("tools.scale.commits.CHUNKS_PER_TENSOR", 10 * CHUNKS_PER_TENSOR)
     more_chunks = calls(tmp_path / "chunks", hosts, 10 * tensors * CHUNKS_PER_TENSOR)
     assert abs(more_chunks - once) < 0.05 * once
     # Of each host: its files, and a look-up of each of its tensors' names.

@@ -1,13 +1,9 @@
-"""How many requests per second does a bucket see when all hosts of a large job start a save at the same moment?
-
-    python tools/request_budget.py                                  1 to 4,096 hosts, 4 GiB each
-    python tools/request_budget.py --hosts 4096 --gibibytes 1 --unpaced
-    python tools/request_budget.py --json
+"""How many requests per second does a bucket see when all hosts of a large job start a save, or a restore, at the same moment?
 
 Cloud Storage's initial limits for a bucket are 1,000 writes and 5,000 reads per second; beyond them it answers 429 until it
 has scaled up, over minutes. The answer is simulated, from what is counted:
 
-1. A small job saves for real (`request_counts.py`): which requests an ordinary host makes, in which order; and what the
+1. A small job saves for real (`counted.py`): which requests an ordinary host makes, in which order; and what the
    committer asks for besides, by host and in all.
 2. Many hosts make those same requests, with as many data files as their share has bytes, all starting within
    `--spread` seconds. Each keeps the pace that `shardckpt.io.pace` gives it, by a simulated clock; what TensorStore
@@ -20,14 +16,11 @@ has scaled up, over minutes. The answer is simulated, from what is counted:
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter, deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from request_counts import Request, emulated_save
 
 from shardckpt.io import assemble
 from shardckpt.io.cloud import BUCKET
@@ -35,6 +28,7 @@ from shardckpt.io.listing import PAGE
 from shardckpt.io.pace import ALONE, Pace, Share
 from shardckpt.io.packed import MOST_UPLOADS, OBJECT_BYTES
 from shardckpt.io.together import AT_ONCE
+from tools.scale.counted import Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -207,31 +201,3 @@ def simulate(job: Job, counted: Sequence[Sequence[Request]], seed: int = 0) -> L
 def _most(times: np.ndarray) -> int:
     """Of so many moments, in ascending order, the most within a second."""
     return int((np.searchsorted(times, times + 1) - np.arange(len(times))).max(initial=0))
-
-
-def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 16, 256, 1024, 4096])
-    parser.add_argument("--gibibytes", type=float, default=4, help="per host")
-    parser.add_argument("--layout", choices=["packed", "zarr"], default="packed")
-    parser.add_argument("--spread", type=float, default=0.1, help="seconds within which all hosts start")
-    parser.add_argument("--unpaced", action="store_true", help="let every host ask as fast as it can")
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    counted = emulated_save(layout=asked.layout)
-    rows = []
-    for hosts in asked.hosts:
-        job = Job(hosts, int(asked.gibibytes * (1 << 30)), asked.layout, not asked.unpaced, asked.spread)
-        rows.append({"hosts": hosts, "data objects per host": job.data_objects} | asdict(simulate(job, counted)))
-    if asked.json:
-        print(json.dumps(rows, indent=1))
-        return
-    print(f"{asked.layout}, {asked.gibibytes:g} GiB per host, {'unpaced' if asked.unpaced else 'paced'}")
-    print("a new bucket bears", " and ".join(f"{n:,} {kind}s" for kind, n in INITIAL.items()), "per second")
-    for name in rows[0]:
-        print(f"{name:>22}", *(f"{row[name]:>12,.0f}" for row in rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,19 @@
-"""Measure how long a save takes from the last host's record to its commit, by the number of hosts and chunks.
-
-    python tools/commit_speed.py                                  8 × 8000, 64 × 8000 and 256 × 2000 (hosts × chunks)
-    python tools/commit_speed.py --root /dev/shm 64x8000 --json
+"""How long does a save take from the last host's record to its commit, by the number of hosts and chunks?
 
 1. Simulated hosts write an attempt with the product's own writer: tensors of one-byte chunks, each laid out over all
    hosts, and the hosts' tables and records. That takes a while, and is not measured.
-2. The committer's part is run once to warm up and then `--repeat` times: it lists the records, reads them and the chunk
-   tables, checks that they cover every chunk once, merges the indexes, writes all tables as one and publishes. What it
-   wrote is removed in between. Reported are the medians.
+2. The committer's part: it lists the records, reads them and the chunk tables, checks that they cover every chunk once, merges the
+   indexes, writes all tables as one and publishes. `measure` says how long each of these took.
 3. The *floor* is what no committer can do without: reading the records' and tables' bytes, one file after another, and
    writing the table of all once, durably.
 
-Keep the root on a file system in memory (`/dev/shm`): on a disk one measures the disk.
+On a file system in memory (`/dev/shm`): on a disk one measures the disk.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -44,7 +37,6 @@ from shardckpt.structure import Structure, TensorRecord
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-JOBS = ("8x8000", "64x8000", "256x2000")
 CHUNKS_PER_TENSOR = 4
 """Of each tensor, so many chunks are each host's."""
 ATTEMPT = "20300101T000000-00000000-1"
@@ -172,54 +164,36 @@ def floor(place: Path) -> float:
     return seconds
 
 
-def report(top: Path, hosts: int, chunks: int, repeat: int) -> dict[str, Any]:
-    """Write one job's attempt and commit it several times."""
-    root = Store.open(top / f"{hosts}x{chunks}")
-    contents = contents_of(hosts, chunks)
-    place = write_attempt(root, contents, hosts)
-    directory = place.local_path("")
-    assert directory is not None
-    runs, floors = [], []
-    for _ in range(1 + repeat):
-        forget_commit(directory)
-        runs.append(measure(root, place, hosts))
-        floors.append(floor(directory))
-    runs, floors = runs[1:], floors[1:]
-    middle = sorted(runs, key=lambda run: sum(run.values()))[len(runs) // 2]
-    written = len(contents.structure.tensors) * CHUNKS_PER_TENSOR * hosts
-    shutil.rmtree(top / f"{hosts}x{chunks}")
-    return {
-        "hosts": hosts,
-        "chunks": written,
-        "tensors": len(contents.structure.tensors),
-        "seconds": sum(middle.values()),
-        "floor": statistics.median(floors),
-        "phases": middle,
-    }
+def prepared(hosts: int, chunks: int) -> Callable[[], dict[str, Any]]:
+    """Write what so many hosts leave, of so many chunks each; what is measured is the commit."""
+    top = Path(tempfile.mkdtemp(prefix="scale-", dir="/dev/shm"))
+    try:
+        _committed(top / "small", 2, CHUNKS_PER_TENSOR)  # what is imported and made once
+        root, place = _written(top / "measured", hosts, chunks)
+    except BaseException:
+        shutil.rmtree(top)
+        raise
+
+    def run() -> dict[str, Any]:
+        try:
+            phases = measure(root, place, hosts)
+            directory = place.local_path("")
+            assert directory is not None
+            return {"hosts": hosts, "chunks": hosts * chunks, "phases": phases, "floor": floor(directory)}
+        finally:
+            shutil.rmtree(top)
+
+    return run
 
 
-def main() -> None:
-    """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("jobs", nargs="*", default=JOBS, metavar="HOSTSxCHUNKS", help="chunks are each host's")
-    parser.add_argument("--root", default=None, help="a directory, best on a file system in memory")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    names = [*PHASES, PUBLISH, REST]
-    if not options.json:
-        print(f"{'hosts':>5} {'chunks':>9} {'tensors':>7} {'total':>8} {'floor':>8}  " + " ".join(f"{name:>9}" for name in names))
-    with tempfile.TemporaryDirectory(dir=options.root, prefix="commit-speed-") as top:
-        for job in options.jobs:
-            hosts, chunks = map(int, job.split("x"))
-            found = report(Path(top), hosts, chunks, options.repeat)
-            if options.json:
-                print(json.dumps(found))
-                continue
-            split = " ".join(f"{found['phases'].get(name, 0):9.3f}" for name in names)
-            head = f"{hosts:5} {found['chunks']:9,} {found['tensors']:7,} {found['seconds']:7.2f}s {found['floor']:7.3f}s"
-            print(f"{head}  {split}", flush=True)
+def _written(top: Path, hosts: int, chunks: int) -> tuple[Store, Store]:
+    root = Store.open(top)
+    return root, write_attempt(root, contents_of(hosts, chunks), hosts)
 
 
-if __name__ == "__main__":
-    main()
+def _committed(top: Path, hosts: int, chunks: int) -> None:
+    root, place = _written(top, hosts, chunks)
+    measure(root, place, hosts)
+
+
+MEASURED = {"commit": prepared}

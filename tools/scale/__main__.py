@@ -1,0 +1,108 @@
+"""Very large jobs, simulated on one machine.
+
+    python -m tools.scale                     8 to 100,000 devices, three models, four layouts; ten minutes on one core
+    python -m tools.scale --quick             one model, three sizes of job, DCP up to 64 ranks: about two minutes
+    python -m tools.scale --write             and docs/scale.md, its chart and its figures
+    python -m tools.scale --from results.json --write     no run: the page of an earlier one
+
+Every measurement is a process of its own (`child.py`), one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tools.scale.chart import chart
+from tools.scale.points import FULL, QUICK, SMALLEST, Points
+from tools.scale.report import page, summary
+
+ROOT = Path(__file__).parents[2]
+PAGE, FIGURES, CHART = ROOT / "docs/scale.md", ROOT / "docs/scale.json", ROOT / "docs/scale.svg"
+TIMEOUT = 600
+"""Seconds that one process may take; DCP's plans are built before they are measured."""
+BYTES_PER_HOST = 4 << 30
+"""Of a save of which all requests are counted."""
+
+
+def main() -> int:
+    """Measure, tell, and write."""
+    parser = argparse.ArgumentParser(prog="python -m tools.scale", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer points")
+    parser.add_argument("--smallest", action="store_true", help="hardly any, for tests")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="what was measured before, and no run")
+    parser.add_argument("--write", action="store_true", help="write docs/scale.md, its figures and its chart")
+    asked = parser.parse_args()
+    if asked.earlier is not None:
+        found = json.loads(asked.earlier.read_text("utf-8"))
+    else:
+        found = measure(SMALLEST if asked.smallest else QUICK if asked.quick else FULL)
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(found, indent=1), "utf-8")
+    print(summary(found))
+    if asked.write:
+        PAGE.write_text(page(found), "utf-8")
+        CHART.write_text(chart(found), "utf-8")
+        FIGURES.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    return 0
+
+
+def measure(points: Points) -> dict[str, Any]:
+    """Run all of them."""
+    results = [one(job) for job in points.jobs()]
+    for jobs in points.dcp():
+        for job in jobs:
+            results.append(one(job))
+            if results[-1].get("cut"):
+                break
+    names = ("shardckpt", "torch", "tensorstore", "numpy")
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in names},
+        "results": results,
+        "bucket": requests(points.hosts),
+    }
+
+
+def one(job: dict[str, Any]) -> dict[str, Any]:
+    """One measurement, with what was asked."""
+    print("…", ", ".join(map(str, job.values())), file=sys.stderr, flush=True)
+    command = [sys.executable, "-W", "ignore", "-m", "tools.scale.child"]
+    child = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT, check=False)
+    if child.returncode != 0:
+        raise SystemExit(f"{job}: the process ended with {child.returncode}:\n{child.stderr[-3000:]}")
+    found: dict[str, Any] = job | json.loads(child.stdout)
+    return found
+
+
+def requests(hosts: tuple[int, ...]) -> list[dict[str, Any]]:
+    """What a bucket sees of saves by so many hosts, with the pace that they keep and without."""
+    if not hosts:
+        return []
+    from tools.scale.bucket import Job, simulate
+    from tools.scale.counted import emulated_save
+
+    print("… requests", file=sys.stderr, flush=True)
+    counted = emulated_save()
+    return [
+        {"hosts": n}
+        | {name: asdict(simulate(Job(n, BYTES_PER_HOST, paced=paced), counted)) for name, paced in (("paced", True), ("unpaced", False))}
+        for n in hosts
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

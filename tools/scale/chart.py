@@ -1,0 +1,196 @@
+"""The chart of a run: growth curves on logarithmic scales, a panel for each question. SVG, on light and dark pages.
+
+In all panels but the last two lines are drawn over devices. A line's exponent stands behind its name: 0 is flat, 1 is linear.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from math import ceil, floor, log10
+from typing import TYPE_CHECKING, Any
+
+from tools.scale.growth import exponent
+from tools.scale.targets import curve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["chart"]
+
+COLUMNS, PANEL, PLOT, LEFT, TOP = 2, (460, 316), (250, 220), 62, 44
+"""Panels side by side; width and height of one, and of its plot; where the plot begins."""
+COLOURS = ("#0969da", "#1a7f37", "#8250df", "#bf3989", "#d29922", "#bc4c00", "#6e7781")
+DARK = ("#4493f8", "#3fb950", "#ab7df8", "#db61a2", "#d29922", "#f0883e", "#9198a1")
+STYLE = (
+    'text { font: 11px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328 } .title { font-size: 13px; font-weight: 600 }\n'
+    ".quiet { fill: #59636e } .page { fill: #ffffff } .rule { stroke: #d1d9e0; stroke-width: 1 } .line { fill: none; stroke-width: 2 }\n"
+    + "\n".join(f".s{i} {{ stroke: {c} }} .f{i} {{ fill: {c} }}" for i, c in enumerate(COLOURS))
+    + "\n@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .quiet { fill: #9198a1 } .page { fill: #0d1117 } "
+    + ".rule { stroke: #3d444d }\n"
+    + "\n".join(f".s{i} {{ stroke: {c} }} .f{i} {{ fill: {c} }}" for i, c in enumerate(DARK))
+    + "\n}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: int
+    dashed: bool = False
+    cut: tuple[float, float] | None = None
+    """Where somebody was cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    title: str
+    across: str
+    up: str
+    lines: Sequence[Line]
+
+
+def chart(found: dict[str, Any]) -> str:
+    """All panels that there are figures for."""
+    panels = [panel for panel in _panels(found) if any(line.x for line in panel.lines)]
+    width, height = PANEL
+    parts = []
+    for i, panel in enumerate(panels):
+        parts.append(f'<g transform="translate({i % COLUMNS * width} {i // COLUMNS * height})">')
+        parts += _drawn(panel)
+        parts.append("</g>")
+    across, down = COLUMNS * width, -(-len(panels) // COLUMNS) * height
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" role="img">\n<title>Growth with devices and hosts</title>\n'
+        f'<style>{STYLE}</style>\n<rect class="page" width="100%" height="100%"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
+    results = found["results"]
+    tree = max((r for r in results if r["what"] == "metadata"), key=lambda r: float(r["tree"].removesuffix("B")))["tree"]
+    kinds = list(dict.fromkeys(r["kind"] for r in results if r["what"] == "save"))
+    for what, title in (("save", "A save's plan"), ("restore", "A restore's plan")):
+        lines = [Line(kind, *curve(results, what, "cpu", tree=tree, kind=kind), i) for i, kind in enumerate(kinds)]
+        for i, kind in enumerate(kinds):
+            x, y = curve(results, f"dcp {what}", "cpu", tree=tree, kind=kind)
+            cut = next(
+                ((r["devices"], r["cpu"]) for r in results if (r["what"], r.get("kind")) == (f"dcp {what}", kind) and r.get("cut")), None
+            )
+            if x or cut:
+                lines.append(Line(f"DCP, {kind}", x, y, 4 + i % 2, dashed=True, cut=cut))
+        whose = "one host's; DCP: the coordinator's" if what == "save" else "one host's; DCP: one rank's"
+        yield _Panel(f"{title}: {whose}", "devices", "seconds of processor time", lines)
+    first = [Line(kind, *curve(results, "save", "peak", tree=tree, kind=kind), i) for i, kind in enumerate(kinds)]
+    x, y = curve(results, "dcp save", "peak", tree=tree, kind="FSDP")
+    yield _Panel(
+        "Memory of a save's plan, with Python and libraries", "devices", "bytes", [*first, Line("DCP, FSDP", x, y, 4, dashed=True)]
+    )
+    names = {
+        "contents bytes": "what a host says of it",
+        "host record bytes": "a host's record",
+        "commit record bytes": "commit record",
+        "table header bytes": "chunk table's header",
+    }
+    yield _Panel(
+        f"Metadata, {kinds[0]}",
+        "devices",
+        "bytes",
+        [Line(name, *curve(results, "metadata", key, tree=tree, kind=kinds[0]), i) for i, (key, name) in enumerate(names.items())],
+    )
+    commits = [r for r in results if r["what"] == "commit"]
+    least = min((r["chunks"] / r["hosts"] for r in commits), default=0)
+    alike = sorted((r for r in commits if r["chunks"] == least * r["hosts"]), key=lambda r: r["hosts"])
+    hosts = [r["hosts"] for r in alike]
+    yield _Panel(
+        f"A commit, {least:.0f} chunks per host",
+        "hosts",
+        "seconds",
+        [
+            Line("commit", hosts, [r["wall"] for r in alike], 0),
+            Line("reading and writing its files", hosts, [r["floor"] for r in alike], 6),
+        ],
+    )
+    loads = found["bucket"]
+    hosts = [load["hosts"] for load in loads]
+    yield _Panel(
+        "Requests when all hosts save at once",
+        "hosts",
+        "most in any second",
+        [
+            Line("writes", hosts, [load["paced"]["most_writes"] for load in loads], 0),
+            Line("reads", hosts, [load["paced"]["most_reads"] for load in loads], 1),
+            Line("writes without a pace", hosts, [load["unpaced"]["most_writes"] for load in loads], 4, dashed=True),
+            Line("reads without a pace", hosts, [load["unpaced"]["most_reads"] for load in loads], 5, dashed=True),
+        ],
+    )
+
+
+def _drawn(panel: _Panel) -> Iterator[str]:
+    points = [(x, y) for line in panel.lines for x, y in zip(line.x, line.y, strict=True)]
+    points += [line.cut for line in panel.lines if line.cut is not None]
+    (left, right), (low, high) = (_decades([p[d] for p in points]) for d in (0, 1))
+    width, height = PLOT
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return LEFT + (log10(x) - left) / (right - left) * width, TOP + height - (log10(y) - low) / (high - low) * height
+
+    yield f'<text class="title" x="12" y="18">{escape(panel.title)}</text>'
+    yield f'<text class="quiet" x="12" y="34">{escape(panel.up)}</text>'
+    for power in range(left, right + 1):
+        x, _ = at(10.0**power, 10.0**low)
+        yield f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + height}"/>'
+        yield f'<text class="quiet" x="{x:.1f}" y="{TOP + height + 16}" text-anchor="middle">{_number(10.0**power)}</text>'
+    for power in range(low, high + 1):
+        _, y = at(10.0**left, 10.0**power)
+        yield f'<line class="rule" x1="{LEFT}" x2="{LEFT + width}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="quiet" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(10.0**power)}</text>'
+    yield f'<text class="quiet" x="{LEFT + width / 2}" y="{TOP + height + 34}" text-anchor="middle">{panel.across}</text>'
+    names = []
+    for line in panel.lines:
+        where = [at(x, y) for x, y in zip(line.x, line.y, strict=True)]
+        dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in where)
+        yield f'<polyline class="line s{line.colour}" points="{path}"{dashes}/>'
+        yield from (f'<circle class="f{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in where)
+        if line.cut is not None:
+            x, y = at(*line.cut)
+            yield f'<path class="line s{line.colour}" d="M{x - 4:.1f},{y - 4:.1f} l8,8 m0,-8 l-8,8"/>'
+            where.append((x, y))
+        if where:
+            power = exponent(line.x, line.y)
+            shown = "" if power is None else f" {power:+.2f}".replace("+", "").replace("-0.00", "0.00").replace("-", "−")
+            names.append((where[-1][1], line, f"{line.name}{shown}{' (cut off at ×)' if line.cut else ''}"))
+    yield from _named(sorted(names, key=lambda name: name[0]))
+
+
+def _named(names: Sequence[tuple[float, Line, str]]) -> Iterator[str]:
+    """Names beside the lines' ends, pushed apart where lines end close together."""
+    places = [y for y, _, _ in names]
+    for _ in range(50):
+        for i, j in pairwise(range(len(places))):
+            overlap = 14 - (places[j] - places[i])
+            if overlap > 0:
+                places[i], places[j] = places[i] - overlap / 2, places[j] + overlap / 2
+    lift = max(0.0, max(places, default=0.0) - (TOP + PLOT[1]))
+    x = LEFT + PLOT[0] + 10
+    for y, (_, line, name) in zip(places, names, strict=True):
+        yield f'<circle class="f{line.colour}" cx="{x}" cy="{y - lift:.1f}" r="3.5"/>'
+        yield f'<text x="{x + 8}" y="{y - lift + 4:.1f}">{escape(name)}</text>'
+
+
+def _decades(values: Sequence[float]) -> tuple[int, int]:
+    low, high = floor(log10(min(values)) + 1e-9), ceil(log10(max(values)) - 1e-9)
+    return low, max(high, low + 1)
+
+
+def _number(value: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{name}"
+    return f"{value:g}"

@@ -1,0 +1,64 @@
+"""How is a job of so many devices laid out? As in the field: FSDP, FSDP with tensor parallelism, HSDP, and experts.
+
+| | mesh | a matrix | an expert stack | a vector |
+|---|---|---|---|---|
+| FSDP | all devices | rows over all | | over all |
+| FSDP+TP | 8 of tensor parallelism beside each other | one side over them, the other over the rest | | on all |
+| HSDP | groups of up to 256 | rows over a group, the same in all groups | | over a group |
+| EP | up to 64 experts' owners beside each other | rows over all | experts over owners, rows over the rest | on all |
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import TYPE_CHECKING
+
+from shardckpt import Mesh, PartitionSpec, Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tools.scale.trees import Tensor
+
+__all__ = ["KINDS", "laid_out", "spec_of"]
+
+TENSOR_PARALLEL = 8
+GROUP = 256
+"""Devices of an HSDP group, at most."""
+OWNERS = 64
+"""Devices that share a layer's experts, at most."""
+KINDS = ("FSDP", "FSDP+TP", "HSDP", "EP")
+"""EP is of trees with experts."""
+
+
+def laid_out(kind: str, tensors: Iterable[Tensor], devices: int) -> dict[str, Sharding]:
+    """The layout of each tensor, by name, over devices 0 … devices - 1."""
+    mesh = _mesh(kind, devices)
+    known: dict[PartitionSpec, Sharding] = {}
+    found = {}
+    for tensor in tensors:
+        spec = spec_of(kind, tensor)
+        found[tensor.name] = known.setdefault(spec, Sharding(mesh, spec))
+    return found
+
+
+def _mesh(kind: str, devices: int) -> Mesh:
+    if kind == "FSDP":
+        return Mesh((devices,), ("fsdp",))
+    if kind == "HSDP":
+        group = next(n for n in range(min(devices, GROUP), 0, -1) if devices % n == 0)
+        return Mesh((devices // group, group), ("replica", "fsdp"))
+    inner = gcd(devices, TENSOR_PARALLEL if kind == "FSDP+TP" else OWNERS)
+    return Mesh((devices // inner, inner), ("fsdp", "tensor" if kind == "FSDP+TP" else "expert"))
+
+
+def spec_of(kind: str, tensor: Tensor) -> PartitionSpec:
+    """What of a tensor each axis of the mesh cuts."""
+    if kind in ("FSDP", "HSDP"):
+        return PartitionSpec("fsdp")
+    if len(tensor.shape) == 1:
+        return PartitionSpec()
+    if kind == "EP":
+        return PartitionSpec("expert", "fsdp") if len(tensor.shape) == 3 else PartitionSpec(("fsdp", "expert"))
+    along_rows = "o_proj" in tensor.name or "down_proj" in tensor.name
+    return PartitionSpec("fsdp", "tensor") if along_rows else PartitionSpec("tensor", "fsdp")

@@ -1,0 +1,82 @@
+"""What is measured, each point in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tools.scale.layouts import KINDS
+from tools.scale.trees import TREES
+
+__all__ = ["DCP_LIMIT", "FULL", "QUICK", "SMALLEST", "Points"]
+
+DCP_LIMIT = 60.0
+"""Seconds of processor time after which DCP's planner is cut off; larger jobs are then not tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """All of a run."""
+
+    trees: tuple[str, ...]
+    kinds: tuple[str, ...]
+    devices: tuple[int, ...]
+    tensors: tuple[int, ...]
+    """Besides 1,000: at 16,384 devices."""
+    dcp_devices: tuple[int, ...]
+    commits: tuple[tuple[int, int], ...]
+    """Hosts, and chunks of each."""
+    hosts: tuple[int, ...]
+    """That start a save at once."""
+    reshard: bool = True
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """What each process is told, DCP's aside."""
+        shared = [{"tree": tree, "kind": kind, "devices": n} for tree in self.trees for kind in self.kinds for n in self.devices]
+        found = [{"what": what} | job for what in ("save", "restore") for job in shared]
+        found += [{"what": "metadata"} | job for job in shared if job["tree"] == self.trees[-1]]
+        found += [{"what": "save", "tree": self.trees[-1], "kind": "FSDP+TP", "devices": 16384, "tensors": n} for n in self.tensors]
+        found.append({"what": "save", "tree": self.trees[-1], "kind": "FSDP", "devices": 1024, "tensors": 1024})
+        found += [{"what": "requests", "tree": self.trees[-1], "kind": "FSDP", "devices": n} for n in self.devices]
+        found += [{"what": "commit", "hosts": hosts, "chunks": chunks} for hosts, chunks in self.commits]
+        return [*found, *([{"what": "reshard"}] if self.reshard else [])]
+
+    def dcp(self) -> list[list[dict[str, Any]]]:
+        """What each process is told; of each list the rest is left out after one that was cut off."""
+        kinds = [kind for kind in ("FSDP", "HSDP") if kind in self.kinds]
+        return [
+            [{"what": what, "tree": self.trees[-1], "kind": kind, "devices": n, "limit": DCP_LIMIT} for n in self.dcp_devices]
+            for what in ("dcp save", "dcp restore")
+            for kind in kinds
+        ]
+
+
+FULL = Points(
+    trees=tuple(TREES),
+    kinds=KINDS,
+    devices=(8, 64, 1024, 16384, 100_000),
+    tensors=(125, 250, 500, 2000, 3400),
+    dcp_devices=(8, 16, 32, 64, 128, 256, 512, 1024),
+    commits=((8, 40), (64, 40), (256, 40), (1024, 40), (4096, 40), (64, 400), (64, 4000), (256, 1000)),
+    hosts=(1, 16, 256, 1024, 4096, 12_500),
+)
+QUICK = Points(
+    trees=("405B",),
+    kinds=("FSDP", "FSDP+TP", "HSDP", "EP"),
+    devices=(8, 1024, 100_000),
+    tensors=(250, 2000),
+    dcp_devices=(8, 16, 32, 64),
+    commits=((8, 40), (64, 40), (256, 40), (64, 400)),
+    hosts=(1, 256, 4096),
+)
+SMALLEST = Points(
+    trees=("8B",),
+    kinds=("FSDP",),
+    devices=(8,),
+    tensors=(),
+    dcp_devices=(8,),
+    commits=((2, 8),),
+    hosts=(),
+    reshard=False,
+)
+"""What a test can wait for."""

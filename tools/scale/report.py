@@ -1,0 +1,246 @@
+"""The page of a run, docs/scale.md, and what a terminal shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tools.scale.growth import exponent, per_each
+from tools.scale.points import DCP_LIMIT
+from tools.scale.targets import TARGETS, curve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["page", "summary"]
+
+MiB = 1 << 20
+RESTORE_SECONDS = 60
+"""A restore is taken to last so long, to say how many requests that is per second."""
+
+
+def summary(found: dict[str, Any]) -> str:
+    """For a terminal."""
+    lines = []
+    for title, rows in _tables(found):
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines += ["", title]
+        lines += [
+            "  " + "  ".join(cell.rjust(n) if i else cell.ljust(n) for i, (cell, n) in enumerate(zip(row, widths, strict=True)))
+            for row in rows
+        ]
+    lines.append("")
+    lines += [f"  {'met ' if met else 'NOT '} {what}: {value}" for what, value, met in _targets(found)]
+    return "\n".join(lines)
+
+
+def page(found: dict[str, Any]) -> str:
+    """docs/scale.md."""
+    return "\n".join(_page(found)) + "\n"
+
+
+def _page(found: dict[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    yield "# Scale\n"
+    yield (
+        "<!-- Written by `make scale`: tools/scale/report.py. -->\n\n"
+        "What very large jobs cost one host, simulated on one machine with the product's own planner and record code: nothing here ran on "
+        "that many devices.\n"
+        f"Measured on {found['date']} with `python -m tools.scale --write`: {found['cores']} cores, {found['system']}, Python "
+        f"{found['python']}, {versions}. Each point is a process of its own with cold caches; seconds are of processor time where nothing "
+        "else is said. The modules of `tools/scale` say what exactly was simulated, and `docs/scale.json` has all figures."
+    )
+    yield "\n![Growth curves](scale.svg)\n"
+    yield "The figure behind a name is the exponent of the power law that fits: 0 is flat, 1 is linear.\n"
+    yield "## Targets\n"
+    yield from _markdown(
+        [["target", "measured", "met"], *([what, value, "yes" if met else "**no**"] for what, value, met in _targets(found))]
+    )
+    for title, rows in _tables(found):
+        yield f"\n## {title}\n"
+        yield from _markdown(rows)
+        note = _NOTES.get(title.partition(":")[0])
+        if note:
+            yield f"\n{note}"
+
+
+_NOTES = {
+    "A save's plan": (
+        "State: 1,000 tensors of Llama 3.1 in three sizes, parameters first and then the optimizer's; with EP each layer has 64 "
+        "experts. The first of the job's hosts, with 8 devices, plans its first save: which boxes its devices hold, who else "
+        "has them, how every "
+        "tensor is chunked, which chunks this host writes. No other process is asked, and none waits for it. *Boxes*: those of which it "
+        "writes chunks, at 100,000 devices."
+    ),
+    "A restore's plan": "Onto the same kind of layout over half as many devices: boxes, and which chunks they overlap, where.",
+    "Beside DCP's planner": (
+        "The same layouts, one rank per device. *Coordinator*: `DefaultSavePlanner.create_local_plan` of rank 0 and `create_global_plan` "
+        "over the plans of all ranks, which every rank of the job waits for. Those plans were built beforehand in the same process, of the "
+        "classes and boxes of which ranks build them; building, pickling and sending them is not in the figures, nor are DCP's "
+        "collectives. "
+        f"*One rank*: `DefaultLoadPlanner.create_local_plan`, with the metadata of such a save, onto half as many ranks. "
+        f"At {DCP_LIMIT:.0f} s it was cut off, and larger jobs were not tried. Its memory includes torch, and all ranks' plans."
+    ),
+    "Metadata": (
+        "What a host says of the checkpoint is one file, which hosts that say the same share. The commit record is that, and a line per "
+        "host. The chunk table's header names the data files, at least one per host, and has 16 bytes per 128 chunks: it grows "
+        "with the data. "
+        "*Read*: seconds to parse the commit record, as every restoring host does."
+    ),
+    "Commits": (
+        "One process, from all hosts' records to the published checkpoint, on a file system in memory; wall time. *Floor*: reading all "
+        "hosts' files one by one, and writing the one table. The constants come from a fit of all rows by hosts and chunks."
+    ),
+    "Requests": (
+        "Of a save: an ordinary host's requests, counted on a real save by three processes through a proxy "
+        "(`tools/scale/counted.py`), made "
+        "by all hosts within 0.1 s of each other with 4 GiB each, by a simulated clock and with the pace that `shardckpt.io.pace` keeps "
+        "(`tools/scale/bucket.py`). A new bucket of Cloud Storage bears 1,000 writes and 5,000 reads per second."
+    ),
+    "Requests of a restore": (
+        "Onto the layout that was saved, FSDP: what one host reads, by the plan and by how the reader joins neighbours "
+        f"(`tools/scale/reads.py`). *Per second*: of all hosts, if the restore takes {RESTORE_SECONDS} s; the pace keeps it below 4,000."
+    ),
+    "A reshard's plan": "Llama 405B from 16,384 devices to 4,096, from the record alone (`tools/scale/reshards.py`; docs/planning.md).",
+}
+
+
+def _tables(found: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
+    results = found["results"]
+    for what, title in (("save", "A save's plan"), ("restore", "A restore's plan")):
+        lines = list(dict.fromkeys((r["tree"], r["kind"]) for r in results if r["what"] == what))
+        rows = []
+        for tree, kind in lines:
+            devices, seconds = curve(results, what, "cpu", tree=tree, kind=kind)
+            peaks = curve(results, what, "peak", tree=tree, kind=kind)[1]
+            boxes = curve(results, what, "boxes", tree=tree, kind=kind)[1]
+            rows.append([f"{tree}, {kind}", *map(_seconds, seconds), _power(devices, seconds), f"{max(peaks) / MiB:.0f}", f"{boxes[-1]:,}"])
+        if rows:
+            yield f"{title}: seconds by devices", [["", *(f"{n:,}" for n in devices), "exponent", "peak MiB", "boxes"], *rows]
+    yield from _by_tensors(results)
+    yield from _dcp(results)
+    trees = dict.fromkeys(r["tree"] for r in results if r["what"] == "metadata")
+    for tree in trees:
+        kinds = dict.fromkeys(r["kind"] for r in results if (r["what"], r.get("tree")) == ("metadata", tree))
+        rows = []
+        for kind in kinds:
+            for key, name in (
+                ("contents bytes", "what a host says"),
+                ("host record bytes", "a host's record"),
+                ("commit record bytes", "commit record"),
+                ("table header bytes", "table's header"),
+                ("seconds to read the commit record", "seconds to read the commit record"),
+            ):
+                devices, values = curve(results, "metadata", key, tree=tree, kind=kind)
+                shown = map(_seconds, values) if "seconds" in key else (f"{value:,}" for value in values)
+                rows.append([f"{kind}, {name}", *shown, _power(devices, values)])
+        yield f"Metadata: bytes by devices, {tree}", [["", *(f"{n:,}" for n in devices), "exponent"], *rows]
+    yield from _commits(results)
+    yield from _bucket(found["bucket"])
+    yield from _restores(results)
+    for r in (r for r in results if r["what"] == "reshard"):
+        keys = ("seconds to read the record", "seconds to plan the reshard", "seconds to count everything", "seconds to draw the page")
+        rows = [[key, _seconds(r[key])] for key in keys]
+        yield "A reshard's plan", [["", "s"], *rows, ["peak MiB in all", f"{r['peak'] / MiB:.0f}"]]
+
+
+def _by_tensors(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
+    some = sorted(
+        (r for r in results if (r["what"], r.get("kind"), r.get("devices")) == ("save", "FSDP+TP", 16384)), key=lambda r: r["tensors"]
+    )
+    some = [r for r in some if r["tree"] == some[-1]["tree"]] if some else []
+    if len(some) > 1:
+        power = _power([r["tensors"] for r in some], [r["cpu"] for r in some])
+        title = f"A save's plan by tensors: {some[0]['tree']}, FSDP+TP over 16,384 devices"
+        yield title, [["", *(f"{r['tensors']:,}" for r in some), "exponent"], ["s", *(_seconds(r["cpu"]) for r in some), power]]
+
+
+def _dcp(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
+    known = {(r["what"], r["tree"], r["kind"], r["devices"], r["tensors"]): r for r in results if r["what"] in ("save", "restore")}
+    theirs = [r for r in results if r["what"].startswith("dcp ")]
+    rows = []
+    for r in theirs:
+        job = (r["what"][4:], r["tree"], r["kind"], r["devices"], 1000)
+        ours = known.get(job)
+        who = "coordinator" if r["what"] == "dcp save" else "one rank"
+        taken = f"> {_seconds(r['cpu'])}" if r.get("cut") else _seconds(r["cpu"])
+        beside = "" if ours is None else _seconds(ours["cpu"])
+        times = "" if ours is None else f"{'> ' if r.get('cut') else ''}{r['cpu'] / ours['cpu']:,.0f}"
+        rows.append([f"{r['what'][4:]}, {r['kind']}, {r['devices']:,} devices ({who})", taken, f"{r['peak'] / MiB:,.0f}", beside, times])
+    if rows:
+        yield "Beside DCP's planner", [["", "DCP, s", "DCP, peak MiB", "a host of shardckpt, s", "DCP / ours"], *rows]
+
+
+def _commits(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
+    commits = sorted((r for r in results if r["what"] == "commit"), key=lambda r: (r["chunks"] / r["hosts"], r["hosts"]))
+    if not commits:
+        return
+    rows = [
+        [f"{r['hosts']:,} × {r['chunks'] // r['hosts']:,}", _seconds(r["wall"]), _seconds(r["floor"]), f"{r['peak'] / MiB:.0f}"]
+        for r in commits
+    ]
+    title = "Commits"
+    if len(commits) > 3:
+        once, host, chunk = per_each([(r["hosts"], r["chunks"]) for r in commits], [r["wall"] for r in commits])
+        title = f"Commits: {once * 1e3:.0f} ms, {host * 1e3:.2f} ms per host, {chunk * 1e6:.2f} µs per chunk"
+    yield title, [["hosts × chunks of each", "s", "floor, s", "peak MiB"], *rows]
+
+
+def _bucket(loads: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
+    if not loads:
+        return
+    rows = [["", *(f"{load['hosts']:,}" for load in loads)]]
+    for name, run, key in (
+        ("writes", "paced", "writes"),
+        ("reads", "paced", "reads"),
+        ("most writes in a second", "paced", "most_writes"),
+        ("the same without a pace", "unpaced", "most_writes"),
+        ("most reads in a second", "paced", "most_reads"),
+        ("the same without a pace", "unpaced", "most_reads"),
+        ("seconds at least", "paced", "seconds"),
+    ):
+        rows.append([name, *(f"{load[run][key]:,.0f}" for load in loads)])
+    yield "Requests: when all hosts save at once, by hosts", rows
+
+
+def _restores(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
+    some = sorted((r for r in results if r["what"] == "requests"), key=lambda r: r["hosts"])
+    rows = []
+    for r in some:
+        each = 2 + r["table reads"] + r["data reads"]
+        gib, every = f"{r['bytes'] / (1 << 30):.1f}", r["hosts"] * each
+        rows.append(
+            [
+                f"{r['hosts']:,}",
+                gib,
+                f"{r['table reads']:,}",
+                f"{r['data reads']:,}",
+                f"{each:,}",
+                f"{every:,}",
+                f"{every / RESTORE_SECONDS:,.0f}",
+            ]
+        )
+    if rows:
+        head = ["hosts", "GiB per host", "table", "data", "requests per host", "of all hosts", "per second"]
+        yield f"Requests of a restore: {some[0]['tree']}", [head, *rows]
+
+
+def _targets(found: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    for target in TARGETS:
+        value = target.found(found["results"])
+        if value is not None:
+            yield f"{target.what} ≤ {target.most:g} {target.unit}".rstrip(), f"{value:.3g} {target.unit}".rstrip(), value <= target.most
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(rows[0]) + " |"
+    yield "|" + "---|" * len(rows[0])
+    yield from ("| " + " | ".join(row) + " |" for row in rows[1:])
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _power(x: Sequence[float], y: Sequence[float]) -> str:
+    power = exponent(x, y)
+    return "" if power is None else f"{power:.2f}".replace("-0.00", "0.00").replace("-", "−")
