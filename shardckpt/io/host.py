@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.io.codec import close, lay_out, room_for
+from shardckpt.io.encoder import Encoder
 from shardckpt.io.host_files import write_table
-from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.packed import PackedWriter
 from shardckpt.io.plain import PlainWriter
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table
@@ -20,6 +19,7 @@ from shardckpt.record import FileReference, HostFiles, HostRecord, seal
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from shardckpt.box import Box
     from shardckpt.contents import Contents
     from shardckpt.io.store import Store
     from shardckpt.planning.plan import Piece
@@ -60,37 +60,28 @@ class HostWriter:
         """Where the host's own files are, relative to the attempt."""
         self._layout = layout
         self._compression = compression
-        self._writer: PackedWriter | PlainWriter
+        writer: PackedWriter | PlainWriter
         if layout == "packed":
-            self._writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit)
+            writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit)
         else:
-            self._writer = PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")
+            writer = PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")
+        self._encoder = Encoder(writer, compression)
         self.vouches = False
         """Whether the host's record may be there. From then on others may commit what it vouches for, and nothing of that goes."""
-        self._paths: dict[str, int] = {}
-        self._rows: list[tuple[int, int, int]] = []
-        self._room = np.empty(0, np.uint8)
-        """In which `put` lays out one chunk after another."""
 
-    def put(self, piece: Piece, position: int, elements: NDArray[np.generic]) -> None:
-        """Write one chunk.
+    def put(self, piece: Piece, box: Box, elements: NDArray[np.generic]) -> None:
+        """Write the chunks of an array that make a box.
 
         Args:
-            piece: the array it belongs to.
-            position: which chunk, in grid order.
-            elements: its elements, cut off at the array's edge; copied before this returns.
+            piece: the array.
+            box: in the tensor's indices.
+            elements: of the box; copied before this returns.
         """
-        size = room_for(piece.chunks, elements.itemsize)
-        if self._room.nbytes < size:
-            self._room = np.empty(size, np.uint8)
-        lay_out(elements, piece.chunks, self._room[:size])
-        self.put_laid_out(piece, position, self._room[:size])
+        self._encoder.put(piece, box, elements)
 
     def put_laid_out(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
         """Write one chunk of which the elements are laid out as they are stored (`codec.lay_out`); it is used before this returns."""
-        data, crc = close(raw, self._compression)
-        self._writer.put(chunk_object_key(piece, position), data)
-        self._rows.append((self._paths.setdefault(piece.path, len(self._paths)), position, crc))
+        self._encoder.put_laid_out(piece, position, raw)
 
     def describe(self, contents: Contents) -> FileReference:
         """Write what the host says that the checkpoint holds, unless another host says the same."""
@@ -122,23 +113,16 @@ class HostWriter:
         Returns:
             The record, which is not written yet, and the chunk table.
         """
-        extents = self._writer.finish()
-        path, chunk, crc = (np.array(c, np.int64) for c in zip(*self._rows, strict=True)) if self._rows else (np.empty(0, np.int64),) * 3
+        written = self._encoder.finish()
+        extents = written.extents
+        order = np.lexsort((written.chunk, written.path))
+        counts = np.bincount(written.path, minlength=len(written.paths)).tolist()
         # Plain layout: the key tells the place, so the table names no files.
-        file = extents.file if self._layout == "packed" else np.full(len(chunk), OWN_OBJECT)
-        order = np.lexsort((chunk, path))
-        ends = np.searchsorted(path[order], np.arange(len(self._paths) + 1))
-        arrays = {}
-        for name, i in self._paths.items():
-            rows = order[ends[i] : ends[i + 1]]
-            arrays[name] = ArrayChunks(
-                chunk[rows].astype(np.uint64),
-                file[rows].astype(np.uint32),
-                extents.offset[rows].astype(np.uint64),
-                extents.length[rows].astype(np.uint32),
-                crc[rows].astype(np.uint32),
-            )
-        table = Table.of(extents.files, arrays)
+        file = extents.file if self._layout == "packed" else np.full(len(order), OWN_OBJECT)
+        columns = (written.chunk, file, extents.offset, extents.length, written.crc)
+        table = Table(
+            list(extents.files), dict(zip(written.paths, counts, strict=True)), ArrayChunks.of_columns(*(c[order] for c in columns))
+        )
         record = HostRecord(
             attempt=self._attempt,
             host=self._host,
@@ -149,10 +133,10 @@ class HostWriter:
             files=HostFiles(
                 contents=contents,
                 table=write_table(self._place, f"{self.folder}/table", table),
-                lanes=tuple(self._writer.lanes) if isinstance(self._writer, PackedWriter) else (),
+                lanes=tuple(self._encoder.writer.lanes) if isinstance(self._encoder.writer, PackedWriter) else (),
                 values=None if values is None else self._write_own("values.json", values),
             ),
-            chunks=len(chunk),
+            chunks=len(order),
             stored_bytes=int(extents.length.sum()),
         )
         return record, table
@@ -166,4 +150,4 @@ class HostWriter:
     def abort(self) -> None:
         """Give up; what was written stays as garbage of the attempt, and all of it does once the host vouches for it."""
         if not self.vouches:
-            self._writer.abort()
+            self._encoder.writer.abort()
