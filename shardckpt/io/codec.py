@@ -50,9 +50,11 @@ def lay_out(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], rows: N
         rows[:, :-CHECKSUM_BYTES] = 0
     for runs in product(*map(_runs, elements.shape, chunk_shape)):
         # The ellipses keep 0-d arrays arrays.
-        part = chunks[(*(index for count, begin, side in runs for index in (slice(begin, begin + count), slice(side))), ...)]
-        inside = (slice(begin * full, begin * full + count * side) for (count, begin, side), full in zip(runs, chunk_shape, strict=True))
-        part[...] = elements[(*inside, ...)].reshape(part.shape)
+        cells: Any = (*(index for n, begin, side in runs for index in (slice(begin, begin + n), slice(side))), ...)
+        first = [begin * full for (_, begin, _), full in zip(runs, chunk_shape, strict=True)]
+        inside: Any = (*(slice(at, at + n * side) for (n, _, side), at in zip(runs, first, strict=True)), ...)
+        part = chunks[cells]
+        part[...] = elements[inside].reshape(part.shape)
 
 
 def _runs(n: int, side: int) -> list[tuple[int, int, int]]:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardckpt.errors import CommitError
 from shardckpt.io.codec import close, lay_out, room_for
+from shardckpt.io.extents import Extents
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.planning.plan import whole_chunks
 
@@ -23,12 +25,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.box import Box
-    from shardckpt.io.extents import Extents
     from shardckpt.io.packed import PackedWriter
     from shardckpt.io.plain import PlainWriter
     from shardckpt.planning.plan import Piece
 
-__all__ = ["Encoder", "Written"]
+__all__ = ["Encoder", "Written", "gathered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +99,33 @@ class Encoder:
         self._room = np.empty(0, np.uint8)
         columns = (np.array(self._path, np.uint32), np.array(self._chunk, np.uint64), np.array(self._crc, np.uint32))
         return Written(tuple(self._paths), *columns, extents)
+
+
+def gathered(parts: Sequence[Written]) -> Written:
+    """What several encoders have written, as one.
+
+    Raises:
+        CommitError: two of them have written the same chunk.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    paths: dict[str, int] = {}
+    numbers = [np.array([paths.setdefault(path, len(paths)) for path in part.paths], np.uint32)[part.path] for part in parts]
+    path, chunk = np.concatenate(numbers), np.concatenate([part.chunk for part in parts])
+    order = np.lexsort((chunk, path))
+    twice = np.flatnonzero((np.diff(path[order]) == 0) & (np.diff(chunk[order]) == 0))
+    if len(twice):
+        row = order[twice[0]]
+        raise CommitError(
+            f"chunk {chunk[row]} of {[*paths][path[row]]} was put twice by one host; "
+            f"two tensors, or two boxes of one, claim the same chunk."
+        )
+    extents = [part.extents for part in parts]
+    before = np.cumsum([0, *(len(e.files) for e in extents[:-1])]).astype(np.uint32)
+    places = Extents(
+        tuple(file for e in extents for file in e.files),
+        np.concatenate([e.file + n for e, n in zip(extents, before, strict=True)]),
+        np.concatenate([e.offset for e in extents]),
+        np.concatenate([e.length for e in extents]),
+    )
+    return Written(tuple(paths), path, chunk, np.concatenate([part.crc for part in parts]), places)

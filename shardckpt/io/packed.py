@@ -70,6 +70,7 @@ class PackedWriter:
         memory_limit: int = 8 * OBJECT_BYTES,
         data_file_bytes: int | None = None,
         lane_keys: int = LANE_KEYS,
+        among: tuple[int, int] = (0, 1),
     ) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
 
@@ -81,6 +82,7 @@ class PackedWriter:
             data_file_bytes: a data file ends before the chunk that would take it beyond this many bytes; by default
                 `DATA_FILE_BYTES` or `OBJECT_BYTES`.
             lane_keys: chunks per lane, at most 2**20.
+            among: (i, n): this is writer i of n in that folder, and every n-th number of a lane is its own.
         """
         assert 0 < lane_keys <= ocdbt.MOST_KEYS, "TensorStore reads no larger leaf"
         self.lanes: list[str] = []
@@ -93,6 +95,7 @@ class PackedWriter:
             self._data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // (2 + _HANDED_OVER)))
             self._most_waiting = max(1, min(MOST_UPLOADS, memory_limit // self._data_file_bytes - _HANDED_OVER))
         self._lane_keys = lane_keys
+        self._among = among
         self._log = ExtentLog()
         self._lane: _Lane | None = None
         self._file: DataFile | None = None
@@ -178,7 +181,8 @@ class PackedWriter:
     def _place(self) -> tuple[_Lane, DataFile]:
         """The lane and the data file for the next chunk."""
         if self._lane is None:
-            name = f"{self._prefix}/{len(self.lanes)}"
+            first, step = self._among
+            name = f"{self._prefix}/{first + step * len(self.lanes)}"
             self.lanes.append(name)
             self._lane = _Lane(self._store.sub(name), len(self._log))
         if self._file is None:
