@@ -126,7 +126,9 @@ class Attempt:
         written = {name: source for name, source in sources.items() if name not in self._skipped}
         return Share(planned, written, contents, seal({"values": values}) if values else None)
 
-    def write(self, contents: Contents, values: bytes | None, fill: Callable[[HostWriter], None], memory: int) -> HostRecord:
+    def write(
+        self, contents: Contents, values: bytes | None, fill: Callable[[HostWriter], None], memory: int, *, threads: int = 1
+    ) -> HostRecord:
         """Write this process's share, and its record.
 
         Args:
@@ -134,6 +136,7 @@ class Attempt:
             values: of the share.
             fill: hands all chunks to the writer.
             memory: bytes of chunks that may be on their way to the storage, where that is no local disk.
+            threads: that may write at a time.
         """
         us = self.world.process, self.world.processes
         self.prior = read_prior(self.store.among(*us), overwrite=self.options.overwrite)
@@ -149,6 +152,7 @@ class Attempt:
             layout=self.options.layout,
             compression=self.options.compression,
             memory_limit=memory,
+            threads=threads,
         )
         try:
             if not self.alone and self.commits:

@@ -1,7 +1,7 @@
 """Which parts of a process's shards are copied at once, and which chunks are they?
 
 What a process writes of a shard, a run of chunks, is cut into boxes (`planning.grid_runs`): its *blocks*. One block is
-copied by one call. Cutting it into its chunks can wait until they are written. Pure.
+copied by one call. Cutting it further can wait until it is written. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.box import Box
 from shardckpt.planning.grid_runs import run_boxes
-from shardckpt.planning.plan import chunks_inside, count_chunks
+from shardckpt.planning.plan import count_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardckpt.planning.plan import Piece
 
-__all__ = ["Block", "blocks_of", "chunks_of", "smaller"]
+__all__ = ["Block", "blocks_of", "parts_of", "smaller"]
 
 Index: TypeAlias = "tuple[slice | EllipsisType, ...]"
 
@@ -88,11 +88,10 @@ def smaller(block: Block, most: int) -> Iterator[Block]:
         yield from blocks_of(block.held, block.corner, block.piece, block.box, run, block.itemsize, most)
 
 
-def chunks_of(block: Block) -> Iterator[tuple[int, Index]]:
-    """The chunks of a block in grid order: the position of each in its piece's grid, and where it is in the block's array."""
-    positions, boxes = chunks_inside(block.piece, block.box)
-    for position, start, stop in zip(positions.tolist(), boxes.start.tolist(), boxes.stop.tolist(), strict=True):
-        yield position, _index(start, stop, block.box.start)
+def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
+    """The block, cut as by `smaller`: boxes in the tensor's indices, and where each is in the block's array."""
+    for part in smaller(block, most):
+        yield part.box, _index(part.box.start, part.box.stop, block.box.start)
 
 
 def _index(start: list[int] | tuple[int, ...], stop: list[int] | tuple[int, ...], corner: tuple[int, ...]) -> Index:

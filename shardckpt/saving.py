@@ -1,30 +1,41 @@
 """Saving one checkpoint, from one process or from many at once: at once, or in the background.
 
-Both take the same steps (`attempt`). `save` does all of them on the thread that calls it, chunk after chunk through one
-small buffer. `save_async` leaves all but copying to another thread (`saver`).
+Both take the same steps (`attempt`). `save` does all of them before it returns: some threads lay chunks out
+and write them, some MiB at a time. `save_async` leaves all but copying to another thread (`saver`).
 """
 
 from __future__ import annotations
 
+import os
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.attempt import Attempt
+from shardckpt.blocks import parts_of
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.saver import Saver
-from shardckpt.staging import MOST_COPIES, read, write_chunks
+from shardckpt.staging import MOST_COPIES, read
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from shardckpt.io.host import HostWriter
     from shardckpt.save_handle import SaveHandle
+    from shardckpt.save_plan import SavePlan
 
 __all__ = ["save", "save_async"]
+
+_AT_A_TIME = 4 << 20
+"""Bytes of elements that a thread of `save` lays out and writes at a time."""
+_MOST_THREADS = 4
+"""Threads that write, where the process has so many cores: more than cores gain nothing."""
+_LEAST_SHARE = 32 << 20
+"""Bytes that each has to write on average: less is not worth data files of its own."""
+_LEAST_MEAN = 512 << 10
+"""Bytes of a block on average, from which on copying and writing, which leave Python to the others, take far longer than Python."""
 
 
 def save(
@@ -64,11 +75,12 @@ def save(
 
         def fill(writer: HostWriter) -> None:
             for batch in read(share.plan, share.sources, staging):
-                for block, elements, _ in batch:
-                    for _ in write_chunks(writer, block, elements):
-                        pass
+                writer.put_all(
+                    (block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, _AT_A_TIME)
+                )
 
-        attempt.write(share.contents, share.values, fill, options.budget // 2)
+        memory = options.budget // 2
+        attempt.write(share.contents, share.values, fill, memory, threads=_writing_threads(share.plan, memory))
         if attempt.commits:
             attempt.await_hosts()
         record = attempt.assembled() if attempt.commits else None
@@ -79,6 +91,18 @@ def save(
         attempt.see_published()
     else:
         attempt.publish(record)
+
+
+def _writing_threads(plan: SavePlan, memory: int) -> int:
+    """How many threads lay out and write what is planned, each in its own memory of `_AT_A_TIME` bytes, or of one chunk.
+
+    One, where there is little to write, or tensors are so small that threads would wait for each other's Python.
+    """
+    blocks = [block for some in plan.blocks.values() for block in some]
+    if plan.nbytes < len(blocks) * _LEAST_MEAN:
+        return 1
+    room = max((_AT_A_TIME, *(block.chunk_bytes for block in blocks)))
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), plan.nbytes // _LEAST_SHARE, memory // room))
 
 
 _saver: Saver | None = None

@@ -30,7 +30,7 @@ import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.batches import batches
-from shardckpt.blocks import chunks_of, smaller
+from shardckpt.blocks import parts_of, smaller
 from shardckpt.copying import copy_all
 from shardckpt.io.budget import round_up
 
@@ -52,6 +52,8 @@ MOST_COPIES = 32 << 20
 """Bytes of copies that frameworks are asked for at a time. So few an allocator hands out again and again, where more is fresh
 memory each time, which the kernel has to clear: from torch_xla, reading takes four times as long."""
 
+WRITTEN_BYTES = 2 << 20
+"""Of elements that are encoded and written at a time: many chunks, and few enough that they stay in a core's cache meanwhile."""
 _BUFFER_BYTES = 32 << 20
 """Of a part of the buffer, where it does not hold all."""
 _LEAST_PARTS = 8
@@ -108,11 +110,11 @@ def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterat
 
 
 def write_chunks(writer: HostWriter, block: Block, elements: NDArray[np.generic]) -> Iterator[int]:
-    """Write the chunks of a block one after another; the bytes of elements of each, when it is written."""
-    for position, index in chunks_of(block):
-        chunk = elements[index]
-        writer.put(block.piece, position, chunk)
-        yield chunk.nbytes
+    """Write the chunks of a block, some at a time; the bytes of elements of these, when they are written."""
+    for box, index in parts_of(block, WRITTEN_BYTES):
+        part = elements[index]
+        writer.put(block.piece, box, part)
+        yield part.nbytes
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ zeros, as zarr asks.
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -28,46 +29,75 @@ def room_for(chunk_shape: tuple[int, ...], itemsize: int) -> int:
     return prod(chunk_shape) * itemsize + CHECKSUM_BYTES
 
 
-def lay_out(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], raw: NDArray[np.uint8]) -> None:
-    """Copy a chunk's elements to how they are stored; `close` then makes it a chunk.
+def lay_out(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]) -> None:
+    """Copy a block of whole chunks to how they are stored; `close` then makes chunks of it.
+
+    Per dimension there are the chunks that are full and, where the array ends inside of one, the last. One copy is made of each
+    combination of these: mostly one of all, however many chunks.
 
     Args:
-        elements: the chunk's elements, cut off at the tensor's edge, in the stored dtype.
-        chunk_shape: the shape to pad to.
-        raw: memory for it, of `room_for` bytes, aligned for the dtype.
+        elements: the chunks' elements, cut off at the array's edge, in the stored dtype.
+        chunk_shape: of one chunk, the shape to pad to.
+        rows: (n, `room_for`) memory, one row per chunk in grid order.
     """
-    whole = raw[:-CHECKSUM_BYTES].view(elements.dtype).reshape(chunk_shape)
-    if elements.shape == chunk_shape:
-        whole[...] = elements
-    else:
-        raw[:-CHECKSUM_BYTES] = 0
-        whole[tuple(map(slice, elements.shape))] = elements
+    kind = np.dtype(f"u{elements.itemsize}") if elements.itemsize in (1, 2, 4, 8) else elements.dtype  # numpy knows how to copy these fast
+    elements = elements.view(kind)
+    grid = [-(-n // side) for n, side in zip(elements.shape, chunk_shape, strict=True)]
+    chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([*grid, *chunk_shape])
+    # Axes by dimension: which chunk, and where in it.
+    chunks = chunks.transpose([axis for d in range(len(grid)) for axis in (d, len(grid) + d)])
+    if any(n % side for n, side in zip(elements.shape, chunk_shape, strict=True)):
+        rows[:, :-CHECKSUM_BYTES] = 0
+    for runs in product(*map(_runs, elements.shape, chunk_shape)):
+        # The ellipses keep 0-d arrays arrays.
+        cells: Any = (*(index for n, begin, side in runs for index in (slice(begin, begin + n), slice(side))), ...)
+        first = [begin * full for (_, begin, _), full in zip(runs, chunk_shape, strict=True)]
+        inside: Any = (*(slice(at, at + n * side) for (n, _, side), at in zip(runs, first, strict=True)), ...)
+        part = chunks[cells]
+        part[...] = elements[inside].reshape(part.shape)
 
 
-def close(raw: NDArray[np.uint8], compression: str | None) -> tuple[NDArray[np.uint8], int]:
-    """Make a chunk of elements that are laid out.
+def _runs(n: int, side: int) -> list[tuple[int, int, int]]:
+    """Chunks of a dimension that have equally many elements: how many, the first, and elements of each."""
+    full, rest = divmod(n, side)
+    return [run for run in ((full, 0, side), (1, full, rest)) if run[0] and run[2]]
+
+
+def close(rows: NDArray[np.uint8], compression: str | None) -> tuple[NDArray[np.uint8], list[int], list[int]]:
+    """Make chunks of elements that are laid out.
 
     Args:
-        raw: what `lay_out` filled; its last bytes are written to.
+        rows: (n, size) what `lay_out` filled, contiguous; the last bytes of each are written to.
         compression: None or "zstd".
 
     Returns:
-        The bytes to store, which are `raw` itself without compression, and the crc32c that ends them.
+        The bytes to store, one chunk behind the other, which are `rows` themselves without compression; of each chunk the bytes, and
+        the crc32c that ends it.
     """
     if compression is not None:
-        packed = _zstd().encode(raw[:-CHECKSUM_BYTES])
-        raw = np.empty(len(packed) + CHECKSUM_BYTES, np.uint8)
-        raw[:-CHECKSUM_BYTES] = np.frombuffer(packed, np.uint8)
-    crc = crc32c.crc32c(raw[:-CHECKSUM_BYTES])
-    raw[-CHECKSUM_BYTES:] = np.frombuffer(crc.to_bytes(CHECKSUM_BYTES, "little"), np.uint8)
-    return raw, crc
+        return _compressed(rows)
+    count, size = rows.shape
+    data = rows.reshape(-1)
+    with memoryview(data) as view:  # type: ignore[arg-type]  # an ndarray is a buffer
+        crcs = [crc32c.crc32c(view[end - size : end - CHECKSUM_BYTES]) for end in range(size, count * size + 1, size)]
+    rows[:, -CHECKSUM_BYTES:] = np.array(crcs, "<u4").view(np.uint8).reshape(count, CHECKSUM_BYTES)
+    return data, [size] * count, crcs
+
+
+def _compressed(rows: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], list[int], list[int]]:
+    zstd = _zstd()
+    packed = [zstd.encode(row[:-CHECKSUM_BYTES]) for row in rows]
+    crcs = [crc32c.crc32c(frame) for frame in packed]
+    parts = [part for frame, crc in zip(packed, crcs, strict=True) for part in (frame, crc.to_bytes(CHECKSUM_BYTES, "little"))]
+    return np.frombuffer(b"".join(parts), np.uint8), [len(frame) + CHECKSUM_BYTES for frame in packed], crcs
 
 
 def encode(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], compression: str | None) -> tuple[NDArray[np.uint8], int]:
-    """Encode one chunk: `lay_out` in memory of its own, and `close`."""
-    raw = np.empty(room_for(chunk_shape, elements.itemsize), np.uint8)
-    lay_out(elements, chunk_shape, raw)
-    return close(raw, compression)
+    """Encode one chunk: `lay_out` in memory of its own, and `close`; the bytes to store, and the crc32c that ends them."""
+    rows = np.empty((1, room_for(chunk_shape, elements.itemsize)), np.uint8)
+    lay_out(elements, chunk_shape, rows)
+    data, _, (crc,) = close(rows, compression)
+    return data, crc
 
 
 def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[np.uint8]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,8 @@ import numpy as np
 from shardckpt.errors import CommitError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 __all__ = ["ExtentLog", "Extents"]
@@ -52,22 +55,34 @@ class ExtentLog:
         """Number of chunks so far."""
         return len(self._length)
 
-    def add(self, key: str, offset: int, length: int) -> None:
-        """Note a chunk in the last of the files.
+    def add(self, keys: Sequence[str], offset: int, lengths: Sequence[int]) -> None:
+        """Note chunks in the last of the files, one behind the other.
+
+        Args:
+            keys: of each.
+            offset: where the first one begins.
+            lengths: bytes of each.
 
         Raises:
-            CommitError: a chunk of that key was put already, or there are no bytes.
+            CommitError: a chunk of one of the keys was put already, or one has no bytes.
         """
-        if not length:
-            raise CommitError(f"chunk {key} has no bytes; every stored chunk ends in a checksum.")
-        if key in self._keys:
-            raise CommitError(f"chunk {key} was put twice by one host; two tensors, or two boxes of one, claim the same chunk.")
-        self._keys.add(key)
-        self._file.append(max(0, len(self.files) - 1))
-        self._offset.append(offset)
-        self._length.append(length)
+        if not all(lengths):
+            raise CommitError(f"chunk {keys[lengths.index(0)]} has no bytes; every stored chunk ends in a checksum.")
+        before = len(self._keys)
+        twice = None if self._keys.isdisjoint(keys) else next(key for key in keys if key in self._keys)
+        self._keys.update(keys)
+        if len(self._keys) != before + len(keys):
+            twice = twice or next(key for i, key in enumerate(keys) if key in keys[:i])
+            raise CommitError(f"chunk {twice} was put twice by one host; two tensors, or two boxes of one, claim the same chunk.")
+        self._file.extend([max(0, len(self.files) - 1)] * len(keys))
+        self._offset.extend(accumulate(lengths[:-1], initial=offset))
+        self._length.extend(lengths)
 
-    def extents(self) -> Extents:
-        """All that was noted."""
-        columns = (np.array(self._file, np.uint32), np.array(self._offset, np.uint64), np.array(self._length, np.uint64))
+    def extents(self, first: int = 0) -> Extents:
+        """All that was noted, from a row on."""
+        columns = (
+            np.array(self._file[first:], np.uint32),
+            np.array(self._offset[first:], np.uint64),
+            np.array(self._length[first:], np.uint64),
+        )
         return Extents(tuple(self.files), *columns)

@@ -5,21 +5,26 @@ The record is written last, after everything it vouches for is durable, so its p
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.io.codec import close, lay_out, room_for
+from shardckpt.io.encoder import Encoder, gathered
 from shardckpt.io.host_files import write_table
-from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.packed import PackedWriter
 from shardckpt.io.plain import PlainWriter
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table
+from shardckpt.io.threads import taken
+from shardckpt.io.together import together
 from shardckpt.record import FileReference, HostFiles, HostRecord, seal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
+    from shardckpt.box import Box
     from shardckpt.contents import Contents
     from shardckpt.io.store import Store
     from shardckpt.planning.plan import Piece
@@ -39,7 +44,16 @@ class HostWriter:
     """Takes a host's chunks in any order of tensors; `finish` or `abort` ends it."""
 
     def __init__(
-        self, place: Store, attempt: str, host: int, *, layout: str, compression: str | None, memory_limit: int, run: str | None = None
+        self,
+        place: Store,
+        attempt: str,
+        host: int,
+        *,
+        layout: str,
+        compression: str | None,
+        memory_limit: int,
+        run: str | None = None,
+        threads: int = 1,
     ) -> None:
         """Write below `place`, the attempt.
 
@@ -52,6 +66,7 @@ class HostWriter:
             memory_limit: bytes of encoded chunks that may wait for the storage.
             run: where several writers may be at work as the same host, what tells this one's files from theirs. Of the
                 plain layout's chunks, which have one name each, the last one's are there.
+            threads: that `put_all` may use, to data files on a local disk: each writes files of its own.
         """
         self._place = place
         self._attempt = attempt
@@ -60,37 +75,33 @@ class HostWriter:
         """Where the host's own files are, relative to the attempt."""
         self._layout = layout
         self._compression = compression
-        self._writer: PackedWriter | PlainWriter
+        writers: list[PackedWriter | PlainWriter]
         if layout == "packed":
-            self._writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit)
+            several = threads if place.location.local is not None else 1
+            writers = [PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, among=(i, several)) for i in range(several)]
         else:
-            self._writer = PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")
+            writers = [PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")]
+        self._encoders = [Encoder(writer, compression) for writer in writers]
         self.vouches = False
         """Whether the host's record may be there. From then on others may commit what it vouches for, and nothing of that goes."""
-        self._paths: dict[str, int] = {}
-        self._rows: list[tuple[int, int, int]] = []
-        self._room = np.empty(0, np.uint8)
-        """In which `put` lays out one chunk after another."""
 
-    def put(self, piece: Piece, position: int, elements: NDArray[np.generic]) -> None:
-        """Write one chunk.
+    def put(self, piece: Piece, box: Box, elements: NDArray[np.generic]) -> None:
+        """Write the chunks of an array that make a box.
 
         Args:
-            piece: the array it belongs to.
-            position: which chunk, in grid order.
-            elements: its elements, cut off at the array's edge; copied before this returns.
+            piece: the array.
+            box: in the tensor's indices.
+            elements: of the box; copied before this returns.
         """
-        size = room_for(piece.chunks, elements.itemsize)
-        if self._room.nbytes < size:
-            self._room = np.empty(size, np.uint8)
-        lay_out(elements, piece.chunks, self._room[:size])
-        self.put_laid_out(piece, position, self._room[:size])
+        self._encoders[0].put(piece, box, elements)
+
+    def put_all(self, blocks: Iterable[tuple[Piece, Box, NDArray[np.generic]]]) -> None:
+        """Write many, each as `put` would, by as many threads as the writer has; nobody reads elements any more when this returns."""
+        taken(blocks, [partial(_put, encoder) for encoder in self._encoders])
 
     def put_laid_out(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
         """Write one chunk of which the elements are laid out as they are stored (`codec.lay_out`); it is used before this returns."""
-        data, crc = close(raw, self._compression)
-        self._writer.put(chunk_object_key(piece, position), data)
-        self._rows.append((self._paths.setdefault(piece.path, len(self._paths)), position, crc))
+        self._encoders[0].put_laid_out(piece, position, raw)
 
     def describe(self, contents: Contents) -> FileReference:
         """Write what the host says that the checkpoint holds, unless another host says the same."""
@@ -122,23 +133,16 @@ class HostWriter:
         Returns:
             The record, which is not written yet, and the chunk table.
         """
-        extents = self._writer.finish()
-        path, chunk, crc = (np.array(c, np.int64) for c in zip(*self._rows, strict=True)) if self._rows else (np.empty(0, np.int64),) * 3
+        written = gathered(together(Encoder.finish, self._encoders))
+        extents = written.extents
+        order = np.lexsort((written.chunk, written.path))
+        counts = np.bincount(written.path, minlength=len(written.paths)).tolist()
         # Plain layout: the key tells the place, so the table names no files.
-        file = extents.file if self._layout == "packed" else np.full(len(chunk), OWN_OBJECT)
-        order = np.lexsort((chunk, path))
-        ends = np.searchsorted(path[order], np.arange(len(self._paths) + 1))
-        arrays = {}
-        for name, i in self._paths.items():
-            rows = order[ends[i] : ends[i + 1]]
-            arrays[name] = ArrayChunks(
-                chunk[rows].astype(np.uint64),
-                file[rows].astype(np.uint32),
-                extents.offset[rows].astype(np.uint64),
-                extents.length[rows].astype(np.uint32),
-                crc[rows].astype(np.uint32),
-            )
-        table = Table.of(extents.files, arrays)
+        file = extents.file if self._layout == "packed" else np.full(len(order), OWN_OBJECT)
+        columns = (written.chunk, file, extents.offset, extents.length, written.crc)
+        table = Table(
+            list(extents.files), dict(zip(written.paths, counts, strict=True)), ArrayChunks.of_columns(*(c[order] for c in columns))
+        )
         record = HostRecord(
             attempt=self._attempt,
             host=self._host,
@@ -149,10 +153,10 @@ class HostWriter:
             files=HostFiles(
                 contents=contents,
                 table=write_table(self._place, f"{self.folder}/table", table),
-                lanes=tuple(self._writer.lanes) if isinstance(self._writer, PackedWriter) else (),
+                lanes=tuple(lane for e in self._encoders if isinstance(e.writer, PackedWriter) for lane in e.writer.lanes),
                 values=None if values is None else self._write_own("values.json", values),
             ),
-            chunks=len(chunk),
+            chunks=len(order),
             stored_bytes=int(extents.length.sum()),
         )
         return record, table
@@ -166,4 +170,9 @@ class HostWriter:
     def abort(self) -> None:
         """Give up; what was written stays as garbage of the attempt, and all of it does once the host vouches for it."""
         if not self.vouches:
-            self._writer.abort()
+            for encoder in self._encoders:
+                encoder.writer.abort()
+
+
+def _put(encoder: Encoder, block: tuple[Piece, Box, NDArray[np.generic]]) -> None:
+    encoder.put(*block)

@@ -19,8 +19,10 @@ index takes some 300 bytes per chunk until `finish`.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,8 @@ from shardckpt.io.extents import ExtentLog, Extents
 from shardckpt.io.store import Data, Store, byte_view, shared_context, storage_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 __all__ = ["DATA_FILE_BYTES", "LANE_KEYS", "OBJECT_BYTES", "PackedWriter"]
@@ -66,6 +70,7 @@ class PackedWriter:
         memory_limit: int = 8 * OBJECT_BYTES,
         data_file_bytes: int | None = None,
         lane_keys: int = LANE_KEYS,
+        among: tuple[int, int] = (0, 1),
     ) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
 
@@ -77,6 +82,7 @@ class PackedWriter:
             data_file_bytes: a data file ends before the chunk that would take it beyond this many bytes; by default
                 `DATA_FILE_BYTES` or `OBJECT_BYTES`.
             lane_keys: chunks per lane, at most 2**20.
+            among: (i, n): this is writer i of n in that folder, and every n-th number of a lane is its own.
         """
         assert 0 < lane_keys <= ocdbt.MOST_KEYS, "TensorStore reads no larger leaf"
         self.lanes: list[str] = []
@@ -89,6 +95,7 @@ class PackedWriter:
             self._data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // (2 + _HANDED_OVER)))
             self._most_waiting = max(1, min(MOST_UPLOADS, memory_limit // self._data_file_bytes - _HANDED_OVER))
         self._lane_keys = lane_keys
+        self._among = among
         self._log = ExtentLog()
         self._lane: _Lane | None = None
         self._file: DataFile | None = None
@@ -99,27 +106,40 @@ class PackedWriter:
         self._waiting: deque[tuple[Future[None], DataFile]] = deque()
 
     def put(self, key: str, data: Data) -> None:
-        """Append one encoded chunk; the buffer is the caller's again when this returns.
+        """Append one encoded chunk; as `put_all`."""
+        view = byte_view(data)
+        self.put_all([key], view, [view.nbytes])
+
+    def put_all(self, keys: Sequence[str], data: Data, lengths: Sequence[int]) -> None:
+        """Append encoded chunks; the buffer is the caller's again when this returns.
 
         Args:
-            key: the chunk's zarr key below the root of the arrays, `model/w/c/0/1`.
-            data: its bytes, as they are to be stored.
+            keys: the chunks' zarr keys below the root of the arrays, `model/w/c/0/1`.
+            data: their bytes, as they are to be stored, one behind the other.
+            lengths: bytes of each.
 
         Raises:
-            CommitError: the key was put before, or there are no bytes.
-            StorageError: this chunk, or one before it, could not be written.
+            CommitError: a key was put before, or there are no bytes.
+            StorageError: these chunks, or some before them, could not be written.
         """
         self._begin()
-        length = byte_view(data).nbytes
-        if self._file is not None and self._size + length > self._data_file_bytes:
-            self._end_file()
-        if self._lane is not None and len(self._lane.keys) >= self._lane_keys:
-            self._end_lane()
-        lane, file = self._place()
-        self._log.add(key, self._size, length)
-        lane.add(key, self._size, length)
-        file.append(data)
-        self._size += length
+        view = byte_view(data)
+        ends = list(accumulate(lengths))
+        first = begin = 0
+        while first < len(keys):
+            if self._file is not None and self._size + lengths[first] > self._data_file_bytes:
+                self._end_file()
+            if self._lane is not None and len(self._lane.keys) >= self._lane_keys:
+                self._end_lane()
+            lane, file = self._place()
+            fitting = bisect_right(ends, begin + self._data_file_bytes - self._size)
+            last = max(first + 1, min(fitting, first + self._lane_keys - len(lane.keys)))
+            end = ends[last - 1]
+            self._log.add(keys[first:last], self._size, lengths[first:last])
+            lane.keys += map(str.encode, keys[first:last])
+            file.append(view[begin:end])
+            self._size += end - begin
+            first, begin = last, end
         self._failed = False
 
     def finish(self) -> Extents:
@@ -161,9 +181,10 @@ class PackedWriter:
     def _place(self) -> tuple[_Lane, DataFile]:
         """The lane and the data file for the next chunk."""
         if self._lane is None:
-            name = f"{self._prefix}/{len(self.lanes)}"
+            first, step = self._among
+            name = f"{self._prefix}/{first + step * len(self.lanes)}"
             self.lanes.append(name)
-            self._lane = _Lane(self._store.sub(name))
+            self._lane = _Lane(self._store.sub(name), len(self._log))
         if self._file is None:
             name = self._lane.next_file()
             self._file, self._size = create_data_file(self._lane.store, name, self._buffer), 0
@@ -185,7 +206,7 @@ class PackedWriter:
             self._settle_one()
         if self._lane is not None:
             lane, self._lane = self._lane, None
-            lane.seal()
+            lane.seal(self._log.extents(lane.first))
 
     def _settle_one(self) -> None:
         """Wait for the file that has waited longest, whose error is raised here."""
@@ -196,27 +217,28 @@ class PackedWriter:
 class _Lane:
     """The index of one OCDBT database, until it is written."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, first: int) -> None:
         self.store = store
+        self.first = first
+        """How many chunks were put before its own."""
         self.keys: list[bytes] = []
         self._files: list[str] = []
-        self._places: list[tuple[int, int, int]] = []
 
     def next_file(self) -> str:
         """Name one more data file, relative to the lane."""
         self._files.append(f"d/{len(self._files):05d}")
         return self._files[-1]
 
-    def add(self, key: str, offset: int, length: int) -> None:
-        """Note a chunk in the last of the files."""
-        self.keys.append(key.encode())
-        self._places.append((len(self._files) - 1, offset, length))
+    def seal(self, extents: Extents) -> None:
+        """Write the leaf and then the manifest; have TensorStore read them.
 
-    def seal(self) -> None:
-        """Write the leaf and then the manifest; have TensorStore read them."""
+        Args:
+            extents: of its chunks, in files of which the last ones are its own.
+        """
         order = sorted(range(len(self.keys)), key=self.keys.__getitem__)
         keys = [self.keys[i] for i in order]
-        places = np.array(self._places, np.int64)[order]
+        before = len(extents.files) - len(self._files)
+        places = np.stack([extents.file - np.uint32(before), extents.offset, extents.length], axis=1).astype(np.int64)[order]
         node = ocdbt.leaf_node(keys, self._files, *places.T)
         self.store.write(_TREE, node)
         self.store.write(_MANIFEST, ocdbt.manifest(_TREE, len(node), len(keys), int(places[:, 2].sum())))

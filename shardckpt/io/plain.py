@@ -10,11 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io.datafile import DataFile, create_data_file
 from shardckpt.io.extents import ExtentLog, Extents
 from shardckpt.io.store import Data, Store, byte_view
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["PLAIN_ROOT", "PlainWriter"]
 
@@ -61,7 +65,7 @@ class PlainWriter:
         """
         self._begin()
         length = byte_view(data).nbytes
-        self._log.add(key, 0, length)
+        self._log.add([key], 0, [length])
         while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= _MOST_OPEN):
             self._settle_one()
         draft = None if self._drafts is None else f"{self._drafts}/{len(self._log)}"
@@ -75,6 +79,19 @@ class PlainWriter:
         self._waiting.append((self._pool.submit(file.wait), file, length))
         self._in_flight += length
         self._failed = False
+
+    def put_all(self, keys: Sequence[str], data: Data, lengths: Sequence[int]) -> None:
+        """Write encoded chunks, one after another; as `put`.
+
+        Args:
+            keys: of each.
+            data: their bytes, one behind the other.
+            lengths: bytes of each.
+        """
+        view, begin = byte_view(data), 0
+        for key, length in zip(keys, lengths, strict=True):
+            self.put(key, view[begin : begin + length])
+            begin += length
 
     def finish(self) -> Extents:
         """Wait until everything is durable.

@@ -20,7 +20,7 @@ In the table of all hosts every array has all chunks of its grid, so that a chun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -56,6 +56,11 @@ class ArrayChunks:
     def none(cls) -> ArrayChunks:
         """No chunks."""
         return cls(**{name: np.empty(0, dtype) for name, dtype in _COLUMNS})
+
+    @classmethod
+    def of_columns(cls, *columns: NDArray[Any]) -> ArrayChunks:
+        """Chunks given as their columns, of any integer types that fit."""
+        return cls(**{name: column.astype(dtype, copy=False) for (name, dtype), column in zip(_COLUMNS, columns, strict=True)})
 
     @classmethod
     def of_records(cls, rows: NDArray[np.void]) -> ArrayChunks:

@@ -40,6 +40,7 @@ __all__ = [
     "coverage_gap",
     "overlaps",
     "touched",
+    "whole_chunks",
 ]
 
 Ints = NDArray[np.int64]
@@ -172,6 +173,19 @@ def chunks_inside(piece: Piece, box: Box, which: range | None = None) -> tuple[I
     Raises:
         FormatError: a chunk crosses the border of the box, so it would have two writers.
     """
+    spans = whole_chunks(piece, box)
+    within = np.arange(*(0, prod(map(len, spans))) if which is None else (which.start, which.stop), dtype=np.int64)
+    coords = _coordinates(within, tuple(map(len, spans))) + np.array([span.start for span in spans], np.int64)
+    chunk = _linear(coords, piece.grid)
+    return chunk, chunk_boxes(piece, chunk)
+
+
+def whole_chunks(piece: Piece, box: Box) -> list[range]:
+    """`chunk_spans` of a box of which the part that lies in the piece is a union of its chunks.
+
+    Raises:
+        FormatError: as for `chunks_inside`.
+    """
     spans = chunk_spans(piece, box)
     if all(spans):
         for span, start, n, side, a, b in zip(spans, piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
@@ -179,10 +193,7 @@ def chunks_inside(piece: Piece, box: Box, which: range | None = None) -> tuple[I
                 raise FormatError(
                     f"{piece.path}: chunks of {piece.chunks} cross the border of the shard {box}; a chunk must have one writer."
                 )
-    within = np.arange(*(0, prod(map(len, spans))) if which is None else (which.start, which.stop), dtype=np.int64)
-    coords = _coordinates(within, tuple(map(len, spans))) + np.array([span.start for span in spans], np.int64)
-    chunk = _linear(coords, piece.grid)
-    return chunk, chunk_boxes(piece, chunk)
+    return spans
 
 
 def count_chunks(piece: Piece, box: Box) -> int:

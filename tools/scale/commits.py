@@ -24,7 +24,7 @@ from unittest import mock
 
 import numpy as np
 
-from shardckpt import Mesh, PartitionSpec, Sharding, dtypes
+from shardckpt import Box, Mesh, PartitionSpec, Sharding, dtypes
 from shardckpt.contents import Contents
 from shardckpt.io import assemble, index
 from shardckpt.io.commit import RECORD, publish, read_prior
@@ -75,12 +75,11 @@ def contents_of(hosts: int, chunks: int) -> Contents:
 def write_attempt(root: Store, contents: Contents, hosts: int, layout: str = "packed") -> Store:
     """What all hosts of a job leave; the attempt."""
     place = root.sub(ATTEMPT)
-    element = np.zeros((1, 1), np.uint8)
+    elements = np.zeros((1, CHUNKS_PER_TENSOR), np.uint8)
     for host in range(hosts):
         writer = HostWriter(place, ATTEMPT, host, layout=layout, compression=None, memory_limit=1 << 26)
         for tensor in contents.structure.tensors.values():
-            for i in range(CHUNKS_PER_TENSOR):
-                writer.put(tensor.pieces[0], CHUNKS_PER_TENSOR * host + i, element)
+            writer.put(tensor.pieces[0], Box((host, 0), (host + 1, CHUNKS_PER_TENSOR)), elements)
         writer.finish(contents, hosts=hosts, prior=None)
     return place
 

@@ -1,0 +1,131 @@
+"""Chunks of one host, made of elements many at a time, and handed to a writer.
+
+A block's chunks are laid out by one copy in memory that is used again and again, one behind the other as they will lie in the
+file; each gets its checksum there; and one call writes them all. So what costs Python is paid per block and not per chunk, but
+for the checksum and the key.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.errors import CommitError
+from shardckpt.io.codec import close, lay_out, room_for
+from shardckpt.io.extents import Extents
+from shardckpt.io.keys import chunk_object_key
+from shardckpt.planning.plan import whole_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.box import Box
+    from shardckpt.io.packed import PackedWriter
+    from shardckpt.io.plain import PlainWriter
+    from shardckpt.planning.plan import Piece
+
+__all__ = ["Encoder", "Written", "gathered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Chunks in the order in which they were written."""
+
+    paths: tuple[str, ...]
+    """Arrays that have some."""
+    path: NDArray[np.uint32]
+    """(n,) which of the arrays."""
+    chunk: NDArray[np.uint64]
+    """(n,) position in the array's grid."""
+    crc: NDArray[np.uint32]
+    """(n,) crc32c of what is stored."""
+    extents: Extents
+    """Where they are."""
+
+
+class Encoder:
+    """Makes chunks and hands them to a writer; for one thread."""
+
+    def __init__(self, writer: PackedWriter | PlainWriter, compression: str | None) -> None:
+        """Write with `writer`; `finish` ends it, or its own `abort`."""
+        self.writer = writer
+        self._compression = compression
+        self._room = np.empty(0, np.uint8)
+        """In which one block after another is laid out."""
+        self._paths: dict[str, int] = {}
+        self._path = array("I")
+        self._chunk = array("Q")
+        self._crc = array("I")
+
+    def put(self, piece: Piece, box: Box, elements: NDArray[np.generic]) -> None:
+        """Write the chunks of an array that make a box.
+
+        Args:
+            piece: the array.
+            box: in the tensor's indices.
+            elements: of the box; copied before this returns.
+        """
+        positions, keys = [0], [f"{piece.path}/c"]
+        for span, n in zip(whole_chunks(piece, box), piece.grid, strict=True):
+            positions = [row * n + i for row in positions for i in span]
+            keys = [f"{key}/{i}" for key in keys for i in span]
+        size = room_for(piece.chunks, elements.itemsize)
+        nbytes = len(keys) * size
+        if self._room.nbytes < nbytes:
+            self._room = np.empty(nbytes, np.uint8)
+        rows = self._room[:nbytes].reshape(-1, size)
+        lay_out(elements, piece.chunks, rows)
+        self._write(piece, keys, positions, rows)
+
+    def put_laid_out(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
+        """Write one chunk of which the elements are laid out as they are stored (`codec.lay_out`); it is used before this returns."""
+        self._write(piece, [chunk_object_key(piece, position)], [position], raw[None])
+
+    def _write(self, piece: Piece, keys: Sequence[str], positions: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        data, lengths, crcs = close(rows, self._compression)
+        self.writer.put_all(keys, data, lengths)
+        self._path.extend([self._paths.setdefault(piece.path, len(self._paths))] * len(keys))
+        self._chunk.extend(positions)
+        self._crc.extend(crcs)
+
+    def finish(self) -> Written:
+        """Wait until everything is durable."""
+        extents = self.writer.finish()
+        self._room = np.empty(0, np.uint8)
+        columns = (np.array(self._path, np.uint32), np.array(self._chunk, np.uint64), np.array(self._crc, np.uint32))
+        return Written(tuple(self._paths), *columns, extents)
+
+
+def gathered(parts: Sequence[Written]) -> Written:
+    """What several encoders have written, as one.
+
+    Raises:
+        CommitError: two of them have written the same chunk.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    paths: dict[str, int] = {}
+    numbers = [np.array([paths.setdefault(path, len(paths)) for path in part.paths], np.uint32)[part.path] for part in parts]
+    path, chunk = np.concatenate(numbers), np.concatenate([part.chunk for part in parts])
+    order = np.lexsort((chunk, path))
+    twice = np.flatnonzero((np.diff(path[order]) == 0) & (np.diff(chunk[order]) == 0))
+    if len(twice):
+        row = order[twice[0]]
+        raise CommitError(
+            f"chunk {chunk[row]} of {[*paths][path[row]]} was put twice by one host; "
+            f"two tensors, or two boxes of one, claim the same chunk."
+        )
+    extents = [part.extents for part in parts]
+    before = np.cumsum([0, *(len(e.files) for e in extents[:-1])]).astype(np.uint32)
+    places = Extents(
+        tuple(file for e in extents for file in e.files),
+        np.concatenate([e.file + n for e, n in zip(extents, before, strict=True)]),
+        np.concatenate([e.offset for e in extents]),
+        np.concatenate([e.length for e in extents]),
+    )
+    return Written(tuple(paths), path, chunk, np.concatenate([part.crc for part in parts]), places)

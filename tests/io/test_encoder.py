@@ -1,0 +1,114 @@
+"""A host's chunks, made of blocks of elements and written by one thread or by several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardckpt.box import Box, BoxArray
+from shardckpt.contents import Contents
+from shardckpt.errors import CommitError
+from shardckpt.io.codec import close, encode, lay_out, room_for
+from shardckpt.io.datafile import create_data_file
+from shardckpt.io.host import HostWriter
+from shardckpt.io.host_files import read_table
+from shardckpt.io.lookup import WholeTable
+from shardckpt.io.reader import ChunkReader, Request
+from shardckpt.io.store import Store
+from shardckpt.planning.plan import Piece, chunk_boxes
+from shardckpt.structure import Structure
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONTENTS = Contents(Structure({}, {}), {}, {})
+sides = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=3)
+
+
+@given(sides, st.sampled_from(["u1", "f2", "f4", "c16"]), st.sampled_from([None, "zstd"]))
+@settings(max_examples=80, deadline=None)
+def test_the_chunks_of_a_block_are_the_same_bytes_as_each_of_them_alone(grid, dtype, compression):
+    shape, chunks = tuple(n for n, _ in grid), tuple(c for _, c in grid)
+    # The block is a part of a larger array: its elements are not side by side in memory.
+    elements = np.random.default_rng(0).random([n + 1 for n in shape]).astype(dtype)[(*map(slice, shape), ...)]
+    piece = Piece("w", (0,) * len(shape), shape, chunks)
+    rows = np.full((piece.num_chunks, room_for(chunks, elements.itemsize)), 255, np.uint8)
+    lay_out(elements, chunks, rows)
+    data, lengths, crcs = close(rows, compression)
+    boxes = chunk_boxes(piece, np.arange(piece.num_chunks))
+    alone = [encode(elements[(*boxes[i].slices, ...)], chunks, compression) for i in range(piece.num_chunks)]
+    assert data.tobytes() == b"".join(stored.tobytes() for stored, _ in alone)
+    assert (lengths, crcs) == ([len(stored) for stored, _ in alone], [crc for _, crc in alone])
+
+
+def arrays(rows):
+    """Pieces of rows of 16 KiB, one row a chunk, with their elements."""
+    found = [
+        (Piece(f"t{i}", (0, 0), (n, 4096), (1, 4096)), np.random.default_rng(i).random((n, 4096), np.float32)) for i, n in enumerate(rows)
+    ]
+    return [(piece, piece.box, values) for piece, values in found]
+
+
+def writer(place: Path, threads, layout="packed", compression=None) -> HostWriter:
+    return HostWriter(Store.open(place), "a", 0, layout=layout, compression=compression, memory_limit=1 << 26, threads=threads)
+
+
+def read_back(place, record, piece):
+    store = Store.open(place)
+    table = read_table(store, record.files.table)
+    out = np.empty(piece.shape, np.float32)
+    request = Request(piece.path, out.dtype, [piece], BoxArray.of([piece.box], 2), [out])
+    ChunkReader(store, WholeTable(table.files, table.arrays()), compression=record.compression).read([request])
+    return out
+
+
+@given(st.lists(st.integers(1, 60), max_size=5), st.integers(1, 3), st.sampled_from([None, "zstd"]))
+@settings(max_examples=12, deadline=None)
+def test_what_several_threads_have_written_is_read_back(tmp_path_factory, rows, threads, compression):
+    place = tmp_path_factory.mktemp("host")
+    host, blocks = writer(place, threads, compression=compression), arrays(rows)
+    host.put_all(blocks)
+    record, table = host.complete(host.describe(CONTENTS), hosts=1, prior=None)
+    assert record.chunks == len(table.rows) == sum(rows)
+    assert len(record.files.lanes) <= threads
+    for piece, _, values in blocks:
+        assert (read_back(place, record, piece) == values).all()
+
+
+def test_a_block_is_written_by_one_call_however_many_chunks_it_has(tmp_path, monkeypatch):
+    calls = []
+    kind = type(create_data_file(Store.open(tmp_path), "x"))
+    append = kind.append
+    monkeypatch.setattr(kind, "append", lambda self, data: calls.append(len(data)) or append(self, data))
+    host = writer(tmp_path, 1)
+    host.put(*arrays([200])[0])
+    assert calls == [200 * (4096 * 4 + 4)]
+    host.abort()
+
+
+def test_a_chunk_that_two_threads_were_given_is_refused(tmp_path):
+    ((piece, box, values),) = arrays([2])
+    host = writer(tmp_path, 2)
+    host._encoders[0].put(piece, box, values)
+    host._encoders[1].put(piece, Box((1, 0), (2, 4096)), values[1:])
+    with pytest.raises(CommitError, match="chunk 1 of t0 was put twice"):
+        host.complete(host.describe(CONTENTS), hosts=1, prior=None)
+    host.abort()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_in_any_thread_ends_all_and_is_the_callers_and_nothing_is_left(tmp_path, threads):
+    blocks, host = arrays([1] * 300), writer(tmp_path, threads)
+
+    def given():
+        yield from blocks
+        raise CommitError("this one cannot be read")
+
+    with pytest.raises(CommitError, match="this one cannot be read"):
+        host.put_all(given())
+    host.abort()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
