@@ -1,29 +1,28 @@
 """Which chunks can be moved by one copy?
 
 Chunks of one array that lie one after another in a file, and go one after another to the same boxes, are a *band*: in the file
-their elements are an array [chunks, *chunk shape] whose first stride is a chunk's stored bytes, and so they are in memory, whose
-first stride is a step from one chunk to the next. One copy moves all of them, with no Python for each.
+their elements are an array [chunks, *chunk shape], and in memory they are a box that is as many times as long in one dimension.
+One copy moves all of them, with no Python for each.
 
 A chunk continues a band if it is the next in the grid, of as many bytes, and for each box the same part of it goes on in the box:
-nowhere back, as it would where a row of the grid ends. Then the step is a side of a chunk along the grid's last dimension with
-more than one chunk, and the same from each to the next.
+nowhere back, as it would where a row of the grid ends. Then it lies beside the one before it along the grid's last dimension
+with more than one chunk. A box that reaches into both, and wants the same of both, wants all of either along that dimension.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
-
-from shardckpt.io.codec import CHECKSUM_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.io.finder import Located
+    from shardckpt.io.wanted import Index
 
     Array = NDArray[np.generic]
 
@@ -64,56 +63,50 @@ class Band:
     begin: int
     end: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return (self.end - self.begin) * int(self.chunks.length[self.begin])
-
-    def destination(self) -> list[NDArray[np.uint8]] | None:
-        """Per chunk the bytes where its elements go, if they go to one place only, all of them, side by side and as they are."""
+    def destination(self) -> memoryview | None:
+        """Where the elements go, as bytes, if they go to one place only, all of them, side by side and as they are."""
         targets = self.chunks.wanted.targets
         part = self.chunks.wanted.part_of(self.begin)
         if part.request.convert_from is not None or targets.count[self.begin] != 1:
             return None
-        places, _ = self._pair(int(targets.first[self.begin]))
-        shape = part.piece.chunks
-        if places.shape[1:] != shape or not places[0].flags.c_contiguous or part.chunk_bytes + CHECKSUM_BYTES != self._stored:
+        place, _, along = self._place(int(targets.first[self.begin]), part.piece.chunks)
+        if not place.flags.c_contiguous or place.nbytes != (self.end - self.begin) * part.chunk_bytes:
             return None
-        return list(places.reshape(len(places), -1).view(np.uint8))
+        if prod(place.shape[:along]) != 1:  # rows of one chunk lie between those of others
+            return None
+        return place.reshape(-1).view(np.uint8).data
 
-    def scatter(self, data: NDArray[np.uint8], at: int) -> None:
+    def scatter(self, raw: NDArray[np.uint8]) -> None:
         """Copy the elements to every box that wants some of them.
 
         Args:
-            data: bytes that hold the chunks' elements.
-            at: where the first chunk's begin.
+            raw: (chunks, bytes) of each chunk, side by side.
         """
-        wanted = self.chunks.wanted
-        request, shape = wanted.part_of(self.begin).request, wanted.part_of(self.begin).piece.chunks
-        dtype = request.convert_from or request.dtype
-        strides = [self._stored, *np.cumprod([dtype.itemsize, *shape[:0:-1]])[::-1].tolist()] if shape else [self._stored]
-        elements: Array = np.ndarray((self.end - self.begin, *shape), dtype, data, at, strides)
+        targets, part = self.chunks.wanted.targets, self.chunks.wanted.part_of(self.begin)
+        request, shape = part.request, part.piece.chunks
+        elements = raw.view(request.convert_from or request.dtype).reshape(len(raw), *shape)
         # What is too large for another dtype becomes infinite there, and NaN as an integer anything: asked for, so no warning.
         with np.errstate(all="ignore") if request.convert_from is not None else nullcontext():
-            first = int(wanted.targets.first[self.begin])
-            for pair in range(first, first + int(wanted.targets.count[self.begin])):
-                places, in_chunk = self._pair(pair)
-                np.copyto(places, elements[:, *in_chunk], casting="unsafe")
+            first = int(targets.first[self.begin])
+            for pair in range(first, first + int(targets.count[self.begin])):
+                place, in_chunk, along = self._place(pair, shape)
+                # Cut along the step, the place has the chunks as a dimension before that one.
+                cut = place.reshape(*place.shape[:along], len(raw), -1, *place.shape[along + 1 :]) if len(raw) > 1 else place[np.newaxis]
+                np.copyto(cut, np.moveaxis(elements[:, *in_chunk], 0, along), casting="unsafe")
 
-    @property
-    def _stored(self) -> int:
-        """Bytes of each chunk in the file."""
-        return int(self.chunks.length[self.begin])
+    def _place(self, pair: int, shape: tuple[int, ...]) -> tuple[Array, Index, int]:
+        """Where the elements go of one of the first chunk's pairs, and those that go on from there with the other chunks.
 
-    def _pair(self, pair: int) -> tuple[Array, tuple[slice, ...]]:
-        """Where the elements of one of the first chunk's pairs go, and those of the other chunks: an array by chunk. And of each which."""
+        Returns:
+            The place of all, which elements of each chunk, and the dimension along which chunks follow each other.
+        """
         targets = self.chunks.wanted.targets
-        ndim = len(self.chunks.wanted.part_of(self.begin).piece.shape)
-        buffer, in_box, in_chunk = targets.target(pair, ndim)
-        place = buffer[in_box]
+        buffer, in_box, in_chunk = targets.target(pair, len(shape))
         if self.end - self.begin == 1:
-            return place[np.newaxis], in_chunk
+            return buffer[in_box], in_chunk, 0
         start = targets.in_box.start
-        forward = start[pair + int(targets.count[self.begin])] - start[pair]
-        step = sum(n * stride for n, stride in zip(forward[len(forward) - ndim :].tolist(), buffer.strides, strict=True))
-        return as_strided(place, (self.end - self.begin, *place.shape), (step, *place.strides)), in_chunk
+        forward = start[pair + targets.count[self.begin]] - start[pair]
+        along = int(np.argmax(forward)) - (len(forward) - len(shape))
+        begin = in_box[along].start
+        in_box = (*in_box[:along], slice(begin, begin + (self.end - self.begin) * shape[along]), *in_box[along + 1 :])
+        return buffer[in_box], in_chunk, along

@@ -41,7 +41,7 @@ class Fetched:
     """The bytes of a run; they are good until the thread fetches again."""
 
     run: Run
-    payloads: Sequence[memoryview | NDArray[np.uint8]]
+    payloads: Sequence[memoryview]
     """Per chunk the stored bytes without the checksum."""
     checksums: NDArray[np.uint32]
     """Per chunk the checksum that they end in."""
@@ -49,6 +49,12 @@ class Fetched:
     """All of the run's bytes, but of what is where it goes already."""
     bands: Sequence[Band]
     """Those that are not."""
+
+    def stored(self, band: Band) -> NDArray[np.uint8]:
+        """(chunks, bytes) of a band's chunks, which are of one length, without their checksums."""
+        begin = int(self.run.chunks.offset[band.begin]) - self.run.start
+        length = int(self.run.chunks.length[band.begin])
+        return self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)[:, :-CHECKSUM_BYTES]
 
 
 class Fetch(Protocol):
@@ -92,21 +98,22 @@ class LocalFetch:
         data = self._scratch_of(run.nbytes)[: run.nbytes]
         stored = memoryview(data)
         vectors: list[memoryview] = []
-        payloads: list[memoryview | NDArray[np.uint8]] = []
+        payloads: list[memoryview] = []
         bands = []
         reached = 0
         for band in run.bands:
             spans = _spans(run, band)
-            places = band.destination() if self._direct else None
-            if places is None:
+            place = band.destination() if self._direct else None
+            if place is None:
                 payloads += [stored[begin:end] for begin, end in spans]
                 bands.append(band)
                 continue
-            payloads += places
             if reached < spans[0][0]:
                 vectors.append(stored[reached : spans[0][0]])
-            for place, (_, end) in zip(places, spans, strict=True):
-                vectors += [place.data, stored[end : end + CHECKSUM_BYTES]]
+            each = len(place) // len(spans)
+            for i, (_, end) in enumerate(spans):
+                payloads.append(payload := place[i * each : i * each + each])
+                vectors += [payload, stored[end : end + CHECKSUM_BYTES]]
             reached = spans[-1][1] + CHECKSUM_BYTES
         if reached < run.nbytes:
             vectors.append(stored[reached:])
@@ -132,7 +139,7 @@ class ObjectFetch:
         for run in runs:
             with _errors(run, self._place):
                 data = np.frombuffer(self._place.read(run.file, run.start, run.stop), np.uint8)
-            payloads = [data[begin:end] for band in run.bands for begin, end in _spans(run, band)]
+            payloads = [data[begin:end].data for band in run.bands for begin, end in _spans(run, band)]
             yield Fetched(run, payloads, _checksums(run, data), data, run.bands)
 
 

@@ -249,12 +249,12 @@ class ChunkReader:
             run = fetched.run
             for band in fetched.bands if len(run.chunks.wanted.targets.box) else ():
                 if self._compression is None:
-                    band.scatter(fetched.data, int(run.chunks.offset[band.begin]) - run.start)
+                    band.scatter(fetched.stored(band))
                     continue
                 for row in range(band.begin, band.end):
                     part, where = run.chunks.wanted.part_of(row), f"{run.chunks.wanted.where(row)}, {run.file}"
                     raw = decompress(np.asarray(fetched.payloads[row - run.begin]), part.chunk_bytes, where)
-                    Band(run.chunks, row, row + 1).scatter(raw, 0)
+                    Band(run.chunks, row, row + 1).scatter(raw[np.newaxis])
 
     def _verified(self, some: Sequence[Run]) -> Iterator[Fetched]:
         """Read runs of one file; each chunk is compared with the table and with its own checksum before a run is handed out."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardckpt.box import Box
     from shardckpt.planning.plan import Piece
 
-__all__ = ["Part", "Request", "Target", "Targets", "Wanted"]
+__all__ = ["Index", "Part", "Request", "Target", "Targets", "Wanted"]
 
 Array = NDArray[np.generic]
 Ints = NDArray[np.int64]
