@@ -27,8 +27,7 @@ from shardckpt.convert.naming import NameOptions
 from shardckpt.io.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.url import parse
-from shardckpt.io.wanted import touched_chunks
-from shardckpt.planning.plan import chunk_boxes
+from shardckpt.io.wanted import Wanted
 from shardckpt.record import CheckpointRecord
 from shardckpt.reshard.memory import READERS, largest_chunk
 
@@ -158,11 +157,11 @@ class ForeignReader:
         chunks: dict[tuple[str, int], _Chunk] = {}
         for request in chain.from_iterable(map(self._foreign_requests, requests)):
             tensor = self._tensors[request.name]
-            for piece, positions, targets in touched_chunks(request):
-                boxes = chunk_boxes(piece, positions)
-                for i, (position, goes_to) in enumerate(zip(positions.tolist(), targets, strict=True)):
-                    chunk = chunks.setdefault((piece.path, position), _Chunk(tensor, piece, boxes[i]))
-                    chunk.targets.extend((target, request.convert_from) for target in goes_to)
+            wanted = Wanted.of_boxes([request])
+            for row, position in enumerate(wanted.position.tolist()):
+                piece = wanted.part_of(row).piece
+                chunk = chunks.setdefault((piece.path, position), _Chunk(tensor, piece, wanted.box(row)))
+                chunk.targets.extend((target, request.convert_from) for target in wanted.targets_of(row))
         futures = [self._pool.submit(self._read_chunk, chunk) for chunk in chunks.values()]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)

@@ -15,8 +15,8 @@ from shardckpt.batches import batches
 from shardckpt.box import BoxArray
 from shardckpt.io.budget import round_up
 from shardckpt.io.codec import room_for
+from shardckpt.io.finder import MOST_CHUNKS
 from shardckpt.io.runs import count_runs
-from shardckpt.io.wanted import MOST_CHUNKS
 from shardckpt.planning.plan import count_chunks, overlaps, touched
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import numpy as np
 
 from shardckpt.batches import batches
 from shardckpt.forecast.hosts import Bins
+from shardckpt.io.finder import MOST_CHUNKS
 from shardckpt.io.runs import count_runs
-from shardckpt.io.wanted import MOST_CHUNKS
 from shardckpt.planning.readers import chunks_read, host_boxes
 from shardckpt.restoring import LARGEST_BATCH
 

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from shardckpt.bases import Base
+    from shardckpt.io.finder import Damaged
     from shardckpt.io.reader import ChunkReader
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
-    from shardckpt.io.wanted import Damaged, Request
+    from shardckpt.io.wanted import Request
     from shardckpt.planning.plan import Piece
     from shardckpt.record import CheckpointRecord
     from shardckpt.structure import TensorRecord

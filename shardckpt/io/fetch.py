@@ -11,7 +11,7 @@ import os
 import threading
 from bisect import bisect_left
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,39 +20,48 @@ from shardckpt.errors import CorruptionError, MissingDataError, StorageError
 from shardckpt.io.codec import CHECKSUM_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from shardckpt.io.bands import Band
     from shardckpt.io.runs import Run
     from shardckpt.io.store import Store
-    from shardckpt.io.wanted import Chunk
 
 __all__ = ["MOST_VECTORS", "Fetch", "Fetched", "LocalFetch", "ObjectFetch"]
 
 MOST_VECTORS = 1000
 """Buffers per scatter read, below the kernel's IOV_MAX of 1024."""
 _LEAST_SCRATCH = 4 << 20
+_NONE = np.empty(0, np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A chunk and its bytes; they are good until the thread fetches again."""
+    """The bytes of a run; they are good until the thread fetches again."""
 
-    chunk: Chunk
-    payload: NDArray[np.uint8]
-    """The stored bytes without the checksum."""
-    checksum: NDArray[np.uint8]
-    """The checksum that they end in."""
-    placed: bool
-    """Whether the payload is where it goes already."""
+    run: Run
+    payloads: Sequence[memoryview]
+    """Per chunk the stored bytes without the checksum."""
+    checksums: NDArray[np.uint32]
+    """Per chunk the checksum that they end in."""
+    data: NDArray[np.uint8]
+    """All of the run's bytes, but of what is where it goes already."""
+    bands: Sequence[Band]
+    """Those that are not."""
+
+    def stored(self, band: Band) -> NDArray[np.uint8]:
+        """(chunks, bytes) of a band's chunks, which are of one length, without their checksums."""
+        begin = int(self.run.chunks.offset[band.begin]) - self.run.start
+        length = int(self.run.chunks.length[band.begin])
+        return self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)[:, :-CHECKSUM_BYTES]
 
 
 class Fetch(Protocol):
-    """A way to get the bytes of a run. Safe to use from several threads."""
+    """A way to get the bytes of runs. Safe to use from several threads."""
 
-    def __call__(self, run: Run) -> list[Fetched]:
-        """Read a run.
+    def __call__(self, runs: Sequence[Run]) -> Iterator[Fetched]:
+        """Read runs of one file, one after another.
 
         Raises:
             MissingDataError: there is no such file.
@@ -70,24 +79,45 @@ class LocalFetch:
         self._direct = direct
         self._scratch = threading.local()
 
-    def __call__(self, run: Run) -> list[Fetched]:
+    def __call__(self, runs: Sequence[Run]) -> Iterator[Fetched]:
         """See `Fetch`."""
-        scratch = self._scratch_of(run.nbytes)
+        with _errors(runs[0], self._place):
+            # Without O_NONBLOCK a pipe in place of the file would be waited for.
+            fd = os.open(str(self._place.local_path(runs[0].file)), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            for run in runs:
+                fetched, vectors = self._laid_out(run)
+                with _errors(run, self._place):
+                    _scatter_read(fd, run.start, run.nbytes, vectors)
+                yield replace(fetched, checksums=_checksums(run, fetched.data))
+        finally:
+            os.close(fd)
+
+    def _laid_out(self, run: Run) -> tuple[Fetched, list[memoryview]]:
+        """Where each byte of a run goes, before it is read: by chunk, and one after another."""
+        data = self._scratch_of(run.nbytes)[: run.nbytes]
+        stored = memoryview(data)
         vectors: list[memoryview] = []
-        fetched = []
-        for chunk in run.chunks:
-            stored = scratch[chunk.offset - run.start : chunk.stop - run.start]
-            destination = chunk.destination() if self._direct else None
-            if destination is None:
-                vectors.append(stored.data)
-                fetched.append(Fetched(chunk, stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:], placed=False))
-            else:
-                vectors += [destination.data, stored[-CHECKSUM_BYTES:].data]
-                fetched.append(Fetched(chunk, destination, stored[-CHECKSUM_BYTES:], placed=True))
-        path = self._place.local_path(run.file)
-        with _errors(run, self._place):
-            _scatter_read(str(path), run.start, run.nbytes, vectors)
-        return fetched
+        payloads: list[memoryview] = []
+        bands = []
+        reached = 0
+        for band in run.bands:
+            spans = _spans(run, band)
+            place = band.destination() if self._direct else None
+            if place is None:
+                payloads += [stored[begin:end] for begin, end in spans]
+                bands.append(band)
+                continue
+            if reached < spans[0][0]:
+                vectors.append(stored[reached : spans[0][0]])
+            each = len(place) // len(spans)
+            for i, (_, end) in enumerate(spans):
+                payloads.append(payload := place[i * each : i * each + each])
+                vectors += [payload, stored[end : end + CHECKSUM_BYTES]]
+            reached = spans[-1][1] + CHECKSUM_BYTES
+        if reached < run.nbytes:
+            vectors.append(stored[reached:])
+        return Fetched(run, payloads, _NONE, data, bands), vectors
 
     def _scratch_of(self, nbytes: int) -> NDArray[np.uint8]:
         """This thread's scratch buffer, at least that large; what it held is gone."""
@@ -104,15 +134,27 @@ class ObjectFetch:
         """Read below `place`, the attempt."""
         self._place = place
 
-    def __call__(self, run: Run) -> list[Fetched]:
-        """See `Fetch`. For a moment takes three times the run's bytes, and then once."""
-        with _errors(run, self._place):
-            data = np.frombuffer(self._place.read(run.file, run.start, run.stop), np.uint8)
-        fetched = []
-        for chunk in run.chunks:
-            stored = data[chunk.offset - run.start : chunk.stop - run.start]
-            fetched.append(Fetched(chunk, stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:], placed=False))
-        return fetched
+    def __call__(self, runs: Sequence[Run]) -> Iterator[Fetched]:
+        """See `Fetch`. For a moment takes three times a run's bytes, and then once."""
+        for run in runs:
+            with _errors(run, self._place):
+                data = np.frombuffer(self._place.read(run.file, run.start, run.stop), np.uint8)
+            payloads = [data[begin:end].data for band in run.bands for begin, end in _spans(run, band)]
+            yield Fetched(run, payloads, _checksums(run, data), data, run.bands)
+
+
+def _spans(run: Run, band: Band) -> list[tuple[int, int]]:
+    """Where in a run's bytes those of each chunk of a band begin and end, without the checksum."""
+    begin = int(run.chunks.offset[band.begin]) - run.start
+    stored = int(run.chunks.length[band.begin])
+    return [(at, at + stored - CHECKSUM_BYTES) for at in range(begin, begin + stored * (band.end - band.begin), stored)]
+
+
+def _checksums(run: Run, data: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """The checksums that the chunks of a run end in."""
+    rows = slice(run.begin, run.end)
+    last = run.chunks.offset[rows] + run.chunks.length[rows] - (run.start + CHECKSUM_BYTES)
+    return data[last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
 
 
 @contextmanager
@@ -124,11 +166,11 @@ def _errors(run: Run, place: Store) -> Iterator[None]:
         raise MissingDataError(f"{_first(run, place)} is missing; restore it from a copy, or leave the tensor out with only=.") from e
     except (EOFError, CorruptionError) as e:
         # Chunks are in the order of their places: of those that reach beyond the end the first is named.
-        lost = bisect_left(run.chunks, True, key=lambda chunk: not place.is_longer(run.file, chunk.stop - 1))
-        chunk = run.chunks[min(lost, len(run.chunks) - 1)]
+        row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(run.file, run.chunks.stop(row) - 1))
+        row += run.begin
         raise CorruptionError(
-            f"{chunk.where}: {place}/{run.file} is cut off before byte {chunk.stop}; restore it from a copy, or leave the tensor out "
-            f"with only=."
+            f"{run.chunks.wanted.where(row)}: {place}/{run.file} is cut off before byte {run.chunks.stop(row)}; restore it from a copy, "
+            f"or leave the tensor out with only=."
         ) from e
     except OSError as e:
         raise StorageError(f"{_first(run, place)} cannot be read ({e}).") from e
@@ -136,24 +178,19 @@ def _errors(run: Run, place: Store) -> Iterator[None]:
 
 def _first(run: Run, place: Store) -> str:
     """For messages: a run's first chunk, and its file."""
-    return f"{run.chunks[0].where}: {place}/{run.file}"
+    return f"{run.chunks.wanted.where(run.begin)}: {place}/{run.file}"
 
 
-def _scatter_read(path: str, offset: int, length: int, vectors: list[memoryview]) -> None:
+def _scatter_read(fd: int, offset: int, length: int, vectors: list[memoryview]) -> None:
     """Fill all vectors from one place of a file; EOFError where it ends before."""
-    # Without O_NONBLOCK a pipe in place of the file would be waited for.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        got = os.preadv(fd, vectors, offset)
-        while got < length:
-            rest, skip = [], got
-            for vector in vectors:
-                if skip < len(vector):
-                    rest.append(vector[skip:])
-                skip = max(0, skip - len(vector))
-            more = os.preadv(fd, rest, offset + got)
-            if more == 0:
-                raise EOFError
-            got += more
-    finally:
-        os.close(fd)
+    got = os.preadv(fd, vectors, offset)
+    while got < length:
+        rest, skip = [], got
+        for vector in vectors:
+            if skip < len(vector):
+                rest.append(vector[skip:])
+            skip = max(0, skip - len(vector))
+        more = os.preadv(fd, rest, offset + got)
+        if more == 0:
+            raise EOFError
+        got += more

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from shardckpt.io.table import ArrayChunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from shardckpt.box import BoxArray
@@ -33,11 +34,16 @@ class Lookup(Protocol):
     def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
         """Get ready to `find` all chunks of the pieces that boxes touch; what is read for it is read together."""
 
-    def find(self, path: str, chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
-        """Data files, and of each of an array's chunks the row, which refers to them.
+    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+        """Data files, and of each chunk the row, which refers to them.
+
+        Args:
+            paths: arrays.
+            array: (n,) the chunk's array among those; ascending.
+            chunks: (n,) the chunk's position in its grid.
 
         Raises:
-            KeyError: there is no such chunk; its argument is the first of them.
+            KeyError: there is no such chunk; its argument is the row of the first of them.
         """
 
     def whole(self) -> WholeTable:
@@ -60,13 +66,19 @@ class WholeTable:
     def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`; all is here."""
 
-    def find(self, path: str, chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
         """See `Lookup`."""
-        table = self.arrays.get(path, _NO_CHUNKS)
-        row = table.find(chunks)
-        if (row < 0).any():
-            raise KeyError(int(chunks[row < 0][0]))
-        return self.files, table.take(row)
+        found = [_NO_CHUNKS]
+        begins = np.searchsorted(array, np.arange(len(paths) + 1)).tolist()
+        for path, begin, end in zip(paths, begins, begins[1:], strict=False):
+            if begin == end:
+                continue
+            table = self.arrays.get(path, _NO_CHUNKS)
+            row = table.find(chunks[begin:end])
+            if (row < 0).any():
+                raise KeyError(begin + int(np.argmax(row < 0)))
+            found.append(table.take(row))
+        return self.files, ArrayChunks.concatenate(found)
 
     def whole(self) -> WholeTable:
         """Itself."""

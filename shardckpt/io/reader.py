@@ -1,11 +1,12 @@
 """Reading chunks by the chunk table, straight from the data files.
 
-1. `wanted` says which chunks each tensor's boxes touch, where they lie and where their elements go.
-2. All chunks of a batch of tensors are sorted by file and offset, and neighbours joined into `runs`.
+1. `wanted` says which chunks the boxes of a batch of tensors touch and where their elements go, and `finder` where they lie: in
+   columns, a row per chunk.
+2. They are sorted by file and offset, and neighbours joined into `runs`.
 3. Threads take runs and `fetch` their bytes: on a local disk one positional scatter read, on object stores one
    ranged read; there more threads have larger runs, because a request costs milliseconds.
 4. Every chunk's crc32c is compared with the table's before it counts as read; what did not go straight to its
-   destination is then copied to each box that wants it.
+   destination is then copied to each box that wants it, by `bands`: as many chunks at once as one copy can move.
 
 Every chunk is read once, however many boxes share it. Memory besides the destinations: on a local disk a scratch buffer
 of 4 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run takes what it takes.
@@ -14,8 +15,10 @@ of 4 MiB per thread, which is kept; on object stores `memory`. A chunk larger th
 from __future__ import annotations
 
 import os
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from itertools import islice
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import crc32c
@@ -23,25 +26,29 @@ import numpy as np
 
 from shardckpt.box import BoxArray
 from shardckpt.errors import CorruptionError, ShardckptError, StorageError
+from shardckpt.io.bands import Band
 from shardckpt.io.codec import decompress
 from shardckpt.io.fetch import MOST_VECTORS, Fetch, Fetched, LocalFetch, ObjectFetch
+from shardckpt.io.finder import MOST_CHUNKS, ChunkFinder
 from shardckpt.io.runs import Run, RunLimits, runs
 from shardckpt.io.stats import ReadStats
-from shardckpt.io.wanted import MOST_CHUNKS, ChunkFinder, Request
+from shardckpt.io.wanted import Request, Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from shardckpt.io.finder import Damaged, Located
     from shardckpt.io.lookup import Lookup, WholeTable
     from shardckpt.io.store import Store
-    from shardckpt.io.wanted import Chunk, Damaged
     from shardckpt.planning.plan import Piece
 
 __all__ = ["ChunkReader", "Request"]
 
 LOCAL_LIMITS = RunLimits(nbytes=4 << 20, gap=0, chunks=MOST_VECTORS // 2 - 1)
+TASK_RUNS = 64
+"""Runs that a thread takes at a time on a local disk, at most: a file is opened once for all of them."""
 OBJECT_THREADS = 16
 """Requests at a time on an object store, at most; a single one is a small part of what a host can receive."""
 OBJECT_MEMORY = 384 << 20
@@ -82,20 +89,22 @@ class ChunkReader:
         self._table = table
         self._compression = compression
         self._finder = ChunkFinder(store, table, compression)
-        self._fetch_run: Fetch
+        self._fetch: Fetch
         if store.location.local is not None:
-            at_once = threads or max(2, min(8, os.cpu_count() or 2))
+            self._threads = threads or max(2, min(8, os.cpu_count() or 2))
             self._limits = LOCAL_LIMITS
-            self._fetch_run = LocalFetch(store, direct=compression is None)
+            self._task_runs = TASK_RUNS
+            self._fetch = LocalFetch(store, direct=compression is None)
         else:
             least, most = OBJECT_RUN
             wished = threads or OBJECT_THREADS
             run = max(least, min(most, memory // (OBJECT_COPIES * wished)))
-            at_once = max(1, min(wished, memory // (OBJECT_COPIES * run)))
+            self._threads = max(1, min(wished, memory // (OBJECT_COPIES * run)))
             self._limits = RunLimits(run, OBJECT_GAP, MOST_CHUNKS)
-            self._fetch_run = ObjectFetch(store)
+            self._task_runs = 1
+            self._fetch = ObjectFetch(store)
         # One pool for all reads: its threads have scratch buffers, and fresh memory is slow.
-        self._pool = ThreadPoolExecutor(at_once, "shardckpt-read")
+        self._pool = ThreadPoolExecutor(self._threads, "shardckpt-read")
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers.
@@ -107,7 +116,7 @@ class ChunkReader:
         needed = sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests)
         self._finder.prepare(requests)
         self.stats.count(needed=needed)
-        self._each_run((chunk for request in requests for chunk in self._finder.needed(request)), self._read_run)
+        self._read_all(self._finder.needed(requests))
 
     def check(self, requests: Sequence[Request], damaged: Damaged) -> None:
         """Read every chunk of the requests' pieces and compare it with the table; buffers are not used.
@@ -117,21 +126,32 @@ class ChunkReader:
             damaged: called with tensor name, index range, file and error for each chunk that is not as written.
         """
 
-        def check_run(run: Run) -> None:
-            try:
-                self._read_run(run)
-            except ShardckptError:
-                for chunk in run.chunks:
-                    try:
-                        self._read_run(Run([chunk]))
-                    except ShardckptError as e:
-                        damaged(chunk.request.name, chunk.box, chunk.file, e)
-            for chunk in run.chunks:
-                if chunk.own_object and self._store.is_longer(chunk.file, chunk.length):
-                    longer = CorruptionError(f"{chunk.where}: {self._store}/{chunk.file} is longer than what was written.")
-                    damaged(chunk.request.name, chunk.box, chunk.file, longer)
+        def report(chunks: Located, row: int, error: ShardckptError) -> None:
+            damaged(chunks.wanted.part_of(row).request.name, chunks.wanted.box(row), chunks.file_of(row), error)
 
-        self._each_run((chunk for request in requests for chunk in self._finder.every(request, damaged)), check_run)
+        def check_runs(some: Sequence[Run]) -> None:
+            try:
+                self._read_runs(some)
+            except ShardckptError:
+                for one in chain.from_iterable(run.alone() for run in some):
+                    try:
+                        self._read_runs([one])
+                    except ShardckptError as e:
+                        report(one.chunks, one.begin, e)
+            for run in some:
+                chunks, row = run.chunks, run.begin  # an object of its own is a run of its own
+                if chunks.is_own_object(row) and self._store.is_longer(run.file, run.stop):
+                    report(
+                        chunks,
+                        row,
+                        CorruptionError(f"{chunks.wanted.where(row)}: {self._store}/{run.file} is longer than what was written."),
+                    )
+
+        for chunks in self._finder.every(requests, damaged):
+            impossible = self._finder.impossible(chunks)
+            for row in impossible.tolist():
+                report(chunks, row, self._finder.refusal(chunks, row))
+            self._each(chunks.take(np.setdiff1d(np.arange(len(chunks)), impossible)), check_runs)
 
     def confirm(self, wanted: Iterable[tuple[Request, Piece, NDArray[np.int64]]]) -> None:
         """Read some chunks and compare them with the table.
@@ -142,7 +162,7 @@ class ChunkReader:
         Raises:
             MissingDataError, CorruptionError: one of them is not as it was written.
         """
-        self._each_run((chunk for some in wanted for chunk in self._finder.located(*some)), self._read_run)
+        self._read_all(self._finder.some(wanted))
 
     def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
         """The data files that have more bytes than their chunks, between them or at the end. Nothing reads those."""
@@ -173,53 +193,89 @@ class ChunkReader:
         """
         request = Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])
         self._finder.check_table(request)
-        (chunk,) = self._finder.located(request, piece, np.array([position]))
-        (fetched,) = self._verified(Run([chunk]))
-        return fetched.payload.tobytes() + fetched.checksum.tobytes()
+        chunks = self._finder.located(Wanted.of_positions([(request, piece, np.array([position]))]))
+        self._refuse_impossible(chunks)
+        (fetched,) = self._verified(runs(chunks, self._limits))
+        return bytes(fetched.payloads[0]) + fetched.checksums.astype("<u4").tobytes()
 
-    def _each_run(self, chunks: Iterator[Chunk], work: Callable[[Run], None]) -> None:
-        """Do `work` on the runs of all chunks in several threads; the first error stops the rest."""
-        while some := list(islice(chunks, MOST_CHUNKS)):
-            first, *others = runs(some, self._limits)
-            if not others:
-                work(first)
-                continue
-            futures = [self._pool.submit(work, run) for run in (first, *others)]
+    def _read_all(self, some: Iterable[Located]) -> None:
+        """Read chunks, verify them, and copy them where they are wanted."""
+        for chunks in some:
+            self._refuse_impossible(chunks)
+            self._each(chunks, self._read_runs)
+
+    def _refuse_impossible(self, chunks: Located) -> None:
+        """FormatError for a length that a chunk cannot have, before memory is taken for it."""
+        for row in self._finder.impossible(chunks)[:1].tolist():
+            raise self._finder.refusal(chunks, row)
+
+    def _each(self, chunks: Located, work: Callable[[Sequence[Run]], None]) -> None:
+        """Do `work` on the runs of all chunks, some of a file at a time, in several threads; the first error stops the rest."""
+        tasks = deque(self._tasks(runs(chunks, self._limits)))
+        if len(tasks) == 1:
+            work(tasks[0])
+            return
+
+        def work_off() -> None:
             try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
-                # Nobody may still write into the caller's buffers once this returns.
-                begun = [future for future in futures if not future.cancel()]
-                wait(begun)
-            for future in begun:
-                future.result()
+                while (task := _next(tasks)) is not None:
+                    work(task)
+            except BaseException:
+                tasks.clear()
+                raise
 
-    def _read_run(self, run: Run) -> None:
-        """Read a run, verify each chunk and copy it where it is wanted."""
-        for fetched in self._verified(run):
-            chunk = fetched.chunk
-            if fetched.placed or not chunk.targets:
-                continue
-            raw = fetched.payload
-            if self._compression is not None:
-                raw = decompress(raw, chunk.nbytes, f"{chunk.where}, {chunk.file}")
-            if raw.nbytes != chunk.nbytes:
-                raise CorruptionError(f"{chunk.where}: {chunk.file} holds {raw.nbytes} bytes of it, {chunk.nbytes} are expected.")
-            chunk.scatter(raw)
+        futures = [self._pool.submit(work_off) for _ in range(min(self._threads, len(tasks)))]
+        # Nobody may still write into the caller's buffers once this returns.
+        wait(futures)
+        for future in futures:
+            future.result()
 
-    def _verified(self, run: Run) -> Iterator[Fetched]:
-        """Read a run; each chunk is compared with the table and with its own checksum before it is handed out."""
-        for chunk in run.chunks:
-            self._finder.check_length(chunk)
-        fetched = self._fetch_run(run)
-        self.stats.count(reads=1, read=run.nbytes)
-        for one in fetched:
-            chunk = one.chunk
-            found = crc32c.crc32c(one.payload)
-            if found != chunk.crc or int.from_bytes(one.checksum.tobytes(), "little") != chunk.crc:
-                place = f"{self._store}/{chunk.file}, bytes {chunk.offset} to {chunk.stop}"
+    def _tasks(self, found: Sequence[Run]) -> Iterator[list[Run]]:
+        """Runs that one thread reads one after another: of one file, and on object stores one."""
+        task: list[Run] = []
+        nbytes = 0
+        for run in found:
+            nbytes += run.nbytes
+            if task and (run.file != task[0].file or nbytes > self._limits.nbytes or len(task) == self._task_runs):
+                yield task
+                task, nbytes = [], run.nbytes
+            task.append(run)
+        if task:
+            yield task
+
+    def _read_runs(self, some: Sequence[Run]) -> None:
+        """Read runs of one file, verify each chunk and copy it where it is wanted."""
+        for fetched in self._verified(some):
+            run = fetched.run
+            for band in fetched.bands if len(run.chunks.wanted.targets.box) else ():
+                if self._compression is None:
+                    band.scatter(fetched.stored(band))
+                    continue
+                for row in range(band.begin, band.end):
+                    part, where = run.chunks.wanted.part_of(row), f"{run.chunks.wanted.where(row)}, {run.file}"
+                    raw = decompress(np.asarray(fetched.payloads[row - run.begin]), part.chunk_bytes, where)
+                    Band(run.chunks, row, row + 1).scatter(raw[np.newaxis])
+
+    def _verified(self, some: Sequence[Run]) -> Iterator[Fetched]:
+        """Read runs of one file; each chunk is compared with the table and with its own checksum before a run is handed out."""
+        for fetched in self._fetch(some):
+            run, chunks = fetched.run, fetched.run.chunks
+            self.stats.count(reads=1, read=run.nbytes)
+            expected = chunks.crc[run.begin : run.end]
+            found = np.fromiter(map(crc32c.crc32c, fetched.payloads), np.uint32, len(expected))
+            wrong = (found != expected) | (fetched.checksums != expected)
+            if wrong.any():
+                row = run.begin + int(np.argmax(wrong))
+                place = f"{self._store}/{run.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
                 raise CorruptionError(
-                    f"{chunk.where} is damaged: {place}, do not have the checksum that was written. Restore the file from a copy, or "
-                    f"leave the tensor out with only=."
+                    f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Restore the file from a "
+                    f"copy, or leave the tensor out with only=."
                 )
-            yield one
+            yield fetched
+
+
+def _next(tasks: deque[list[Run]]) -> list[Run] | None:
+    """Take the first, if there is one; from several threads."""
+    with suppress(IndexError):
+        return tasks.popleft()
+    return None

@@ -11,43 +11,54 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardckpt.io.bands import Band, continues
+from shardckpt.io.table import OWN_OBJECT
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.io.wanted import Chunk
+    from shardckpt.io.finder import Located
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Run", "RunLimits", "count_runs", "runs"]
+__all__ = ["Run", "RunLimits", "count_runs", "join", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Chunks of one file, in order of their place, none beginning before the one before has ended."""
+    """Chunks of one file, in order of their place, none beginning before the one before has ended: rows `begin` to before `end`."""
 
-    chunks: Sequence[Chunk]
+    chunks: Located
+    begin: int
+    end: int
+    bands: Sequence[Band]
+    """All of its chunks, by what one copy moves."""
 
     @property
     def file(self) -> str:
         """The file that they lie in."""
-        return self.chunks[0].file
+        return self.chunks.file_of(self.begin)
 
     @property
     def start(self) -> int:
         """Its first byte."""
-        return self.chunks[0].offset
+        return int(self.chunks.offset[self.begin])
 
     @property
     def stop(self) -> int:
         """One past its last byte."""
-        return self.chunks[-1].stop
+        return self.chunks.stop(self.end - 1)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are read, gaps among them."""
         return self.stop - self.start
+
+    def alone(self) -> list[Run]:
+        """Each of its chunks as a run of its own."""
+        return [Run(self.chunks, row, row + 1, [Band(self.chunks, row, row + 1)]) for row in range(self.begin, self.end)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,43 +73,59 @@ class RunLimits:
     """Chunks of a run."""
 
 
-def runs(chunks: Iterable[Chunk], limits: RunLimits) -> Iterator[Run]:
+def runs(chunks: Located, limits: RunLimits) -> list[Run]:
     """All chunks in order of their place, neighbours together."""
-    run: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda c: (c.file, c.offset)):
-        if run:
-            near = chunk.file == run[0].file and 0 <= chunk.offset - run[-1].stop <= limits.gap
-            if not (near and chunk.stop - run[0].offset <= limits.nbytes and len(run) < limits.chunks):
-                yield Run(run)
-                run = []
-        run.append(chunk)
-    if run:
-        yield Run(run)
+    order, begins = join(chunks.file, chunks.offset, chunks.length, limits)
+    if (order[1:] < order[:-1]).any():
+        chunks = chunks.take(order)
+    starts = ~continues(chunks)
+    starts[begins] = True
+    bands = np.flatnonzero(starts)
+    firsts, bands = np.searchsorted(bands, begins).tolist(), [*bands.tolist(), len(chunks)]
+    found = []
+    for begin, end, first, last in zip(
+        begins.tolist(), [*begins[1:].tolist(), len(chunks)], firsts, [*firsts[1:], len(bands) - 1], strict=True
+    ):
+        found.append(Run(chunks, begin, end, [Band(chunks, bands[i], bands[i + 1]) for i in range(first, last)]))
+    return found
 
 
-def count_runs(file: Ints, offset: Ints, length: Ints, limits: RunLimits) -> tuple[int, int]:
-    """How many runs `runs` would make of some chunks, and the bytes of all of them, gaps included.
+def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits) -> tuple[Ints, Ints]:
+    """Join chunks to runs.
 
     Args:
-        file: (n,) number of each chunk's file.
+        file: (n,) number of each chunk's file; `OWN_OBJECT` is another one for each.
         offset: (n,) first byte.
         length: (n,) bytes.
         limits: how far chunks are joined.
+
+    Returns:
+        (n,) the chunks in order of their place, and (runs,) where in that order each run begins.
     """
-    if not len(file):
-        return 0, 0
     order = np.lexsort((offset, file))
     file, offset, stop = file[order], offset[order], (offset + length)[order]
     gap = offset[1:] - stop[:-1]
-    apart = np.flatnonzero((file[1:] != file[:-1]) | (gap < 0) | (gap > limits.gap)) + 1
-    count = nbytes = 0
-    for first, last in zip([0, *apart.tolist()], [*apart.tolist(), len(file)], strict=True):
-        at = first
-        while at < last:
+    apart = (file[1:] != file[:-1]) | (file[1:] == OWN_OBJECT) | (gap < 0) | (gap > limits.gap)
+    first = np.flatnonzero(np.append(np.ones(min(1, len(file)), bool), apart))
+    last = np.append(first[1:], len(file))[: len(first)]
+    long = (stop[last - 1] - offset[first] > limits.nbytes) | (last - first > limits.chunks)
+    begins = first.tolist()
+    for begin, after in zip(first[long].tolist(), last[long].tolist(), strict=True):
+        at = begin
+        while True:
             # Within such a stretch chunks follow each other, so where a run ends is a matter of its own length.
-            end = int(np.searchsorted(stop[at:last], offset[at] + limits.nbytes, side="right")) + at
-            end = min(max(end, at + 1), at + limits.chunks)
-            count += 1
-            nbytes += int(stop[end - 1] - offset[at])
-            at = end
-    return count, nbytes
+            end = int(np.searchsorted(stop[at:after], offset[at] + limits.nbytes, side="right")) + at
+            at = min(max(end, at + 1), at + limits.chunks)
+            if at == after:
+                break
+            begins.append(at)
+    return order, np.sort(np.array(begins, np.int64))
+
+
+def count_runs(file: Ints, offset: Ints, length: Ints, limits: RunLimits) -> tuple[int, int]:
+    """How many runs `join` makes of some chunks, and the bytes of all of them, gaps included; arguments as there."""
+    order, begins = join(file, offset, length, limits)
+    if not len(begins):
+        return 0, 0
+    ends = np.append(begins[1:], len(file))
+    return len(begins), int(((offset + length)[order][ends - 1] - offset[order][begins]).sum())

@@ -72,6 +72,11 @@ class ArrayChunks:
         """Few chunks, given as (chunk, file, offset, length, crc), ascending."""
         return cls(**{name: np.array(column, dtype) for (name, dtype), column in zip(_COLUMNS, zip(*rows, strict=True), strict=True)})
 
+    @classmethod
+    def concatenate(cls, some: Sequence[ArrayChunks]) -> ArrayChunks:
+        """The rows of all; at least one is given."""
+        return cls(**{name: np.concatenate([getattr(rows, name) for rows in some]) for name, _ in _COLUMNS})
+
     def __len__(self) -> int:
         """Number of chunks."""
         return len(self.chunk)

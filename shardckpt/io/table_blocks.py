@@ -138,13 +138,15 @@ class TableBlocks:
         if self._instead is None and len(self._units) < self._source.units:
             self._load(sorted(set(chain.from_iterable(self._units_of(*some) for some in wanted))))
 
-    def find(self, path: str, chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
         """See `Lookup`."""
         if self._instead is None:
-            beyond = chunks[chunks >= self._source.header.counts.get(path, 0)]
+            counts = np.array([self._source.header.counts.get(path, 0) for path in paths], np.int64)
+            beyond = np.flatnonzero(chunks >= counts[array])
             if len(beyond):
                 raise KeyError(int(beyond[0]))
-            unit, within = np.divmod(self._first.get(path, 0) + chunks, self._source.rows)
+            first = np.array([self._first.get(path, 0) for path in paths], np.int64)
+            unit, within = np.divmod(first[array] + chunks, self._source.rows)
             units, nth = np.unique(unit, return_inverse=True)
             found = self._load(units.tolist())
             if found is not None:
@@ -152,7 +154,7 @@ class TableBlocks:
                 rows = found[0] if len(found) == 1 else np.concatenate([np.empty(0, ROW), *found])
                 return self._source.header.files, ArrayChunks.of_records(rows[nth * self._source.rows + within])
         assert self._instead is not None
-        return self._instead.find(path, chunks)
+        return self._instead.find(paths, array, chunks)
 
     def whole(self) -> WholeTable:
         """See `Lookup`."""

@@ -1,16 +1,17 @@
 """Which stored chunks do some boxes of some tensors need, and where does each part of them go?
 
-1. `plan.overlaps` pairs a piece's chunks with the boxes that they touch.
-2. The chunk table says for each where it lies, how long it is and what its checksum is. A table comes from somebody
-   else: that it has every chunk, and no length that a chunk cannot have, is checked before memory is taken.
-3. A `Chunk` carries all that, and its `targets`: for each box that wants a part, which part and where to.
+Everything is in columns, a row per chunk, because a restore of small tensors reads tens of thousands of chunks and is slower by
+whatever Python does for each:
+
+1. The boxes of all requests are put together, each with the array that it is to be read from, and `plan.overlaps_of` pairs the
+   chunks of all arrays with the boxes that they touch.
+2. Rows of pairs that belong to the same chunk become its *targets*: for each box that wants a part, which part and where to.
+3. Rows are taken, sorted and cut as a whole; what a message names is made of a row when there is one to be named.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import repeat
 from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING
@@ -18,35 +19,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from shardckpt.errors import FormatError, MissingDataError, ShardckptError
-from shardckpt.io.codec import CHECKSUM_BYTES
-from shardckpt.io.keys import chunk_object_key
-from shardckpt.io.plain import PLAIN_ROOT
-from shardckpt.io.table import OWN_OBJECT, ArrayChunks
-from shardckpt.planning.plan import Overlaps, Piece, chunk_boxes, overlaps, touched
+from shardckpt.box import BoxArray
+from shardckpt.planning.plan import chunk_boxes, overlaps_of, touching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
-    from shardckpt.box import Box, BoxArray
-    from shardckpt.io.lookup import Lookup
-    from shardckpt.io.store import Store
+    from shardckpt.box import Box
+    from shardckpt.planning.plan import Piece
 
-__all__ = ["MOST_CHUNKS", "Chunk", "ChunkFinder", "Damaged", "Request", "touched_chunks"]
+__all__ = ["Index", "Part", "Request", "Target", "Targets", "Wanted"]
 
 Array = NDArray[np.generic]
+Ints = NDArray[np.int64]
 Index = tuple[slice | EllipsisType, ...]
 Target = tuple[Array, Index, Index]
 """Where a part of a chunk goes: the buffer, where in the buffer, where in the chunk."""
-if TYPE_CHECKING:
-    Damaged = Callable[[str, Box, str, ShardckptError], None]
-    """Called with tensor name, index range, file and error for each chunk that is not as written."""
-
-MOST_CHUNKS = 1 << 14
-"""Chunks that are planned, sorted and read at a time: at most, some 30 MB of Python objects."""
-MOST_REPORTED = 10_000
-"""Missing chunks of an array that are reported one by one."""
-_NO_CHUNKS = ArrayChunks.none()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,173 +55,129 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A chunk to be read: where it lies, what it must hold, where it goes."""
+class Part:
+    """What a request wants of one array."""
 
     request: Request
     piece: Piece
-    position: int
-    file: str
-    own_object: bool
-    """Whether the file is this chunk's alone."""
-    offset: int
-    length: int
-    crc: int
-    targets: Sequence[Target]
 
     @property
-    def where(self) -> str:
-        """For messages: tensor, index range."""
-        return f"{self.request.name}{self.box}"
-
-    @property
-    def box(self) -> Box:
-        """Its elements, in the tensor's indices."""
-        return chunk_boxes(self.piece, np.array([self.position]))[0]
-
-    @property
-    def stop(self) -> int:
-        """One past its last byte."""
-        return self.offset + self.length
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements, as they lie in memory."""
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk's elements, as they lie in memory."""
         return prod(self.piece.chunks) * self.request.dtype.itemsize
 
-    def destination(self) -> NDArray[np.uint8] | None:
-        """Where the elements go, as bytes, if they go to one place only, all of them, side by side and as they are."""
-        if self.request.convert_from is not None or len(self.targets) != 1:
-            return None
-        buffer, in_buffer, _ = self.targets[0]
-        part = buffer[in_buffer]
-        if part.shape != self.piece.chunks or not part.flags.c_contiguous or part.nbytes != self.length - CHECKSUM_BYTES:
-            return None
-        return part.reshape(-1).view(np.uint8)
 
-    def scatter(self, raw: NDArray[np.uint8]) -> None:
-        """Copy the elements, given as bytes, to every box that wants some of them."""
-        elements = raw.view(self.request.convert_from or self.request.dtype).reshape(self.piece.chunks)
-        # What is too large for another dtype becomes infinite there, and NaN as an integer anything: asked for, so no warning.
-        with np.errstate(all="ignore") if self.request.convert_from is not None else nullcontext():
-            for buffer, in_buffer, in_chunk in self.targets:
-                np.copyto(buffer[in_buffer], elements[in_chunk], casting="unsafe")
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Where the elements of chunks go: for each chunk the rows of its (chunk, box) pairs, side by side."""
 
+    buffers: Sequence[Array]
+    """Of all boxes of all requests."""
+    first: Ints
+    """(n,) the row of each chunk's first pair."""
+    count: Ints
+    """(n,) how many pairs a chunk has."""
+    box: Ints
+    """(p,) which box, and so which buffer. This and what follows has a row per pair."""
+    in_chunk: BoxArray
+    """Common part, in the chunk. Tensors of fewer dimensions than others have some before theirs: 0 to 1."""
+    in_box: BoxArray
+    """Common part, in the box and so in the buffer; as `in_chunk`."""
 
-class ChunkFinder:
-    """Finds chunks by an attempt's chunk table."""
+    @classmethod
+    def none(cls, n: int) -> Targets:
+        """Of n chunks, none of which goes anywhere."""
+        empty, nothing = np.empty(0, np.int64), BoxArray.of([], 0)
+        return cls([], np.zeros(n, np.int64), np.zeros(n, np.int64), empty, nothing, nothing)
 
-    def __init__(self, place: Store, table: Lookup, compression: str | None) -> None:
-        """Find chunks below `place`, the attempt.
+    def take(self, rows: Ints) -> Targets:
+        """Of those chunks, with their pairs in the same order."""
+        count = self.count[rows]
+        first = np.cumsum(count) - count
+        pairs = np.repeat(self.first[rows] - first, count) + np.arange(int(count.sum()))
+        in_chunk, in_box = (BoxArray(boxes.start[pairs], boxes.stop[pairs]) for boxes in (self.in_chunk, self.in_box))
+        return Targets(self.buffers, first, count, self.box[pairs], in_chunk, in_box)
 
-        Args:
-            place: the attempt, for messages.
-            table: where they are.
-            compression: None or "zstd".
-        """
-        self._place = place
-        self._table = table
-        self._compression = compression
-
-    def check_table(self, request: Request) -> None:
-        """Raise MissingDataError unless the table has every chunk of the pieces, which a commit sees to.
-
-        First of all: a record that claims a trillion chunks must not make us count them.
-        """
-        for piece in request.pieces:
-            lost = self._table.first_missing(piece.path, piece.num_chunks)
-            if lost is not None:
-                raise self._lost(request.name, chunk_boxes(piece, np.array([lost]))[0])
-
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Read what the table says of all the requests' chunks, together; then as `check_table`."""
-        self._table.prepare((piece, r.boxes) for r in requests for piece in touched(r.pieces, r.boxes))
-        for request in requests:
-            self.check_table(request)
-
-    def needed(self, request: Request) -> Iterator[Chunk]:
-        """The chunks that the request's boxes touch, each once, however many boxes share it."""
-        for piece, positions, targets in touched_chunks(request):
-            yield from self.located(request, piece, positions, targets)
-
-    def every(self, request: Request, damaged: Damaged) -> Iterator[Chunk]:
-        """Every chunk of the request's pieces that the table has; the others are reported."""
-        arrays = self._table.whole().arrays
-        for piece in request.pieces:
-            table = arrays.get(piece.path, _NO_CHUNKS)
-            inside = table.chunk < piece.num_chunks
-            missing = piece.num_chunks - int(inside.sum())
-            # However many there are, the first of them are among the first of all.
-            first = np.arange(min(piece.num_chunks, len(table) + MOST_REPORTED))
-            first = first[table.find(first) < 0][:MOST_REPORTED]
-            boxes = chunk_boxes(piece, first)
-            for i in range(len(boxes)):
-                damaged(request.name, boxes[i], piece.path, self._lost(request.name, boxes[i]))
-            if missing > len(first):
-                error = MissingDataError(f"{request.name}: {missing - len(first)} more of its chunks are in no host's chunk table.")
-                damaged(request.name, piece.box, piece.path, error)
-            yield from self.located(request, piece, table.chunk[inside].astype(np.int64))
-
-    def located(
-        self, request: Request, piece: Piece, positions: NDArray[np.int64], targets: Iterable[Sequence[Target]] = repeat(())
-    ) -> Iterator[Chunk]:
-        """Those chunks with their places and where they go; MissingDataError where the table lacks one."""
-        try:
-            files, rows = self._table.find(piece.path, positions)
-        except KeyError as e:
-            raise self._lost(request.name, chunk_boxes(piece, np.array(e.args))[0]) from None
-        columns = (rows.file, rows.offset, rows.length, rows.crc)
-        for position, file, offset, length, crc, goes_to in zip(positions.tolist(), *(c.tolist() for c in columns), targets, strict=False):
-            key = files[file] if file != OWN_OBJECT else f"{PLAIN_ROOT}/{chunk_object_key(piece, position)}"
-            yield Chunk(request, piece, position, key, file == OWN_OBJECT, offset, length, crc, goes_to)
-
-    def check_length(self, chunk: Chunk) -> None:
-        """Refuse a length that the chunk cannot have, before memory is taken for it."""
-        least = most = chunk.nbytes + CHECKSUM_BYTES
-        if self._compression is not None:
-            least, most = CHECKSUM_BYTES, chunk.nbytes + (chunk.nbytes >> 8) + 64 + CHECKSUM_BYTES  # ZSTD_compressBound
-        if not least <= chunk.length <= most:
-            raise FormatError(
-                f"{chunk.where}: the chunk table gives it {chunk.length} bytes of {self._place}/{chunk.file}, {least} to {most} are "
-                f"possible; the checkpoint was not written by shardckpt, or by a broken one."
-            )
-
-    def bytes_in_files(self) -> dict[str, int]:
-        """How many bytes of each data file belong to a chunk."""
-        table = self._table.whole()
-        held = np.zeros(len(table.files), np.uint64)
-        for rows in table.arrays.values():
-            packed = rows.file != OWN_OBJECT
-            np.add.at(held, rows.file[packed], rows.length[packed])
-        return dict(zip(table.files, held.tolist(), strict=True))
-
-    def _lost(self, name: str, box: Box) -> MissingDataError:
-        return MissingDataError(
-            f"{name}{box} at {self._place}: no host's chunk table has this chunk; run `shardckpt verify` for the full list."
+    def target(self, pair: int, ndim: int) -> Target:
+        """Of a pair, that belongs to a tensor of so many dimensions."""
+        own = slice(self.in_box.start.shape[1] - ndim, None)
+        in_box, in_chunk = (
+            (*map(slice, boxes.start[pair, own].tolist(), boxes.stop[pair, own].tolist()), ...) for boxes in (self.in_box, self.in_chunk)
         )
+        return self.buffers[self.box[pair]], in_box, in_chunk
 
 
-def touched_chunks(request: Request) -> Iterator[tuple[Piece, NDArray[np.int64], list[list[Target]]]]:
-    """The chunks that a request's boxes touch, each once: array, positions in its grid, and where the elements of each go."""
-    for piece in touched(request.pieces, request.boxes):
-        pairs = overlaps(piece, request.boxes)
-        if not len(pairs.chunk):
-            continue
-        positions, first = np.unique(pairs.chunk, return_index=True)
-        ends = np.append(first[1:], len(pairs.chunk))
-        for i in range(0, len(positions), MOST_CHUNKS):
-            some = slice(i, i + MOST_CHUNKS)
-            begin = int(first[i])
-            targets = _targets(request, pairs, slice(begin, int(ends[some][-1])))
-            spans = zip((first[some] - begin).tolist(), (ends[some] - begin).tolist(), strict=True)
-            yield piece, positions[some], [targets[a:b] for a, b in spans]
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Chunks that are wanted; one row each."""
+
+    parts: Sequence[Part]
+    part: Ints
+    """(n,) what each belongs to."""
+    position: Ints
+    """(n,) in the array's grid."""
+    targets: Targets
+
+    @classmethod
+    def of_boxes(cls, requests: Sequence[Request]) -> Wanted:
+        """The chunks that the requests' boxes touch, each once however many boxes share it, in the requests' order."""
+        parts: list[Part] = []
+        buffers: list[Array] = []
+        owner, box = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for request in requests:
+            which, boxes = touching(request.pieces, request.boxes)
+            held, nth = np.unique(which, return_inverse=True) if len(request.pieces) > 1 else (np.zeros(1, np.int64), which)
+            owner.append(nth + len(parts))
+            box.append(boxes + len(buffers))
+            parts += [Part(request, request.pieces[k]) for k in held.tolist()]
+            buffers += request.buffers
+        of_part, of_box = np.concatenate(owner), np.concatenate(box)
+        together = _together([request.boxes for request in requests])
+        pairs = overlaps_of([part.piece for part in parts], BoxArray(together.start[of_box], together.stop[of_box]), of_part)
+        part = of_part[pairs.box]
+        first = np.flatnonzero(np.diff(part, prepend=-1) | np.diff(pairs.chunk, prepend=-1))
+        targets = Targets(buffers, first, np.diff(first, append=len(part)), of_box[pairs.box], pairs.in_chunk, pairs.in_box)
+        return cls(parts, part[first], pairs.chunk[first], targets)
+
+    @classmethod
+    def of_positions(cls, wanted: Sequence[tuple[Request, Piece, Ints]]) -> Wanted:
+        """Chunks by their positions in arrays, in that order, whose elements go nowhere."""
+        part = np.repeat(np.arange(len(wanted)), [len(positions) for _, _, positions in wanted])
+        position = np.concatenate([*(positions for _, _, positions in wanted), np.empty(0, np.int64)])
+        return cls([Part(request, piece) for request, piece, _ in wanted], part, position, Targets.none(len(part)))
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.position)
+
+    def take(self, rows: Ints) -> Wanted:
+        """Some of them, in that order."""
+        return Wanted(self.parts, self.part[rows], self.position[rows], self.targets.take(rows))
+
+    def part_of(self, row: int) -> Part:
+        """What a chunk belongs to."""
+        return self.parts[self.part[row]]
+
+    def box(self, row: int) -> Box:
+        """A chunk's elements, in the tensor's indices."""
+        return chunk_boxes(self.part_of(row).piece, self.position[row : row + 1])[0]
+
+    def where(self, row: int) -> str:
+        """For messages: tensor, index range."""
+        return f"{self.part_of(row).request.name}{self.box(row)}"
+
+    def targets_of(self, row: int) -> list[Target]:
+        """Where a chunk's elements go."""
+        first, ndim = int(self.targets.first[row]), len(self.part_of(row).piece.shape)
+        return [self.targets.target(pair, ndim) for pair in range(first, first + int(self.targets.count[row]))]
 
 
-def _targets(request: Request, pairs: Overlaps, rows: slice) -> list[Target]:
-    """Per pair of those: the buffer, where in the buffer, where in the chunk."""
-    slices = []
-    for boxes in (pairs.in_box, pairs.in_chunk):
-        ranges = zip(boxes.start[rows].tolist(), boxes.stop[rows].tolist(), strict=True)
-        # The ellipsis makes a view of a 0-d array, too.
-        slices.append([(*map(slice, start, stop), ...) for start, stop in ranges])
-    return [(request.buffers[b], in_box, in_chunk) for b, in_box, in_chunk in zip(pairs.box[rows].tolist(), *slices, strict=True)]
+def _together(boxes: Sequence[BoxArray]) -> BoxArray:
+    """All of them, with dimensions of one element before those of tensors that have fewer than others."""
+    ndim = max((some.start.shape[1] for some in boxes), default=0)
+    start, stop = (np.full((sum(map(len, boxes)), ndim), fill, np.int64) for fill in (0, 1))
+    row = 0
+    for some in boxes:
+        at = slice(row, row := row + len(some)), slice(ndim - some.start.shape[1], None)
+        start[at], stop[at] = some.start, some.stop
+    return BoxArray(start, stop)

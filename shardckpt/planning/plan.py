@@ -39,7 +39,9 @@ __all__ = [
     "count_chunks",
     "coverage_gap",
     "overlaps",
+    "overlaps_of",
     "touched",
+    "touching",
     "whole_chunks",
 ]
 
@@ -98,22 +100,49 @@ class Overlaps:
 
 def overlaps(piece: Piece, boxes: BoxArray) -> Overlaps:
     """All pairs of a chunk of `piece` and one of `boxes` (in the tensor's indices) that share elements."""
-    start, shape, chunks = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks))
-    first = np.maximum(boxes.start - start, 0)
-    last = np.minimum(boxes.stop - start, shape)
-    touching = np.flatnonzero((first < last).all(axis=1))
-    low = first[touching] // chunks
-    coords, owner = _enumerate(low, -(-last[touching] // chunks) - low)
-    coords += low[owner]
-    box = touching[owner]
-    chunk = _linear(coords, piece.grid)
-    order = np.argsort(chunk, kind="stable")
-    coords, box, chunk = coords[order], box[order], chunk[order]
+    return overlaps_of([piece], boxes, np.zeros(len(boxes), np.int64))
 
-    origin = coords * chunks
+
+def overlaps_of(pieces: Sequence[Piece], boxes: BoxArray, owner: Ints) -> Overlaps:
+    """As `overlaps`, of many pieces at once: each box is wanted of one of them.
+
+    Args:
+        pieces: of any tensors.
+        boxes: in the indices of their tensors. Those of fewer dimensions than others have one element in each that they lack,
+            which come first: 0 to 1.
+        owner: (n,) of which piece each box is.
+
+    Returns:
+        The pairs, ordered by piece and chunk; a pair's piece is `owner` of its box.
+    """
+    ndim = boxes.start.shape[1]
+    start, shape, chunks, grid = (
+        np.array([(fill,) * (ndim - len(row)) + row for row in rows], np.int64).reshape(len(pieces), ndim)
+        for rows, fill in (
+            ([p.start for p in pieces], 0),
+            ([p.shape for p in pieces], 1),
+            ([p.chunks for p in pieces], 1),
+            ([p.grid for p in pieces], 1),
+        )
+    )
+    first = np.maximum(boxes.start - start[owner], 0)
+    last = np.minimum(boxes.stop - start[owner], shape[owner])
+    touching = np.flatnonzero((first < last).all(axis=1))
+    sides = chunks[owner[touching]]
+    low = first[touching] // sides
+    coords, nth = _enumerate(low, -(-last[touching] // sides) - low)
+    coords += low[nth]
+    box = touching[nth]
+    piece = owner[box]
+    chunk = _linear(coords, grid[piece])
+    order = np.lexsort((chunk, piece))
+    coords, box, chunk, piece = coords[order], box[order], chunk[order], piece[order]
+
+    sides = chunks[piece]
+    origin = coords * sides
     common_start = np.maximum(first[box], origin)
-    common_stop = np.minimum(last[box], origin + chunks)
-    box_origin = boxes.start[box] - start
+    common_stop = np.minimum(last[box], origin + sides)
+    box_origin = boxes.start[box] - start[piece]
     return Overlaps(
         chunk,
         box,
@@ -148,13 +177,16 @@ def touched(pieces: Sequence[Piece], boxes: BoxArray) -> list[Piece]:
 
     A tensor may be in thousands of pieces, and `overlaps` of each would take longer than reading the few that matter.
     """
+    return list(pieces) if len(pieces) == 1 else [pieces[k] for k in np.unique(touching(pieces, boxes)[0]).tolist()]
+
+
+def touching(pieces: Sequence[Piece], boxes: BoxArray) -> tuple[Ints, Ints]:
+    """(n,) pieces and (n,) boxes that may have elements in common; a single piece comes with every box."""
     if len(pieces) == 1:
-        return list(pieces)
+        return np.zeros(len(boxes), np.int64), np.arange(len(boxes))
     held = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
-    found = np.zeros(len(pieces), bool)
-    for i in range(len(boxes)):
-        found[held.overlapping(boxes[i])] = True
-    return [pieces[k] for k in np.flatnonzero(found).tolist()]
+    found = [held.overlapping(boxes[i]) for i in range(len(boxes))]
+    return np.concatenate([*found, np.empty(0, np.int64)]), np.repeat(np.arange(len(boxes)), [len(some) for some in found])
 
 
 def chunks_inside(piece: Piece, box: Box, which: range | None = None) -> tuple[Ints, BoxArray]:
@@ -276,10 +308,10 @@ def _enumerate(low: Ints, counts: Ints) -> tuple[Ints, Ints]:
     return coords, owner
 
 
-def _linear(coords: Ints, grid: tuple[int, ...]) -> Ints:
-    """Row-major positions of grid coordinates."""
+def _linear(coords: Ints, grid: Ints | tuple[int, ...]) -> Ints:
+    """Row-major positions of coordinates in one grid, or each in its own: (n, ndim)."""
     position = np.zeros(len(coords), np.int64)
-    for d, n in enumerate(grid):
+    for d, n in enumerate(np.asarray(grid, np.int64).T):
         position = position * n + coords[:, d]
     return position
 
