@@ -37,6 +37,7 @@ from shardckpt.errors import (
     ShardckptError,
     StructureMismatchError,
 )
+from shardckpt.io.arena import Arena
 from shardckpt.io.budget import BufferPool, Lease, round_up
 from shardckpt.io.reader import Request
 from shardckpt.io.url import parse
@@ -288,8 +289,8 @@ class _Landing:
         self.destinations = sink.destinations
         self.converts = sink.dtype != tensor.dtype or any(not v.dtype.isnative for v in self.destinations or ())
         """Whether elements are converted on their way into the buffers."""
-        shapes = sink.buffer_shapes if self.destinations is None else []
-        self.staged_bytes = sum(round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in shapes)
+        lent = sink.buffer_shapes if self.destinations is None and not sink.adopts else []
+        self.staged_bytes = sum(round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in lent)
         """Host bytes that it needs beyond its own memory."""
 
     @property
@@ -297,12 +298,11 @@ class _Landing:
         """Where it is filled in place, and how that memory is seen."""
         return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.destinations or ()]
 
-    def prepare(self, lease: Lease) -> None:
-        """Set `buffers`, of the sink's dtype."""
-        if self.destinations is not None:
-            self.buffers = self.destinations
-        else:
-            self.buffers = [lease.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes]
+    def prepare(self, lease: Lease, arena: Arena) -> None:
+        """Set `buffers`, of the sink's dtype: where the leaf is, memory that it keeps, or lent memory."""
+        memory = arena if self.sink.adopts else lease
+        own = self.destinations
+        self.buffers = [memory.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes] if own is None else own
 
     def finish(self) -> object:
         """Hand the elements to the sink; the restored leaf."""
@@ -397,6 +397,7 @@ def _run(
         placed: told how many bytes are placed, after each batch.
     """
     restored: dict[str, object] = {}
+    arena = Arena()
     # Tensors that are read together: at most half of the limit each, one batch being placed and one read.
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes), (pool.limit // 2, LARGEST_BATCH)))
 
@@ -405,7 +406,7 @@ def _run(
         try:
             for job in batch:
                 for landing in job.landings:
-                    landing.prepare(lease)
+                    landing.prepare(lease, arena)
             fetch(batch)
         except ShardckptError as e:
             lease.give_back()

@@ -25,6 +25,7 @@ class HostSink:
     destinations: list = field(init=False)
     tie_key: object = None
     placing_bytes: int = 0
+    adopts: bool = False
 
     def __post_init__(self) -> None:
         self.destinations = [np.empty(self.boxes[i].shape, self.dtype.numpy) for i in range(len(self.boxes))]

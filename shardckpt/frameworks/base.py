@@ -108,6 +108,10 @@ class Sink(Protocol):
         """Writable views, one per box, to be filled where they are, strided ones too; None: the caller lends buffers."""
 
     @property
+    def adopts(self) -> bool:
+        """Whether the buffers become memory of the leaf: the caller makes them for this sink alone, and never lends them again."""
+
+    @property
     def tie_key(self) -> Hashable:
         """Equal for sinks that may share one restored leaf, where the tensor was one when it was saved."""
 
@@ -129,9 +133,9 @@ class Sink(Protocol):
         """The restored leaf.
 
         Args:
-            buffers: `destinations` once they are filled; or lent buffers of the logical dtype, each of its
+            buffers: `destinations` once they are filled; or buffers of the logical dtype, each of its
                 `buffer_shapes` with the elements of its box in the low corner. What lies outside the box is
-                overwritten. When this returns, lent buffers may be reused.
+                overwritten. When this returns, they may be lent to others, unless the sink `adopts` them.
         """
 
 

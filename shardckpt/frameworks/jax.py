@@ -7,10 +7,10 @@ Saving
    a new array over the same memory, which goes as soon as it is stored.
 
 Restoring
-1. A new array is built from one `device_put` per local device, straight from the buffer of the box that it holds:
-   no array of the whole on the host, no program.
-2. On CPU `device_put` makes an array of the buffer itself where that is aligned, `may_alias=False` or not, and such an
-   array is never donated in place. Copying it from device to device once more gives memory that is XLA's own.
+1. A new array is built straight from the buffers of the boxes that the local devices hold, all of them in one call: no array of
+   the whole on the host, no program.
+2. On CPU JAX makes an array of the buffer itself where that is aligned. So it is given memory to keep (`adopts`), which replicas
+   share, and elements are read to where they stay. JAX writes to no such memory: who donates the array has it copied then.
 3. An array that was free to move stays so: restored for an uncommitted leaf it is uncommitted too, on that leaf's
    device. Otherwise it could not be an argument beside arrays of a larger mesh.
 
@@ -197,23 +197,37 @@ class _JaxSink:
         ndim = len(self.shape) - (0 if self.keys is None else len(key_shape(self.keys)))
         return sharers_of(layout_of(self.sharding, ndim) if self.committed else None, ndim, self.shards, world)
 
-    def place(self, buffers: Sequence[Array]) -> object:
-        no_elements = np.empty(self.shards.tile if not len(self.boxes) else 0, self.dtype.numpy)
-        shards = [buffers[box] if box >= 0 else no_elements for box in self.shards.box_of.tolist()]
-        arrays = self._uncommitted(shards) if not self.committed else self._committed(shards)
-        jax.block_until_ready(arrays)  # only then are the buffers free again
-        wrong = {str(array.dtype) for array in arrays} - {self.dtype.name}
-        if wrong:
-            raise DtypeError(
-                f"{shown(self.name)}: JAX made {wrong.pop()} of {self.dtype}; restore it as another dtype, or as a numpy array."
-            )
-        if self.keys is not None:
-            return self._of_keys(arrays)
-        if not self.committed:
-            return arrays[0]
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays, dtype=self.dtype.numpy)
+    @property
+    def adopts(self) -> bool:
+        """On CPU, where `device_put` makes an array of an aligned buffer itself, whatever `may_alias` says."""
+        return any(device.platform not in _COPYING for device in self.shards.devices)
 
-    def _of_keys(self, words: list[Any]) -> Any:
+    def place(self, buffers: Sequence[Array]) -> object:
+        array = self._of_keys(buffers) if self.keys is not None else self._of_numbers(buffers)
+        if not self.adopts:
+            jax.block_until_ready(array)  # only then are the buffers free again
+        return array
+
+    def _of_numbers(self, buffers: Sequence[Array]) -> Any:
+        if not self.committed:
+            (array,) = self._on_devices(buffers)
+        else:
+            at = dict(zip(map(tuple, self.boxes.start.tolist()), buffers, strict=True))
+            with jax.transfer_guard_host_to_device("allow"):  # it is meant, as any `device_put` is
+                array = jax.make_array_from_callback(
+                    self.shape,
+                    self.sharding,
+                    lambda index: at[tuple(side.start or 0 for side in index)] if at else self._no_elements,
+                    dtype=self.dtype.numpy,
+                )
+        if array.dtype != self.dtype.numpy:
+            raise DtypeError(
+                f"{shown(self.name)}: JAX made {array.dtype} of {self.dtype}; restore it as another dtype, or as a numpy array."
+            )
+        return array
+
+    def _of_keys(self, buffers: Sequence[Array]) -> Any:
+        words = self._on_devices(buffers)
         if not self.committed:
             return keys_of(words[0], self.keys)
         shape = self.shape[: len(self.shape) - len(key_shape(self.keys))]
@@ -222,20 +236,18 @@ class _JaxSink:
         keys = [keys_of(on_device[device], self.keys) for device in self.sharding.addressable_devices_indices_map(shape)]
         return jax.make_array_from_single_device_arrays(shape, self.sharding, keys, dtype=self.keys)
 
-    def _committed(self, shards: list[Array]) -> list[Any]:
+    def _on_devices(self, buffers: Sequence[Array]) -> list[Any]:
+        """Per device, an array of what it holds; one that is free to move, where this one is to be."""
+        shards = [buffers[box] if box >= 0 else self._no_elements for box in self.shards.box_of.tolist()]
+        if not self.committed:
+            with jax.default_device(self.shards.devices[0]):
+                return [jax.device_put(shard) for shard in shards]
         kind = self.sharding.memory_kind
-        places = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in self.shards.devices]
-        arrays: list[Any] = jax.device_put(shards, places)
-        return jax.device_put(arrays, places, may_alias=False) if self._may_alias else arrays
-
-    def _uncommitted(self, shards: list[Array]) -> list[Any]:
-        with jax.default_device(self.shards.devices[0]):
-            arrays: list[Any] = jax.device_put(shards)
-            return jax.device_put(arrays, may_alias=False) if self._may_alias else arrays
+        return jax.device_put(shards, [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in self.shards.devices])
 
     @property
-    def _may_alias(self) -> bool:
-        return any(device.platform not in _COPYING for device in self.shards.devices)
+    def _no_elements(self) -> Array:
+        return np.empty(self.shards.tile, self.dtype.numpy)
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:

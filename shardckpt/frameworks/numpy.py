@@ -69,6 +69,7 @@ class ArraySink:
     dtype: DType
     tie_key: Hashable
     placing_bytes: int = 0
+    adopts: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

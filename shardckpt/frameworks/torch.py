@@ -110,6 +110,7 @@ class TensorSink:
     ranks: tuple[int, ...] | Literal["all"] | None = None
     """The processes that want the same boxes; None: not known."""
     placing_bytes: int = 0
+    adopts: bool = False
 
     @property
     def buffer_shapes(self) -> list[tuple[int, ...]]:

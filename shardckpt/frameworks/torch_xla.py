@@ -244,6 +244,7 @@ class _ShardedSink:
     """The same for torch_xla."""
     shards: Shards
     destinations: None = None
+    adopts: bool = False
 
     @property
     def boxes(self) -> BoxArray:
@@ -305,6 +306,7 @@ class _DeviceSink:
     dtype: DType
     device: Any
     destinations: None = None
+    adopts: bool = False
 
     @property
     def boxes(self) -> BoxArray:

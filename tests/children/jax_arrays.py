@@ -41,7 +41,7 @@ def filled(sink, array):
 def placed(sink, array):
     buffers = filled(sink, array)
     restored = sink.place(buffers)
-    for buffer in buffers:
+    for buffer in buffers if not sink.adopts else ():
         buffer.reshape(-1).view(np.uint8)[...] = 1  # the buffers are ours again
     return restored
 

@@ -60,6 +60,7 @@ class DeviceSink:
     tile: tuple[int, ...]
     destinations: None = None
     placing_bytes: int = 0
+    adopts: bool = False
 
     @property
     def buffer_shapes(self):
