@@ -20,6 +20,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
+from threading import local
 from typing import TYPE_CHECKING
 
 import crc32c
@@ -46,8 +47,10 @@ _MOST_VECTORS = 1000
 """Buffers per call, below the kernel's IOV_MAX of 1024."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What a file system says that has no links; there, between looking and renaming, somebody else's file may be replaced."""
-_READ_BYTES = 4 << 20
-"""Bytes that are read back at a time, by each thread."""
+_READ_BYTES = 256 << 10
+"""Bytes that are read back at a time, by each thread: they are still in its cache when their checksum is computed."""
+_CHECKED_AT_ONCE = 4096
+"""Blocks of which is planned at a time where they lie."""
 
 
 class LocalFiles:
@@ -244,29 +247,34 @@ class LocalFiles:
 
     def _verify(self) -> None:
         """Compare all blocks with their checksums, in several threads."""
-        fds = dict[int, int]()
+        fds, memory = dict[int, int](), local()
 
-        def check(block: Sequence[tuple[str, int, int, int]], expected: int) -> None:
-            found = 0
-            for _, file, offset, length in block:
-                for at in range(offset, offset + length, _READ_BYTES):
-                    with storage_errors("read", self._at(file)):
-                        data = os.pread(fds[file], min(_READ_BYTES, offset + length - at), at)
-                    found = crc32c.crc32c(data, found)
-            if found != expected:
-                raise CorruptionError(
-                    f"{shown(block[0][0])} does not read back as it was written to {self._directory}; nothing was published. "
-                    f"Check the disk and the memory of this machine, and export again."
-                )
+        def check(blocks: Sequence[tuple[Sequence[tuple[str, int, int, int]], int]]) -> None:
+            if not hasattr(memory, "buffer"):
+                memory.buffer = memoryview(bytearray(_READ_BYTES))
+            for block, expected in blocks:
+                found = 0
+                for _, file, offset, length in block:
+                    for at in range(offset, offset + length, _READ_BYTES):
+                        part = memory.buffer[: min(_READ_BYTES, offset + length - at)]
+                        # What is cut off leaves in the buffer what was read before, so it counts for nothing.
+                        if os.preadv(fds[file], [part], at) == len(part):
+                            found = crc32c.crc32c(part, found)
+                if found != expected:
+                    raise CorruptionError(
+                        f"{shown(block[0][0])} does not read back as it was written to {self._directory}; nothing was published. "
+                        f"Check the disk and the memory of this machine, and export again."
+                    )
 
         try:
             for number in range(len(self._paths)):
                 with storage_errors("read", self._at(number)):
                     fds[number] = os.open(self._at(number), os.O_RDONLY | os.O_CLOEXEC)
-            with ThreadPoolExecutor(READERS, "shardckpt-verify") as pool:
+            with ThreadPoolExecutor(READERS, "shardckpt-verify") as pool, storage_errors("read", self._partial):
                 pairs = zip(self._plan.blocks(), self._checks, strict=True)
-                while some := list(islice(pairs, 1024)):
-                    list(pool.map(check, *zip(*some, strict=True)))
+                while some := list(islice(pairs, _CHECKED_AT_ONCE)):
+                    share = -(-len(some) // READERS)
+                    list(pool.map(check, [some[i : i + share] for i in range(0, len(some), share)]))
         finally:
             for fd in fds.values():
                 os.close(fd)

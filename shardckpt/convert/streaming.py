@@ -1,7 +1,7 @@
 """Reading what outputs are made of, block by block, within a memory limit.
 
 1. The limit is shared out: what is being read (`reshard.memory`), what the writer keeps beside it, and two buffers of the same size,
-   the *room*: one is filled while the other one is written.
+   the *room*: what is read next is filled while other blocks are written.
 2. The writer says in which blocks it wants each output: the chunks of one array, or of several.
 3. Each output is cut into steps of whole blocks, so that each stored chunk is read once where the room is enough (`reshard.cells`).
    A writer that wants blocks in row-major order has them so, and stored chunks may then be read more often.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,9 @@ from shardckpt.errors import BudgetError
 from shardckpt.io.budget import round_up
 from shardckpt.names import shown
 from shardckpt.planning.plan import Piece
-from shardckpt.reshard.assembling import Buffer, PlannedStep, Target, assembled
+from shardckpt.reshard.assembling import BatchMemory, PlannedStep, Target, assembled
 from shardckpt.reshard.cells import Step, cut, steps, steps_in_order
-from shardckpt.reshard.memory import READERS, Sizes, largest_chunk
+from shardckpt.reshard.memory import PARTS, READERS, Sizes, largest_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -46,8 +47,10 @@ Blocks = Callable[[OutputTensor, Sequence[Piece], int], Sequence[Piece]]
 given the output, which has elements, the arrays that it is made of, as they lie in it, and the bytes that a block may have."""
 Put = Callable[[OutputTensor, Box, "NDArray[Any]"], object]
 """Is given a block: its output, its box in it, and its elements, in row-major order, as the dtype's storage type."""
-_BATCH = 32 << 20
-"""Bytes that are read at once, where work can be cut that small; see `reshard.memory`."""
+_BATCH = 4 << 20
+"""Bytes that are read at once from a local disk, where work can be cut that small: they stay in the cache until they are written."""
+_OBJECT_BATCH = 32 << 20
+"""The same from an object store, of which several requests are made."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +61,8 @@ class Block:
     box: Box
     elements: NDArray[Any]
     """Of the box's shape, in row-major order, of the dtype's storage type."""
+    checksum: int = 0
+    """Their crc32c, where it was asked for."""
 
 
 class Stream:
@@ -111,7 +116,8 @@ class Stream:
             )
         reading = sizes.reading + (0 if sizes.source_local else spare // 4)
         self.room = (limit - reading - beside) // 2
-        """Bytes of each of the two buffers."""
+        """Bytes of each half of the memory that is read into."""
+        self._at_once = min(self.room // PARTS, _BATCH if sizes.source_local else _OBJECT_BATCH)
         self._reading = reading
         self._targets = [self._target(output, blocks) for output in outputs if prod(output.shape)]
         for _, target, _ in self._targets:
@@ -137,11 +143,12 @@ class Stream:
         """Stored bytes that have been read so far."""
         return self._checkpoint.stats.bytes_read
 
-    def read(self, skip: int = 0) -> Generator[list[Block]]:
+    def read(self, skip: int = 0, *, checksums: bool = False) -> Generator[list[Block]]:
         """All blocks, some at a time; whoever does not take all of them closes the iterator.
 
         Args:
             skip: how many blocks are not wanted: the first in the order in which they come. What is not needed for others is not read.
+            checksums: whether blocks have one.
 
         Raises:
             CorruptionError, ReplacedError, StorageError: the checkpoint could not be read.
@@ -149,12 +156,13 @@ class Stream:
         self._checkpoint.limit_reading(threads=READERS, memory=self._reading)
         outputs = {id(target): output for output, target, _ in self._targets}
         planned, left_out = _after(self._steps(), skip)
-        with closing(assembled(self._checkpoint, planned, min(self.room, _BATCH), (Buffer(), Buffer()))) as batches:
+        with closing(assembled(self._checkpoint, planned, self._at_once, BatchMemory(), checksums=checksums)) as batches:
             for batch in batches:
                 found = []
-                for chunk in batch:
+                for chunk, checksum in zip(batch.whole, batch.checksums or repeat(0), strict=False):
                     box = Box(chunk.start, tuple(a + n for a, n in zip(chunk.start, chunk.shape, strict=True)))
-                    found.append(Block(outputs[id(chunk.target)], box, chunk.raw.view(chunk.target.dtype.storage).reshape(chunk.shape)))
+                    elements = chunk.raw.view(chunk.target.dtype.storage).reshape(chunk.shape)
+                    found.append(Block(outputs[id(chunk.target)], box, elements, checksum))
                 dropped = min(left_out, len(found))
                 left_out -= dropped
                 yield found[dropped:]
@@ -163,7 +171,7 @@ class Stream:
         """Every block, in the order in which `read` has them; nothing is read."""
         outputs = {id(target): output for output, target, _ in self._targets}
         for planned in self._steps():
-            if _is_one_block(planned.target):
+            if planned.target.is_one_chunk:
                 yield outputs[id(planned.target)], planned.step.box
                 continue
             for _, _, boxes in planned.pairs:
@@ -181,8 +189,8 @@ class Stream:
                 yield PlannedStep(target, step)
 
     def _steps_of(self, target: Target, stored: Sequence[Piece]) -> Iterator[Step]:
-        itemsize, most = target.dtype.itemsize, min(self.room, _BATCH)
-        if _is_one_block(target):  # as most tensors are, by number
+        itemsize, most = target.dtype.itemsize, self._at_once
+        if target.is_one_chunk:
             yield Step(target.pieces[0].box, 0)
             return
         if self._in_order:
@@ -212,10 +220,6 @@ def stream(
         for batch in batches:
             for block in batch:
                 put(block.output, block.box, block.elements)
-
-
-def _is_one_block(target: Target) -> bool:
-    return len(target.pieces) == 1 and target.pieces[0].num_chunks == 1
 
 
 def _after(planned: Iterator[PlannedStep], skip: int) -> tuple[Iterator[PlannedStep], int]:

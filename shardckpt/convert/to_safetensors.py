@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import crc32c
 import numpy as np
 
 from shardckpt._version import __version__
@@ -92,13 +90,12 @@ def write_safetensors(
         done = sum(box.size * output.dtype.itemsize for _, (output, box) in zip(range(skip), stream.order(), strict=False))
         total, resumed, written, file = sum(output.nbytes for output in outputs), done, 0, -1
         progress(done, total)
-        with closing(stream.read(skip)) as batches, ThreadPoolExecutor(1, "shardckpt-checksums") as beside:
+        with closing(stream.read(skip, checksums=verify)) as batches:
             for batch in batches:
-                pieces = [block.elements.reshape(-1).view(np.uint8).data for block in batch]
-                checks = beside.submit(lambda data: [crc32c.crc32c(each) for each in data], pieces if verify else ())
-                writes = list[Write]()
-                for block, data in zip(batch, pieces, strict=True):
-                    at = 0
+                writes, nbytes = list[Write](), 0
+                for block in batch:
+                    data, at = block.elements.reshape(-1).view(np.uint8).data, 0
+                    nbytes += data.nbytes
                     for number, offset, length in placed.runs(block.output.name, block.box):
                         while file < number:
                             file += 1
@@ -106,9 +103,9 @@ def write_safetensors(
                         writes.append(Write(number, offset, data[at : at + length]))
                         at += length
                 destination.write(writes)
-                destination.wrote(checks.result() if verify else [0] * len(batch))
+                destination.wrote([block.checksum for block in batch])
                 written += sum(write.data.nbytes for write in writes)
-                done += sum(data.nbytes for data in pieces)
+                done += nbytes
                 progress(done, total)
         left = [Write(number, 0, memoryview(headers[number])) for number in range(file + 1, len(headers))]
         destination.write(left)

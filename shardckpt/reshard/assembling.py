@@ -1,20 +1,22 @@
 """Reading tensors of a checkpoint into the chunks of what is made of them, while what was read before is written.
 
 1. Work comes in steps (`cells`): a box of one target, which holds whole chunks of it, but for those that later steps finish.
-2. Steps are taken together until their chunks fill one of two buffers. A second thread reads them: source chunks go, or are
-   scattered, straight to where they lie in the chunks of the target, converted on the way where dtypes differ. A target may be
-   made of parts of several tensors, transposed (`planning.views`); a source chunk that several parts of a batch need is read once.
-3. Meanwhile the chunks of the other buffer are the caller's.
+2. Small steps are taken together, into *batches* that a processor's cache holds. A second thread reads them, one after another:
+   source chunks go, or are scattered, straight to where they lie in the chunks of the target, converted on the way where dtypes
+   differ. A target may be made of parts of several tensors, transposed (`planning.views`); a source chunk that several parts of a
+   batch need is read once.
+3. Meanwhile the chunks of the batch before are the caller's. Some batches are read ahead, so that neither waits for the other.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import crc32c
 import numpy as np
 
 from shardckpt.box import BoxArray
@@ -22,6 +24,7 @@ from shardckpt.io.budget import round_up
 from shardckpt.io.codec import CHECKSUM_BYTES, room_for
 from shardckpt.io.reader import Request
 from shardckpt.planning.plan import chunk_boxes, overlaps, touched
+from shardckpt.reshard.memory import PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -37,30 +40,56 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["Buffer", "Filled", "PlannedStep", "Target", "assembled"]
+__all__ = ["Batch", "BatchMemory", "Filled", "PlannedStep", "Target", "assembled"]
 
+_AHEAD = 3
+"""Batches in memory: the caller has one, one is being read, and one is read or planned."""
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
-class Buffer:
-    """Memory that is used from front to back, and then again."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a batch has of the memory."""
+
+    half: int
+    parts: range
+
+
+class BatchMemory:
+    """Memory of batches, used again and again: two halves, each for one large batch or for a few small ones."""
 
     def __init__(self) -> None:
-        self._bytes: Bytes = _NOTHING
-        self._used = 0
+        self._halves: list[Bytes] = [_NOTHING, _NOTHING]
+        self._free = [set(range(PARTS)), set(range(PARTS))]
 
-    def begin(self, nbytes: int) -> None:
-        """Forget what is in it, and have room for so many bytes."""
-        if self._bytes.nbytes < nbytes:
-            self._bytes = _NOTHING
-            self._bytes = np.empty(nbytes, np.uint8)
-        self._used = 0
+    def take(self, nbytes: int, small: int, last: _Place | None) -> _Place | None:
+        """A place for a batch; None where there is none before others are given back.
 
-    def take(self, nbytes: int) -> Bytes:
-        """The next bytes of it."""
-        begin = self._used
-        self._used += round_up(nbytes)
-        return self._bytes[begin : begin + nbytes]
+        Args:
+            nbytes: that it needs.
+            small: bytes of a part; a batch that needs more has a half.
+            last: of the batch before, which chunks may be copied from that it has not finished, so it has to be another one.
+        """
+        for half, free in enumerate(self._free):
+            able = [part for part in sorted(free) if last is None or half != last.half or part not in last.parts]
+            if nbytes > small and (len(able) < PARTS or (last is not None and last.half == half)):
+                continue
+            if able:
+                place = _Place(half, range(PARTS) if nbytes > small else range(able[0], able[0] + 1))
+                if self._halves[half].nbytes < (least := max(nbytes, PARTS * small)):
+                    self._halves[half] = _NOTHING
+                    self._halves[half] = np.empty(least, np.uint8)
+                free.difference_update(place.parts)
+                return place
+        return None
+
+    def at(self, place: _Place, small: int) -> Bytes:
+        """Its bytes."""
+        return self._halves[place.half][place.parts.start * small :]
+
+    def give_back(self, place: _Place) -> None:
+        """Let others have it."""
+        self._free[place.half].update(place.parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +106,19 @@ class Target:
     """Whether chunks are laid out as in a checkpoint: filled up with zeros at edges, with room for a checksum behind. Otherwise they
     are cut off at edges, and nothing is behind."""
 
+    @property
+    def is_one_chunk(self) -> bool:
+        """As most are, by number: nothing has to be looked up in grids."""
+        return len(self.pieces) == 1 and self.pieces[0].num_chunks == 1
+
     def nbytes(self, piece: Piece, shape: Sequence[int]) -> int:
-        """Of a chunk in a buffer that has so many elements."""
+        """Of a chunk in memory that has so many elements."""
         return room_for(piece.chunks if self.as_stored else tuple(shape), self.dtype.itemsize) - CHECKSUM_BYTES * (not self.as_stored)
+
+    def elements(self, raw: Bytes, piece: Piece, shape: Sequence[int], tensor: TensorRecord) -> NDArray[Any]:
+        """A chunk's bytes as what a tensor's elements are copied to."""
+        kind = self.dtype.storage if self.dtype == tensor.dtype else self.dtype.numpy
+        return raw[:-CHECKSUM_BYTES].view(kind).reshape(piece.chunks) if self.as_stored else raw.view(kind).reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,16 +148,20 @@ class PlannedStep:
     @property
     def finished(self) -> int:
         """How many chunks are whole after it."""
+        if self.target.is_one_chunk:
+            return 1
         return sum(int((~self.unfinished(boxes)).sum()) for _, _, boxes in self.pairs)
 
     @property
     def leaves_open(self) -> bool:
         """Whether a chunk is begun and not finished."""
-        return any(bool(self.unfinished(boxes).any()) for _, _, boxes in self.pairs)
+        return not self.target.is_one_chunk and any(bool(self.unfinished(boxes).any()) for _, _, boxes in self.pairs)
 
     @property
     def nbytes(self) -> int:
-        """Of those chunks, in a buffer."""
+        """Of those chunks, in memory."""
+        if self.target.is_one_chunk:
+            return round_up(self.target.nbytes(self.target.pieces[0], self.target.pieces[0].shape))
         itemsize, total = self.target.dtype.itemsize, 0
         for piece, pairs, boxes in self.pairs:
             if self.target.as_stored:
@@ -146,15 +189,32 @@ class Filled:
 
 
 @dataclass(slots=True)
-class _Batch:
+class Batch:
     """What is read at once, and the chunks that are whole then."""
 
     steps: list[PlannedStep]
     nbytes: int
     whole: list[Filled] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    """crc32c of those, where they were asked for."""
+    _room: Bytes = field(default_factory=lambda: _NOTHING)
+    """Where its chunks lie."""
+    _used: int = 0
+
+    def begin(self, room: Bytes) -> None:
+        """Give it the memory that it needs."""
+        self._room = room
+
+    def take(self, nbytes: int) -> Bytes:
+        """Memory of a chunk."""
+        begin = self._used
+        self._used += round_up(nbytes)
+        return self._room[begin : begin + nbytes]
 
 
-def assembled(source: Source, steps: Iterable[PlannedStep], at_once: int, buffers: tuple[Buffer, Buffer]) -> Generator[list[Filled]]:
+def assembled(
+    source: Source, steps: Iterable[PlannedStep], at_once: int, memory: BatchMemory, *, checksums: bool = False
+) -> Generator[Batch]:
     """Read everything; a batch of whole chunks at a time, which is good until the next is asked for.
 
     Whoever does not take all of it closes the iterator, which waits for what is being read.
@@ -162,30 +222,42 @@ def assembled(source: Source, steps: Iterable[PlannedStep], at_once: int, buffer
     Args:
         source: what is read.
         steps: what to read; those of one target follow each other.
-        at_once: bytes to which small steps are joined. One that is larger takes what it takes, in each of the two buffers.
-        buffers: memory, kept by the caller.
+        at_once: bytes to which small steps are joined. One that is larger takes what it takes, in each of the two halves of the
+            memory, which else has twice `PARTS` times as much.
+        memory: kept by the caller.
+        checksums: whether to compute the crc32c of each chunk, while it is in the cache.
 
     Raises:
         CorruptionError, ReplacedError, StorageError: the source could not be read.
     """
-    reading, (buffer, other) = _Reading(source), buffers
-    batches = _batches(steps, at_once)
+    reading, last = _Reading(source, checksums=checksums), None
+    coming = deque[tuple[_Place, Future[Batch]]]()
     with ThreadPoolExecutor(1, "shardckpt-ahead") as ahead, source.reading():
-        coming = ahead.submit(reading.read, batches, buffer)
-        while (batch := coming.result()) is not None:
-            buffer, other = other, buffer
-            coming = ahead.submit(reading.read, batches, buffer)
-            yield batch.whole
+        try:
+            for batch in _batches(steps, at_once):
+                while len(coming) == _AHEAD or (place := memory.take(batch.nbytes, at_once, last)) is None:
+                    yield coming[0][1].result()
+                    memory.give_back(coming.popleft()[0])
+                batch.begin(memory.at(place, at_once))
+                coming.append((place, ahead.submit(reading.read, batch)))
+                last = place
+            while coming:
+                yield coming[0][1].result()
+                memory.give_back(coming.popleft()[0])
+        finally:
+            ahead.shutdown(cancel_futures=True)
+            for place, _ in coming:
+                memory.give_back(place)
 
 
-def _batches(steps: Iterable[PlannedStep], at_once: int) -> Iterator[_Batch]:
-    """All steps, as many at a time as there is room for."""
-    batch = _Batch([], 0)
+def _batches(steps: Iterable[PlannedStep], at_once: int) -> Iterator[Batch]:
+    """All steps, as many at a time as are to be joined."""
+    batch = Batch([], 0)
     for planned in steps:
         nbytes = planned.nbytes
         if batch.steps and batch.nbytes + nbytes > at_once:
             yield batch
-            batch = _Batch([], 0)
+            batch = Batch([], 0)
         batch.steps.append(planned)
         batch.nbytes += nbytes
     if batch.steps:
@@ -208,30 +280,32 @@ class _Wanted:
 class _Reading:
     """Reads batch after batch; for one thread at a time."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, checksums: bool) -> None:
         self._source = source
-        self._open: dict[tuple[str, int], tuple[_Batch, Bytes]] = {}
+        self._checksums = checksums
+        self._open: dict[tuple[str, int], tuple[Batch, Bytes]] = {}
         """Chunks, by array and position, that the last step has begun and not finished; and in which batch."""
 
-    def read(self, batches: Iterator[_Batch], buffer: Buffer) -> _Batch | None:
-        """Read the next batch into a buffer; None where there is none."""
-        batch = next(batches, None)
-        if batch is not None:
-            buffer.begin(batch.nbytes)
-            wanted: defaultdict[tuple[str, bool], _Wanted] = defaultdict(_Wanted)
-            tensors = {tensor.name: tensor for planned in batch.steps for tensor, _ in planned.target.sources}
-            for planned in batch.steps:
-                self._plan(planned, batch, buffer, wanted)
-            requests = [some.request(tensors[name], converts=converts) for (name, converts), some in wanted.items()]
-            self._source.reader.read(requests)
+    def read(self, batch: Batch) -> Batch:
+        """Read a batch."""
+        wanted: defaultdict[tuple[str, bool], _Wanted] = defaultdict(_Wanted)
+        tensors = {tensor.name: tensor for planned in batch.steps for tensor, _ in planned.target.sources}
+        for planned in batch.steps:
+            if planned.target.is_one_chunk:
+                _plan_one(planned.target, batch, wanted)
+            else:
+                self._plan(planned, batch, wanted)
+        self._source.reader.read([some.request(tensors[name], converts=converts) for (name, converts), some in wanted.items()])
+        if self._checksums:
+            batch.checksums = [crc32c.crc32c(chunk.raw) for chunk in batch.whole]
         return batch
 
-    def _plan(self, planned: PlannedStep, batch: _Batch, buffer: Buffer, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:
+    def _plan(self, planned: PlannedStep, batch: Batch, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:
         """What a step reads: of each chunk that it reaches into, the part that lies in it, to where that is in the chunk."""
         begun, self._open = self._open, {}
         for piece, pairs, boxes in planned.pairs:
             parts = BoxArray(boxes.start + pairs.in_chunk.start, boxes.start + pairs.in_chunk.stop)
-            raws = self._room(planned, piece, pairs, boxes, begun, batch, buffer)
+            raws = self._room(planned, piece, pairs, boxes, begun, batch)
             for tensor, view in planned.target.sources:
                 self._aim(planned.target, tensor, view, piece, boxes, parts, raws, wanted)
 
@@ -241,9 +315,8 @@ class _Reading:
         piece: Piece,
         pairs: Overlaps,
         boxes: BoxArray,
-        begun: dict[tuple[str, int], tuple[_Batch, Bytes]],
-        batch: _Batch,
-        buffer: Buffer,
+        begun: dict[tuple[str, int], tuple[Batch, Bytes]],
+        batch: Batch,
     ) -> list[Bytes]:
         """Memory of each chunk that a step reaches into, with what earlier steps have read of it."""
         target, raws = planned.target, []
@@ -254,7 +327,7 @@ class _Reading:
             key = piece.path, position
             before, raw = begun.get(key, (None, _NOTHING))
             if before is not batch:
-                former, raw = raw, buffer.take(target.nbytes(piece, shape))
+                former, raw = raw, batch.take(target.nbytes(piece, shape))
                 if before is not None:
                     raw[:] = former
                 elif target.as_stored and tuple(shape) != piece.chunks:
@@ -283,13 +356,23 @@ class _Reading:
         which = np.flatnonzero((first < last).all(axis=1))
         if not len(which):
             return
-        converts = target.dtype != tensor.dtype
-        kind = target.dtype.numpy if converts else target.dtype.storage
-        into = wanted[tensor.name, converts]
+        into = wanted[tensor.name, target.dtype != tensor.dtype]
         into.boxes.append(view.back(BoxArray(first[which], last[which])))
         low, high = (first[which] - boxes.start[which]).tolist(), (last[which] - boxes.start[which]).tolist()
         shapes = (boxes.stop - boxes.start)[which].tolist()
         for i, start, stop, shape in zip(which.tolist(), low, high, shapes, strict=True):
-            raw = raws[i][:-CHECKSUM_BYTES].view(kind).reshape(piece.chunks) if target.as_stored else raws[i].view(kind).reshape(shape)
             index: Any = (*map(slice, start, stop), ...)
-            into.buffers.append(view.part(raw[index]))
+            into.buffers.append(view.part(target.elements(raws[i], piece, shape, tensor)[index]))
+
+
+def _plan_one(target: Target, batch: Batch, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:
+    """As `_Reading._plan`, of a target that is one chunk."""
+    (piece,) = target.pieces
+    raw = batch.take(target.nbytes(piece, piece.shape))
+    if target.as_stored and piece.shape != piece.chunks:
+        raw[:] = 0
+    batch.whole.append(Filled(target, piece, 0, piece.start, piece.shape, raw))
+    for tensor, view in target.sources:
+        into = wanted[tensor.name, target.dtype != tensor.dtype]
+        into.boxes.append(BoxArray.of([view.box], view.box.ndim))
+        into.buffers.append(view.part(target.elements(raw, piece, piece.shape, tensor)[(*view.inside.slices, ...)]))

@@ -1,6 +1,6 @@
 """How is the memory limit shared out, and how many workers does it suffice for?
 
-A worker has two buffers of the same size, its *room*: one is filled from the source while the other one is written. Beside
+A worker has two buffers of the same size, its *room*: what is read next is filled while other chunks are written. Beside
 them are what is being read and what is on its way to the storage:
 
 - read from a local disk: a scratch buffer per thread, of 4 MiB or the largest chunk; from an object store three copies of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.structure import TensorRecord
 
-__all__ = ["PROCESS_BYTES", "Memory", "Sizes", "largest_chunk", "readers", "share"]
+__all__ = ["PARTS", "PROCESS_BYTES", "Memory", "Sizes", "largest_chunk", "readers", "share"]
 
 PROCESS_BYTES = 128 << 20
 """What a process takes besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Stated, and tested."""
@@ -42,7 +42,9 @@ _OBJECT = 8 << 20
 _FILES = 5
 _COMFORTABLE = 128 << 20
 """Bytes per worker below which another worker would only take room from the others."""
-_BATCH = 32 << 20
+PARTS = 2
+"""Batches of small steps that one of the two buffers has room for."""
+_BATCH = 16 << 20
 """Bytes that are read at once, where work can be cut that small: more makes nothing faster, but the first use of every page of a
 buffer costs what copying it a few times does, and nothing is written before the first of them is read."""
 _WORTHWHILE = 512 << 20
@@ -100,7 +102,7 @@ class Memory:
     @property
     def batch(self) -> int:
         """Bytes of the chunks to which what is small is joined, so as to be read at once; a large cell takes all the room."""
-        return min(self.room, _BATCH)
+        return min(self.room // PARTS, _BATCH)
 
     @property
     def peak(self) -> int:

@@ -25,7 +25,7 @@ from shardckpt.errors import CommitError, CorruptionError, ShardckptError
 from shardckpt.io.host import HostWriter
 from shardckpt.planning.views import View
 from shardckpt.record import seal
-from shardckpt.reshard.assembling import Buffer, PlannedStep, Target, assembled
+from shardckpt.reshard.assembling import BatchMemory, PlannedStep, Target, assembled
 from shardckpt.reshard.carry import read_back
 from shardckpt.reshard.job import OpenJob
 
@@ -89,7 +89,7 @@ def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
 
 
 _here = local()
-"""The job that this thread is at work on, and its buffers, kept from task to task."""
+"""The job that this thread is at work on, and its memory, kept from task to task."""
 
 
 def forget() -> None:
@@ -99,10 +99,10 @@ def forget() -> None:
 
 def _opened(job: Job) -> OpenJob:
     if getattr(_here, "job", None) != job:
-        _here.job, _here.buffers = None, None  # the former one's memory is free before the new one takes any
+        _here.job, _here.memory = None, None  # the former one's memory is free before the new one takes any
         _here.opened = OpenJob(job)
         _here.job = job
-        _here.buffers = Buffer(), Buffer()
+        _here.memory = BatchMemory()
     opened: OpenJob = _here.opened
     return opened
 
@@ -159,9 +159,9 @@ class _Run:
 
     def _write(self, writer: HostWriter) -> None:
         """Read everything, and write it while what follows is read."""
-        with closing(assembled(self._opened.checkpoint, self._steps(), self._plan.memory.batch, _here.buffers)) as batches:
+        with closing(assembled(self._opened.checkpoint, self._steps(), self._plan.memory.batch, _here.memory)) as batches:
             for batch in batches:
-                for chunk in batch:
+                for chunk in batch.whole:
                     writer.put_laid_out(chunk.piece, chunk.position, chunk.raw)
 
     def _steps(self) -> Iterator[PlannedStep]:
