@@ -29,6 +29,7 @@ def test_the_code_in_the_readme_runs(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_script_of_many_processes_in_the_readme_runs_and_goes_on_with_fewer(tmp_path):
     (script,) = [block for block in python_blocks() if block.startswith("# train.py")]

@@ -16,7 +16,8 @@ import shardckpt
 
 CHILDREN = Path(__file__).parents[1] / "children"
 INDEX = "model.safetensors.index.json"
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]  # frameworks take their time to be imported on a busy machine
+# `make test` has what others' loaders find in files of a real model, see test_minilm.py and test_hf_models.py.
+pytestmark = [pytest.mark.xla, pytest.mark.slow, pytest.mark.timeout(300)]  # frameworks take their time to be imported on a busy machine
 
 
 def run(child: str, *arguments: Path, **variables: str) -> str:

@@ -75,6 +75,7 @@ def test_jax_processes_read_replicated_arrays_once_with_few_programs(run_job, sa
     assert processes == 1 or max(answer["read"] for answer in answers) < 0.7 * once
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_torch_xla_processes_read_replicated_tensors_once_over_gloo(run_job, saved):
     answers = run_job("torch_xla", "e2e_cooperative_xla:restored", 2, saved[0])

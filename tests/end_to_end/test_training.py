@@ -36,7 +36,15 @@ RESUMED = {
     "JAX, 2 processes": {"on 1 process": (1, [2, 2]), "on 3 processes": (3, [3, 4])},
 }
 """On what else, by what was interrupted."""
-SLOW = {("JAX, 2 processes", "on 3 processes")}
+TORTURES = {("JAX, 2 processes", "on 3 processes")}
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name == "DDP" else []) for name in JOBS]
+"""`make sweeps` has DDP; `make test` resumes under it what FSDP2 saved."""
+RESUMES = [
+    pytest.param(n, p, marks=[pytest.mark.slow] if n == "DDP" or p == "on 6 processes" else [])
+    for n in JOBS
+    for p in RESUMED[n]
+    if TORTURE or (n, p) not in TORTURES
+]
 
 
 class Training:
@@ -74,7 +82,7 @@ def training(run_job, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_training_resumed_on_the_mesh_it_had_is_the_one_never_interrupted_bit_by_bit(training, name):
     ours = training(name)
     assert ours.killed == [{"signal": 9}] * ours.processes
@@ -85,7 +93,7 @@ def test_a_training_resumed_on_the_mesh_it_had_is_the_one_never_interrupted_bit_
         assert after.get("own") == whole.get("own", [])[SAVED:] or "own" not in whole
 
 
-@pytest.mark.parametrize(("name", "place"), [(n, p) for n in JOBS for p in RESUMED[n] if TORTURE or (n, p) not in SLOW])
+@pytest.mark.parametrize(("name", "place"), RESUMES)
 def test_a_training_resumed_on_other_processes_has_the_state_bit_by_bit_and_goes_on_like_it(
     training, name, place, record_testsuite_property
 ):
@@ -113,5 +121,7 @@ def test_what_tensor_parallelism_leaves_alone_is_one_tensor_replicated_over_its_
         assert checkpoint.info(name).layout == Sharding(Mesh((2, 2), ("dp", "tp")), PartitionSpec("dp"))
 
 
-def test_tensors_are_those_of_each_framework(training):
-    assert [training(name).whole[0].get("kinds") for name in JOBS] == [["DTensor"], ["Tensor"], None]
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_are_those_of_each_framework(training, name):
+    kinds = {"FSDP2 and TP": ["DTensor"], "DDP": ["Tensor"], "JAX, 2 processes": None}
+    assert training(name).whole[0].get("kinds") == kinds[name]

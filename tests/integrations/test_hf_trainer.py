@@ -25,8 +25,15 @@ def uninterrupted(job, tmp_path_factory):
     return {ranks: job("train", ranks, tmp_path_factory.mktemp("whole"), STEPS) for ranks in (1, 2)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("dies", [DIES, 11], ids=["within an epoch", "after one"])
+@pytest.mark.parametrize(
+    ("ranks", "dies"),
+    [
+        pytest.param(1, 11, id="1 process, after an epoch"),
+        pytest.param(2, DIES, id="2 processes, within an epoch"),
+        pytest.param(1, DIES, id="1 process, within an epoch", marks=pytest.mark.slow),
+        pytest.param(2, 11, id="2 processes, after an epoch", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_training_resumes_as_if_nothing_had_been(job, uninterrupted, tmp_path, ranks, dies):
     assert job("train", ranks, tmp_path, STEPS, dies) == [{"signal": 9}] * ranks
     for one, whole in zip(job("train", ranks, tmp_path, STEPS), uninterrupted[ranks], strict=True):
