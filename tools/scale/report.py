@@ -101,7 +101,8 @@ _NOTES = {
     ),
     "Requests of a restore": (
         "Onto the layout that was saved, FSDP: what one host reads, by the plan and by how the reader joins neighbours "
-        f"(`tools/scale/reads.py`). *Per second*: of all hosts, if the restore took {RESTORE_SECONDS} s; the pace spreads them over the last "
+        f"(`tools/scale/reads.py`). *Per second*: of all hosts, if the restore took {RESTORE_SECONDS} s; the pace "
+        f"spreads them over the last "
         "column's seconds. With thousands of hosts most are for the chunk table: its rows lie apart."
     ),
     "A reshard's plan": "Llama 405B from 16,384 devices to 4,096, from the record alone (`tools/scale/reshards.py`; docs/planning.md).",
