@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["chart"]
 
-COLUMNS, PANEL, PLOT, LEFT, TOP = 2, (460, 316), (250, 220), 62, 44
+COLUMNS, PANEL, PLOT, LEFT, TOP = 2, (490, 316), (250, 220), 62, 44
 """Panels side by side; width and height of one, and of its plot; where the plot begins."""
 COLOURS = ("#0969da", "#1a7f37", "#8250df", "#bf3989", "#d29922", "#bc4c00", "#6e7781")
 DARK = ("#4493f8", "#3fb950", "#ab7df8", "#db61a2", "#d29922", "#f0883e", "#9198a1")
@@ -73,7 +73,7 @@ def chart(found: dict[str, Any]) -> str:
 
 def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
     results = found["results"]
-    tree = max((r for r in results if r["what"] == "metadata"), key=lambda r: float(r["tree"].removesuffix("B")))["tree"]
+    tree = max((r["tree"] for r in results if r["what"] == "save"), key=lambda name: float(name.removesuffix("B")))
     kinds = list(dict.fromkeys(r["kind"] for r in results if r["what"] == "save"))
     for what, title in (("save", "A save's plan"), ("restore", "A restore's plan")):
         lines = [Line(kind, *curve(results, what, "cpu", tree=tree, kind=kind), i) for i, kind in enumerate(kinds)]
@@ -92,10 +92,10 @@ def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
         "Memory of a save's plan, with Python and libraries", "devices", "bytes", [*first, Line("DCP, FSDP", x, y, 4, dashed=True)]
     )
     names = {
-        "contents bytes": "what a host says of it",
+        "contents bytes": "what a host says",
         "host record bytes": "a host's record",
         "commit record bytes": "commit record",
-        "table header bytes": "chunk table's header",
+        "table header bytes": "table's header",
     }
     yield _Panel(
         f"Metadata, {kinds[0]}",

@@ -33,8 +33,9 @@ class Points:
     def jobs(self) -> list[dict[str, Any]]:
         """What each process is told, DCP's aside."""
         shared = [{"tree": tree, "kind": kind, "devices": n} for tree in self.trees for kind in self.kinds for n in self.devices]
-        found = [{"what": what} | job for what in ("save", "restore") for job in shared]
-        found += [{"what": "metadata"} | job for job in shared if job["tree"] == self.trees[-1]]
+        largest = [job for job in shared if job["tree"] == self.trees[-1]]
+        found = [{"what": "save"} | job for job in shared]
+        found += [{"what": what} | job for what in ("restore", "metadata") for job in largest]
         found += [{"what": "save", "tree": self.trees[-1], "kind": "FSDP+TP", "devices": 16384, "tensors": n} for n in self.tensors]
         found.append({"what": "save", "tree": self.trees[-1], "kind": "FSDP", "devices": 1024, "tensors": 1024})
         found += [{"what": "requests", "tree": self.trees[-1], "kind": "FSDP", "devices": n} for n in self.devices]
