@@ -93,7 +93,7 @@ class Saver:
             coordinator: instead of the saver's own.
             before_publish: called in the background, on the process that commits, just before the checkpoint is published;
                 what it raises fails the save.
-            progress: called in the background, chunk after chunk, with bytes of tensors that this process has written, and that
+            progress: called in the background, again and again, with bytes of tensors that this process has written, and that
                 it has to write in all.
 
         Raises:

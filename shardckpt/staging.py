@@ -53,7 +53,7 @@ MOST_COPIES = 32 << 20
 memory each time, which the kernel has to clear: from torch_xla, reading takes four times as long."""
 
 WRITTEN_BYTES = 2 << 20
-"""Of elements that are encoded and written at a time: many chunks, and few enough that they stay in a core's cache meanwhile."""
+"""Of elements that are encoded and written at a time in the background: many chunks, in no more memory than one may take."""
 _BUFFER_BYTES = 32 << 20
 """Of a part of the buffer, where it does not hold all."""
 _LEAST_PARTS = 8
