@@ -1,5 +1,7 @@
 """Runs are counted as they are made."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,9 +28,9 @@ def test_runs_hold_every_chunk_once_and_keep_to_their_limits(chunks, nbytes, gap
         assert len(set(file[run])) == 1
         assert len(run) == 1 or (span <= nbytes and len(run) <= most and file[run[0]] != OWN_OBJECT)
         between = offset[run[1:]] - (offset + length)[run[:-1]]
-        assert (0 <= between).all()
+        assert (between >= 0).all()
         assert (between <= gap).all()
-    for before, run in zip(runs, runs[1:], strict=False):  # no two could have been one
+    for before, run in itertools.pairwise(runs):  # no two could have been one
         first, last, new = before[0], before[-1], run[0]
         apart = file[first] != file[new] or file[new] == OWN_OBJECT or not 0 <= offset[new] - offset[last] - length[last] <= gap
         assert apart or len(before) == most or offset[new] + length[new] - offset[first] > nbytes
