@@ -107,6 +107,6 @@ class Band:
         start = targets.in_box.start
         forward = start[pair + targets.count[self.begin]] - start[pair]
         along = int(np.argmax(forward)) - (len(forward) - len(shape))
-        begin = in_box[along].start
+        begin = int(start[pair, len(forward) - len(shape) + along])
         in_box = (*in_box[:along], slice(begin, begin + (self.end - self.begin) * shape[along]), *in_box[along + 1 :])
         return buffer[in_box], in_chunk, along

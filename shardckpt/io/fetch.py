@@ -96,7 +96,7 @@ class LocalFetch:
     def _laid_out(self, run: Run) -> tuple[Fetched, list[memoryview]]:
         """Where each byte of a run goes, before it is read: by chunk, and one after another."""
         data = self._scratch_of(run.nbytes)[: run.nbytes]
-        stored = memoryview(data)
+        stored = data.data
         vectors: list[memoryview] = []
         payloads: list[memoryview] = []
         bands = []
@@ -154,7 +154,8 @@ def _checksums(run: Run, data: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """The checksums that the chunks of a run end in."""
     rows = slice(run.begin, run.end)
     last = run.chunks.offset[rows] + run.chunks.length[rows] - (run.start + CHECKSUM_BYTES)
-    return data[last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
+    found: NDArray[np.uint32] = data[last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
+    return found
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Located:
     def file_of(self, row: int) -> str:
         """The file of a chunk, relative to the attempt."""
         if not self.is_own_object(row):
-            return self.files[self.file[row]]
+            return self.files[int(self.file[row])]
         return f"{PLAIN_ROOT}/{chunk_object_key(self.wanted.part_of(row).piece, int(self.wanted.position[row]))}"
 
     def stop(self, row: int) -> int:

@@ -7,6 +7,7 @@ side by side in a data file are read as one *run*. Where a request is dear, smal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -81,13 +82,12 @@ def runs(chunks: Located, limits: RunLimits) -> list[Run]:
     starts = ~continues(chunks)
     starts[begins] = True
     bands = np.flatnonzero(starts)
-    firsts, bands = np.searchsorted(bands, begins).tolist(), [*bands.tolist(), len(chunks)]
-    found = []
-    for begin, end, first, last in zip(
-        begins.tolist(), [*begins[1:].tolist(), len(chunks)], firsts, [*firsts[1:], len(bands) - 1], strict=True
-    ):
-        found.append(Run(chunks, begin, end, [Band(chunks, bands[i], bands[i + 1]) for i in range(first, last)]))
-    return found
+    edges = [*bands.tolist(), len(chunks)]
+    firsts = [*np.searchsorted(bands, begins).tolist(), len(bands)]
+    return [
+        Run(chunks, edges[first], edges[last], [Band(chunks, edges[i], edges[i + 1]) for i in range(first, last)])
+        for first, last in pairwise(firsts)
+    ]
 
 
 def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits) -> tuple[Ints, Ints]:

@@ -101,10 +101,11 @@ class Targets:
     def target(self, pair: int, ndim: int) -> Target:
         """Of a pair, that belongs to a tensor of so many dimensions."""
         own = slice(self.in_box.start.shape[1] - ndim, None)
-        in_box, in_chunk = (
-            (*map(slice, boxes.start[pair, own].tolist(), boxes.stop[pair, own].tolist()), ...) for boxes in (self.in_box, self.in_chunk)
-        )
-        return self.buffers[self.box[pair]], in_box, in_chunk
+
+        def index(boxes: BoxArray) -> Index:
+            return (*map(slice, boxes.start[pair, own].tolist(), boxes.stop[pair, own].tolist()), ...)
+
+        return self.buffers[int(self.box[pair])], index(self.in_box), index(self.in_chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class Wanted:
 
     def part_of(self, row: int) -> Part:
         """What a chunk belongs to."""
-        return self.parts[self.part[row]]
+        return self.parts[int(self.part[row])]
 
     def box(self, row: int) -> Box:
         """A chunk's elements, in the tensor's indices."""

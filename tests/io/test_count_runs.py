@@ -1,30 +1,37 @@
 """Runs are counted as they are made."""
 
-from types import SimpleNamespace
+import itertools
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.io.runs import RunLimits, count_runs, runs
+from shardckpt.io.runs import RunLimits, count_runs, join
+from shardckpt.io.table import OWN_OBJECT
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 8)), max_size=40),
+    st.lists(st.tuples(st.sampled_from([0, 1, OWN_OBJECT]), st.integers(0, 60), st.integers(1, 12)), max_size=40),
     st.integers(1, 40),
-    st.integers(0, 4),
-    st.integers(1, 5),
+    st.integers(0, 5),
+    st.integers(1, 6),
 )
-def test_as_many_runs_of_as_many_bytes_as_the_reader_makes(places, nbytes, gap, chunks):
-    # Chunks of a file lie one after another, with gaps or without.
-    laid, ends = [], [0, 0, 0]
-    for file, space, length in places:
-        start = ends[file] + (space if space > 20 else 0)
-        ends[file] = start + length
-        laid.append((file, start, length))
-    limits = RunLimits(nbytes, gap, chunks)
-
-    made = list(runs([SimpleNamespace(file=f, offset=o, length=n, stop=o + n) for f, o, n in laid], limits))
-
-    columns = (np.array(column, np.int64) for column in zip(*laid, strict=True)) if laid else [np.empty(0, np.int64)] * 3
-    assert count_runs(*columns, limits) == (len(made), sum(run.nbytes for run in made))
+def test_runs_hold_every_chunk_once_and_keep_to_their_limits(chunks, nbytes, gap, most):
+    file, offset, length = (np.array(column, np.int64) for column in zip(*chunks, strict=True)) if chunks else [np.empty(0, np.int64)] * 3
+    order, begins = join(file, offset, length, RunLimits(nbytes, gap, most))
+    assert sorted(order.tolist()) == list(range(len(chunks)))
+    runs = [order[begin:end] for begin, end in zip(begins, [*begins[1:], len(order)], strict=True)]
+    total = 0
+    for run in runs:
+        span = offset[run[-1]] + length[run[-1]] - offset[run[0]]
+        total += span
+        assert len(set(file[run])) == 1
+        assert len(run) == 1 or (span <= nbytes and len(run) <= most and file[run[0]] != OWN_OBJECT)
+        between = offset[run[1:]] - (offset + length)[run[:-1]]
+        assert (between >= 0).all()
+        assert (between <= gap).all()
+    for before, run in itertools.pairwise(runs):  # no two could have been one
+        first, last, new = before[0], before[-1], run[0]
+        apart = file[first] != file[new] or file[new] == OWN_OBJECT or not 0 <= offset[new] - offset[last] - length[last] <= gap
+        assert apart or len(before) == most or offset[new] + length[new] - offset[first] > nbytes
+    assert count_runs(file, offset, length, RunLimits(nbytes, gap, most)) == (len(runs), total)

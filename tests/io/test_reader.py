@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
 import threading
 import uuid
-from types import SimpleNamespace
 
 import crc32c
 import numpy as np
@@ -16,37 +14,14 @@ import pytest
 from emulators import environment
 from fault_proxy import FaultProxy
 from fault_rules import Rule
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardckpt.box import Box, BoxArray
 from shardckpt.errors import CorruptionError, MissingDataError, StorageError
 from shardckpt.io.lookup import WholeTable
 from shardckpt.io.reader import LOCAL_LIMITS, ChunkReader, Request
-from shardckpt.io.runs import RunLimits, runs
 from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks
 from shardckpt.planning.plan import Piece
-
-placed = st.builds(
-    lambda file, offset, length: SimpleNamespace(file=file, offset=offset, length=length, stop=offset + length),
-    st.sampled_from("ab"),
-    st.integers(0, 60),
-    st.integers(1, 12),
-)
-
-
-@given(st.lists(placed), st.integers(1, 40), st.integers(0, 5), st.integers(1, 6))
-def test_runs_hold_every_chunk_once_and_keep_to_their_limits(chunks, nbytes, gap, most):
-    found = list(runs(chunks, RunLimits(nbytes, gap, most)))
-    assert sorted(map(id, (c for run in found for c in run.chunks))) == sorted(map(id, chunks))
-    for run in found:
-        assert {c.file for c in run.chunks} == {run.file}
-        assert len(run.chunks) == 1 or (run.nbytes <= nbytes and len(run.chunks) <= most)
-        assert all(0 <= b.offset - a.stop <= gap for a, b in itertools.pairwise(run.chunks))
-    for before, run in itertools.pairwise(found):  # no two could have been one
-        apart = before.file != run.file or not 0 <= run.start - before.stop <= gap
-        assert apart or len(before.chunks) == most or run.chunks[0].stop - before.start > nbytes
 
 
 def written(store, rows, gaps=(), file="hosts/00000/0/d/00000"):
