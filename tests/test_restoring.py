@@ -1,6 +1,7 @@
 """Restoring refuses what it cannot do right, before it reads, and says what is left behind where reading fails."""
 
 import itertools
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt import SaveOptions, errors
+from shardckpt import SaveOptions, errors, restoring
+from shardckpt.dtypes import DType, by_name
+from shardckpt.frameworks.base import whole
 
 
 @pytest.fixture
@@ -128,3 +131,55 @@ def test_a_checkpoint_that_is_replaced_under_a_reader_says_so(tmp_path, two):
     for read in (lambda: two.read("a"), lambda: shardckpt.restore(two)):
         with pytest.raises(errors.ReplacedError, match="was replaced while it was being read; open it again"):
             read()
+
+
+@dataclass
+class Placed:
+    """A device's tensor: what was placed, and where in the host's memory it came from."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    adopts: bool
+    destinations: None = None
+    placing_bytes: int = 0
+    tie_key: None = None
+
+    @property
+    def boxes(self):
+        return whole(self.shape)
+
+    @property
+    def buffer_shapes(self):
+        return [self.shape]
+
+    def place(self, buffers):
+        (self.buffer,) = buffers
+        self.elements = self.buffer.copy()
+        return self
+
+
+@pytest.fixture
+def placed(tmp_path, monkeypatch):
+    """Eight tensors of 1 MiB, of which two are staged at a time, restored onto devices that adopt memory or copy it."""
+    state = {str(i): np.full((512, 512), i, np.float32) for i in range(8)}
+    shardckpt.save(tmp_path / "c", state)
+    monkeypatch.setattr(restoring, "STAGED_BATCH", 2 << 20)
+
+    def restored(*, adopts):
+        sinks = {name: Placed(array.shape, by_name("float32"), adopts) for name, array in state.items()}
+        restoring.fill(shardckpt.open(tmp_path / "c"), {name: [(name, sink)] for name, sink in sinks.items()})
+        assert all(np.array_equal(sink.elements, state[name]) for name, sink in sinks.items())
+        return state, sinks
+
+    return restored
+
+
+def test_staging_of_a_batch_is_used_again_for_one_after_it(placed):
+    _, sinks = placed(adopts=False)
+    assert len({sink.buffer.ctypes.data for sink in sinks.values()}) == 4, "one batch of two is read while another is placed"
+
+
+def test_memory_that_a_leaf_adopts_is_never_lent_again(placed):
+    state, sinks = placed(adopts=True)
+    assert all(np.array_equal(sink.buffer, state[name]) for name, sink in sinks.items())
+    assert not any(sink.buffer.ctypes.data % 64 for sink in sinks.values()), "or JAX would have to copy it"

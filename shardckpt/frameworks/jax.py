@@ -243,7 +243,10 @@ class _JaxSink:
             with jax.default_device(self.shards.devices[0]):
                 return [jax.device_put(shard) for shard in shards]
         kind = self.sharding.memory_kind
-        return jax.device_put(shards, [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in self.shards.devices])
+        arrays: list[Any] = jax.device_put(
+            shards, [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in self.shards.devices]
+        )
+        return arrays
 
     @property
     def _no_elements(self) -> Array:
