@@ -34,7 +34,7 @@ from shardckpt.reshard.memory import READERS
 from shardckpt.space import free_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.convert.destination import Write, WritePlan
@@ -252,17 +252,10 @@ class LocalFiles:
         def check(blocks: Sequence[tuple[Sequence[tuple[str, int, int, int]], int]]) -> None:
             if not hasattr(memory, "buffer"):
                 memory.buffer = memoryview(bytearray(_READ_BYTES))
-            for block, expected in blocks:
-                found = 0
-                for _, file, offset, length in block:
-                    for at in range(offset, offset + length, _READ_BYTES):
-                        part = memory.buffer[: min(_READ_BYTES, offset + length - at)]
-                        # What is cut off leaves in the buffer what was read before, so it counts for nothing.
-                        if os.preadv(fds[file], [part], at) == len(part):
-                            found = crc32c.crc32c(part, found)
-                if found != expected:
+            for runs, expected in blocks:
+                if _checksum(fds, runs, memory.buffer) != expected:
                     raise CorruptionError(
-                        f"{shown(block[0][0])} does not read back as it was written to {self._directory}; nothing was published. "
+                        f"{shown(runs[0][0])} does not read back as it was written to {self._directory}; nothing was published. "
                         f"Check the disk and the memory of this machine, and export again."
                     )
 
@@ -328,6 +321,18 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _checksum(fds: Mapping[int, int], runs: Sequence[tuple[str, int, int, int]], buffer: memoryview) -> int | None:
+    """crc32c of what lies in some runs of bytes, read into a buffer; None: a file ends before them."""
+    found = 0
+    for _, file, offset, length in runs:
+        for at in range(offset, offset + length, len(buffer)):
+            part = buffer[: min(len(buffer), offset + length - at)]
+            if os.preadv(fds[file], [part], at) < len(part):
+                return None
+            found = crc32c.crc32c(part, found)
+    return found
 
 
 def _rest(run: Sequence[memoryview], wrote: int) -> list[memoryview]:

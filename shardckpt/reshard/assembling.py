@@ -375,4 +375,5 @@ def _plan_one(target: Target, batch: Batch, wanted: defaultdict[tuple[str, bool]
     for tensor, view in target.sources:
         into = wanted[tensor.name, target.dtype != tensor.dtype]
         into.boxes.append(BoxArray.of([view.box], view.box.ndim))
-        into.buffers.append(view.part(target.elements(raw, piece, piece.shape, tensor)[(*view.inside.slices, ...)]))
+        index: Any = (*view.inside.slices, ...)
+        into.buffers.append(view.part(target.elements(raw, piece, piece.shape, tensor)[index]))
