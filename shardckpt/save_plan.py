@@ -268,7 +268,7 @@ def _known_with(source: Source) -> bytes:
 @lru_cache(maxsize=64)
 def _devices(layout: StoredLayout, ndim: int) -> bytes:
     ids = layout.mesh.device_ids if isinstance(layout, Placements) else layout.tiling(ndim).device_ids
-    return sha256(np.sort(ids)).digest()  # short: a thousand tensors ask for the same, perhaps of a hundred thousand devices
+    return sha256(np.sort(ids).tobytes()).digest()  # short: a thousand tensors ask for the same, perhaps of a hundred thousand devices
 
 
 def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> list[StoredLayout | None]:

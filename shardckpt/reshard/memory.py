@@ -44,7 +44,7 @@ _COMFORTABLE = 128 << 20
 """Bytes per worker below which another worker would only take room from the others."""
 PARTS = 2
 """Batches of small steps that one of the two buffers has room for."""
-_BATCH = 16 << 20
+_BATCH = 32 << 20
 """Bytes that are read at once, where work can be cut that small: more makes nothing faster, but the first use of every page of a
 buffer costs what copying it a few times does, and nothing is written before the first of them is read."""
 _WORTHWHILE = 512 << 20
