@@ -225,8 +225,12 @@ class ChunkReader:
                 raise
 
         futures = [self._pool.submit(work_off) for _ in range(min(self._threads, len(tasks)))]
-        # Nobody may still write into the caller's buffers once this returns.
-        wait(futures)
+        try:
+            wait(futures)
+        finally:
+            # Nobody may still write into the caller's buffers once this returns, or Ctrl-C has ended it.
+            tasks.clear()
+            wait(futures)
         for future in futures:
             future.result()
 
