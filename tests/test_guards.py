@@ -41,17 +41,23 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "save", [shardckpt.save, lambda *where, **how: shardckpt.save_async(*where, **how).wait()], ids=["save", "save_async"]
+    ("save", "laid_out"),
+    [
+        pytest.param(shardckpt.save, min(4, os.cpu_count() or 1) * 4 * MiB, id="save"),
+        pytest.param(lambda *where, **how: shardckpt.save_async(*where, **how).wait(), 2 * MiB, id="save_async"),
+    ],
 )
-def test_a_save_writes_its_bytes_once_in_one_call_per_chunk_at_most(place, save):
+def test_a_save_writes_its_bytes_once_in_a_few_large_calls(place, save, laid_out):
     took = counted(lambda: save(place.out, place.state, options=OPTIONS), lambda: shutil.rmtree(place.out, ignore_errors=True))
 
     assert NBYTES <= took.written <= 1.002 * NBYTES
     assert took.read <= 80 * KiB, "a save reads what it has written of indexes, and no data"
-    assert took.writes <= CHUNKS + 40
+    assert took.writes <= 70
     assert took.reads <= 30
-    assert took.peak <= 1 * MiB, "elements go from the state, or from the buffer that is kept, to the file"
-    assert took.steps <= 57 * CHUNKS
+    assert took.peak <= laid_out + 1 * MiB, (
+        "elements go from the state, or from the buffer that is kept, to where they are laid out, to the file"
+    )
+    assert took.steps <= 20 * CHUNKS
     assert sum(path.is_file() for path in place.out.rglob("*")) <= 11
 
 
@@ -66,14 +72,14 @@ def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_
     assert took.reads <= 40
     assert took.copied <= NBYTES
     assert took.peak <= READING
-    assert took.steps <= 40 * CHUNKS
+    assert took.steps <= 20 * CHUNKS
 
 
 @pytest.mark.parametrize(
     ("box", "steps"),
     [
-        pytest.param(Box((0, 0), (SIDE, SIDE // 8)), 180, id="an eighth of the columns"),
-        pytest.param(Box((SIDE // 2, 0), (SIDE, SIDE // 4)), 135, id="a shard of another mesh"),
+        pytest.param(Box((0, 0), (SIDE, SIDE // 8)), 150, id="an eighth of the columns"),
+        pytest.param(Box((SIDE // 2, 0), (SIDE, SIDE // 4)), 130, id="a shard of another mesh"),
     ],
 )
 def test_a_part_is_read_and_nothing_else(place, box, steps):
@@ -101,7 +107,7 @@ def test_verifying_reads_every_stored_byte_once(place):
     assert took.reads <= 70
     assert took.copied == 0
     assert took.peak <= READING
-    assert took.steps <= 118 * CHUNKS
+    assert took.steps <= 99 * CHUNKS
 
 
 def test_an_export_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once(place):
@@ -109,7 +115,7 @@ def test_an_export_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once(p
 
     assert NBYTES <= took.written <= 1.001 * NBYTES
     assert NBYTES <= took.read <= 2.002 * NBYTES, "to compare the file with the checksums of what should be in it takes a look at it"
-    assert took.reads + took.writes <= 90
+    assert took.reads + took.writes <= 380, "a look at the file is 256 KiB at a time, which the cache of a core holds"
     assert took.copied <= NBYTES
-    assert took.peak <= NBYTES + 16 * MiB, "inside its memory limit, of which a block of the output is the largest part"
-    assert took.steps <= 54 * CHUNKS
+    assert took.peak <= 34 * MiB, "a few batches, and a run for each thread that reads"
+    assert took.steps <= 36 * CHUNKS
