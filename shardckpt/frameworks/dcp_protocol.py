@@ -11,6 +11,7 @@ Shards are fetched as views where they are on the CPU, and restored in place on 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,12 @@ _PROTOCOL = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_sh
 
 def matches(leaf: object) -> bool:
     """Whether the leaf is a tensor that speaks the protocol."""
-    return isinstance(leaf, torch.Tensor) and all(hasattr(leaf, method) for method in _PROTOCOL)
+    return isinstance(leaf, torch.Tensor) and _speaks(type(leaf))
+
+
+@lru_cache(maxsize=256)
+def _speaks(kind: type) -> bool:
+    return all(hasattr(kind, method) for method in _PROTOCOL)
 
 
 def accepts(wanted: Target) -> bool:  # noqa: ARG001 - every adapter has the same signatures
