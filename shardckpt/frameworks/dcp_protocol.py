@@ -36,7 +36,7 @@ _PROTOCOL = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_sh
 
 def matches(leaf: object) -> bool:
     """Whether the leaf is a tensor that speaks the protocol."""
-    return isinstance(leaf, torch.Tensor) and _speaks(type(leaf))
+    return isinstance(leaf, torch.Tensor) and _speaks(type(leaf))  # type: ignore[arg-type]  # a class is hashable
 
 
 @lru_cache(maxsize=256)
