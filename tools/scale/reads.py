@@ -16,12 +16,12 @@ import numpy as np
 
 from shardckpt.batches import batches
 from shardckpt.io.codec import CHECKSUM_BYTES
+from shardckpt.io.finder import MOST_CHUNKS
 from shardckpt.io.packed import OBJECT_BYTES
 from shardckpt.io.reader import OBJECT_GAP, OBJECT_RUN
 from shardckpt.io.runs import RunLimits, count_runs
 from shardckpt.io.table_blocks import LARGEST_REQUEST, LEAST_REQUEST
 from shardckpt.io.table_header import ROW
-from shardckpt.io.wanted import MOST_CHUNKS
 from shardckpt.planning.plan import chunks_inside
 from shardckpt.restoring import LARGEST_BATCH
 from tools.scale.host import Job
