@@ -41,18 +41,22 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "save", [shardckpt.save, lambda *where, **how: shardckpt.save_async(*where, **how).wait()], ids=["save", "save_async"]
+    ("save", "room"),
+    [
+        pytest.param(shardckpt.save, 2 * 4 * MiB, id="save: two threads"),
+        pytest.param(lambda *where, **how: shardckpt.save_async(*where, **how).wait(), 2 * MiB, id="save_async"),
+    ],
 )
-def test_a_save_writes_its_bytes_once_in_one_call_per_chunk_at_most(place, save):
+def test_a_save_writes_its_bytes_once_many_chunks_in_one_call(place, save, room):
     took = counted(lambda: save(place.out, place.state, options=OPTIONS), lambda: shutil.rmtree(place.out, ignore_errors=True))
 
     assert NBYTES <= took.written <= 1.002 * NBYTES
     assert took.read <= 80 * KiB, "a save reads what it has written of indexes, and no data"
-    assert took.writes <= CHUNKS + 40
-    assert took.reads <= 30
-    assert took.peak <= 1 * MiB, "elements go from the state, or from the buffer that is kept, to the file"
-    assert took.steps <= 57 * CHUNKS
-    assert sum(path.is_file() for path in place.out.rglob("*")) <= 11
+    assert took.writes <= 70
+    assert took.reads <= 16
+    assert took.peak <= room + 1 * MiB, "elements go from the state, or from the buffer that is kept, to where some MiB are laid out"
+    assert took.steps <= 20 * CHUNKS
+    assert sum(path.is_file() for path in place.out.rglob("*")) <= 14, "a lane for each thread"
 
 
 def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_twice(place):
@@ -66,14 +70,14 @@ def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_
     assert took.reads <= 40
     assert took.copied <= NBYTES
     assert took.peak <= READING
-    assert took.steps <= 40 * CHUNKS
+    assert took.steps <= 20 * CHUNKS
 
 
 @pytest.mark.parametrize(
     ("box", "steps"),
     [
-        pytest.param(Box((0, 0), (SIDE, SIDE // 8)), 180, id="an eighth of the columns"),
-        pytest.param(Box((SIDE // 2, 0), (SIDE, SIDE // 4)), 135, id="a shard of another mesh"),
+        pytest.param(Box((0, 0), (SIDE, SIDE // 8)), 153, id="an eighth of the columns"),
+        pytest.param(Box((SIDE // 2, 0), (SIDE, SIDE // 4)), 133, id="a shard of another mesh"),
     ],
 )
 def test_a_part_is_read_and_nothing_else(place, box, steps):
@@ -101,7 +105,7 @@ def test_verifying_reads_every_stored_byte_once(place):
     assert took.reads <= 70
     assert took.copied == 0
     assert took.peak <= READING
-    assert took.steps <= 118 * CHUNKS
+    assert took.steps <= 100 * CHUNKS
 
 
 def test_an_export_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once(place):
@@ -109,7 +113,7 @@ def test_an_export_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once(p
 
     assert NBYTES <= took.written <= 1.001 * NBYTES
     assert NBYTES <= took.read <= 2.002 * NBYTES, "to compare the file with the checksums of what should be in it takes a look at it"
-    assert took.reads + took.writes <= 90
+    assert took.reads + took.writes <= 100 + NBYTES // (256 * KiB), "what was written is read in blocks of 256 KiB"
     assert took.copied <= NBYTES
-    assert took.peak <= NBYTES + 16 * MiB, "inside its memory limit, of which a block of the output is the largest part"
-    assert took.steps <= 54 * CHUNKS
+    assert took.peak <= 33 * MiB
+    assert took.steps <= 36 * CHUNKS
