@@ -165,7 +165,8 @@ def _parted(pieces: Sequence[Piece], boxes: BoxArray, known: dict[Hashable, list
         boxes: that this process holds of it.
         known: the same of other tensors: of a thousand some dozen are cut in different ways.
     """
-    key = (tuple([(p.start, p.shape, p.chunks) for p in pieces]), boxes.start.tobytes(), boxes.stop.tobytes())
+    # Boxes of no dimensions have no bytes: their number tells whether this process holds one.
+    key = (tuple([(p.start, p.shape, p.chunks) for p in pieces]), len(boxes), boxes.start.tobytes(), boxes.stop.tobytes())
     found = known.get(key)
     if found is None:
         found = known[key] = []

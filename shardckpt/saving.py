@@ -30,6 +30,8 @@ __all__ = ["save", "save_async"]
 
 _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""
+_COPIES = {None: 1, "zstd": 3}
+"""Of these bytes at a time, by compression: laid out; compressed, chunk by chunk; and those joined."""
 _MOST_THREADS = 4
 """Threads that write, where the process has so many cores: more than cores gain nothing."""
 _LEAST_SHARE = 32 << 20
@@ -69,18 +71,19 @@ def save(
     options = checked_options(options, skip)
     check_coordinator(coordinator)
     attempt = Attempt(Store.open(parse(url)), Coordinator.current() if coordinator is None else coordinator, options)
-    staging = min(MOST_COPIES, options.budget // 4)
+    quarter, copies = options.budget // 4, _COPIES[options.compression]
+    staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
     try:
         share = attempt.take(state)
 
         def fill(writer: HostWriter) -> None:
             for batch in read(share.plan, share.sources, staging):
                 writer.put_all(
-                    (block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, _AT_A_TIME)
+                    (block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)
                 )
 
-        memory = options.budget // 2
-        attempt.write(share.contents, share.values, fill, memory, threads=_writing_threads(share.plan, memory))
+        threads = _writing_threads(share.plan, 2 * quarter // copies)
+        attempt.write(share.contents, share.values, fill, 2 * quarter, threads=threads)
         if attempt.commits:
             attempt.await_hosts()
         record = attempt.assembled() if attempt.commits else None
@@ -97,6 +100,7 @@ def _writing_threads(plan: SavePlan, memory: int) -> int:
     """How many threads lay out and write what is planned, each in its own memory of `_AT_A_TIME` bytes, or of one chunk.
 
     One, where there is little to write, or tensors are so small that threads would wait for each other's Python.
+    `memory` is what all of them have to lay out in.
     """
     blocks = [block for some in plan.blocks.values() for block in some]
     if plan.nbytes < len(blocks) * _LEAST_MEAN:

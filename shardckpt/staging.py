@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.blocks import Block
-    from shardckpt.frameworks.base import Source
+    from shardckpt.frameworks.base import Array, Source
     from shardckpt.io.budget import BufferPool, Lease
     from shardckpt.io.host import HostWriter
     from shardckpt.save_plan import SavePlan
@@ -100,8 +100,14 @@ def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int 
 
 
 def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[Fetched]:
+    """A batch, which is fetched when this returns: frameworks have streams and settings of the thread that saves."""
     wanted = [sorted({block.held for block in plan.blocks[name]}) for name in sources]
-    fetched = frameworks.fetch([*sources.values()], wanted)
+    return _cut(plan, sources, wanted, frameworks.fetch([*sources.values()], wanted), most)
+
+
+def _cut(
+    plan: SavePlan, sources: Mapping[str, Source], wanted: list[list[int]], fetched: list[list[Array]], most: int
+) -> Iterator[Fetched]:
     for (name, source), boxes, arrays in zip(sources.items(), wanted, fetched, strict=True):
         of_box = {i: stored(array, plan.tensors[name]) for i, array in zip(boxes, arrays, strict=True)}
         for block, own in zip(plan.blocks[name], are_own(plan.blocks[name], source), strict=True):

@@ -78,6 +78,18 @@ def test_results_of_another_machine_are_not_gone_on_with(file, tmp_path):
     assert f"{other}: cores was 1000 and is " in refused.stderr
 
 
+def test_results_of_other_sizes_are_not_gone_on_with(tmp_path):
+    from tools.bench.plan import Task
+    from tools.bench.results import OtherRunError, Results
+
+    results = Results(tmp_path / "found.json", resumed=False)
+    results.add(Task("tmpfs", "llama", "torch", "save", 64, 1), [{"subject": "shardckpt"}])
+    assert results.has(Task("tmpfs", "llama", "torch", "save", 64, 5))
+    assert not results.has(Task("tmpfs", "llama", "torch", "restore", 32, 1))
+    with pytest.raises(OtherRunError, match="--part was 64 and is 32"):
+        results.has(Task("tmpfs", "llama", "torch", "save", 32, 1))
+
+
 def test_a_task_that_dies_is_told_leaves_nothing_and_is_tried_again_by_the_next_run(tmp_path):
     from tools.bench import processes
     from tools.bench.plan import Task

@@ -1,11 +1,17 @@
 """What a save takes of host memory beside the state, as the peak of a process of its own; on a disk and on an object store."""
 
 import json
+import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import shardckpt
+from shardckpt import SaveOptions
 
 TOOL = Path(__file__).parents[1] / "tools" / "save_memory.py"
 MiB = 1 << 20
@@ -25,3 +31,17 @@ def test_a_save_larger_than_its_memory_limit_stays_inside_it(tmp_path, to, layou
     assert found["state"] == 256 * MiB
     assert found["memory_limit"] == 128 * MiB
     assert 0 < found["growth"] <= (32 * MiB if to == "a disk" else 128 * MiB)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_what_threads_lay_out_and_compress_is_inside_the_limit_together(tmp_path, monkeypatch, compression):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    raw = np.random.default_rng(0).integers(0, 1 << 63, (4, 1024, 2048))  # 64 MiB that are no smaller compressed
+    options = SaveOptions(memory_limit=16 * MiB, compression=compression)
+    shardckpt.save(tmp_path / "first", {"w": raw}, options=options)
+    tracemalloc.start()
+    try:
+        shardckpt.save(tmp_path / "second", {"w": raw}, options=options)
+        assert tracemalloc.get_traced_memory()[1] <= 16 * MiB
+    finally:
+        tracemalloc.stop()

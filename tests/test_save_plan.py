@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.box import Box
+from shardckpt.box import Box, BoxArray
 from shardckpt.dtypes import by_name
 from shardckpt.errors import LeafError
 from shardckpt.mesh import Mesh
@@ -123,6 +123,18 @@ def test_what_other_devices_hold_besides_does_not_change_how_a_tensor_of_some_de
     first = plan_save(hosts.sources(0, everywhere), SaveOptions(), hosts.world(0)).tensors
     second = plan_save(hosts.sources(1, {**stage, **everywhere}), SaveOptions(), hosts.world(1)).tensors
     assert first["w"] == second["w"]
+
+
+@pytest.mark.parametrize("outside_first", [True, False])
+def test_a_scalar_is_written_by_who_holds_it_whatever_other_scalars_others_hold(outside_first):
+    hosts = Hosts(2, 1)
+    here, elsewhere = (Sharding(Mesh((1,), ("x",), [device]), PartitionSpec()) for device in (0, 1))
+    held = hosts.source(0, "held", (), here)
+    # A DTensor of a mesh that this process is outside of is known to it all the same.
+    outside = HostSource("outside", (), by_name("float32"), elsewhere, BoxArray.of([], 0), [])
+    sources = {source.name: source for source in ((outside, held) if outside_first else (held, outside))}
+    plan = plan_save(sources, SaveOptions(), hosts.world(0))
+    assert [*plan.writes] == ["held"]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20))

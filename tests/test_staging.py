@@ -111,6 +111,18 @@ def test_the_same_state_is_planned_once_whatever_its_values_are():
     assert plans.plan(frameworks.sources({"w": np.ones((300, 201))}), options, world) is not first
 
 
+def test_a_batch_is_fetched_by_the_thread_that_asks_for_it_and_used_by_any(monkeypatch):
+    """Streams, devices and guards of a framework are those of the thread that saves."""
+    sources, fetched, fetch = frameworks.sources({"w": np.arange(12.0)}), [], frameworks.fetch
+    monkeypatch.setattr(frameworks, "fetch", lambda *asked: fetched.append(threading.current_thread()) or fetch(*asked))
+    for batch in read(plan_save(sources, SaveOptions(), World()), sources, 0):
+        assert fetched == [threading.current_thread()]
+        with ThreadPoolExecutor(1) as other:
+            ((_, elements, _),) = other.submit(list, batch).result()
+        assert elements.tolist() == [*range(12)]
+    assert len(fetched) == 1
+
+
 # --- from one thread to the other
 
 

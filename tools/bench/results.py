@@ -20,7 +20,7 @@ PACKAGES = ("shardckpt", "torch", "torch_xla", "jax", "orbax-checkpoint", "safet
 
 
 class OtherRunError(ValueError):
-    """Results were measured on another machine, or with other versions."""
+    """Results were measured on another machine, with other versions, or with another part of the bytes."""
 
 
 class Results:
@@ -42,8 +42,16 @@ class Results:
             self.found = earlier
 
     def has(self, task: Task) -> bool:
-        """Whether it was measured; what failed was not."""
-        return any((r["storage"], r["state"], r["task"], r["operation"], r["part"]) == task.key for r in self.found["results"])
+        """Whether it was measured; what failed was not.
+
+        Raises:
+            OtherRunError: it was, with another part of the bytes: figures of both would be compared with each other.
+        """
+        parts = {r["part"] for r in self.found["results"] if (r["storage"], r["state"], r["task"], r["operation"]) == task.key[:-1]}
+        if parts - {task.part}:
+            of = f"{task.storage}, {task.state}, {task.group}, {task.operation}"
+            raise OtherRunError(f"{self.path}: --part was {max(parts)} and is {task.part} ({of}); begin a file of its own.")
+        return bool(parts)
 
     def add(self, task: Task, measured: list[dict[str, Any]]) -> None:
         """Take what it gave."""
