@@ -20,7 +20,7 @@ def test_runs_hold_every_chunk_once_and_keep_to_their_limits(chunks, nbytes, gap
     file, offset, length = (np.array(column, np.int64) for column in zip(*chunks, strict=True)) if chunks else [np.empty(0, np.int64)] * 3
     order, begins = join(file, offset, length, RunLimits(nbytes, gap, most))
     assert sorted(order.tolist()) == list(range(len(chunks)))
-    runs = [order[begin:end] for begin, end in zip(begins, [*begins[1:], len(order)], strict=True)]
+    runs = [order[begin:end] for begin, end in itertools.pairwise([*begins, len(order)])]
     total = 0
     for run in runs:
         span = offset[run[-1]] + length[run[-1]] - offset[run[0]]
