@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,6 +27,7 @@ from shardckpt.io.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.url import parse
 from shardckpt.io.wanted import Wanted
+from shardckpt.io.workers import Workers
 from shardckpt.record import CheckpointRecord
 from shardckpt.reshard.memory import READERS, largest_chunk
 
@@ -143,7 +143,7 @@ class ForeignReader:
         self._tensors = foreign.structure.tensors
         self._views = arrangement.views
         self._stats = stats
-        self._pool = ThreadPoolExecutor(threads, "shardckpt-import")
+        self._workers = Workers(threads, "shardckpt-import")
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers.
@@ -162,15 +162,7 @@ class ForeignReader:
                 piece = wanted.part_of(row).piece
                 chunk = chunks.setdefault((piece.path, position), _Chunk(tensor, piece, wanted.box(row)))
                 chunk.targets.extend((target, request.convert_from) for target in wanted.targets_of(row))
-        futures = [self._pool.submit(self._read_chunk, chunk) for chunk in chunks.values()]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            # Nobody may still write into the caller's buffers once this returns.
-            begun = [future for future in futures if not future.cancel()]
-            wait(begun)
-        for future in begun:
-            future.result()
+        self._workers.do(self._read_chunk, chunks.values())
 
     def _foreign_requests(self, request: Request) -> Iterator[Request]:
         """The same elements, asked of the tensors that they come from."""

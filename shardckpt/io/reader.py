@@ -15,9 +15,6 @@ of 4 MiB per thread, which is kept; on object stores `memory`. A chunk larger th
 from __future__ import annotations
 
 import os
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -33,6 +30,7 @@ from shardckpt.io.finder import MOST_CHUNKS, ChunkFinder
 from shardckpt.io.runs import Run, RunLimits, runs
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.wanted import Request, Wanted
+from shardckpt.io.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -91,7 +89,7 @@ class ChunkReader:
         self._finder = ChunkFinder(store, table, compression)
         self._fetch: Fetch
         if store.location.local is not None:
-            self._threads = threads or max(2, min(8, os.cpu_count() or 2))
+            threads = threads or max(2, min(8, os.cpu_count() or 2))
             self._limits = LOCAL_LIMITS
             self._task_runs = TASK_RUNS
             self._fetch = LocalFetch(store, direct=compression is None)
@@ -99,12 +97,12 @@ class ChunkReader:
             least, most = OBJECT_RUN
             wished = threads or OBJECT_THREADS
             run = max(least, min(most, memory // (OBJECT_COPIES * wished)))
-            self._threads = max(1, min(wished, memory // (OBJECT_COPIES * run)))
+            threads = max(1, min(wished, memory // (OBJECT_COPIES * run)))
             self._limits = RunLimits(run, OBJECT_GAP, MOST_CHUNKS)
             self._task_runs = 1
             self._fetch = ObjectFetch(store)
-        # One pool for all reads: its threads have scratch buffers, and fresh memory is slow.
-        self._pool = ThreadPoolExecutor(self._threads, "shardckpt-read")
+        # The same for all reads: they have scratch buffers, and fresh memory is slow.
+        self._workers = Workers(threads, "shardckpt-read")
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers.
@@ -211,28 +209,7 @@ class ChunkReader:
 
     def _each(self, chunks: Located, work: Callable[[Sequence[Run]], None]) -> None:
         """Do `work` on the runs of all chunks, some of a file at a time, in several threads; the first error stops the rest."""
-        tasks = deque(self._tasks(runs(chunks, self._limits)))
-        if len(tasks) == 1:
-            work(tasks[0])
-            return
-
-        def work_off() -> None:
-            try:
-                while (task := _next(tasks)) is not None:
-                    work(task)
-            except BaseException:
-                tasks.clear()
-                raise
-
-        futures = [self._pool.submit(work_off) for _ in range(min(self._threads, len(tasks)))]
-        try:
-            wait(futures)
-        finally:
-            # Nobody may still write into the caller's buffers once this returns, or Ctrl-C has ended it.
-            tasks.clear()
-            wait(futures)
-        for future in futures:
-            future.result()
+        self._workers.do(work, self._tasks(runs(chunks, self._limits)))
 
     def _tasks(self, found: Sequence[Run]) -> Iterator[list[Run]]:
         """Runs that one thread reads one after another: of one file, and on object stores one."""
@@ -276,10 +253,3 @@ class ChunkReader:
                     f"copy, or leave the tensor out with only=."
                 )
             yield fetched
-
-
-def _next(tasks: deque[list[Run]]) -> list[Run] | None:
-    """Take the first, if there is one; from several threads."""
-    with suppress(IndexError):
-        return tasks.popleft()
-    return None
