@@ -173,5 +173,7 @@ def test_a_process_that_dies_is_missed_by_all_others(run_job, saved, where):
         kind, message = answers[process]
         assert kind == "CoordinationError"
         missed = r"for process(es)? 1\b" if where == "packing" else rf"process {process} lost another one of \[0, 1, 2\]"
+        if (where, process) == ("packing", 2):  # process 0 misses it at the same time, and the store ends with process 0
+            missed += "|the process that holds it has ended"
         assert re.search(missed, message)
         assert "undefined now" in message
