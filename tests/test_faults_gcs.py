@@ -275,7 +275,8 @@ def test_an_upload_that_is_cut_off_is_sent_again_and_nothing_else_is(bucket, meb
     url, half = bucket.place(), mebibytes << 19
     with bucket.breaking(Rule("reset", kinds=("upload",), objects=DATA_FILE, after_bytes=half)):
         shardckpt.save(url, state, options=shardckpt.SaveOptions(memory_limit=memory_limit))
-        data = [e for e in bucket.proxy.traffic.exchanges(bucket.name_of(url)) if "/d/0" in e.operation.name]
+        # A connection that ends before anything is sent on it costs nothing.
+        data = [e for e in bucket.proxy.traffic.exchanges(bucket.name_of(url)) if "/d/0" in e.operation.name and e.bytes_up]
     assert max(e.bytes_up for e in data) <= (mebibytes << 20) + 4096, "the size of a data file"
     assert [e.bytes_up for e in data if e.status != 200] == [half]
     assert [name[-5:] for name, tries in Counter(e.operation.name for e in data).items() if tries > 1] == ["00001"]
