@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tensorstore as ts
+from counting import steps
 
 import shardckpt
 from shardckpt.io.store import Store
@@ -59,18 +60,7 @@ def calls(top, hosts, chunks):
     root, place = written(top, hosts, chunks)
     commit(root, place, hosts)  # what is made once and kept
     forget_commit(place.local_path(""))
-    made = 0
-
-    def count(_frame, event, _argument):
-        nonlocal made
-        made += event == "call"
-
-    sys.setprofile(count)
-    try:
-        commit(root, place, hosts)
-    finally:
-        sys.setprofile(None)
-    return made
+    return steps(lambda: commit(root, place, hosts))
 
 
 def test_what_python_does_depends_on_tensors_and_hosts_but_not_on_their_product_or_on_chunks(tmp_path, monkeypatch):

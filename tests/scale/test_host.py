@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from counting import steps
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -23,22 +24,6 @@ def measured(what, kind, devices, tensors=TENSORS):
     return MEASURED[what](tree="405B", kind=kind, devices=devices, tensors=tensors)()
 
 
-def calls(run):
-    """How many calls of Python functions it takes."""
-    made = 0
-
-    def count(_frame, event, _argument):
-        nonlocal made
-        made += event == "call"
-
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return made
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["save", "restore"])
 def test_a_plan_has_no_more_rows_and_takes_no_more_steps_on_a_hundred_thousand_devices(what, kind):
@@ -50,7 +35,7 @@ def test_a_plan_has_no_more_rows_and_takes_no_more_steps_on_a_hundred_thousand_d
     for devices in (SMALL, LARGE):
         prepared = [MEASURED[what](tree="405B", kind=kind, devices=devices, tensors=TENSORS) for _ in range(2)]
         prepared[0]()  # chunk shapes are chosen once
-        taken[devices] = calls(prepared[1])
+        taken[devices] = steps(prepared[1])
     assert taken[LARGE] <= 1.1 * taken[SMALL] + TENSORS
 
 
@@ -60,7 +45,7 @@ def test_the_steps_of_a_plan_are_few_per_tensor(kind):
     tensors = 600
     prepared = [MEASURED["save"](tree="405B", kind=kind, devices=SMALL, tensors=tensors) for _ in range(2)]
     prepared[0]()
-    assert calls(prepared[1]) <= 180 * tensors
+    assert steps(prepared[1]) <= 180 * tensors
 
 
 def test_a_plan_keeps_no_more_objects_for_more_devices():
