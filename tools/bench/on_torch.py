@@ -118,7 +118,11 @@ def _ours(
         "verify": Run(verify, state.nbytes, before=there),
         "export": Run(lambda: shardckpt.export_safetensors(kept, file), state.nbytes, before=there, writes=file),
     }
-    return Subject("shardckpt", runs, "defaults; to save in the background, memory_limit=4GiB, which all of it fits into", checksums=True)
+    settings = (
+        "defaults; to save in the background, memory_limit=4GiB, which all of it fits into; "
+        "exports: every chunk is compared with its checksum, and the file is read back"
+    )
+    return Subject("shardckpt", runs, settings, checksums=True)
 
 
 def _dcp(
@@ -166,7 +170,8 @@ def _dcp(
         }
     best_settings = (
         "thread_count=2, sync_files=False; in the background, a DefaultStager that is kept; "
-        "exports: HuggingFaceStorageWriter, then consolidate_safetensors_files with 2 threads"
+        "exports: consolidate_safetensors_files with 2 threads, which copies whole tensors from the one file that "
+        "HuggingFaceStorageWriter saved, this rank being the only one, compares no checksums and reads nothing back"
     )
     return Subject(name, runs, best_settings if best else "defaults; exports: dcp_to_torch_save")
 

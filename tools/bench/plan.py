@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PLAN", "QUICK", "Line", "Task", "tasks"]
 
-Key = tuple[str, str, str, str, int]
-
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -46,10 +44,9 @@ class Task:
     part: int
     rounds: int
 
-    @property
-    def key(self) -> Key:
-        """What a result of it can be found by."""
-        return self.storage, self.state, self.group, self.operation, self.part
+    def gave(self, told: dict[str, Any]) -> bool:
+        """Whether that is a result or failure of it, of whatever part of the bytes."""
+        return (told["storage"], told["state"], told["task"], told["operation"]) == (self.storage, self.state, self.group, self.operation)
 
     def to_json(self) -> dict[str, Any]:
         """What results and failures say about it; the group is in words there."""
