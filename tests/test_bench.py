@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -133,6 +134,30 @@ def test_a_task_that_dies_is_told_leaves_nothing_and_is_tried_again_by_the_next_
     again.add(task, [{"group": "g", "subject": "shardckpt"}])
     assert again.has(task)
     assert again.found["failed"] == []
+
+
+def test_a_run_that_is_ended_leaves_no_files(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "tools.bench",
+        "--storage",
+        "disk",
+        "--disk",
+        tmp_path,
+        "--group",
+        "torch",
+        "--json",
+        tmp_path / "found",
+    ]
+    with subprocess.Popen([*command, "--part", "64"], cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+        while not list(tmp_path.glob("bench-*/0.err")):
+            assert run.poll() is None
+            time.sleep(0.01)
+        run.terminate()
+        _, said = run.communicate(timeout=30)
+    assert (run.returncode, "Traceback" in said) == (143, False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failure_stands_on_the_page_and_in_the_exit_status(file, tmp_path):

@@ -1,6 +1,6 @@
 """The bench: shardckpt and its peers, in turn, in one run, on the same state.
 
-    python -m tools.bench                        everything; under 40 minutes on 2 cores, and 24 GiB of memory
+    python -m tools.bench                        everything; half an hour on 2 cores, and 20 GiB of memory
     python -m tools.bench --quick                a sixteenth of the bytes, three rounds: a few minutes
     python -m tools.bench --group torch --state llama --operation save --operation restore
     python -m tools.bench --write                and docs/performance.md, its chart, and the figures to compare with later
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="where --write does; by default docs/")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="figures of an earlier run")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that is cut removes its files from memory
     try:
         earlier = None if asked.compare is None else read(asked.compare)  # before --write replaces it
         found = read(asked.earlier) if asked.earlier is not None else measure(asked)
