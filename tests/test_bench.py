@@ -137,20 +137,8 @@ def test_a_task_that_dies_is_told_leaves_nothing_and_is_tried_again_by_the_next_
 
 
 def test_a_run_that_is_ended_leaves_no_files(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "tools.bench",
-        "--storage",
-        "disk",
-        "--disk",
-        tmp_path,
-        "--group",
-        "torch",
-        "--json",
-        tmp_path / "found",
-    ]
-    with subprocess.Popen([*command, "--part", "64"], cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+    asked = ["--storage", "disk", "--disk", tmp_path, "--part", "64", "--group", "torch", "--json", tmp_path / "found"]
+    with subprocess.Popen([sys.executable, "-m", "tools.bench", *asked], cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
         while not list(tmp_path.glob("bench-*/0.err")):
             assert run.poll() is None
             time.sleep(0.01)
