@@ -66,7 +66,7 @@ def save(
         OptionError: a pattern in `shardings` or `skip` that no tensor goes by, or options that cannot be.
         NotFoundError, MismatchError: the base is not there, or has not the tensors that are skipped; nothing was published.
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is not set.
-        CommitError: the processes contradict each other, or some did not finish in time; nothing was published.
+        CommitError: the processes contradict each other, some did not finish in time, or Python is ending; nothing was published.
         StorageError: the storage failed; what was there before is as it was, or the new checkpoint is there and whole.
     """
     options = checked_options(options, skip)
@@ -137,7 +137,8 @@ def save_async(
         coordinator: as in `save`.
 
     Raises:
-        LeafError, ShardingError, OptionError: as in `save`; nothing was begun. Everything else the handle raises.
+        LeafError, ShardingError, OptionError: as in `save`; nothing was begun.
+        CommitError: Python is ending; nothing was begun. Everything else the handle raises.
     """
     options = checked_options(options, skip)
     return _shared_saver(options.budget).begin(url, state, options, coordinator=coordinator)
