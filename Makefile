@@ -44,7 +44,7 @@ torture: setup ## crashes, faults and the matrix of frameworks in full; takes an
 soak: setup ## a training that is killed at random moments, 1,000 saves long
 	$(BIN)/python tools/soak.py --saves 1000
 
-bench: setup ## shardckpt beside its peers, in one run; under 40 minutes, 24 GiB, and nothing else running
+bench: setup ## shardckpt beside its peers, in one run; half an hour, 20 GiB, and nothing else running
 	$(BIN)/python -m tools.bench --write
 
 bench-quick: setup ## a sixteenth of it

@@ -18,7 +18,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from threading import Lock
+from threading import Lock, main_thread
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -87,6 +87,11 @@ class Attempt:
     """One process's part in one attempt at a checkpoint."""
 
     def __init__(self, store: Store, coordinator: Coordinator, options: SaveOptions) -> None:
+        if not main_thread().is_alive():  # from then on, and while what `atexit` has runs, Python starts no threads for anybody
+            raise CommitError(
+                f"{store}: Python is ending and starts no threads any more, so nothing can be saved, and nothing was. "
+                f"Save before the program ends, not in a function that `atexit` calls."
+            )
         self.store = store
         self.coordinator = coordinator
         self.world = coordinator.world

@@ -6,10 +6,11 @@ numpy lets go of the interpreter's lock while it copies. What is small is copied
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from shardckpt.cores import cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ def copy_all(pairs: Sequence[_Pair]) -> None:
 
     When this returns or raises, no thread touches any of them any more; but after Ctrl-C some may end what they are copying.
     """
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), sum(target.nbytes for target, _ in pairs) // _PART_BYTES)
+    threads = min(_MOST_THREADS, cores(), sum(target.nbytes for target, _ in pairs) // _PART_BYTES)
     parts = deque(part for pair in pairs for part in (_parts(*pair) if threads > 1 else (pair,)))
 
     failures: list[BaseException] = []

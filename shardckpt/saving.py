@@ -6,13 +6,13 @@ and write them, some MiB at a time. `save_async` leaves all but copying to anoth
 
 from __future__ import annotations
 
-import os
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.attempt import Attempt
 from shardckpt.blocks import parts_of
 from shardckpt.coordination import Coordinator, check_coordinator
+from shardckpt.cores import cores
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
@@ -20,6 +20,7 @@ from shardckpt.saver import Saver
 from shardckpt.staging import MOST_COPIES, read
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
     from shardckpt.io.host import HostWriter
@@ -65,7 +66,7 @@ def save(
         OptionError: a pattern in `shardings` or `skip` that no tensor goes by, or options that cannot be.
         NotFoundError, MismatchError: the base is not there, or has not the tensors that are skipped; nothing was published.
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is not set.
-        CommitError: the processes contradict each other, or some did not finish in time; nothing was published.
+        CommitError: the processes contradict each other, some did not finish in time, or Python is ending; nothing was published.
         StorageError: the storage failed; what was there before is as it was, or the new checkpoint is there and whole.
     """
     options = checked_options(options, skip)
@@ -106,7 +107,7 @@ def _writing_threads(plan: SavePlan, memory: int) -> int:
     if plan.nbytes < len(blocks) * _LEAST_MEAN:
         return 1
     room = max((_AT_A_TIME, *(block.chunk_bytes for block in blocks)))
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), plan.nbytes // _LEAST_SHARE, memory // room))
+    return max(1, min(_MOST_THREADS, cores(), plan.nbytes // _LEAST_SHARE, memory // room))
 
 
 _saver: Saver | None = None
@@ -136,7 +137,8 @@ def save_async(
         coordinator: as in `save`.
 
     Raises:
-        LeafError, ShardingError, OptionError: as in `save`; nothing was begun. Everything else the handle raises.
+        LeafError, ShardingError, OptionError: as in `save`; nothing was begun.
+        CommitError: Python is ending; nothing was begun. Everything else the handle raises.
     """
     options = checked_options(options, skip)
     return _shared_saver(options.budget).begin(url, state, options, coordinator=coordinator)

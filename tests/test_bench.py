@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -78,6 +79,17 @@ def test_results_of_another_machine_are_not_gone_on_with(file, tmp_path):
     assert f"{other}: cores was 1000 and is " in refused.stderr
 
 
+@pytest.mark.parametrize("option", ["--resume", "--again", "--from", "--compare"])
+def test_a_file_without_results_is_told_in_a_line(option, tmp_path):
+    missing, empty = tmp_path / "missing.json", tmp_path / "empty.json"
+    empty.write_text("{}")
+    for path, why in ((missing, "cannot be read: No such file or directory"), (empty, "is not a file that --json wrote")):
+        refused = bench(option, path)
+        assert refused.returncode == 2
+        assert f"error: {path} {why}" in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
 def test_results_of_other_sizes_are_not_gone_on_with(tmp_path):
     from tools.bench.plan import Task
     from tools.bench.results import OtherRunError, Results
@@ -88,6 +100,19 @@ def test_results_of_other_sizes_are_not_gone_on_with(tmp_path):
     assert not results.has(Task("tmpfs", "llama", "torch", "restore", 32, 1))
     with pytest.raises(OtherRunError, match="--part was 64 and is 32"):
         results.has(Task("tmpfs", "llama", "torch", "save", 32, 1))
+
+
+def test_a_task_that_is_measured_again_replaces_what_it_gave_before(tmp_path):
+    from tools.bench.plan import Task
+    from tools.bench.results import Results
+
+    results = Results(tmp_path / "found.json", resumed=False)
+    save, restore = Task("tmpfs", "llama", "torch", "save", 64, 1), Task("tmpfs", "llama", "torch", "restore", 64, 1)
+    for task, seconds in ((save, 1), (restore, 2), (save, 3)):
+        results.add(task, [{"subject": "shardckpt", "seconds": seconds}])
+    assert {(r["operation"], r["seconds"]) for r in results.found["results"]} == {("save", 3), ("restore", 2)}
+    results.add_failure(save, "it died")
+    assert [r["operation"] for r in results.found["results"]] == ["restore"]
 
 
 def test_a_task_that_dies_is_told_leaves_nothing_and_is_tried_again_by_the_next_run(tmp_path):
@@ -111,6 +136,18 @@ def test_a_task_that_dies_is_told_leaves_nothing_and_is_tried_again_by_the_next_
     assert again.found["failed"] == []
 
 
+def test_a_run_that_is_ended_leaves_no_files(tmp_path):
+    asked = ["--storage", "disk", "--disk", tmp_path, "--part", "64", "--group", "torch", "--json", tmp_path / "found"]
+    with subprocess.Popen([sys.executable, "-m", "tools.bench", *asked], cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+        while not list(tmp_path.glob("bench-*/0.err")):
+            assert run.poll() is None
+            time.sleep(0.01)
+        run.terminate()
+        _, said = run.communicate(timeout=30)
+    assert (run.returncode, "Traceback" in said) == (143, False)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_failure_stands_on_the_page_and_in_the_exit_status(file, tmp_path):
     failed = {"storage": "tmpfs", "state": "small", "task": "jax", "operation": "save", "part": 1, "message": "a\nValueError: no"}
     (tmp_path / "found.json").write_text(json.dumps(json.loads(file.read_text()) | {"failed": [failed]}))
@@ -120,9 +157,9 @@ def test_a_failure_stands_on_the_page_and_in_the_exit_status(file, tmp_path):
     assert "## What could not be measured" in (tmp_path / "performance.md").read_text()
 
 
-def run(ours, theirs):
+def run(ours, theirs, part=1):
     """Results of one operation, with those seconds in each round."""
-    where = {"storage": "tmpfs", "state": "llama", "group": "torch", "operation": "save", "nbytes": 10, "floor": False}
+    where = {"storage": "tmpfs", "state": "llama", "group": "torch", "operation": "save", "part": part, "nbytes": 10, "floor": False}
     return {"results": [where | {"subject": "shardckpt", "seconds": ours}, where | {"subject": "DCP", "seconds": theirs}]}
 
 
@@ -140,6 +177,22 @@ def test_a_ratio_that_fell_less_than_rounds_differ_is_not_told():
     from tools.bench.baseline import worse
 
     assert worse(run([1.0, 1.0, 2.0], [1.0, 1.0, 1.0]), run([1.5, 1.5, 2.0], [1.0, 1.0, 1.0])) == []
+
+
+def test_ratios_of_other_sizes_are_not_compared():
+    from tools.bench.baseline import worse
+
+    assert worse(run([1.0], [1.0], part=4), run([9.0], [1.0], part=16)) == [
+        "tmpfs, llama, torch, save: 1/4 of the bytes then, and 1/16 now; not compared: measure it with --part 4"
+    ]
+
+
+def test_a_target_that_is_missed_says_by_how_much():
+    from tools.bench.targets import TARGETS, Held
+
+    target = next(t for t in TARGETS if t.least == 3.0)
+    assert Held(target, 3.0).verdict == "yes"
+    assert Held(target, 2.4).verdict == "**no**, missed by 20.0%"
 
 
 def test_no_round_begins_when_the_time_is_over_and_three_are_made(monkeypatch):

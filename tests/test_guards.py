@@ -6,7 +6,6 @@ operation cheaper lowers its bounds.
 
 from __future__ import annotations
 
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -16,12 +15,13 @@ from counting import counted
 
 import shardckpt
 from shardckpt import Box, Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt.cores import cores
 
 KiB, MiB = 1 << 10, 1 << 20
 SIDE, MATRICES, CHUNK = 1024, 16, 128
 NBYTES = MATRICES * (SIDE * SIDE * 4 + SIDE * 4)
 CHUNKS = MATRICES * ((SIDE // CHUNK) ** 2 + 1)
-READING = max(2, min(8, os.cpu_count() or 2)) * 4 * MiB + 4 * MiB
+READING = max(2, min(8, cores())) * 4 * MiB + 4 * MiB
 """One run for each thread that reads, and what is made of chunk tables."""
 ROWS = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
 OPTIONS = SaveOptions(shardings={"matrix*": ROWS})
@@ -43,7 +43,7 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize(
     ("save", "threads", "at_once"),
     [
-        pytest.param(shardckpt.save, min(4, os.cpu_count() or 1), 4 * MiB, id="save"),
+        pytest.param(shardckpt.save, min(4, cores()), 4 * MiB, id="save"),
         pytest.param(lambda *where, **how: shardckpt.save_async(*where, **how).wait(), 1, 2 * MiB, id="save_async"),
     ],
 )

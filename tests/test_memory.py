@@ -1,12 +1,13 @@
 """Host memory stays inside the budget, however large tensors are: counted by the pool, and as the peak of a whole process."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from shardckpt.cores import cores
 
 CHILD = Path(__file__).parent / "children" / "memory_use.py"
 MiB = 1 << 20
@@ -14,7 +15,7 @@ MiB = 1 << 20
 LARGE, ALL = 256 * MiB, 512 * MiB
 """Bytes of the largest tensor, and of all, see the child."""
 SAVED = {"mesh": [8], "spec": ["x"]}
-READERS = max(2, min(8, os.cpu_count() or 2))
+READERS = max(2, min(8, cores()))
 MARGIN = READERS * 4 * MiB + 24 * MiB
 """What a process takes besides staging: one run per reading thread, chunk lists, and what the allocator keeps."""
 

@@ -313,6 +313,23 @@ def test_the_end_of_a_program_finishes_what_is_in_flight(tmp_path, mode):
     assert_holds(tmp_path / "1", 40)
 
 
+def test_a_save_that_begins_when_python_ends_is_refused(tmp_path):
+    program = """if True:
+        import atexit, sys, numpy, shardckpt
+        def late():
+            for save in (shardckpt.save, shardckpt.save_async):
+                try:
+                    save(sys.argv[1] + "/late", {"w": numpy.ones(9)})
+                except shardckpt.errors.CommitError as e:
+                    print(e)
+        shardckpt.save(sys.argv[1] + "/earlier", {"w": numpy.ones(9)})
+        atexit.register(late)"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count(f"{tmp_path / 'late'}: Python is ending and starts no threads any more") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["earlier"]
+
+
 def test_a_fork_knows_of_no_save_in_flight(tmp_path, job):
     (said,) = job.run("forked", 1, tmp_path)
     assert "forked" in said

@@ -327,11 +327,13 @@ def _checksum(fds: Mapping[int, int], runs: Sequence[tuple[str, int, int, int]],
     """crc32c of what lies in some runs of bytes, read into a buffer; None: a file ends before them."""
     found = 0
     for _, file, offset, length in runs:
-        for at in range(offset, offset + length, len(buffer)):
-            part = buffer[: min(len(buffer), offset + length - at)]
-            if os.preadv(fds[file], [part], at) < len(part):
+        at, end = offset, offset + length
+        while at < end:
+            got = os.preadv(fds[file], [buffer[: end - at]], at)  # a file system may give less than is asked for, and go on
+            if not got:
                 return None
-            found = crc32c.crc32c(part, found)
+            found = crc32c.crc32c(buffer[:got], found)
+            at += got
     return found
 
 

@@ -14,7 +14,6 @@ of 4 MiB per thread, which is kept; on object stores `memory`. A chunk larger th
 
 from __future__ import annotations
 
-import os
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ import crc32c
 import numpy as np
 
 from shardckpt.box import BoxArray
+from shardckpt.cores import cores
 from shardckpt.errors import CorruptionError, ShardckptError, StorageError
 from shardckpt.io.bands import Band
 from shardckpt.io.codec import decompress
@@ -89,7 +89,7 @@ class ChunkReader:
         self._finder = ChunkFinder(store, table, compression)
         self._fetch: Fetch
         if store.location.local is not None:
-            threads = threads or max(2, min(8, os.cpu_count() or 2))
+            threads = threads or max(2, min(8, cores()))
             self._limits = LOCAL_LIMITS
             self._task_runs = TASK_RUNS
             self._fetch = LocalFetch(store, direct=compression is None)

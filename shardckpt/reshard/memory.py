@@ -13,10 +13,10 @@ The rest is the room. The interpreter and the libraries of each process come on 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardckpt.cores import cores
 from shardckpt.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def share(limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes
         BudgetError: it does not suffice; says for what, and how much would.
     """
     useful = min(tasks, tasks * length // _WORTHWHILE)
-    wished = workers or max(1, min(os.cpu_count() or 1, _MOST_LOCAL, useful, limit // max(_COMFORTABLE, sizes.least)))
+    wished = workers or max(1, min(cores(), _MOST_LOCAL, useful, limit // max(_COMFORTABLE, sizes.least)))
     mine = limit // wished
     if mine < sizes.least:
         raise BudgetError(

@@ -1,11 +1,12 @@
 """The bench: shardckpt and its peers, in turn, in one run, on the same state.
 
-    python -m tools.bench                        everything; under 40 minutes on 2 cores, and 24 GiB of memory
+    python -m tools.bench                        everything; half an hour on 2 cores, and 20 GiB of memory
     python -m tools.bench --quick                a sixteenth of the bytes, three rounds: a few minutes
     python -m tools.bench --group torch --state llama --operation save --operation restore
     python -m tools.bench --write                and docs/performance.md, its chart, and the figures to compare with later
     python -m tools.bench --compare docs/performance.json
     python -m tools.bench --resume FILE          what the file, of a run that was cut or had failures, lacks
+    python -m tools.bench --again FILE --group jax --operation save         those once more, in place of what the file has
     python -m tools.bench --from FILE --write    no run: the page of an earlier one
 
 What was measured is in a file at any time (`--json`). `tools/bench/plan.py` says what is measured on tmpfs (/dev/shm) and on a disk.
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from tools.bench.measure import OPERATIONS
 from tools.bench.plan import PLAN, QUICK, tasks
 from tools.bench.processes import TaskError, measured
 from tools.bench.report import page, summary
-from tools.bench.results import OtherRunError, Results
+from tools.bench.results import OtherRunError, Results, read
 from tools.bench.states import STATES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -47,15 +50,18 @@ def main() -> int:
     parser.add_argument("--operation", action="append", default=[], choices=sorted(OPERATIONS), help="may be repeated")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk to measure")
     parser.add_argument("--json", type=Path, default=Path("bench.json"), metavar="FILE", help="what was measured; by default ./bench.json")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with that file of results")
-    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="what was measured before, and no run")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--resume", type=Path, metavar="FILE", help="go on with that file of results")
+    source.add_argument("--again", type=Path, metavar="FILE", help="measure once more what is chosen, in place of what the file has of it")
+    source.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="what was measured before, and no run")
     parser.add_argument("--write", action="store_true", help="write performance.md, its figures and its chart")
     parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="where --write does; by default docs/")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="figures of an earlier run")
     asked = parser.parse_args()
-    earlier = None if asked.compare is None else json.loads(asked.compare.read_text("utf-8"))  # before --write replaces it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that is cut removes its files from memory
     try:
-        found = json.loads(asked.earlier.read_text("utf-8")) if asked.earlier is not None else measure(asked)
+        earlier = None if asked.compare is None else read(asked.compare)  # before --write replaces it
+        found = read(asked.earlier) if asked.earlier is not None else measure(asked)
     except OtherRunError as wrong:
         parser.error(str(wrong))
     print(summary(found))
@@ -70,20 +76,26 @@ def main() -> int:
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    """Run all that is asked for and not there yet."""
-    results = Results(asked.resume or asked.json, resumed=asked.resume is not None)
+    """Run all that is asked for; of what is gone on with, what is not there yet."""
+    continued = asked.resume or asked.again
+    results = Results(continued or asked.json, resumed=continued is not None)
     places = {"tmpfs": Path("/dev/shm"), "disk": asked.disk}
     chosen = {name: getattr(asked, name) for name in ("part", "rounds") if getattr(asked, name) is not None}
     lines = [replace(line, **chosen) for line in (QUICK if asked.quick else PLAN)]
-    wanted = [t for t in tasks(lines, asked.group, asked.state, asked.storage, asked.operation) if not results.has(t)]
+    wanted = [t for t in tasks(lines, asked.group, asked.state, asked.storage, asked.operation) if asked.again or not results.has(t)]
+    began = time.monotonic()
     for number, task in enumerate(wanted, 1):
         what = f"{task.storage}, {STATES[task.state].what}, {task.group}, {task.operation}"
-        print(f"{number} of {len(wanted)}: {what}", file=sys.stderr, flush=True)
+        print(f"{number} of {len(wanted)}: {what}: ", end="", file=sys.stderr, flush=True)
+        task_began = time.monotonic()
         try:
             results.add(task, measured(task, places[task.storage]))
         except TaskError as failure:
             print(f"FAILED: {failure}", file=sys.stderr, flush=True)
             results.add_failure(task, str(failure))
+        else:
+            print(f"{time.monotonic() - task_began:.0f} s", file=sys.stderr, flush=True)
+    print(f"{(time.monotonic() - began) / 60:.1f} minutes in all", file=sys.stderr, flush=True)
     return results.found
 
 

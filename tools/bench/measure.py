@@ -28,7 +28,7 @@ __all__ = ["LEAST_ROUNDS", "OPERATIONS", "SECONDS", "Measured", "Operation", "Ru
 
 LEAST_ROUNDS = 3
 """That many are made, however long they take."""
-SECONDS = 45.0
+SECONDS = 30.0
 """When they are over, no further round begins."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,14 +46,14 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
         for array in targets.values():
             array.reshape(-1)[:1] = 0  # so that the next one has to write it
 
-    make = _Kept(directory)
+    given = _Given(state.nbytes, tensors, places, columns, directory, same)
     return [
         *floors(arrays, targets, directory),
-        _ours(state, tensors, places, columns, make, same),
-        _dcp(state, tensors, places, columns, make, same, best=False),
-        _dcp(state, tensors, places, columns, make, same, best=True),
-        *_safetensors(state, tensors, places, columns, make, same),
-        *_torch_save(state, tensors, places, make, same),
+        _ours(given),
+        _dcp(given, best=False),
+        _dcp(given, best=True),
+        *_safetensors(given),
+        *_torch_save(given),
     ]
 
 
@@ -61,13 +62,34 @@ def _eighth(place: torch.Tensor) -> torch.Tensor:
     return place.reshape(-1)[: place.numel() // DEVICES].reshape(place.shape[0], -1)
 
 
-class _Kept:
-    """Checkpoints that are read again and again, made when first asked for."""
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What every subject works with."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    nbytes: int
+    """Of all tensors."""
+    tensors: dict[str, torch.Tensor]
+    places: dict[str, torch.Tensor]
+    """Memory to restore them into."""
+    columns: dict[str, torch.Tensor]
+    """Memory for an eighth of their columns."""
+    directory: Path
+    same: Callable[[Any], None]
+    """Checks that the tensors are in their places."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes of the columns."""
+        return sum(c.numel() * c.element_size() for c in self.columns.values())
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Those columns, as parts of the whole matrices."""
+        from tools.bench.columns import Columns
+
+        return {name: Columns(place, self.tensors[name].shape) if place.ndim > 1 else place for name, place in self.columns.items()}
 
     def there(self, name: str, save: Callable[[Path], Any]) -> Callable[[], None]:
+        """What makes a checkpoint that is read again and again, when it is first asked for."""
         path = self.directory / name
 
         def make() -> None:
@@ -77,60 +99,36 @@ class _Kept:
         return make
 
 
-def _moved(columns: dict[str, torch.Tensor]) -> int:
-    """Bytes of the columns."""
-    return sum(c.numel() * c.element_size() for c in columns.values())
-
-
-def _parts(tensors: dict[str, torch.Tensor], columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those columns, as parts of the whole matrices."""
-    from tools.bench.columns import Columns
-
-    return {name: Columns(place, tensors[name].shape) if place.ndim > 1 else place for name, place in columns.items()}
-
-
-def _ours(
-    state: State,
-    tensors: dict[str, torch.Tensor],
-    places: dict[str, torch.Tensor],
-    columns: dict[str, torch.Tensor],
-    make: _Kept,
-    same: Callable[[Any], None],
-) -> Subject:
+def _ours(given: _Given) -> Subject:
     import shardckpt
     from shardckpt import SaveOptions
 
     room = SaveOptions(memory_limit="4GiB")
-    out, kept, file = make.directory / "ours-out", make.directory / "ours", make.directory / "ours.safetensors"
-    there = make.there("ours", lambda path: shardckpt.save(path, tensors))
+    out, kept, file = given.directory / "ours-out", given.directory / "ours", given.directory / "ours.safetensors"
+    there = given.there("ours", lambda path: shardckpt.save(path, given.tensors))
 
-    parts = _parts(tensors, columns)
+    parts = given.parts()
 
     def verify() -> None:
         if not shardckpt.open(kept).verify().ok:
             raise AssertionError("it is damaged")
 
     runs = {
-        "save": Run(lambda: shardckpt.save(out, tensors), state.nbytes, writes=out),
-        "stall": Run(lambda: shardckpt.save_async(out, tensors, options=room), state.nbytes, after=lambda h: h.wait(), writes=out),
-        "restore": Run(lambda: shardckpt.restore(kept, places), state.nbytes, before=there, after=same),
-        "columns": Run(lambda: shardckpt.restore(kept, parts), _moved(columns), before=there),
-        "verify": Run(verify, state.nbytes, before=there),
-        "export": Run(lambda: shardckpt.export_safetensors(kept, file), state.nbytes, before=there, writes=file),
+        "save": Run(lambda: shardckpt.save(out, given.tensors), given.nbytes, writes=out),
+        "stall": Run(lambda: shardckpt.save_async(out, given.tensors, options=room), given.nbytes, after=lambda h: h.wait(), writes=out),
+        "restore": Run(lambda: shardckpt.restore(kept, given.places), given.nbytes, before=there, after=given.same),
+        "columns": Run(lambda: shardckpt.restore(kept, parts), given.moved, before=there),
+        "verify": Run(verify, given.nbytes, before=there),
+        "export": Run(lambda: shardckpt.export_safetensors(kept, file), given.nbytes, before=there, writes=file),
     }
-    return Subject("shardckpt", runs, "defaults; to save in the background, memory_limit=4GiB, which all of it fits into", checksums=True)
+    settings = (
+        "defaults; to save in the background, memory_limit=4GiB, which all of it fits into; "
+        "exports: every chunk is compared with its checksum, and the file is read back"
+    )
+    return Subject("shardckpt", runs, settings, checksums=True)
 
 
-def _dcp(
-    state: State,
-    tensors: dict[str, torch.Tensor],
-    places: dict[str, torch.Tensor],
-    columns: dict[str, torch.Tensor],
-    make: _Kept,
-    same: Callable[[Any], None],
-    *,
-    best: bool,
-) -> Subject:
+def _dcp(given: _Given, *, best: bool) -> Subject:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -139,34 +137,37 @@ def _dcp(
     choices: dict[str, Any] = {"thread_count": 2, "sync_files": False} if best else {}
     # Its stager keeps its memory from save to save where it is kept. All that it can be told takes a GPU.
     staging: dict[str, Any] = {"async_stager": DefaultStager(StagingOptions(*(False,) * 4))} if best else {}
-    out, kept, shards, file = (make.directory / f"{name}{end}" for end in ("-out", "", "-shards", "-file"))
+    out, kept, shards, file = (given.directory / f"{name}{end}" for end in ("-out", "", "-shards", "-file"))
 
     def writer(path: Path) -> Any:
         return dcp.FileSystemWriter(path, **choices)
 
-    there = make.there(name, lambda path: dcp.save(dict(tensors), storage_writer=writer(path), no_dist=True))
+    there = given.there(name, lambda path: dcp.save(dict(given.tensors), storage_writer=writer(path), no_dist=True))
     runs = {
-        "save": Run(lambda: dcp.save(dict(tensors), storage_writer=writer(out), no_dist=True), state.nbytes, writes=out),
+        "save": Run(lambda: dcp.save(dict(given.tensors), storage_writer=writer(out), no_dist=True), given.nbytes, writes=out),
         "stall": Run(
-            lambda: dcp.async_save(dict(tensors), storage_writer=writer(out), no_dist=True, **staging),
-            state.nbytes,
+            lambda: dcp.async_save(dict(given.tensors), storage_writer=writer(out), no_dist=True, **staging),
+            given.nbytes,
             after=lambda future: future.result(),
             writes=out,
         ),
     }
     if best:
-        made = make.there(shards.name, lambda path: _save_for_consolidation(path, tensors))
-        runs["export"] = Run(lambda: _consolidate(shards, file, tensors), state.nbytes, before=made, writes=file)
+        made = given.there(shards.name, lambda path: _save_for_consolidation(path, given.tensors))
+        runs["export"] = Run(lambda: _consolidate(shards, file, given.tensors), given.nbytes, before=made, writes=file)
     else:
-        parts = _parts(tensors, columns)
+        parts = given.parts()
         runs |= {
-            "restore": Run(lambda: dcp.load(dict(places), checkpoint_id=kept, no_dist=True), state.nbytes, before=there, after=same),
-            "columns": Run(lambda: dcp.load(dict(parts), checkpoint_id=kept, no_dist=True), _moved(columns), before=there),
-            "export": Run(lambda: dcp_to_torch_save(kept, file), state.nbytes, before=there, writes=file),
+            "restore": Run(
+                lambda: dcp.load(dict(given.places), checkpoint_id=kept, no_dist=True), given.nbytes, before=there, after=given.same
+            ),
+            "columns": Run(lambda: dcp.load(dict(parts), checkpoint_id=kept, no_dist=True), given.moved, before=there),
+            "export": Run(lambda: dcp_to_torch_save(kept, file), given.nbytes, before=there, writes=file),
         }
     best_settings = (
         "thread_count=2, sync_files=False; in the background, a DefaultStager that is kept; "
-        "exports: HuggingFaceStorageWriter, then consolidate_safetensors_files with 2 threads"
+        "exports: consolidate_safetensors_files with 2 threads, which copies whole tensors from the one file that "
+        "HuggingFaceStorageWriter saved, this rank being the only one, compares no checksums and reads nothing back"
     )
     return Subject(name, runs, best_settings if best else "defaults; exports: dcp_to_torch_save")
 
@@ -185,36 +186,29 @@ def _consolidate(shards: Path, directory: Path, tensors: dict[str, torch.Tensor]
     consolidate_safetensors_files(str(shards), str(directory), dict.fromkeys(tensors, 1), num_threads=2)
 
 
-def _safetensors(
-    state: State,
-    tensors: dict[str, torch.Tensor],
-    places: dict[str, torch.Tensor],
-    columns: dict[str, torch.Tensor],
-    make: _Kept,
-    same: Callable[[Any], None],
-) -> list[Subject]:
+def _safetensors(given: _Given) -> list[Subject]:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    out, kept = make.directory / "out.safetensors", make.directory / "kept.safetensors"
-    there = make.there("kept.safetensors", lambda path: save_file(tensors, path))
+    out, kept = given.directory / "out.safetensors", given.directory / "kept.safetensors"
+    there = given.there("kept.safetensors", lambda path: save_file(given.tensors, path))
 
     def restore() -> None:
         with safe_open(kept, "pt") as file:
-            for name, place in places.items():
+            for name, place in given.places.items():
                 place.copy_(file.get_tensor(name))
 
     def read_columns() -> None:
         with safe_open(kept, "pt") as file:
-            for name, place in columns.items():
+            for name, place in given.columns.items():
                 part = file.get_slice(name)
                 place.copy_(part[:, : place.shape[1]] if place.ndim > 1 else part[:])
 
-    write = Run(lambda: save_file(tensors, out), state.nbytes, writes=out)
+    write = Run(lambda: save_file(given.tensors, out), given.nbytes, writes=out)
     runs = {
         "save": write,
-        "restore": Run(restore, state.nbytes, before=there, after=same),
-        "columns": Run(read_columns, _moved(columns), before=there),
+        "restore": Run(restore, given.nbytes, before=there, after=given.same),
+        "columns": Run(read_columns, given.moved, before=there),
     }
     return [
         Subject("safetensors", runs, "save_file, never made durable; safe_open, copied into place"),
@@ -222,21 +216,19 @@ def _safetensors(
     ]
 
 
-def _torch_save(
-    state: State, tensors: dict[str, torch.Tensor], places: dict[str, torch.Tensor], make: _Kept, same: Callable[[Any], None]
-) -> list[Subject]:
+def _torch_save(given: _Given) -> list[Subject]:
     import torch
 
-    out, kept = make.directory / "out.pt", make.directory / "kept.pt"
-    there = make.there("kept.pt", lambda path: torch.save(tensors, path))
+    out, kept = given.directory / "out.pt", given.directory / "kept.pt"
+    there = given.there("kept.pt", lambda path: torch.save(given.tensors, path))
 
     def restore() -> None:
         found = torch.load(kept, weights_only=True, mmap=True)
-        for name, place in places.items():
+        for name, place in given.places.items():
             place.copy_(found[name])
 
-    write = Run(lambda: torch.save(tensors, out), state.nbytes, writes=out)
-    runs = {"save": write, "restore": Run(restore, state.nbytes, before=there, after=same)}
+    write = Run(lambda: torch.save(given.tensors, out), given.nbytes, writes=out)
+    runs = {"save": write, "restore": Run(restore, given.nbytes, before=there, after=given.same)}
     return [
         Subject("torch.save", runs, "never made durable; loaded with mmap=True, weights_only=True, copied into place"),
         Subject("torch.save, from memory", {"export": write}, "nothing is read", floor=True),

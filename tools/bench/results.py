@@ -14,13 +14,30 @@ if TYPE_CHECKING:
 
     from tools.bench.plan import Task
 
-__all__ = ["OtherRunError", "Results", "machine"]
+__all__ = ["OtherRunError", "Results", "machine", "read"]
 
 PACKAGES = ("shardckpt", "torch", "torch_xla", "jax", "orbax-checkpoint", "safetensors", "tensorstore", "numpy")
 
 
 class OtherRunError(ValueError):
-    """Results were measured on another machine, with other versions, or with another part of the bytes."""
+    """A file has no results, or they were measured on another machine, with other versions, or with another part of the bytes."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What an earlier run measured.
+
+    Raises:
+        OtherRunError: there is no such file, or it is not a run's.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as wrong:
+        raise OtherRunError(f"{path} cannot be read: {wrong.strerror}; name a file that --json wrote.") from wrong
+    except ValueError as wrong:
+        raise OtherRunError(f"{path} is not a file that --json wrote: {wrong}.") from wrong
+    if not isinstance(found, dict) or not {"results", "failed", *machine()} <= found.keys():
+        raise OtherRunError(f"{path} is not a file that --json wrote: it has no results.")
+    return found
 
 
 class Results:
@@ -30,12 +47,12 @@ class Results:
         """Begin anew, or with what the file has.
 
         Raises:
-            OtherRunError: it was measured on another machine, or with other versions.
+            OtherRunError: there is no such file, it is not a run's, or it was measured on another machine, or with other versions.
         """
         self.path = path
         self.found: dict[str, Any] = machine() | {"results": [], "failed": []}
         if resumed:
-            earlier = json.loads(path.read_text("utf-8"))
+            earlier = read(path)
             for key in set(self.found) - {"date", "results", "failed"}:
                 if earlier[key] != self.found[key]:
                     raise OtherRunError(f"{path}: {key} was {earlier[key]} and is {self.found[key]}; begin a file of its own.")
@@ -47,26 +64,27 @@ class Results:
         Raises:
             OtherRunError: it was, with another part of the bytes: figures of both would be compared with each other.
         """
-        parts = {r["part"] for r in self.found["results"] if (r["storage"], r["state"], r["task"], r["operation"]) == task.key[:-1]}
+        parts = {r["part"] for r in self.found["results"] if task.gave(r)}
         if parts - {task.part}:
             of = f"{task.storage}, {task.state}, {task.group}, {task.operation}"
             raise OtherRunError(f"{self.path}: --part was {max(parts)} and is {task.part} ({of}); begin a file of its own.")
         return bool(parts)
 
     def add(self, task: Task, measured: list[dict[str, Any]]) -> None:
-        """Take what it gave."""
-        self._forget_failure(task)
+        """Take what it gave, in place of what it gave before."""
+        self._forget(task)
         self.found["results"] += [m | task.to_json() for m in measured]
         self._write()
 
     def add_failure(self, task: Task, message: str) -> None:
-        """Take why it gave nothing."""
-        self._forget_failure(task)
+        """Take why it gave nothing now."""
+        self._forget(task)
         self.found["failed"].append(task.to_json() | {"message": message})
         self._write()
 
-    def _forget_failure(self, task: Task) -> None:
-        self.found["failed"] = [f for f in self.found["failed"] if {k: f[k] for k in task.to_json()} != task.to_json()]
+    def _forget(self, task: Task) -> None:
+        for kind in ("results", "failed"):
+            self.found[kind] = [r for r in self.found[kind] if not task.gave(r)]
 
     def _write(self) -> None:
         fresh = self.path.with_name(f"{self.path.name}.new")

@@ -45,6 +45,11 @@ class Held:
         return self.ratio >= self.target.least
 
     @property
+    def verdict(self) -> str:
+        """Whether, and if not by how much it was missed."""
+        return "yes" if self.met else f"**no**, missed by {1 - self.ratio / self.target.least:.1%}"
+
+    @property
     def bound(self) -> str:
         """What was to be reached, as a ratio of rates."""
         return f"≥ {self.target.least:.2g} × {self.target.other}"
