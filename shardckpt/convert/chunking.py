@@ -84,6 +84,8 @@ def runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int6
     Returns:
         (n,) the first byte of each part that lies side by side, in row-major order, and the bytes of each.
     """
+    if box.shape == tuple(shape):  # as those of most tensors are, by number
+        return np.zeros(1, np.int64), prod(shape) * itemsize
     # Of the last dimensions that are whole, and one more, a run is made.
     along = max((d for d, n in enumerate(shape) if box.shape[d] < n), default=0)
     strides = [itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]

@@ -47,8 +47,9 @@ Blocks = Callable[[OutputTensor, Sequence[Piece], int], Sequence[Piece]]
 given the output, which has elements, the arrays that it is made of, as they lie in it, and the bytes that a block may have."""
 Put = Callable[[OutputTensor, Box, "NDArray[Any]"], object]
 """Is given a block: its output, its box in it, and its elements, in row-major order, as the dtype's storage type."""
-_BATCH = 4 << 20
-"""Bytes that are read at once from a local disk, where work can be cut that small: they stay in the cache until they are written."""
+_BATCH = 16 << 20
+"""Bytes that are read at once from a local disk, where work can be cut that small: each batch is planned, and handed from thread to
+thread, which costs more than caches do for smaller ones."""
 _OBJECT_BATCH = 32 << 20
 """The same from an object store, of which several requests are made."""
 
@@ -185,14 +186,14 @@ class Stream:
 
     def _steps(self) -> Iterator[PlannedStep]:
         for _, target, stored in self._targets:
+            if target.is_one_chunk:
+                yield PlannedStep(target, Step(target.pieces[0].box, 0))
+                continue
             for step in self._steps_of(target, stored):
                 yield PlannedStep(target, step)
 
     def _steps_of(self, target: Target, stored: Sequence[Piece]) -> Iterator[Step]:
         itemsize, most = target.dtype.itemsize, self._at_once
-        if target.is_one_chunk:
-            yield Step(target.pieces[0].box, 0)
-            return
         if self._in_order:
             for piece in target.pieces:
                 yield from steps_in_order(piece.box, piece, stored, itemsize, most, self.room)

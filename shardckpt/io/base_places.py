@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["base_location", "base_record", "base_url", "check_base", "check_bases", "holder"]
 
 
-_READ_WITHOUT = "put the base back to that place, or leave the tensor out with only="
+_READ_WITHOUT = "put the base back to that place, or leave the tensor out with only= (an export: exclude=)"
 
 
 def check_base(checkpoint: Location, base: Location) -> None:

@@ -164,14 +164,16 @@ def _errors(run: Run, place: Store) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, MissingDataError) as e:
-        raise MissingDataError(f"{_first(run, place)} is missing; restore it from a copy, or leave the tensor out with only=.") from e
+        raise MissingDataError(
+            f"{_first(run, place)} is missing; restore it from a copy, or leave the tensor out with only= (an export: exclude=)."
+        ) from e
     except (EOFError, CorruptionError) as e:
         # Chunks are in the order of their places: of those that reach beyond the end the first is named.
         row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(run.file, run.chunks.stop(row) - 1))
         row += run.begin
         raise CorruptionError(
             f"{run.chunks.wanted.where(row)}: {place}/{run.file} is cut off before byte {run.chunks.stop(row)}; restore it from a copy, "
-            f"or leave the tensor out with only=."
+            f"or leave the tensor out with only= (an export: exclude=)."
         ) from e
     except OSError as e:
         raise StorageError(f"{_first(run, place)} cannot be read ({e}).") from e

@@ -250,6 +250,6 @@ class ChunkReader:
                 place = f"{self._store}/{run.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
                 raise CorruptionError(
                     f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Restore the file from a "
-                    f"copy, or leave the tensor out with only=."
+                    f"copy, or leave the tensor out with only= (an export: exclude=)."
                 )
             yield fetched

@@ -76,6 +76,11 @@ class View:
         """The box of the output that it fills."""
         return Box(self.start, tuple(a + n for a, n in zip(self.start, self.shape, strict=True)))
 
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether the output's indices are the tensor's."""
+        return self.start == self.box.start and self.permutation == tuple(range(self.box.ndim))
+
     def back(self, boxes: BoxArray) -> BoxArray:
         """Boxes of the output that lie in `inside`, in the tensor's indices."""
         start = np.tile(np.array(self.box.start, np.int64), (len(boxes), 1))
@@ -100,6 +105,8 @@ class View:
 
         A chunk that the view cuts off is shorter there; where it is the first along some dimension, it becomes an array by itself.
         """
+        if self._is_in_place and all(self.box.contains(piece.box) for piece in stored):
+            return [piece for piece in stored if all(piece.shape)]
         found = []
         for piece in stored:
             common = piece.box.overlap(self.box)

@@ -92,7 +92,7 @@ class BatchMemory:
         self._free[place.half].update(place.parts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Target:
     """What chunks are made for."""
 
@@ -106,7 +106,7 @@ class Target:
     """Whether chunks are laid out as in a checkpoint: filled up with zeros at edges, with room for a checksum behind. Otherwise they
     are cut off at edges, and nothing is behind."""
 
-    @property
+    @cached_property
     def is_one_chunk(self) -> bool:
         """As most are, by number: nothing has to be looked up in grids."""
         return len(self.pieces) == 1 and self.pieces[0].num_chunks == 1
