@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
 __all__ = ["clocks", "read_ahead"]
 
@@ -27,7 +27,7 @@ def clocks() -> tuple[float, float]:
 
 def read_ahead(
     some: Sequence[Batch], read: Callable[[Batch], Result], *, copies: bool, now: Callable[[], tuple[float, float]] = clocks
-) -> Iterator[tuple[Batch, Result]]:
+) -> Generator[tuple[Batch, Result], None, None]:
     """Each batch, when it is read; at most one more is read before the next is asked for.
 
     Close it if it is not used up: nothing is read any more when that returns.
