@@ -4,16 +4,15 @@
 2. Each leaf says which distinct boxes of its tensor this process needs, and lends memory to read into, or
    asks for staging buffers.
 3. Batch after batch within the memory limit: read the chunks that the boxes touch, each once, straight into place
-   or into staging; while one batch is being placed on the devices the next one is read.
+   or into staging; while one batch is being placed on the devices the next one may be read (`reading_ahead`).
 4. Rebuild `like`'s containers around the leaves.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +43,7 @@ from shardckpt.io.url import parse
 from shardckpt.names import Only, selector
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.per_process import choose_value, decode_value
+from shardckpt.reading_ahead import read_ahead
 from shardckpt.training import TrainState
 from shardckpt.tree import leaf_names, match, per_process_names, stored_names, unflatten
 
@@ -430,12 +430,9 @@ def _run(
             raise
         return lease
 
-    with ThreadPoolExecutor(1, "shardckpt-ahead") as ahead:
-        coming = ahead.submit(read, some[0]) if some else None
-        for batch, following in zip_longest(some, some[1:]):
-            assert coming is not None
-            with coming.result():
-                coming = ahead.submit(read, following) if following is not None else None
+    with closing(read_ahead(some, read, copies=any(job.placing_bytes for job in jobs))) as coming:
+        for batch, lease in coming:
+            with lease:
                 for job in batch:
                     for landing in job.landings:
                         leaf = landing.finish()

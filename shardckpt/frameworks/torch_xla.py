@@ -161,6 +161,7 @@ class _XlaSource:
         assert self.shards is not None
         row = [tensor for tensor, _ in shards]
         holders = self.shards.first_holders
+        extents = (self.shards.boxes.stop - self.shards.boxes.start).tolist()
         arrays = []
         for k in wanted:
             device = holders[k]
@@ -169,8 +170,7 @@ class _XlaSource:
                     f"{shown(self.name)}: the layout {self.layout} has shards of shape {self.shards.tile} and device {device} holds "
                     f"one of {tuple(row[device].shape)}; call torch_xla.sync() before saving."
                 )
-            inside = tuple(slice(n) for n in self.shards.boxes[k].shape)
-            arrays.append(array_of(row[device], self.dtype)[inside])
+            arrays.append(array_of(row[device], self.dtype)[tuple(map(slice, extents[k]))])
         return arrays
 
 

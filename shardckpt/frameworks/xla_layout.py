@@ -7,7 +7,7 @@ ids are the mesh's own: global ordinals, of which this process has some.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -145,13 +145,13 @@ class Shards:
     """(local devices,) the box of each device, in the runtime's order; -1 where it holds padding only."""
     tile: tuple[int, ...]
     """The padded shape of every shard."""
+    first_holders: list[int] = field(init=False)
+    """Per box, the first local device that holds it."""
 
-    @property
-    def first_holders(self) -> list[int]:
-        """Per box, the first local device that holds it."""
+    def __post_init__(self) -> None:
+        """Look for the holders once: each save asks for those of each tensor."""
         boxes, first = np.unique(self.box_of, return_index=True)
-        holders: list[int] = first[boxes >= 0].tolist()
-        return holders
+        object.__setattr__(self, "first_holders", first[boxes >= 0].tolist())
 
     @property
     def elements(self) -> int:
