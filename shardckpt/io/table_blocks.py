@@ -6,9 +6,9 @@
    costs milliseconds, so many as make 256 KiB. A table that is no larger than that is read at once, header and all.
 3. `prepare` takes the boxes of many tensors, and reads what is missing of their rows together: units side by side in one
    request, several requests at a time.
-4. On object stores, where that would be many requests, it first looks at one unit, the one with most of the rows: from whose
-   data files are they? Where the tables of those hosts (`host_rows`) cost less than what is missing, they are read; and so on with
-   what they do not have, as long as that pays.
+4. On object stores, where that would be many requests, it first looks at one unit, the one with most of the rows: in whose
+   data files are the chunks? That host's own table (`host_rows`) is read, and so on with what it does not have: with more hosts at a
+   time where it had much, and no further where some had little.
 5. Every block is compared with its digest in the header, and every row with the place where it stands.
 6. A table that is damaged is given up for what other tables say (`spare`), from then on.
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, islice
-from math import inf
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -57,6 +56,8 @@ KEPT_BYTES = 32 << 20
 """Bytes of rows that are kept for later."""
 FEW_REQUESTS = 8
 """Fewer are not worth asking hosts for their tables."""
+MOST_WASTED = 1 / 16
+"""Of what is left to read, so much may be spent on hosts that turn out to tell little."""
 MOST_ROWS = 1 << 20
 """Of one call, for which hosts are asked: each is looked at."""
 LARGEST_TABLE = 16 << 30
@@ -217,23 +218,28 @@ class TableBlocks:
 
     def _ask_hosts(self, number: NDArray[np.int64]) -> list[int]:
         """Read tables of hosts, as long as that pays; the units that are then left to read for those rows."""
-        before, spent = inf, 0.0
+        wasted, several = 0.0, 1
         while True:
             number = number[~self._hosts.take(number)[1]]
             unit = number // self._source.rows
             units: list[int] = np.unique(unit).tolist()
             missing = [u for u in units if u not in self._units]
             costs = cost(len(list(self._spans(missing))), len(missing) * self._source.rows * ROW.itemsize)
-            if costs < FEW_REQUESTS or before - costs < spent:
+            if costs < FEW_REQUESTS or wasted > costs * MOST_WASTED:
                 return units
-            fullest = int(np.argmax(np.bincount(unit)))
+            fullest = missing[int(np.argmax(np.bincount(unit)[missing]))]
             rows = self._load([fullest])
             if rows is None:
                 return []
-            hosts = self._hosts.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])
-            if not hosts or self._hosts.least_cost(hosts) > costs / 2:
+            hosts = self._hosts.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
+            if self._hosts.least_cost(hosts) > costs / 2:
                 return units
-            before, spent = costs, self._hosts.read(hosts, costs / 2)
+            spent = self._hosts.read(hosts, costs / 2)
+            told = int(self._hosts.take(number)[1].sum())
+            if spent * (len(number) - told) < costs * told:  # to hear of all others like this costs less than reading them
+                several *= 4
+            else:
+                wasted, several = wasted + spent + 1, 1
 
     def _spans(self, units: Sequence[int]) -> Iterable[range]:
         """Units as what is read at a time."""

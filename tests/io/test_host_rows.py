@@ -88,9 +88,9 @@ def test_other_hosts_are_asked_when_something_of_theirs_is_wanted():
     saved = Saved()
     blocks, stats = saved.opened()
     saved.check(blocks, 2 * EACH, 4 * EACH)
-    assert stats.index_reads == 2 + 2 * 2
+    assert stats.index_reads == 1 + 2 * (1 + 2)  # for each a unit that says so
     saved.check(blocks, 2 * EACH, 5 * EACH)
-    assert stats.index_reads == 2 + 2 * 2 + 1 + 2
+    assert stats.index_reads == 1 + 3 * (1 + 2)
 
 
 def test_who_wants_everything_of_a_few_tensors_reads_their_part_of_the_table_of_all():

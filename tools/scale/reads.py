@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
 __all__ = ["MEASURED"]
 
-HOSTS = 5
+HOSTS = 4
 """That are looked at, at most."""
 LIMITS = RunLimits(OBJECT_RUN[0], OBJECT_GAP, MOST_CHUNKS)
 COUNTED = ("table requests", "table bytes", "data requests", "data bytes")
 
 
-def prepared(onto_kind: str | None = None, onto_devices: int | None = None, **job: Any) -> Callable[[], dict[str, float]]:
+def prepared(onto_devices: int | None = None, **job: Any) -> Callable[[], dict[str, float]]:
     """Make the tables of a save; what is measured is counting.
 
     Args:
-        onto_kind: layout that is restored onto; None: the one that was saved.
-        onto_devices: how many devices it has; None: as many.
+        onto_devices: over how many the same kind of layout is restored; None: as many.
         job: that has saved.
     """
     asked = Job(**job)
-    onto = Job(asked.tree, onto_kind or asked.kind, onto_devices or asked.devices, asked.tensors)
+    onto = Job(asked.tree, asked.kind, onto_devices or asked.devices, asked.tensors)
     tables = Tables(asked)
 
     def run() -> dict[str, float]:
         hosts = np.unique(np.linspace(0, onto.hosts - 1, HOSTS).astype(int)).tolist()
         found = [restored(tables, onto, host) for host in hosts]
+        alone = [restored(tables, onto, host, ask=False) for host in hosts]
         counted: dict[str, float] = {
             "hosts": onto.hosts,
             "saved by": asked.hosts,
@@ -63,15 +63,17 @@ def prepared(onto_kind: str | None = None, onto_devices: int | None = None, **jo
         for key in COUNTED:
             counted[key] = sum(each[key] for each in found) / len(found)
             counted[f"most {key}"] = max(each[key] for each in found)
+        for key in COUNTED[:2]:
+            counted[f"{key} without hosts' tables"] = sum(each[key] for each in alone) / len(alone)
         return counted
 
     return run
 
 
-def restored(tables: Tables, onto: Job, host: int) -> dict[str, int]:
-    """What one host reads."""
+def restored(tables: Tables, onto: Job, host: int, *, ask: bool = True) -> dict[str, int]:
+    """What one host reads; `ask`: whether hosts' own tables may be among that."""
     stats, requests, nbytes = ReadStats(), 0, 0
-    table = TableBlocks(cast("Store", tables), tables.reference, stats, None, tables.hosts)
+    table = TableBlocks(cast("Store", tables), tables.reference, stats, None, tables.hosts if ask else ())
     devices = tuple(range(host * DEVICES_PER_HOST, min((host + 1) * DEVICES_PER_HOST, onto.devices)))
     boxes = {name: held(onto.layouts[name], tensor.shape, devices)[0] for name, tensor in tables.records.items()}
 
