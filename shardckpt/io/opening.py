@@ -46,7 +46,7 @@ def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
     if record.table is None:
         return of_hosts()
     try:
-        return TableBlocks(place, record.table, stats, of_hosts if record.hosts else None)
+        return TableBlocks(place, record.table, stats, of_hosts if record.hosts else None, record.hosts)
     except (CorruptionError, FormatError):
         if not record.hosts:
             raise

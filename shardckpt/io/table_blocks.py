@@ -6,10 +6,14 @@
    costs milliseconds, so many as make 256 KiB. A table that is no larger than that is read at once, header and all.
 3. `prepare` takes the boxes of many tensors, and reads what is missing of their rows together: units side by side in one
    request, several requests at a time.
-4. Every block is compared with its digest in the header, and every row with the place where it stands.
-5. A table that is damaged is given up for what other tables say (`spare`), from then on.
+4. On object stores, where that would be many requests, it first looks at one unit, the one with most of the rows: in whose
+   data files are the chunks? That host's own table (`host_rows`) is read, and so on with what it does not have: with more hosts at a
+   time where it had much, and no further where some had little.
+5. Every block is compared with its digest in the header, and every row with the place where it stands.
+6. A table that is damaged is given up for what other tables say (`spare`), from then on.
 
-Units are kept until there are 32 MiB of others that were asked for later; what one call asks for stays, however much.
+Units are kept until there are 32 MiB of others that were asked for later; what one call asks for stays, however much. Of hosts' tables
+another 32 MiB are kept.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.io.host_files import read_table
+from shardckpt.io.host_rows import HostRows, cost
 from shardckpt.io.lookup import WholeTable
 from shardckpt.io.store import LARGEST_WHOLE
 from shardckpt.io.table import ArrayChunks
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
     from shardckpt.planning.plan import Piece
-    from shardckpt.record import TableReference
+    from shardckpt.record import FileReference, TableReference
 
 __all__ = ["TableBlocks"]
 
@@ -49,6 +54,14 @@ LARGEST_REQUEST = 4 << 20
 """Bytes; more of them are several requests at a time."""
 KEPT_BYTES = 32 << 20
 """Bytes of rows that are kept for later."""
+FEW_REQUESTS = 8
+"""Fewer are not worth asking hosts for their tables."""
+MOST_WASTED = 1 / 16
+"""Of what is left to read, so much may be spent on hosts that turn out to tell little."""
+MOST_ROWS = 1 << 20
+"""Of one call, for which hosts are asked: each is looked at."""
+LARGEST_TABLE = 16 << 30
+"""Bytes; the header, which is read whole, has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +108,14 @@ class _Source:
 class TableBlocks:
     """The chunk table of all hosts, of which only that is read which is asked for."""
 
-    def __init__(self, place: Store, reference: TableReference, stats: ReadStats, spare: Callable[[], WholeTable] | None) -> None:
+    def __init__(
+        self,
+        place: Store,
+        reference: TableReference,
+        stats: ReadStats,
+        spare: Callable[[], WholeTable] | None,
+        hosts: Sequence[FileReference] = (),
+    ) -> None:
         """Read the header.
 
         Args:
@@ -103,21 +123,23 @@ class TableBlocks:
             reference: to the table, in the commit record.
             stats: where reads are counted.
             spare: reads what other tables say, for when this one is found to be damaged; None: there are none.
+            hosts: their records, which refer to tables of their own.
 
         Raises:
             FormatError: it is not the table that the record vouches for; MissingDataError, CorruptionError: it is gone, or too short.
         """
         where = place.path_of(reference.key)
-        if not reference.header <= reference.size <= LARGEST_WHOLE:
+        if not reference.header <= min(reference.size, LARGEST_WHOLE) or reference.size > LARGEST_TABLE:
             raise FormatError(f"{where}: the record gives the chunk table {reference.size} bytes, {reference.header} of them its header.")
-        all_of_it = reference.size <= LEAST_REQUEST
+        all_of_it, local = reference.size <= LEAST_REQUEST, place.location.local is not None
         data = _read(place, reference.key, 0, reference.size if all_of_it else reference.header, stats)
         header = TableHeader.vouched(data, reference, where)
-        blocks = 1 if place.location.local is not None else max(1, LEAST_REQUEST // (header.block * ROW.itemsize))
+        blocks = 1 if local else max(1, LEAST_REQUEST // (header.block * ROW.itemsize))
         counts = np.fromiter(header.counts.values(), np.int64, len(header.counts))
         begins = np.cumsum(counts) - counts
         self._source = _Source(place, reference, header, header.block * blocks, begins, stats)
         self._first = dict(zip(header.counts, begins.tolist(), strict=True))
+        self._hosts = HostRows(place, () if local else hosts, header, self._first, stats)
         self._units: dict[int, NDArray[np.void]] = {}
         """Those kept, by number, the ones asked for last at the end."""
         self._instead: WholeTable | None = None
@@ -135,8 +157,9 @@ class TableBlocks:
 
     def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`."""
-        if self._instead is None and len(self._units) < self._source.units:
-            self._load(sorted(set(chain.from_iterable(self._units_of(*some) for some in wanted))))
+        if self._instead is not None or len(self._units) == self._source.units:
+            return
+        self._load(self._units_to_read(wanted))
 
     def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
         """See `Lookup`."""
@@ -146,13 +169,16 @@ class TableBlocks:
             if len(beyond):
                 raise KeyError(int(beyond[0]))
             first = np.array([self._first.get(path, 0) for path in paths], np.int64)
-            unit, within = np.divmod(first[array] + chunks, self._source.rows)
+            number = first[array] + chunks
+            rows, known = self._hosts.take(number)
+            unit, within = np.divmod(number[~known], self._source.rows)
             units, nth = np.unique(unit, return_inverse=True)
             found = self._load(units.tolist())
             if found is not None:
                 # Only the table's last unit may have fewer rows than the others, and it comes last.
-                rows = found[0] if len(found) == 1 else np.concatenate([np.empty(0, ROW), *found])
-                return self._source.header.files, ArrayChunks.of_records(rows[nth * self._source.rows + within])
+                read = found[0] if len(found) == 1 else np.concatenate([np.empty(0, ROW), *found])
+                rows[~known] = read[nth * self._source.rows + within]
+                return self._source.header.files, ArrayChunks.of_records(rows)
         assert self._instead is not None
         return self._instead.find(paths, array, chunks)
 
@@ -172,10 +198,52 @@ class TableBlocks:
         if high - low < 2:
             return range(low, high + 1)
         starts, stops = chunk_runs(piece, boxes)
-        lows, highs = (first + starts) // self._source.rows, (first + stops - 1) // self._source.rows
-        sizes = highs - lows + 1
-        units: list[int] = (np.repeat(lows - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())).tolist()
+        units: list[int] = _spread((first + starts) // self._source.rows, (first + stops - 1) // self._source.rows + 1).tolist()
         return units
+
+    def _units_to_read(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> list[int]:
+        """Units with the rows of all chunks that boxes touch, but for those that hosts have told."""
+        if not self._hosts:
+            return sorted(set(chain.from_iterable(self._units_of(*some) for some in wanted)))
+        counts = self._source.header.counts
+        runs = [np.empty((2, 0), np.int64)]
+        for piece, boxes in wanted:
+            if 0 < piece.num_chunks <= counts.get(piece.path, 0):
+                runs.append(self._first[piece.path] + np.stack(chunk_runs(piece, boxes)))
+        starts, stops = np.concatenate(runs, axis=1)
+        if (stops - starts).sum() <= MOST_ROWS:
+            return self._ask_hosts(np.unique(_spread(starts, stops)))
+        units: list[int] = np.unique(_spread(starts // self._source.rows, (stops - 1) // self._source.rows + 1)).tolist()
+        return units
+
+    def _ask_hosts(self, number: NDArray[np.int64]) -> list[int]:
+        """Read tables of hosts, as long as that pays; the units that are then left to read for those rows."""
+        wasted, several = 0.0, 1
+        while True:
+            number = number[~self._hosts.take(number)[1]]
+            unit = number // self._source.rows
+            units: list[int] = np.unique(unit).tolist()
+            missing = [u for u in units if u not in self._units]
+            costs = cost(len(list(self._spans(missing))), len(missing) * self._source.rows * ROW.itemsize)
+            if costs < FEW_REQUESTS or wasted > costs * MOST_WASTED:
+                return units
+            fullest = missing[int(np.argmax(np.bincount(unit)[missing]))]
+            rows = self._load([fullest])
+            if rows is None:
+                return []
+            hosts = self._hosts.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
+            if self._hosts.least_cost(hosts) > costs / 2:
+                return units
+            spent = self._hosts.read(hosts, costs / 2)
+            told = int(self._hosts.take(number)[1].sum())
+            if spent * (len(number) - told) < costs * told:  # to hear of all others like this costs less than reading them
+                several *= 4
+            else:
+                wasted, several = wasted + spent + 1, 1
+
+    def _spans(self, units: Sequence[int]) -> Iterable[range]:
+        """Units as what is read at a time."""
+        return _neighbours(units, max(1, LARGEST_REQUEST // (self._source.rows * ROW.itemsize)))
 
     def _load(self, units: Sequence[int]) -> list[NDArray[np.void]] | None:
         """The rows of each of those units, which ascend; None where the table is damaged, and has been given up."""
@@ -183,7 +251,7 @@ class TableBlocks:
             if self._instead is not None:
                 return None
             missing = [unit for unit in units if unit not in self._units]
-            spans = list(_neighbours(missing, max(1, LARGEST_REQUEST // (self._source.rows * ROW.itemsize))))
+            spans = list(self._spans(missing))
             try:
                 local = self._source.place.location.local is not None
                 read = [self._source.read(span) for span in spans] if local else together(self._source.read, spans)
@@ -216,6 +284,12 @@ def _read(place: Store, key: str, start: int, stop: int, stats: ReadStats) -> by
     data = place.read(key, start, stop)
     stats.count_index(len(data))
     return data
+
+
+def _spread(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
+    """All numbers of ranges, one range after another."""
+    sizes = stops - starts
+    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
 
 
 def _neighbours(units: Sequence[int], most: int) -> Iterable[range]:

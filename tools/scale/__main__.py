@@ -4,8 +4,10 @@
     python -m tools.scale --quick             one model, three sizes of job, DCP up to 64 ranks: about two minutes
     python -m tools.scale --write             and docs/scale.md, its chart and its figures
     python -m tools.scale --from results.json --write     no run: the page of an earlier one
+    python -m tools.scale --resume results.json           keeps each measurement there as it is made; makes none again
+    python -m tools.scale --resume results.json --only requests commit     some of them
 
-Every measurement is a process of its own (`child.py`), one after another.
+Every measurement is a process of its own (`child.py`), one after another. Each says in which run it was made, and so does the page.
 """
 
 from __future__ import annotations
@@ -20,16 +22,22 @@ import time
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tools.scale.chart import chart
+from tools.scale.child import MODULES
 from tools.scale.points import FULL, QUICK, SMALLEST, Points
 from tools.scale.report import page, summary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[2]
 PAGE, FIGURES, CHART = ROOT / "docs/scale.md", ROOT / "docs/scale.json", ROOT / "docs/scale.svg"
 TIMEOUT = 600
 """Seconds that one process may take; DCP's plans are built before they are measured."""
+BUCKET = "bucket"
+"""What all hosts of a save ask of a bucket."""
 BYTES_PER_HOST = 4 << 30
 """Of a save of which all requests are counted."""
 
@@ -40,13 +48,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer points")
     parser.add_argument("--smallest", action="store_true", help="hardly any, for tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="make what is not there yet, and keep it there")
+    parser.add_argument("--only", nargs="+", choices=[*MODULES, BUCKET], help="make nothing else")
     parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="what was measured before, and no run")
     parser.add_argument("--write", action="store_true", help="write docs/scale.md, its figures and its chart")
     asked = parser.parse_args()
     if asked.earlier is not None:
         found = json.loads(asked.earlier.read_text("utf-8"))
     else:
-        found = measure(SMALLEST if asked.smallest else QUICK if asked.quick else FULL)
+        found = measure(SMALLEST if asked.smallest else QUICK if asked.quick else FULL, asked.only, asked.resume)
     if asked.json is not None:
         asked.json.write_text(json.dumps(found, indent=1), "utf-8")
     print(summary(found))
@@ -57,24 +67,37 @@ def main() -> int:
     return 0
 
 
-def measure(points: Points) -> dict[str, Any]:
-    """Run all of them."""
-    results = [one(job) for job in points.jobs()]
-    for jobs in points.dcp():
-        for job in jobs:
-            results.append(one(job))
-            if results[-1].get("cut"):
-                break
+def measure(points: Points, only: Sequence[str] | None, kept: Path | None) -> dict[str, Any]:
+    """Run all of them, or only some, and keep each in a file as soon as it is made."""
+    run = time.strftime("%Y-%m-%d %H:%M")
+    found: dict[str, Any] = json.loads(kept.read_text("utf-8")) if kept is not None and kept.exists() else {"results": [], "bucket": []}
     names = ("shardckpt", "torch", "tensorstore", "numpy")
-    return {
+    found |= {
         "date": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: version(name) for name in names},
-        "results": results,
-        "bucket": requests(points.hosts),
     }
+
+    def keep() -> None:
+        if kept is not None:
+            kept.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+    for jobs in ([job] for job in points.jobs()), points.dcp():
+        for several in jobs:
+            for job in several:
+                made = next((old for old in found["results"] if old["asked"] == job), None)
+                if made is None and (only is None or job["what"] in only):
+                    made = one(job) | {"asked": job, "run": run}
+                    found["results"].append(made)
+                    keep()
+                if made is None or made.get("cut"):
+                    break
+    if not found["bucket"] and (only is None or BUCKET in only):
+        found["bucket"] = [load | {"run": run} for load in requests(points.hosts)]
+        keep()
+    return found
 
 
 def one(job: dict[str, Any]) -> dict[str, Any]:

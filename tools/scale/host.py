@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardckpt.sharding import Sharding
     from tools.scale.trees import Tensor
 
-__all__ = ["DEVICES_PER_HOST", "MEASURED", "Job", "commit_record"]
+__all__ = ["DEVICES_PER_HOST", "MEASURED", "Job", "commit_record", "held"]
 
 DEVICES_PER_HOST = 8
 ATTEMPT = "20300101T000000-00000000-1"
@@ -92,25 +92,25 @@ class Job:
         """Of each tensor, as leaves bring them along."""
         return laid_out(self.kind, self.state, self.devices)
 
-    def world(self) -> World:
-        """As the first host sees it."""
+    def world(self, process: int = 0) -> World:
+        """As a host sees it."""
         ids = np.arange(self.devices)
-        return World(0, self.hosts, {"simulated": DeviceOwners(ids, ids // DEVICES_PER_HOST)})
+        return World(process, self.hosts, {"simulated": DeviceOwners(ids, ids // DEVICES_PER_HOST)})
 
     def sources(self, world: World) -> dict[str, Any]:
-        """The first host's."""
+        """That host's."""
         owners = world.devices["simulated"]
         own = owners.device_ids[owners.processes == world.process]
         found = {}
         for tensor, layout in zip(self.state, self.layouts.values(), strict=True):
-            boxes, holding = _held(layout, tensor.shape, tuple(own.tolist()))
+            boxes, holding = held(layout, tensor.shape, tuple(own.tolist()))
             holders = box_holders(layout, len(tensor.shape), holding, owners)
             found[tensor.name] = _Source(tensor.name, tensor.shape, by_name(tensor.dtype), layout, boxes, holders)
         return found
 
-    def planned(self) -> SavePlan:
-        """The first host's share of a save."""
-        world = self.world()
+    def planned(self, process: int = 0) -> SavePlan:
+        """A host's share of a save."""
+        world = self.world(process)
         return plan_save(self.sources(world), SaveOptions(), world)
 
     def records(self) -> dict[str, TensorRecord]:
@@ -120,7 +120,7 @@ class Job:
 
 
 @lru_cache(maxsize=1024)
-def _held(layout: Sharding, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[BoxArray, list[int]]:
+def held(layout: Sharding, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[BoxArray, list[int]]:
     """The distinct boxes that some devices hold, and for each one of the devices: once per shape, as in `frameworks.jax_layout`."""
     held = layout.device_boxes(shape, devices)
     boxes, where = distinct_boxes(held.boxes)
@@ -154,9 +154,9 @@ def restore(job: Job) -> Callable[[], dict[str, int]]:
     def run() -> dict[str, int]:
         boxes = rows = 0
         for name, tensor in records.items():
-            held, _ = _held(layouts[name], tensor.shape, tuple(range(DEVICES_PER_HOST)))
-            boxes += len(held)
-            rows += sum(len(overlaps(piece, held).chunk) for piece in touched(tensor.pieces, held))
+            wanted, _ = held(layouts[name], tensor.shape, tuple(range(DEVICES_PER_HOST)))
+            boxes += len(wanted)
+            rows += sum(len(overlaps(piece, wanted).chunk) for piece in touched(tensor.pieces, wanted))
         return {"tensors": len(records), "boxes": boxes, "rows": rows}
 
     return run

@@ -10,8 +10,11 @@ from tools.scale.trees import TREES
 
 __all__ = ["DCP_LIMIT", "FULL", "QUICK", "SMALLEST", "Points"]
 
-DCP_LIMIT = 60.0
+DCP_LIMIT = 30.0
 """Seconds of processor time after which DCP's planner is cut off; larger jobs are then not tried."""
+
+LARGE = 10_000
+"""Devices of a job from which on all layouts' restores are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,18 @@ class Points:
         found += [{"what": what} | job for what in ("restore", "metadata") for job in largest]
         found += [{"what": "save", "tree": self.trees[-1], "kind": "FSDP+TP", "devices": 16384, "tensors": n} for n in self.tensors]
         found.append({"what": "save", "tree": self.trees[-1], "kind": "FSDP", "devices": 1024, "tensors": 1024})
-        found += [{"what": "requests", "tree": self.trees[-1], "kind": "FSDP", "devices": n} for n in self.devices]
+        found += [{"what": "requests", "tree": self.trees[-1]} | restored for restored in self._restored()]
         found += [{"what": "commit", "hosts": hosts, "chunks": chunks} for hosts, chunks in self.commits]
         return [*found, *([{"what": "reshard"}] if self.reshard else [])]
+
+    def _restored(self) -> list[dict[str, Any]]:
+        """Layouts that are saved, and onto which of them: each onto itself, and FSDP onto half as many devices."""
+        large = [n for n in self.devices if n > LARGE]
+        return [
+            *({"kind": "FSDP", "devices": n} for n in self.devices),
+            *({"kind": "FSDP", "devices": n, "onto_devices": n // 2} for n in large),
+            *({"kind": kind, "devices": n} for n in large for kind in self.kinds if kind != "FSDP"),
+        ]
 
     def dcp(self) -> list[list[dict[str, Any]]]:
         """What each process is told; of each list the rest is left out after one that was cut off."""
@@ -57,7 +69,7 @@ FULL = Points(
     kinds=KINDS,
     devices=(8, 64, 1024, 16384, 100_000),
     tensors=(125, 250, 500, 2000, 3400),
-    dcp_devices=(8, 16, 32, 64, 128, 256, 512, 1024),
+    dcp_devices=(8, 64, 256, 1024),
     commits=((8, 40), (64, 40), (256, 40), (1024, 40), (4096, 40), (64, 400), (64, 4000), (256, 1000)),
     hosts=(1, 16, 256, 1024, 4096, 12_500),
 )

@@ -1,72 +1,95 @@
-"""How many requests does one host of a restore make, onto the layout that was saved?
+"""How many requests does one host of a restore make?
 
-The layout is FSDP, where every chunk of the host is its own: where its data files have them follows from its plan.
+Of some hosts, evenly spread, each with caches of its own:
 
-1. The commit record, and the chunk table's header.
-2. Of the table, per batch of tensors, the units with rows of its chunks; neighbours together.
-3. Of the data files, per batch, runs of adjacent chunks, joined as the reader joins them (`io.runs`).
+1. The commit record, and the header of the table of all (`tables.py` has both tables and records of all hosts that saved).
+2. What the product's own `TableBlocks` reads to find the host's chunks, a batch of tensors after the other as a restore has them: counted
+   where it is read.
+3. The data, per batch: runs of neighbours in data files, joined as the reader joins them (`io.runs`).
 """
 
 from __future__ import annotations
 
-from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from shardckpt.batches import batches
-from shardckpt.io.codec import CHECKSUM_BYTES
 from shardckpt.io.finder import MOST_CHUNKS
-from shardckpt.io.packed import OBJECT_BYTES
 from shardckpt.io.reader import OBJECT_GAP, OBJECT_RUN
 from shardckpt.io.runs import RunLimits, count_runs
-from shardckpt.io.table_blocks import LARGEST_REQUEST, LEAST_REQUEST
-from shardckpt.io.table_header import ROW
-from shardckpt.planning.plan import chunks_inside
+from shardckpt.io.stats import ReadStats
+from shardckpt.io.table_blocks import TableBlocks
+from shardckpt.planning.plan import overlaps
 from shardckpt.restoring import LARGEST_BATCH
-from tools.scale.host import Job
+from tools.scale.host import DEVICES_PER_HOST, Job, held
+from tools.scale.tables import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
+    from shardckpt.io.store import Store
+    from shardckpt.structure import TensorRecord
 
 __all__ = ["MEASURED"]
 
+HOSTS = 4
+"""That are looked at, at most."""
+LIMITS = RunLimits(OBJECT_RUN[0], OBJECT_GAP, MOST_CHUNKS)
+COUNTED = ("table requests", "table bytes", "data requests", "data bytes")
 
-def prepared(**job: int | str) -> Callable[[], dict[str, int]]:
-    """Plan it; what is measured is counting."""
-    asked = Job(**job)  # type: ignore[arg-type]
-    plan = asked.planned()
 
-    def run() -> dict[str, int]:
-        limits = RunLimits(OBJECT_RUN[0], OBJECT_GAP, MOST_CHUNKS)
-        table = data = written = row = 0
-        first_row: dict[str, int] = {}
-        for name, tensor in plan.tensors.items():
-            first_row[name], row = row, row + tensor.num_chunks
-        for names in batches(plan.blocks, lambda name: (sum(block.nbytes for block in plan.blocks[name]),), (LARGEST_BATCH,)):
-            rows, lengths = [], []
-            for name in names:
-                for block in plan.blocks[name]:
-                    chunks, _ = chunks_inside(block.piece, block.box)
-                    rows.append(chunks + first_row[name])
-                    lengths.append(np.full(len(chunks), prod(block.piece.chunks) * block.itemsize + CHECKSUM_BYTES))
-            length = np.concatenate(lengths)
-            at = written + np.cumsum(length) - length
-            data += count_runs(at // OBJECT_BYTES, at % OBJECT_BYTES, length, limits)[0]
-            written += int(length.sum())
-            table += _units(np.concatenate(rows))
-        return {"hosts": asked.hosts, "data files": -(-written // OBJECT_BYTES), "bytes": written, "table reads": table, "data reads": data}
+def prepared(onto_devices: int | None = None, **job: Any) -> Callable[[], dict[str, float]]:
+    """Make the tables of a save; what is measured is counting.
+
+    Args:
+        onto_devices: over how many the same kind of layout is restored; None: as many.
+        job: that has saved.
+    """
+    asked = Job(**job)
+    onto = Job(asked.tree, asked.kind, onto_devices or asked.devices, asked.tensors)
+    tables = Tables(asked)
+
+    def run() -> dict[str, float]:
+        hosts = np.unique(np.linspace(0, onto.hosts - 1, HOSTS).astype(int)).tolist()
+        found = [restored(tables, onto, host) for host in hosts]
+        alone = [restored(tables, onto, host, ask=False) for host in hosts]
+        counted: dict[str, float] = {
+            "hosts": onto.hosts,
+            "saved by": asked.hosts,
+            "table of all": tables.reference.size,
+            "header": tables.reference.header,
+        }
+        for key in COUNTED:
+            counted[key] = sum(each[key] for each in found) / len(found)
+            counted[f"most {key}"] = max(each[key] for each in found)
+        for key in COUNTED[:2]:
+            counted[f"{key} without hosts' tables"] = sum(each[key] for each in alone) / len(alone)
+        return counted
 
     return run
 
 
-def _units(rows: NDArray[np.int64]) -> int:
-    """Requests for the units of a chunk table that have those rows."""
-    units = np.unique(rows * ROW.itemsize // LEAST_REQUEST)
-    stretches = np.split(units, np.flatnonzero(np.diff(units) > 1) + 1)
-    return sum(-(-len(stretch) * LEAST_REQUEST // LARGEST_REQUEST) for stretch in stretches)
+def restored(tables: Tables, onto: Job, host: int, *, ask: bool = True) -> dict[str, int]:
+    """What one host reads; `ask`: whether hosts' own tables may be among that."""
+    stats, requests, nbytes = ReadStats(), 0, 0
+    table = TableBlocks(cast("Store", tables), tables.reference, stats, None, tables.hosts if ask else ())
+    devices = tuple(range(host * DEVICES_PER_HOST, min((host + 1) * DEVICES_PER_HOST, onto.devices)))
+    boxes = {name: held(onto.layouts[name], tensor.shape, devices)[0] for name, tensor in tables.records.items()}
+
+    def share(tensor: TensorRecord) -> tuple[int]:
+        return (int(boxes[tensor.name].sizes().sum()) * tensor.dtype.storage.itemsize,)
+
+    for batch in batches(tables.records.values(), share, (LARGEST_BATCH,)):
+        table.prepare((piece, boxes[tensor.name]) for tensor in batch for piece in tensor.pieces)
+        pieces = [(piece, boxes[tensor.name]) for tensor in batch for piece in tensor.pieces]
+        chunks = [np.unique(overlaps(piece, wanted).chunk) for piece, wanted in pieces]
+        array, every = np.repeat(np.arange(len(pieces)), list(map(len, chunks))), np.concatenate(chunks)
+        for i in range(0, len(every), MOST_CHUNKS):
+            _, rows = table.find([piece.path for piece, _ in pieces], array[i : i + MOST_CHUNKS], every[i : i + MOST_CHUNKS])
+            runs, read = count_runs(*(column.astype(np.int64) for column in (rows.file, rows.offset, rows.length)), LIMITS)
+            requests, nbytes = requests + runs, nbytes + read
+    return dict(zip(COUNTED, (stats.index_reads, stats.index_bytes, requests, nbytes), strict=True))
 
 
 MEASURED = {"requests": prepared}

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.io.cloud import BUCKET
 from tools.scale.growth import exponent, per_each
-from tools.scale.points import DCP_LIMIT
 from tools.scale.targets import TARGETS, curve
 
 if TYPE_CHECKING:
@@ -17,8 +16,7 @@ __all__ = ["page", "summary"]
 MiB = 1 << 20
 BUCKET_READS = BUCKET["read"]
 """Per second, of all processes together: what the pace allows."""
-RESTORE_SECONDS = 60
-"""A restore is taken to last so long, to say how many requests that is per second."""
+WITHOUT = " without hosts' tables"
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -48,7 +46,7 @@ def _page(found: dict[str, Any]) -> Iterator[str]:
         "<!-- Written by `make scale`: tools/scale/report.py. -->\n\n"
         "What very large jobs cost one host, simulated on one machine with the product's own planner and record code: nothing here ran on "
         "that many devices.\n"
-        f"Measured on {found['date']} with `python -m tools.scale --write`: {found['cores']} cores, {found['system']}, Python "
+        f"Measured with `python -m tools.scale`, {_runs(found)}: {found['cores']} cores, {found['system']}, Python "
         f"{found['python']}, {versions}. Each point is a process of its own with cold caches; seconds are of processor time where nothing "
         "else is said. The modules of `tools/scale` say what exactly was simulated, and `docs/scale.json` has all figures."
     )
@@ -80,8 +78,9 @@ _NOTES = {
         "over the plans of all ranks, which every rank of the job waits for. Those plans were built beforehand in the same process, of the "
         "classes and boxes of which ranks build them; building, pickling and sending them is not in the figures, nor are DCP's "
         "collectives. "
-        f"*One rank*: `DefaultLoadPlanner.create_local_plan`, with the metadata of such a save, onto half as many ranks. "
-        f"At {DCP_LIMIT:.0f} s it was cut off, and larger jobs were not tried. Its memory includes torch, and all ranks' plans."
+        "*One rank*: `DefaultLoadPlanner.create_local_plan`, with the metadata of such a save, onto half as many ranks. "
+        "What took longer than `limit` seconds (in `docs/scale.json`) was cut off, and larger jobs were not tried. Its "
+        "memory includes torch, and all ranks' plans."
     ),
     "Metadata": (
         "What a host says of the checkpoint is one file, which hosts that say the same share. The commit record is that, and a line per "
@@ -97,16 +96,29 @@ _NOTES = {
         "Of a save: an ordinary host's requests, counted on a real save by three processes through a proxy "
         "(`tools/scale/counted.py`), made "
         "by all hosts within 0.1 s of each other with 4 GiB each, by a simulated clock and with the pace that `shardckpt.io.pace` keeps "
-        "(`tools/scale/bucket.py`). A new bucket of Cloud Storage bears 1,000 writes and 5,000 reads per second."
+        "(`tools/scale/bucket.py`). Besides its data files of 64 MiB a host writes four or five small objects and reads four; of each host "
+        "the committer reads four. A new bucket of Cloud Storage bears 1,000 writes and 5,000 reads per second."
     ),
     "Requests of a restore": (
-        "Onto the layout that was saved, FSDP: what one host reads, by the plan and by how the reader joins neighbours "
-        f"(`tools/scale/reads.py`). *Per second*: of all hosts, if the restore took {RESTORE_SECONDS} s; the pace "
-        f"spreads them over the last "
-        "column's seconds. With thousands of hosts most are for the chunk table: its rows lie apart."
+        "What hosts read that restore from an object store, the average of four spread over the job: the rows of chunk tables as the "
+        "product's own reader asks for them, from the tables that all hosts of such a save leave, and data as it joins neighbours "
+        "(`tools/scale/reads.py`). *Saved by*: layout and hosts, of 8 devices each; *onto*: as many hosts. *Tables*: the header of the "
+        "table of all, units of it, and hosts' records and own tables, where these cost less; *by the table of all alone*: if hosts' own "
+        "tables were never read. The commit record is one more. The pace spreads the requests of all hosts over the last column's seconds."
     ),
     "A reshard's plan": "Llama 405B from 16,384 devices to 4,096, from the record alone (`tools/scale/reshards.py`; docs/planning.md).",
 }
+
+
+def _runs(found: dict[str, Any]) -> str:
+    """When, and what in which run if it was not all in one."""
+    runs: dict[str, list[str]] = {}
+    for r in (*found["results"], *({"what": "bucket"} | load for load in found["bucket"])):
+        runs.setdefault(r.get("run", found["date"]), []).append(r["what"])
+    if len(runs) == 1:
+        return f"all in one run, on {next(iter(runs))}"
+    told = (f"on {run} {', '.join(dict.fromkeys(whats))}" for run, whats in sorted(runs.items()))
+    return f"in {len(runs)} runs ({'; '.join(told)})"
 
 
 def _tables(found: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
@@ -208,26 +220,39 @@ def _bucket(loads: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]
 
 
 def _restores(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    some = sorted((r for r in results if r["what"] == "requests"), key=lambda r: r["hosts"])
     rows = []
+    some = [r for r in results if r["what"] == "requests"]
     for r in some:
-        each = 2 + r["table reads"] + r["data reads"]
-        gib, every = f"{r['bytes'] / (1 << 30):.1f}", r["hosts"] * each
+        each = 1 + r["table requests"] + r["data requests"]
         rows.append(
             [
+                f"{r['kind']}, {r['saved by']:,}",
                 f"{r['hosts']:,}",
-                gib,
-                f"{r['table reads']:,}",
-                f"{r['data reads']:,}",
-                f"{each:,}",
-                f"{every:,}",
-                f"{every / RESTORE_SECONDS:,.0f}",
-                f"{every / BUCKET_READS:,.0f}",
+                f"{r['data bytes'] / (1 << 30):.2f}",
+                f"{r['data requests']:,.0f}",
+                f"{r['table requests']:,.0f}",
+                f"{r['table bytes'] / MiB:.1f}",
+                f"{r[f'table requests{WITHOUT}']:,.0f}",
+                f"{r[f'table bytes{WITHOUT}'] / MiB:.1f}",
+                f"{r['hosts'] * each:,.0f}",
+                f"{r['hosts'] * each / BUCKET_READS:,.0f}",
             ]
         )
     if rows:
-        head = ["hosts", "GiB per host", "table", "data", "requests per host", "of all hosts", "per second", "s at 4,000 per second"]
-        yield f"Requests of a restore: {some[0]['tree']}", [head, *rows]
+        alone = "by the table of all alone"
+        head = [
+            "saved by",
+            "onto",
+            "data, GiB",
+            "data",
+            "tables",
+            "tables, MiB",
+            alone,
+            f"{alone}, MiB",
+            "of all hosts",
+            "s at 4,000 per second",
+        ]
+        yield f"Requests of a restore: {some[0]['tree']}, per host", [head, *rows]
 
 
 def _targets(found: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:

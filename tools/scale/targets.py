@@ -39,7 +39,7 @@ def _worst(values: Iterator[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _of(what: str, key: str, **where: int) -> Callable[[list[dict[str, Any]]], float | None]:
+def _of(what: str, key: str, **where: str | int | None) -> Callable[[list[dict[str, Any]]], float | None]:
     return lambda results: _worst(r[key] for r in results if r["what"] == what and all(r.get(k) == v for k, v in where.items()))
 
 
@@ -63,5 +63,11 @@ TARGETS = (
     Target("a restore's plan is flat in devices: exponent", FLAT, "", _flat("restore", "cpu")),
     Target("what a host says of the checkpoint is flat in devices: exponent of bytes", 0.01, "", _flat("metadata", "contents bytes")),
     Target("a host's record is flat in devices: exponent of bytes", 0.01, "", _flat("metadata", "host record bytes")),
+    Target(
+        "requests for chunk tables of a host that restores its own share, FSDP over 100,000 devices",
+        8,
+        "",
+        _of("requests", "most table requests", kind="FSDP", devices=100_000, onto_devices=None),
+    ),
     Target("the commit record grows by so much per host", 128, "bytes", _of("metadata", "bytes per host")),
 )
