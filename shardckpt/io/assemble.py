@@ -39,7 +39,7 @@ from shardckpt.planning.plan import chunk_boxes
 from shardckpt.record import FORMAT_VERSION, CheckpointRecord, FileReference, HostRecord, format_version, open_envelope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from shardckpt.io.store import Store
     from shardckpt.planning.plan import Piece
@@ -56,7 +56,6 @@ SMALL_TABLE = "hosts/small/table"
 """The chunk table of the small plain tensors, for who cannot read the one of all."""
 SMALL = "small"
 """Data file of the small plain tensors' chunks (packed layout), relative to the attempt."""
-_NO_CHUNKS = np.empty(0, np.uint64)
 _NAMED_HOSTS = 1000
 """Missing hosts that a message may name."""
 _FIRST_POLL, _LAST_POLL = 0.02, 2.0
@@ -131,7 +130,7 @@ def assemble(place: Store) -> CheckpointRecord:
     small, data = _small_chunks(contents, first.compression)
     small_table = _small_table(small, packed=first.layout == "packed")
     table = _merged(place, [*tables, small_table], parts, structure.tensors.values())
-    _check_coverage(place, parts, structure.tensors.values(), table.arrays())
+    _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
     documents = zarr_documents(structure, first.compression)
@@ -243,26 +242,24 @@ def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Itera
     return merged
 
 
-def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord], arrays: Mapping[str, ArrayChunks]) -> None:
+def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord], table: Table) -> None:
     """Every chunk of every tensor, each once (the tables have refused doubles), and no others."""
-    known = set()
+    known, counts, last = set(), table.counts, table.last_chunks()
     for tensor in tensors:
         if tensor.base is not None:
             continue  # `skipping` has found all of it in the base
         for piece in tensor.pieces:
             known.add(piece.path)
-            # Chunks ascend in a table: those inside of the grid are counted without counting the grid's.
-            chunks = arrays[piece.path].chunk if piece.path in arrays else _NO_CHUNKS
-            inside = int(np.searchsorted(chunks, np.uint64(piece.num_chunks)))
-            what = f"of {piece.num_chunks} chunks of {shown(tensor.name)}"
-            if inside < len(chunks):
-                raise CommitError(f"{place}: chunk {chunks[-1]} {what} was written, counted from 0; nothing was published.")
-            if inside == piece.num_chunks:
+            # Chunks ascend in a table, and differ: so many, of which the last is in the grid, are in it.
+            wanted, found = piece.num_chunks, counts.get(piece.path, 0)
+            outside = found > 0 and last[piece.path] >= wanted
+            if found == wanted and not outside:
                 continue
-            raise CommitError(
-                f"{place}: {piece.num_chunks - inside} {what} were not written; nothing was published.{_lacking(parts, tensor)}"
-            )
-    for path in arrays.keys() - known:
+            what = f"of {wanted} chunks of {shown(tensor.name)}"
+            if outside:
+                raise CommitError(f"{place}: chunk {last[piece.path]} {what} was written, counted from 0; nothing was published.")
+            raise CommitError(f"{place}: {wanted - found} {what} were not written; nothing was published.{_lacking(parts, tensor)}")
+    for path in counts.keys() - known:
         raise CommitError(f"{place}: chunks were written for {path}, which is no tensor of this checkpoint; nothing was published.")
 
 
