@@ -39,7 +39,7 @@ from shardckpt.planning.plan import chunk_boxes
 from shardckpt.record import FORMAT_VERSION, CheckpointRecord, FileReference, HostRecord, format_version, open_envelope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shardckpt.io.store import Store
     from shardckpt.planning.plan import Piece
@@ -112,18 +112,19 @@ def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference
     return record, FileReference.of(key, data)
 
 
-def assemble(place: Store) -> CheckpointRecord:
+def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None) -> CheckpointRecord:
     """The commit record of an attempt whose host records are all there; the attempt then lacks nothing but this.
 
     Args:
         place: the attempt.
+        said: what hosts say, by the file that says so, as far as the caller has it: the file is compared, and not parsed.
 
     Raises:
         CommitError: records that contradict each other, or chunks that nobody or more than one host wrote.
     """
     hosts, references = _host_records(place)
     first = hosts[0]
-    parts = _contents(place, hosts)
+    parts = _contents(place, hosts, said or {})
     contents = Contents.union(parts)
     structure = contents.structure
     tables = _tables(place, hosts)
@@ -199,7 +200,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
     return hosts, [reference for _, reference in read]
 
 
-def _contents(place: Store, hosts: Sequence[HostRecord]) -> list[tuple[list[int], Contents]]:
+def _contents(place: Store, hosts: Sequence[HostRecord], said: Mapping[FileReference, Contents]) -> list[tuple[list[int], Contents]]:
     """What the hosts say, each version once, with the hosts that say it; by lowest host."""
     said_by: dict[FileReference, list[int]] = {}
     for host in hosts:
@@ -208,6 +209,8 @@ def _contents(place: Store, hosts: Sequence[HostRecord]) -> list[tuple[list[int]
     def read(reference: FileReference) -> Contents:
         data, where = place.read(reference.key), f"{place}/{reference.key}"
         reference.check(data, where)
+        if reference in said:
+            return said[reference]
         return Contents.from_json(open_envelope(data, where), where)
 
     return list(zip(said_by.values(), together(read, said_by), strict=True))

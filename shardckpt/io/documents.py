@@ -48,9 +48,9 @@ def zarr_documents(structure: Structure, compression: str | None, *, in_bases: b
                 attribute.get("mesh", {}).pop("devices", None)
         for piece in tensor.pieces:
             start = {} if piece.shape == tensor.shape else {"start": list(piece.start)}
-            key = (piece.shape, tensor.dtype.name, piece.chunks, codec)
-            form = forms.get(key)
+            cut = (piece.shape, tensor.dtype.name, piece.chunks, codec)
+            form = forms.get(cut)
             if form is None:
-                form = forms[key] = array_json(piece.shape, tensor.dtype, piece.chunks, codec)
+                form = forms[cut] = array_json(piece.shape, tensor.dtype, piece.chunks, codec)
             documents[piece.path] = {**form, "attributes": {"shardckpt": {**attribute, **start}}}
     return documents

@@ -97,7 +97,7 @@ class Encoder:
         """Write one chunk of which the elements are laid out as they are stored (`codec.lay_out`); it is used before this returns."""
         self._write([piece.path], [chunk_object_key(piece, position)], [position], raw[None])
 
-    def _write(self, paths: Sequence[str], keys: Sequence[str], positions: Sequence[int], rows: NDArray[np.uint8]) -> None:
+    def _write(self, paths: Sequence[str], keys: list[str], positions: list[int], rows: NDArray[np.uint8]) -> None:
         """Write the chunks at the same positions of several arrays, one array after another."""
         data, lengths, crcs = close(rows, self._compression)
         self.writer.put_all(keys, data, lengths)
