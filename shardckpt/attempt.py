@@ -34,7 +34,7 @@ from shardckpt.io.commit import Prior, discard, new_attempt, publish, published_
 from shardckpt.io.host import HostWriter
 from shardckpt.io.url import parse
 from shardckpt.per_process import encode_values
-from shardckpt.record import CheckpointRecord, HostRecord, seal
+from shardckpt.record import CheckpointRecord, FileReference, HostRecord, seal
 from shardckpt.save_plan import SavePlan, plan_save, skipped_names
 from shardckpt.skipping import left_in_base
 from shardckpt.space import check_space
@@ -106,6 +106,8 @@ class Attempt:
         self._skipped: frozenset[str] = frozenset()
         self._nbytes = 0
         """That this process writes."""
+        self._said: dict[FileReference, Contents] = {}
+        """What it has said of the checkpoint, and in which file, where nobody says anything else."""
         self._wrote = False
         """Whether anything of the attempt may be there."""
         self._vouches = False
@@ -163,12 +165,15 @@ class Attempt:
             if not self.alone and self.commits:
                 writer.describe(contents)  # early: the others then find that it says what they would
             fill(writer)
-            return writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values)
+            record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values)
         except BaseException:
             writer.abort()
             raise
         finally:
             self._vouches = writer.vouches
+        if self.alone:
+            self._said[record.files.contents] = contents
+        return record
 
     def await_hosts(self) -> None:
         """Wait until all hosts have written their share."""
@@ -178,7 +183,7 @@ class Attempt:
     def assembled(self) -> CheckpointRecord:
         """The record, with all that it refers to in place; what remains is to publish it."""
         assert self.prior is not None
-        record = assemble(self.place)
+        record = assemble(self.place, self._said)
         check_bases(self.store.location, record, self.prior.attempt)
         return record
 

@@ -99,8 +99,11 @@ _SHOWN = 300
 
 # --- array paths ----------------------------------------------------------------------------------------------------
 
-_PLAIN = re.compile(r"(?!__)(?!zarr\.json$)[A-Za-z0-9_-](?:[A-Za-z0-9._~-]{0,188}[A-Za-z0-9_~-])?", re.ASCII | re.IGNORECASE)
+_COMPONENT = r"(?!__)(?!zarr\.json(?:/|$))[A-Za-z0-9_-](?:[A-Za-z0-9._~-]{0,188}[A-Za-z0-9_~-])?"
+_PLAIN = re.compile(_COMPONENT, re.ASCII | re.IGNORECASE)
 """Components that are their own path."""
+_PLAIN_NAME = re.compile(f"{_COMPONENT}(?:/{_COMPONENT})*", re.ASCII | re.IGNORECASE)
+"""Names of such components, as nearly all are."""
 _ESCAPED = re.compile(r"(?:[A-Za-z0-9._~-]|=[0-9A-F]{2})+", re.ASCII)
 _SAFE = re.compile(r"[A-Za-z0-9._~-]", re.ASCII)
 _LONGEST = 190
@@ -118,6 +121,8 @@ def array_path(name: str) -> str:
     >>> array_path("../é")
     '=2E=2E/=C3=A9'
     """
+    if _PLAIN_NAME.fullmatch(name):
+        return name
     return "/".join(part if _PLAIN.fullmatch(part) else _escape(part) for part in name.split("/"))
 
 

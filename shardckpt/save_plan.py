@@ -202,14 +202,23 @@ def tensor_records(
 ) -> dict[str, TensorRecord]:
     """How each tensor will be stored; those that are skipped have no pieces yet."""
     smallest = _smallest_chunks({name: source for name, source in sources.items() if name not in skipped}, world)
-    records = {}
+    records: dict[str, TensorRecord] = {}
+    known: dict[Hashable, TensorRecord] = {}
     for (name, source), layout in zip(sources.items(), _layouts(sources, options.shardings), strict=True):
         if name in skipped:
             _check_storable(name, source.shape)
             records[name] = TensorRecord(name, source.shape, source.dtype, layout, ())
         else:
             own_boxes = source.boxes if source.own_pieces else None
-            records[name] = tensor_record(name, source.shape, source.dtype, layout, smallest[name], own_boxes=own_boxes)
+            shape = source.shape
+            key = (shape, source.dtype.name, id(layout), smallest[name])
+            if key in known and own_boxes is None:
+                _check_storable(name, shape)
+                records[name] = known[key].called(name)
+                continue
+            tensor = records[name] = tensor_record(name, shape, source.dtype, layout, smallest[name], own_boxes=own_boxes)
+            if tensor.is_one_array:
+                known[key] = tensor
     return records
 
 

@@ -246,8 +246,8 @@ class _Save:
 
     def _fill(self, writer: HostWriter) -> None:
         done = 0
-        for block, elements in self._stage:
-            for nbytes in write_chunks(writer, block, elements):
+        for blocks in self._stage:
+            for nbytes in write_chunks(writer, blocks):
                 done += nbytes
                 self._progress(done, self._nbytes)
 

@@ -80,7 +80,8 @@ def save(
         def fill(writer: HostWriter) -> None:
             for batch in read(share.plan, share.sources, staging):
                 writer.put_all(
-                    (block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)
+                    ((block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)),
+                    at_a_time,
                 )
 
         threads = _writing_threads(share.plan, 2 * quarter // copies)

@@ -33,6 +33,7 @@ from shardckpt.batches import batches
 from shardckpt.blocks import parts_of, smaller
 from shardckpt.copying import copy_all
 from shardckpt.io.budget import round_up
+from shardckpt.io.encoder import portions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,12 +116,12 @@ def _cut(
                 yield Fetched(part, of_box[part.held][part.inside], own)
 
 
-def write_chunks(writer: HostWriter, block: Block, elements: NDArray[np.generic]) -> Iterator[int]:
-    """Write the chunks of a block, some at a time; the bytes of elements of these, when they are written."""
-    for box, index in parts_of(block, WRITTEN_BYTES):
-        part = elements[index]
-        writer.put(block.piece, box, part)
-        yield part.nbytes
+def write_chunks(writer: HostWriter, blocks: Iterable[tuple[Block, NDArray[np.generic]]]) -> Iterator[int]:
+    """Write the chunks of blocks, some at a time; the bytes of elements of these, when they are written."""
+    cut = ((block.piece, box, elements[index]) for block, elements in blocks for box, index in parts_of(block, WRITTEN_BYTES))
+    for portion in portions(cut, WRITTEN_BYTES):
+        writer.put_all(portion, WRITTEN_BYTES)
+        yield sum(elements.nbytes for _, _, elements in portion)
 
 
 @dataclass(slots=True)
@@ -267,15 +268,15 @@ class Stage:
 
     # --- the thread that writes
 
-    def __iter__(self) -> Iterator[tuple[Block, NDArray[np.generic]]]:
-        """The blocks and their elements; each is to be used up before the next is asked for.
+    def __iter__(self) -> Iterator[list[tuple[Block, NDArray[np.generic]]]]:
+        """The blocks and their elements, some at a time, which are to be used up before the next are asked for.
 
         Raises:
             BaseException: what ended the other thread.
         """
         while (part := self._next()) is not None:
             try:
-                yield from part.blocks
+                yield part.blocks
             finally:
                 part.blocks.clear()
                 with self._changed:

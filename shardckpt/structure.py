@@ -55,6 +55,16 @@ class TensorRecord:
     """Where its elements are, if not in this checkpoint: then `pieces` are cut as those in the base, by this tensor's own name."""
 
     @property
+    def is_one_array(self) -> bool:
+        """Whether it lies in this checkpoint, in an array that goes by its name."""
+        return self.base is None and not self.partial and len(self.pieces) == 1 and self.pieces[0].path == array_path(self.name)
+
+    def called(self, name: str) -> TensorRecord:
+        """A tensor of another name that is stored likewise: this `is_one_array`."""
+        (piece,) = self.pieces
+        return TensorRecord(name, self.shape, self.dtype, self.layout, (Piece(array_path(name), piece.start, piece.shape, piece.chunks),))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the stored elements, without padding and checksums."""
         return prod(self.shape) * self.dtype.storage.itemsize
@@ -143,10 +153,18 @@ class Structure:
         read = Fields(doc, where)
         layouts, bases = _layouts(read), bases_of(read.doc, where)
         tensors: dict[str, TensorRecord] = {}
+        known: dict[str, TensorRecord] = {}
         suited: set[tuple[int, int]] = set()
         for name, entry in read.mapping("tensors").items():
+            # Of a thousand tensors some dozen differ in more than their names; as text, because to Python 1, 1.0 and True are equal.
+            text = repr(entry)
+            if text in known:
+                tensors[name] = known[text].called(name)
+                continue
             inside = Fields(entry, f"{where}: tensor {shown(name)}")
             t = tensors[name] = _tensor(inside, name, layouts, bases, allow_partial=allow_partial)
+            if t.is_one_array:
+                known[text] = t
             if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
                 try:
                     t.layout.parts(len(t.shape))

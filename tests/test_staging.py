@@ -156,7 +156,7 @@ class Saved:
 
     def take_off(self):
         try:
-            for i, (block, elements) in enumerate(self.stage):
+            for i, (block, elements) in enumerate(chain.from_iterable(self.stage)):
                 if i == self.die_after:
                     raise errors.StorageError("the disk is full")
                 self.addresses.add(elements.ctypes.data)
@@ -232,7 +232,7 @@ def test_what_is_in_memory_of_its_own_is_counted_and_not_copied():
     stage.close()
     assert MiB + array.nbytes <= pool.high_water < MiB + array.nbytes + 1000
     assert pool.take_at_once(pool.limit - array.nbytes + 1) is None
-    ((_, elements),) = [*stage]
+    ((_, elements),) = chain.from_iterable(stage)
     assert elements is array
     stage.end()
     assert pool.take_at_once(pool.limit) is not None
@@ -245,7 +245,7 @@ def test_the_buffer_is_not_given_back_while_the_other_side_may_touch_it():
     stage.put([Fetched(block, np.ones(1000), False)])
     stage.close()
     blocks = iter(stage)
-    _, elements = next(blocks)
+    ((_, elements),) = next(blocks)
     stage.fail(errors.StorageError("gone"))
     with pool.take(MiB) as lease:
         lease.array((MiB,), np.uint8)[...] = 0

@@ -213,3 +213,13 @@ def test_processes_may_reach_one_base_by_different_urls_but_not_find_different_a
     for found in (in_base("b", "file:///mnt/0"), in_base("a", "file:///mnt/0", "v"), of(tensor("w", (6, 2)))):
         with pytest.raises(CommitError, match=r"'w': its base is attempt a, 'w' on process 0 and .*; save with the same base= and skip="):
             Structure.union([([0], one), ([1], found)])
+
+
+@pytest.mark.parametrize("odd", [1.0, True, "1"])
+def test_a_tensor_that_is_written_like_the_one_before_it_but_for_a_type_is_refused(odd):
+    alike = {name: {"shape": [1, 4], "dtype": "float32", "chunks": [1, 4]} for name in ("a", "b")}
+    doc = {"shardings": [], "meshes": [], "tensors": alike, "tree": dict.fromkeys(alike, "$tensor")}
+    assert [t.pieces[0].path for t in Structure.from_json(doc, "here").tensors.values()] == ["a", "b"]
+    alike["b"]["shape"] = [odd, 4]
+    with pytest.raises(FormatError, match="'b'"):
+        Structure.from_json(doc, "here")

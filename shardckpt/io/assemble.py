@@ -56,7 +56,6 @@ SMALL_TABLE = "hosts/small/table"
 """The chunk table of the small plain tensors, for who cannot read the one of all."""
 SMALL = "small"
 """Data file of the small plain tensors' chunks (packed layout), relative to the attempt."""
-_NO_CHUNKS = np.empty(0, np.uint64)
 _NAMED_HOSTS = 1000
 """Missing hosts that a message may name."""
 _FIRST_POLL, _LAST_POLL = 0.02, 2.0
@@ -113,25 +112,26 @@ def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference
     return record, FileReference.of(key, data)
 
 
-def assemble(place: Store) -> CheckpointRecord:
+def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None) -> CheckpointRecord:
     """The commit record of an attempt whose host records are all there; the attempt then lacks nothing but this.
 
     Args:
         place: the attempt.
+        said: what hosts say, by the file that says so, as far as the caller has it: the file is compared, and not parsed.
 
     Raises:
         CommitError: records that contradict each other, or chunks that nobody or more than one host wrote.
     """
     hosts, references = _host_records(place)
     first = hosts[0]
-    parts = _contents(place, hosts)
+    parts = _contents(place, hosts, said or {})
     contents = Contents.union(parts)
     structure = contents.structure
     tables = _tables(place, hosts)
     small, data = _small_chunks(contents, first.compression)
     small_table = _small_table(small, packed=first.layout == "packed")
     table = _merged(place, [*tables, small_table], parts, structure.tensors.values())
-    _check_coverage(place, parts, structure.tensors.values(), table.arrays())
+    _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
     documents = zarr_documents(structure, first.compression)
@@ -200,7 +200,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
     return hosts, [reference for _, reference in read]
 
 
-def _contents(place: Store, hosts: Sequence[HostRecord]) -> list[tuple[list[int], Contents]]:
+def _contents(place: Store, hosts: Sequence[HostRecord], said: Mapping[FileReference, Contents]) -> list[tuple[list[int], Contents]]:
     """What the hosts say, each version once, with the hosts that say it; by lowest host."""
     said_by: dict[FileReference, list[int]] = {}
     for host in hosts:
@@ -209,6 +209,8 @@ def _contents(place: Store, hosts: Sequence[HostRecord]) -> list[tuple[list[int]
     def read(reference: FileReference) -> Contents:
         data, where = place.read(reference.key), f"{place}/{reference.key}"
         reference.check(data, where)
+        if reference in said:
+            return said[reference]
         return Contents.from_json(open_envelope(data, where), where)
 
     return list(zip(said_by.values(), together(read, said_by), strict=True))
@@ -243,26 +245,24 @@ def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Itera
     return merged
 
 
-def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord], arrays: Mapping[str, ArrayChunks]) -> None:
+def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord], table: Table) -> None:
     """Every chunk of every tensor, each once (the tables have refused doubles), and no others."""
-    known = set()
+    known, counts, last = set(), table.counts, table.last_chunks()
     for tensor in tensors:
         if tensor.base is not None:
             continue  # `skipping` has found all of it in the base
         for piece in tensor.pieces:
             known.add(piece.path)
-            # Chunks ascend in a table: those inside of the grid are counted without counting the grid's.
-            chunks = arrays[piece.path].chunk if piece.path in arrays else _NO_CHUNKS
-            inside = int(np.searchsorted(chunks, np.uint64(piece.num_chunks)))
-            what = f"of {piece.num_chunks} chunks of {shown(tensor.name)}"
-            if inside < len(chunks):
-                raise CommitError(f"{place}: chunk {chunks[-1]} {what} was written, counted from 0; nothing was published.")
-            if inside == piece.num_chunks:
+            # Chunks ascend in a table, and differ: so many, of which the last is in the grid, are in it.
+            wanted, found = piece.num_chunks, counts.get(piece.path, 0)
+            outside = found > 0 and last[piece.path] >= wanted
+            if found == wanted and not outside:
                 continue
-            raise CommitError(
-                f"{place}: {piece.num_chunks - inside} {what} were not written; nothing was published.{_lacking(parts, tensor)}"
-            )
-    for path in arrays.keys() - known:
+            what = f"of {wanted} chunks of {shown(tensor.name)}"
+            if outside:
+                raise CommitError(f"{place}: chunk {last[piece.path]} {what} was written, counted from 0; nothing was published.")
+            raise CommitError(f"{place}: {wanted - found} {what} were not written; nothing was published.{_lacking(parts, tensor)}")
+    for path in counts.keys() - known:
         raise CommitError(f"{place}: chunks were written for {path}, which is no tensor of this checkpoint; nothing was published.")
 
 

@@ -17,9 +17,11 @@ from shardckpt.errors import CorruptionError
 from shardckpt.io.zarr_meta import ZSTD_LEVEL
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
-__all__ = ["CHECKSUM_BYTES", "close", "decompress", "encode", "lay_out", "room_for"]
+__all__ = ["CHECKSUM_BYTES", "close", "decompress", "encode", "lay_out", "lay_out_all", "room_for"]
 
 CHECKSUM_BYTES = 4
 
@@ -32,29 +34,37 @@ def room_for(chunk_shape: tuple[int, ...], itemsize: int) -> int:
 def lay_out(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]) -> None:
     """Copy a block of whole chunks to how they are stored; `close` then makes chunks of it.
 
-    Per dimension there are the chunks that are full and, where the array ends inside of one, the last. One copy is made of each
-    combination of these: mostly one of all, however many chunks.
-
     Args:
         elements: the chunks' elements, cut off at the array's edge, in the stored dtype.
         chunk_shape: of one chunk, the shape to pad to.
         rows: (n, `room_for`) memory, one row per chunk in grid order.
     """
-    kind = np.dtype(f"u{elements.itemsize}") if elements.itemsize in (1, 2, 4, 8) else elements.dtype  # numpy knows how to copy these fast
-    elements = elements.view(kind)
-    grid = [-(-n // side) for n, side in zip(elements.shape, chunk_shape, strict=True)]
-    chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([*grid, *chunk_shape])
+    lay_out_all([elements], chunk_shape, rows)
+
+
+def lay_out_all(blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]) -> None:
+    """As `lay_out`, many blocks of one shape and dtype, one behind the other.
+
+    Per dimension there are the chunks that are full and, where the array ends inside of one, the last. One copy is made of each
+    combination of these: mostly one of a block, however many chunks.
+    """
+    shape, itemsize = blocks[0].shape, blocks[0].itemsize
+    kind = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype  # numpy knows how to copy these fast
+    grid = [-(-n // side) for n, side in zip(shape, chunk_shape, strict=True)]
+    chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([len(blocks), *grid, *chunk_shape])
     # Axes by dimension: which chunk, and where in it.
-    chunks = chunks.transpose([axis for d in range(len(grid)) for axis in (d, len(grid) + d)])
-    if any(n % side for n, side in zip(elements.shape, chunk_shape, strict=True)):
+    chunks = chunks.transpose([0, *(axis for d in range(1, len(grid) + 1) for axis in (d, len(grid) + d))])
+    if any(n % side for n, side in zip(shape, chunk_shape, strict=True)):
         rows[:, :-CHECKSUM_BYTES] = 0
-    for runs in product(*map(_runs, elements.shape, chunk_shape)):
+    for runs in product(*map(_runs, shape, chunk_shape)):
         # The ellipses keep 0-d arrays arrays.
-        cells: Any = (*(index for n, begin, side in runs for index in (slice(begin, begin + n), slice(side))), ...)
+        cells: Any = (slice(None), *(index for n, begin, side in runs for index in (slice(begin, begin + n), slice(side))))
         first = [begin * full for (_, begin, _), full in zip(runs, chunk_shape, strict=True)]
         inside: Any = (*(slice(at, at + n * side) for (n, _, side), at in zip(runs, first, strict=True)), ...)
-        part = chunks[cells]
-        part[...] = elements[inside].reshape(part.shape)
+        parts = chunks[cells]
+        split = parts.shape[1:]
+        for i, elements in enumerate(blocks):
+            parts[i, ...] = elements.view(kind)[inside].reshape(split)
 
 
 def _runs(n: int, side: int) -> list[tuple[int, int, int]]:

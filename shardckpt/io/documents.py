@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.io.zarr_meta import array_json
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from shardckpt.structure import Structure
 
 __all__ = ["zarr_documents"]
@@ -25,6 +27,8 @@ def zarr_documents(structure: Structure, compression: str | None, *, in_bases: b
     """
     doc = structure.to_json()
     documents = {}
+    forms: dict[Hashable, dict[str, Any]] = {}
+    """Of arrays that differ in their attributes alone."""
     for name, tensor in structure.tensors.items():
         if tensor.base is not None and not in_bases:
             continue
@@ -44,5 +48,9 @@ def zarr_documents(structure: Structure, compression: str | None, *, in_bases: b
                 attribute.get("mesh", {}).pop("devices", None)
         for piece in tensor.pieces:
             start = {} if piece.shape == tensor.shape else {"start": list(piece.start)}
-            documents[piece.path] = array_json(piece.shape, tensor.dtype, piece.chunks, codec, {"shardckpt": {**attribute, **start}})
+            cut = (piece.shape, tensor.dtype.name, piece.chunks, codec)
+            form = forms.get(cut)
+            if form is None:
+                form = forms[cut] = array_json(piece.shape, tensor.dtype, piece.chunks, codec)
+            documents[piece.path] = {**form, "attributes": {"shardckpt": {**attribute, **start}}}
     return documents

@@ -1,26 +1,29 @@
 """Chunks of one host, made of elements many at a time, and handed to a writer.
 
-A block's chunks are laid out by one copy in memory that is used again and again, one behind the other as they will lie in the
-file; each gets its checksum there; and one call writes them all. So what costs Python is paid per block and not per chunk, but
-for the checksum and the key.
+1. Blocks are taken some MiB at a time (`portions`): a part of a large tensor, or many small ones.
+2. Those of a portion that are cut alike are laid out together, in memory that is used again and again, one behind the other as
+   they will lie in the file. A block is one copy.
+3. Each chunk gets its checksum there, and one call writes them all.
+
+So what costs Python is paid per portion or block and not per chunk, but for the checksum and the key.
 """
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from shardckpt.errors import CommitError
-from shardckpt.io.codec import close, lay_out, room_for
+from shardckpt.io.codec import close, lay_out_all, room_for
 from shardckpt.io.extents import Extents
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.planning.plan import whole_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -29,7 +32,10 @@ if TYPE_CHECKING:
     from shardckpt.io.plain import PlainWriter
     from shardckpt.planning.plan import Piece
 
-__all__ = ["Encoder", "Written", "gathered"]
+    Elements: TypeAlias = tuple[Piece, Box, NDArray[np.generic]]
+    """An array, a box of whole chunks of it (in the tensor's indices), and the elements there."""
+
+__all__ = ["Encoder", "Written", "gathered", "portions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,35 +68,42 @@ class Encoder:
         self._chunk = array("Q")
         self._crc = array("I")
 
-    def put(self, piece: Piece, box: Box, elements: NDArray[np.generic]) -> None:
-        """Write the chunks of an array that make a box.
+    def put_all(self, blocks: Iterable[Elements]) -> None:
+        """Write the chunks of boxes of arrays; their elements are copied before this returns."""
+        alike: dict[object, list[Elements]] = {}
+        for piece, box, elements in blocks:
+            cut = (piece.chunks, elements.shape, elements.dtype, piece.start, piece.shape, box)
+            alike.setdefault(cut, []).append((piece, box, elements))
+        for some in alike.values():
+            self._put_alike(some)
 
-        Args:
-            piece: the array.
-            box: in the tensor's indices.
-            elements: of the box; copied before this returns.
-        """
-        positions, keys = [0], [f"{piece.path}/c"]
+    def _put_alike(self, blocks: Sequence[Elements]) -> None:
+        """Write blocks that lie in their arrays alike."""
+        piece, box, elements = blocks[0]
+        positions, ends = [0], ["/c"]
         for span, n in zip(whole_chunks(piece, box), piece.grid, strict=True):
             positions = [row * n + i for row in positions for i in span]
-            keys = [f"{key}/{i}" for key in keys for i in span]
+            ends = [f"{end}/{i}" for end in ends for i in span]
+        paths = [piece.path for piece, _, _ in blocks]
         size = room_for(piece.chunks, elements.itemsize)
-        nbytes = len(keys) * size
+        nbytes = len(blocks) * len(ends) * size
         if self._room.nbytes < nbytes:
             self._room = np.empty(nbytes, np.uint8)
         rows = self._room[:nbytes].reshape(-1, size)
-        lay_out(elements, piece.chunks, rows)
-        self._write(piece, keys, positions, rows)
+        lay_out_all([elements for _, _, elements in blocks], piece.chunks, rows)
+        self._write(paths, [path + end for path in paths for end in ends], positions, rows)
 
     def put_laid_out(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
         """Write one chunk of which the elements are laid out as they are stored (`codec.lay_out`); it is used before this returns."""
-        self._write(piece, [chunk_object_key(piece, position)], [position], raw[None])
+        self._write([piece.path], [chunk_object_key(piece, position)], [position], raw[None])
 
-    def _write(self, piece: Piece, keys: Sequence[str], positions: Sequence[int], rows: NDArray[np.uint8]) -> None:
+    def _write(self, paths: Sequence[str], keys: list[str], positions: list[int], rows: NDArray[np.uint8]) -> None:
+        """Write the chunks at the same positions of several arrays, one array after another."""
         data, lengths, crcs = close(rows, self._compression)
         self.writer.put_all(keys, data, lengths)
-        self._path.extend([self._paths.setdefault(piece.path, len(self._paths))] * len(keys))
-        self._chunk.extend(positions)
+        numbers = [self._paths.setdefault(path, len(self._paths)) for path in paths]
+        self._path.extend([number for number in numbers for _ in positions])
+        self._chunk.extend(positions * len(paths))
         self._crc.extend(crcs)
 
     def finish(self) -> Written:
@@ -99,6 +112,21 @@ class Encoder:
         self._room = np.empty(0, np.uint8)
         columns = (np.array(self._path, np.uint32), np.array(self._chunk, np.uint64), np.array(self._crc, np.uint32))
         return Written(tuple(self._paths), *columns, extents)
+
+
+def portions(blocks: Iterable[Elements], most: int) -> Iterator[list[Elements]]:
+    """Blocks one after another, as many at a time as have no more than `most` bytes of elements, or one that has more."""
+    some: list[Elements] = []
+    room = most
+    for block in blocks:
+        nbytes = block[2].nbytes
+        if nbytes > room and some:
+            yield some
+            some, room = [], most
+        some.append(block)
+        room -= nbytes
+    if some:
+        yield some
 
 
 def gathered(parts: Sequence[Written]) -> Written:

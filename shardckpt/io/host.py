@@ -5,12 +5,11 @@ The record is written last, after everything it vouches for is durable, so its p
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.io.encoder import Encoder, gathered
+from shardckpt.io.encoder import Encoder, gathered, portions
 from shardckpt.io.host_files import write_table
 from shardckpt.io.packed import PackedWriter
 from shardckpt.io.plain import PlainWriter
@@ -93,11 +92,16 @@ class HostWriter:
             box: in the tensor's indices.
             elements: of the box; copied before this returns.
         """
-        self._encoders[0].put(piece, box, elements)
+        self._encoders[0].put_all([(piece, box, elements)])
 
-    def put_all(self, blocks: Iterable[tuple[Piece, Box, NDArray[np.generic]]]) -> None:
-        """Write many, each as `put` would, by as many threads as the writer has; nobody reads elements any more when this returns."""
-        taken(blocks, [partial(_put, encoder) for encoder in self._encoders])
+    def put_all(self, blocks: Iterable[tuple[Piece, Box, NDArray[np.generic]]], at_a_time: int) -> None:
+        """Write many, each as `put` would, by as many threads as the writer has; nobody reads elements any more when this returns.
+
+        Args:
+            blocks: arrays, boxes and elements.
+            at_a_time: bytes of elements that a thread lays out at a time; a block may have more.
+        """
+        taken(portions(blocks, at_a_time), [encoder.put_all for encoder in self._encoders])
 
     def put_laid_out(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
         """Write one chunk of which the elements are laid out as they are stored (`codec.lay_out`); it is used before this returns."""
@@ -172,7 +176,3 @@ class HostWriter:
         if not self.vouches:
             for encoder in self._encoders:
                 encoder.writer.abort()
-
-
-def _put(encoder: Encoder, block: tuple[Piece, Box, NDArray[np.generic]]) -> None:
-    encoder.put(*block)

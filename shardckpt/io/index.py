@@ -85,9 +85,11 @@ def merge_lanes(
         # Two transactions: in one with writes of its own, TensorStore 0.1.86 stores copied values as empty ones.
         # The few written keys come first, because the second one writes the nodes that it touches anew.
         with ts.Transaction() as writes:
-            _await(database.with_transaction(writes).write(key, data) for key, data in written.items())
+            within = database.with_transaction(writes)
+            _await(within.write(key, data) for key, data in written.items())
         with ts.Transaction() as copies:
-            _await(_database(attempt.sub(lane)).experimental_copy_range_to(database.with_transaction(copies)) for lane in lanes)
+            within = database.with_transaction(copies)
+            _await(_database(attempt.sub(lane)).experimental_copy_range_to(within) for lane in lanes)
         found = _root(attempt)["statistics"]
     # A document of more than 1 MiB is stored as chunks are.
     if found["num_keys"] != expected_chunks + len(written) or found["num_indirect_value_bytes"] < expected_bytes:

@@ -198,6 +198,12 @@ class Table:
             row += count
         return found
 
+    def last_chunks(self) -> dict[str, int]:
+        """Array path → its last chunk, of arrays that have any."""
+        counts = np.fromiter(self.counts.values(), np.int64, len(self.counts))
+        last = self.rows.chunk[np.cumsum(counts)[counts > 0] - 1].tolist()
+        return dict(zip((path for path, count in self.counts.items() if count), last, strict=True))
+
     def doubled(self) -> str | None:
         """The path of an array that has a chunk twice, if there is one."""
         return self._not_after(self.rows.chunk[1:] == self.rows.chunk[:-1])

@@ -13,9 +13,9 @@ def save_and_copy(coordinator, url, copy, options=None):
     """The committer copies what the hosts have left before it commits."""
     assemble = attempt.assemble
 
-    def copy_first(place):
+    def copy_first(place, said=None):
         shutil.copytree(url, copy)
-        return assemble(place)
+        return assemble(place, said)
 
     attempt.assemble = copy_first
     return save(coordinator, url, options)
@@ -23,6 +23,6 @@ def save_and_copy(coordinator, url, copy, options=None):
 
 def save_and_be_killed(coordinator, url, options=None):
     """The committer is killed as soon as all hosts have finished; the others do not wait for it for long."""
-    attempt.assemble = lambda _place: os.kill(os.getpid(), signal.SIGKILL)
+    attempt.assemble = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     attempt._COMMITTING = 0.2
     return save(coordinator, url, {"commit_timeout": 5.0, **(options or {})})

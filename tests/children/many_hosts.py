@@ -96,7 +96,7 @@ def save_without_committing(coordinator, url, options=None, shift=0, leave_out=(
         raise KeyboardInterrupt
 
     attempt.publish = die
-    attempt.assemble = lambda _place: die()
+    attempt.assemble = lambda *_: die()
     attempt._COMMITTING = 0.2
     if coordinator.world.process in leave_out:
         return "absent"

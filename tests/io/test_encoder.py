@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardckpt.box import Box, BoxArray
 from shardckpt.contents import Contents
 from shardckpt.errors import CommitError
-from shardckpt.io.codec import close, encode, lay_out, room_for
+from shardckpt.io.codec import close, encode, lay_out, lay_out_all, room_for
 from shardckpt.io.datafile import create_data_file
 from shardckpt.io.host import HostWriter
 from shardckpt.io.host_files import read_table
@@ -66,12 +66,12 @@ def read_back(place, record, piece):
     return out
 
 
-@given(st.lists(st.integers(1, 60), max_size=5), st.integers(1, 3), st.sampled_from([None, "zstd"]))
+@given(st.lists(st.integers(1, 60), max_size=5), st.integers(1, 3), st.sampled_from([None, "zstd"]), st.sampled_from([1, 1 << 20]))
 @settings(max_examples=12, deadline=None)
-def test_what_several_threads_have_written_is_read_back(tmp_path_factory, rows, threads, compression):
+def test_what_several_threads_have_written_is_read_back(tmp_path_factory, rows, threads, compression, at_a_time):
     place = tmp_path_factory.mktemp("host")
     host, blocks = writer(place, threads, compression=compression), arrays(rows)
-    host.put_all(blocks)
+    host.put_all(blocks, at_a_time)
     record, table = host.complete(host.describe(CONTENTS), hosts=1, prior=None)
     assert record.chunks == len(table.rows) == sum(rows)
     assert len(record.files.lanes) <= threads
@@ -79,22 +79,54 @@ def test_what_several_threads_have_written_is_read_back(tmp_path_factory, rows, 
         assert (read_back(place, record, piece) == values).all()
 
 
-def test_a_block_is_written_by_one_call_however_many_chunks_it_has(tmp_path, monkeypatch):
-    calls = []
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """Bytes of each write."""
+    made = []
     kind = type(create_data_file(Store.open(tmp_path), "x"))
     append = kind.append
-    monkeypatch.setattr(kind, "append", lambda self, data: calls.append(len(data)) or append(self, data))
+    monkeypatch.setattr(kind, "append", lambda self, data: made.append(len(data)) or append(self, data))
+    return made
+
+
+ROW = 4096 * 4
+"""Bytes of a row's elements; as a chunk it has four more."""
+
+
+def test_a_block_is_written_by_one_call_however_many_chunks_it_has(tmp_path, calls):
     host = writer(tmp_path, 1)
     host.put(*arrays([200])[0])
-    assert calls == [200 * (4096 * 4 + 4)]
+    assert calls == [200 * (ROW + 4)]
     host.abort()
+
+
+def test_blocks_that_are_cut_alike_are_written_by_one_call_as_far_as_there_is_memory(tmp_path, calls):
+    host, blocks = writer(tmp_path, 1), arrays([3, 1, 3, 1, 3, 9])
+    host.put_all(blocks, 10 * ROW)
+    record, _ = host.complete(host.describe(CONTENTS), hosts=1, prior=None)
+    assert calls == [n * (ROW + 4) for n in (3 + 3, 1 + 1, 3, 9)], "of the first four those of one shape; then one; then a large one"
+    for piece, _, values in blocks:
+        assert (read_back(tmp_path, record, piece) == values).all()
+
+
+@given(sides, st.integers(1, 5), st.sampled_from(["u1", "f2", "f4", "c16"]))
+@settings(max_examples=40, deadline=None)
+def test_blocks_that_are_laid_out_together_are_the_same_bytes_as_each_of_them_alone(grid, count, dtype):
+    shape, chunks = tuple(n for n, _ in grid), tuple(c for _, c in grid)
+    blocks = [np.random.default_rng(i).random(shape[::-1]).astype(dtype).T for i in range(count)]
+    rows = np.full((count, Piece("w", (0,) * len(shape), shape, chunks).num_chunks, room_for(chunks, blocks[0].itemsize)), 255, np.uint8)
+    alone = rows.copy()
+    lay_out_all(blocks, chunks, rows.reshape(-1, rows.shape[-1]))
+    for block, place in zip(blocks, alone, strict=True):
+        lay_out(block, chunks, place)
+    assert (rows == alone).all()
 
 
 def test_a_chunk_that_two_threads_were_given_is_refused(tmp_path):
     ((piece, box, values),) = arrays([2])
     host = writer(tmp_path, 2)
-    host._encoders[0].put(piece, box, values)
-    host._encoders[1].put(piece, Box((1, 0), (2, 4096)), values[1:])
+    host._encoders[0].put_all([(piece, box, values)])
+    host._encoders[1].put_all([(piece, Box((1, 0), (2, 4096)), values[1:])])
     with pytest.raises(CommitError, match="chunk 1 of t0 was put twice"):
         host.complete(host.describe(CONTENTS), hosts=1, prior=None)
     host.abort()
@@ -109,6 +141,6 @@ def test_an_error_in_any_thread_ends_all_and_is_the_callers_and_nothing_is_left(
         raise CommitError("this one cannot be read")
 
     with pytest.raises(CommitError, match="this one cannot be read"):
-        host.put_all(given())
+        host.put_all(given(), 1 << 16)
     host.abort()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, takewhile
+
 import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardckpt.io import ocdbt
 from shardckpt.io.ocdbt import leaf_node, manifest, varints
 
 numbers = st.one_of(st.integers(0, 300), st.integers(0, 2**62), st.sampled_from([2**k + d for k in range(1, 62) for d in (-1, 0)]))
@@ -63,3 +66,13 @@ def test_a_damaged_leaf_is_refused_by_tensorstore():
         with pytest.raises(ValueError, match=r"Error|mismatch|DATA_LOSS|Expected"):
             ts.ocdbt.dump(base, f"btreenode::d/tree:0:{len(node)}").result()
         node[i] ^= 1
+
+
+@given(st.sets(st.binary(min_size=1, max_size=9).filter(lambda key: 0 not in key), min_size=1, max_size=30), st.sampled_from([1, 40]))
+def test_shared_prefixes_are_as_long_as_keys_agree(keys, at_a_time):
+    ordered = sorted(keys)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ocdbt, "_COMPARED_BYTES", at_a_time)
+        found = ocdbt.shared_prefixes(ordered)
+    agree = [takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)) for a, b in pairwise(ordered)]
+    assert found.tolist() == [len([*pairs]) for pairs in agree]
