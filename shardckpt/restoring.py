@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from math import prod
@@ -320,6 +320,13 @@ class _Job:
 
     tensor: TensorRecord
     landings: list[_Landing]
+    nbytes: int = field(init=False)
+    """Bytes of the boxes that this process needs, as they are stored: its own share, not the whole tensor."""
+
+    def __post_init__(self) -> None:
+        """Count them once."""
+        elements = sum(prod(shape) for landing in self.landings for shape in (landing.boxes.stop - landing.boxes.start).tolist())
+        self.nbytes = elements * self.tensor.dtype.storage.itemsize
 
     @property
     def staged_bytes(self) -> int:
@@ -331,15 +338,10 @@ class _Job:
         """Host bytes that placing takes besides; one leaf is placed at a time."""
         return max(landing.sink.placing_bytes for landing in self.landings)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the boxes that this process needs, as they are stored: its own share, not the whole tensor."""
-        return int(sum(landing.boxes.sizes().sum() for landing in self.landings)) * self.tensor.dtype.storage.itemsize
-
     def request(self) -> Request:
         """All boxes of all landings, so that a chunk that several want is read once."""
         boxes = [landing.boxes for landing in self.landings]
-        together = BoxArray(np.concatenate([b.start for b in boxes]), np.concatenate([b.stop for b in boxes]))
+        together = boxes[0] if len(boxes) == 1 else BoxArray(*map(np.concatenate, ([b.start for b in boxes], [b.stop for b in boxes])))
         buffers = [buffer for landing in self.landings for buffer in landing.buffers]
         storage = self.tensor.dtype.storage
         if any(landing.converts for landing in self.landings):

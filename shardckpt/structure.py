@@ -144,9 +144,17 @@ class Structure:
         layouts, bases = _layouts(read), bases_of(read.doc, where)
         tensors: dict[str, TensorRecord] = {}
         suited: set[tuple[int, int]] = set()
+        known: dict[str, TensorRecord] = {}
         for name, entry in read.mapping("tensors").items():
+            said = repr(entry)  # which tells 1 from True and 1.0
+            alike = known.get(said)
+            if alike is not None:
+                tensors[name] = _same_as(alike, name)
+                continue
             inside = Fields(entry, f"{where}: tensor {shown(name)}")
             t = tensors[name] = _tensor(inside, name, layouts, bases, allow_partial=allow_partial)
+            if "pieces" not in entry and "base" not in entry:
+                known[said] = t
             if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
                 try:
                     t.layout.parts(len(t.shape))
@@ -264,6 +272,13 @@ def _pieces(read: Fields, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...
         Piece(piece_path(name, shape, start), start, e.dimensions("shape", least=0), e.dimensions("chunks", least=1))
         for e, start in zip(entries, starts, strict=True)
     )
+
+
+def _same_as(tensor: TensorRecord, name: str) -> TensorRecord:
+    """Another tensor in one array, of which the same is said: as models have them by hundreds."""
+    (piece,) = tensor.pieces
+    own = Piece(array_path(name), piece.start, piece.shape, piece.chunks)
+    return TensorRecord(name, tensor.shape, tensor.dtype, tensor.layout, (own,), tensor.partial)
 
 
 def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Base], *, allow_partial: bool) -> TensorRecord:

@@ -167,7 +167,10 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
 
 
 def _framework(leaf: object) -> str | None:
-    return next((f for f, needed in _ADAPTERS.items() if needed in sys.modules and _module(f).matches(leaf)), None)
+    for framework, needed in _ADAPTERS.items():
+        if needed in sys.modules and _module(framework).matches(leaf):
+            return framework
+    return None
 
 
 def _adapter(leaf: object) -> _Adapter | None:

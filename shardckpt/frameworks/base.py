@@ -9,6 +9,7 @@ no tensor to show: it names a sharding.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
@@ -195,6 +196,7 @@ def dtype_of(dtype: object) -> DType:
         raise OptionError(f"{dtype!r} is no dtype; give one of numpy, ml_dtypes or torch, or a name such as 'bfloat16'.") from e
 
 
+@lru_cache(maxsize=1024)
 def whole(shape: tuple[int, ...]) -> BoxArray:
     """The one box of a tensor that is held whole; none where it has no elements."""
     return BoxArray.of([Box.full(shape)] if prod(shape) else [], len(shape))
