@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,9 @@ if TYPE_CHECKING:
 __all__ = ["chosen_values", "fill", "restore"]
 
 LARGEST_BATCH = 256 << 20
-"""Bytes read in one go where no staging limits it; smaller batches tell less adjacent chunks apart."""
+"""Bytes read in one go from an object store; smaller batches tell less adjacent chunks apart."""
+LOCAL_BATCH = 1 << 30
+"""Bytes read in one go from files, where no staging limits it: threads wait for each other, and for the next plan, at each end."""
 STAGED_BATCH = 64 << 20
 """Bytes staged for one batch that is read from files. Two such buffers go round and stay warm, where larger ones are fresh memory for
 most of a state; from an object store many requests at a time matter more."""
@@ -318,6 +320,13 @@ class _Job:
 
     tensor: TensorRecord
     landings: list[_Landing]
+    nbytes: int = field(init=False)
+    """Bytes of the boxes that this process needs, as they are stored: its own share, not the whole tensor."""
+
+    def __post_init__(self) -> None:
+        """Count them once."""
+        elements = sum(prod(shape) for landing in self.landings for shape in (landing.boxes.stop - landing.boxes.start).tolist())
+        self.nbytes = elements * self.tensor.dtype.storage.itemsize
 
     @property
     def staged_bytes(self) -> int:
@@ -329,15 +338,10 @@ class _Job:
         """Host bytes that placing takes besides; one leaf is placed at a time."""
         return max(landing.sink.placing_bytes for landing in self.landings)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the boxes that this process needs, as they are stored: its own share, not the whole tensor."""
-        return int(sum(landing.boxes.sizes().sum() for landing in self.landings)) * self.tensor.dtype.storage.itemsize
-
     def request(self) -> Request:
         """All boxes of all landings, so that a chunk that several want is read once."""
         boxes = [landing.boxes for landing in self.landings]
-        together = BoxArray(np.concatenate([b.start for b in boxes]), np.concatenate([b.stop for b in boxes]))
+        together = boxes[0] if len(boxes) == 1 else BoxArray(*map(np.concatenate, ([b.start for b in boxes], [b.stop for b in boxes])))
         buffers = [buffer for landing in self.landings for buffer in landing.buffers]
         storage = self.tensor.dtype.storage
         if any(landing.converts for landing in self.landings):
@@ -377,22 +381,22 @@ def _run_all(
         with checkpoint.reading():
             checkpoint.reader.read([job.request() for job in batch])
 
-    staged = STAGED_BATCH if checkpoint.location.scheme == "file" else LARGEST_BATCH
+    largest = (LOCAL_BATCH, STAGED_BATCH) if checkpoint.location.scheme == "file" else (LARGEST_BATCH, LARGEST_BATCH)
     checkpoint.open_bases(job.tensor for job in jobs)
     in_place = in_place and any(landing.destinations for job in jobs for landing in job.landings)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
     restored: dict[str, object] = {}
     for group in shared:
-        restored |= _run(group.jobs, pool, group.read, staged, in_place=in_place, placed=placed)
-    return restored | _run(alone, pool, fetch, staged, in_place=in_place, placed=placed)
+        restored |= _run(group.jobs, pool, group.read, largest, in_place=in_place, placed=placed)
+    return restored | _run(alone, pool, fetch, largest, in_place=in_place, placed=placed)
 
 
 def _run(
     jobs: Sequence[_Job],
     pool: BufferPool,
     fetch: Callable[[Sequence[_Job]], None],
-    staged: int,
+    largest: tuple[int, int],
     *,
     in_place: bool,
     placed: Callable[[int], None],
@@ -403,14 +407,14 @@ def _run(
         jobs: what.
         pool: lends the buffers.
         fetch: fills the buffers of a batch.
-        staged: bytes of staging for one batch, where one tensor does not take more.
+        largest: bytes of one batch, and of its staging, where one tensor does not take more.
         in_place: whether memory that is filled is the caller's, who is told so if that fails.
         placed: told how many bytes are placed, after each batch.
     """
     restored: dict[str, object] = {}
     arena = Arena()
     # Tensors that are read together: at most half of the limit each, one batch being placed and one read.
-    limits = (pool.limit // 2, LARGEST_BATCH, staged)
+    limits = (pool.limit // 2, *largest)
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits))
 
     def read(batch: Sequence[_Job]) -> Lease:

@@ -205,7 +205,7 @@ def check_fillable(name: str, tensor: Any) -> None:
             f"give leaf.resolve_conj().resolve_neg()."
         )
     # Never looked into: it has the tensor's strides, wherever that is.
-    if overlaps_itself(as_strided(np.empty(1, np.uint8), tuple(tensor.shape), tensor.stride())):
+    if not tensor.is_contiguous() and overlaps_itself(as_strided(np.empty(1, np.uint8), tuple(tensor.shape), tensor.stride())):
         raise LeafError(
             f"{shown(name)}: elements of this tensor share memory (it was expanded), so it cannot be restored into; give leaf.clone()."
         )

@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from shardckpt.io.finder import Located
     from shardckpt.io.wanted import Index
 
     Array = NDArray[np.generic]
+    Place = tuple[Array, Index, int]
+    """Where elements of a band go: the place of all of them, which elements of each chunk, and along which dimension chunks follow."""
 
 __all__ = ["Band", "continues"]
 
@@ -34,7 +38,8 @@ def continues(chunks: Located) -> NDArray[np.bool_]:
     wanted, targets = chunks.wanted, chunks.wanted.targets
     found = np.zeros(len(chunks), bool)
     found[1:] = (
-        (wanted.part[1:] == wanted.part[:-1])
+        (chunks.file[1:] == chunks.file[:-1])
+        & (wanted.part[1:] == wanted.part[:-1])
         & (wanted.position[1:] == wanted.position[:-1] + 1)
         & (chunks.offset[1:] == chunks.offset[:-1] + chunks.length[:-1])
         & (chunks.length[1:] == chunks.length[:-1])
@@ -63,43 +68,44 @@ class Band:
     begin: int
     end: int
 
-    def destination(self) -> memoryview | None:
-        """Where the elements go, as bytes, if they go to one place only, all of them, side by side and as they are."""
+    def places(self) -> list[Place]:
+        """Where the elements go, for every box that wants some of them."""
         targets = self.chunks.wanted.targets
+        first, count = int(targets.first[self.begin]), int(targets.count[self.begin])
+        return [self._place(pair, self.chunks.wanted.part_of(self.begin).piece.chunks) for pair in range(first, first + count)]
+
+    def destination(self, places: Sequence[Place]) -> memoryview | None:
+        """The place as bytes, if there is one only, of all elements, side by side and as they are."""
         part = self.chunks.wanted.part_of(self.begin)
-        if part.request.convert_from is not None or targets.count[self.begin] != 1:
+        if part.request.convert_from is not None or len(places) != 1:
             return None
-        place, _, along = self._place(int(targets.first[self.begin]), part.piece.chunks)
+        place, _, along = places[0]
         if not place.flags.c_contiguous or place.nbytes != (self.end - self.begin) * part.chunk_bytes:
             return None
         if prod(place.shape[:along]) != 1:  # rows of one chunk lie between those of others
             return None
         return place.reshape(-1).view(np.uint8).data
 
-    def scatter(self, raw: NDArray[np.uint8]) -> None:
-        """Copy the elements to every box that wants some of them.
+    def scatter(self, raw: NDArray[np.uint8], places: Sequence[Place]) -> None:
+        """Copy the elements to where they go.
 
         Args:
             raw: (chunks, bytes) of each chunk, side by side.
+            places: `places()`.
         """
-        targets, part = self.chunks.wanted.targets, self.chunks.wanted.part_of(self.begin)
-        request, shape = part.request, part.piece.chunks
-        elements = raw.view(request.convert_from or request.dtype).reshape(len(raw), *shape)
+        part = self.chunks.wanted.part_of(self.begin)
+        request, shape, n = part.request, part.piece.chunks, len(raw)
+        elements = raw.view(request.convert_from or request.dtype).reshape(n, *shape)
         # What is too large for another dtype becomes infinite there, and NaN as an integer anything: asked for, so no warning.
         with np.errstate(all="ignore") if request.convert_from is not None else nullcontext():
-            first = int(targets.first[self.begin])
-            for pair in range(first, first + int(targets.count[self.begin])):
-                place, in_chunk, along = self._place(pair, shape)
+            for place, in_chunk, along in places:
                 # Cut along the step, the place has the chunks as a dimension before that one.
-                cut = place.reshape(*place.shape[:along], len(raw), -1, *place.shape[along + 1 :]) if len(raw) > 1 else place[np.newaxis]
-                np.copyto(cut, np.moveaxis(elements[:, *in_chunk], 0, along), casting="unsafe")
+                cut = place.reshape(*place.shape[:along], n, -1, *place.shape[along + 1 :]) if n > 1 else place[np.newaxis]
+                axes = (*range(1, along + 1), 0, *range(along + 1, cut.ndim))
+                np.copyto(cut, elements[:, *in_chunk].transpose(axes), casting="unsafe")
 
-    def _place(self, pair: int, shape: tuple[int, ...]) -> tuple[Array, Index, int]:
-        """Where the elements go of one of the first chunk's pairs, and those that go on from there with the other chunks.
-
-        Returns:
-            The place of all, which elements of each chunk, and the dimension along which chunks follow each other.
-        """
+    def _place(self, pair: int, shape: tuple[int, ...]) -> Place:
+        """Where the elements go of one of the first chunk's pairs, and those that go on from there with the other chunks."""
         targets = self.chunks.wanted.targets
         buffer, in_box, in_chunk = targets.target(pair, len(shape))
         if self.end - self.begin == 1:

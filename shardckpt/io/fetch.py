@@ -1,6 +1,6 @@
 """Getting a run's bytes from where they are stored.
 
-On a local disk that is one positional scatter read: a chunk that is contiguous in its destination goes there
+On a local disk that is a positional scatter read: a chunk that is contiguous in its destination goes there
 directly, any other into the thread's scratch buffer. On an object store it is one ranged read into memory of its own.
 Nothing is verified here.
 """
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.io.bands import Band
+    from shardckpt.io.bands import Band, Place
     from shardckpt.io.runs import Run
     from shardckpt.io.store import Store
 
-__all__ = ["MOST_VECTORS", "Fetch", "Fetched", "LocalFetch", "ObjectFetch"]
+__all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch"]
 
-MOST_VECTORS = 1000
+_MOST_VECTORS = 1000
 """Buffers per scatter read, below the kernel's IOV_MAX of 1024."""
-_LEAST_SCRATCH = 4 << 20
+_LEAST_SCRATCH = 8 << 20
 _NONE = np.empty(0, np.uint32)
 
 
@@ -47,8 +47,8 @@ class Fetched:
     """Per chunk the checksum that they end in."""
     data: NDArray[np.uint8]
     """All of the run's bytes, but of what is where it goes already."""
-    bands: Sequence[Band]
-    """Those that are not."""
+    bands: Sequence[tuple[Band, Sequence[Place]]]
+    """Those that are not, and their places."""
 
     def stored(self, band: Band) -> NDArray[np.uint8]:
         """(chunks, bytes) of a band's chunks, which are of one length, without their checksums."""
@@ -103,10 +103,11 @@ class LocalFetch:
         reached = 0
         for band in run.bands:
             spans = _spans(run, band)
-            place = band.destination() if self._direct else None
+            places = band.places()
+            place = band.destination(places) if self._direct else None
             if place is None:
                 payloads += [stored[begin:end] for begin, end in spans]
-                bands.append(band)
+                bands.append((band, places))
                 continue
             if reached < spans[0][0]:
                 vectors.append(stored[reached : spans[0][0]])
@@ -140,7 +141,7 @@ class ObjectFetch:
             with _errors(run, self._place):
                 data = np.frombuffer(self._place.read(run.file, run.start, run.stop), np.uint8)
             payloads = [data[begin:end].data for band in run.bands for begin, end in _spans(run, band)]
-            yield Fetched(run, payloads, _checksums(run, data), data, run.bands)
+            yield Fetched(run, payloads, _checksums(run, data), data, [(band, band.places()) for band in run.bands])
 
 
 def _spans(run: Run, band: Band) -> list[tuple[int, int]]:
@@ -186,14 +187,19 @@ def _first(run: Run, place: Store) -> str:
 
 def _scatter_read(fd: int, offset: int, length: int, vectors: list[memoryview]) -> None:
     """Fill all vectors from one place of a file; EOFError where it ends before."""
-    got = os.preadv(fd, vectors, offset)
-    while got < length:
-        rest, skip = [], got
-        for vector in vectors:
-            if skip < len(vector):
-                rest.append(vector[skip:])
-            skip = max(0, skip - len(vector))
-        more = os.preadv(fd, rest, offset + got)
-        if more == 0:
+    while length:
+        got = os.preadv(fd, vectors[:_MOST_VECTORS], offset)
+        if got == 0:
             raise EOFError
-        got += more
+        offset, length = offset + got, length - got
+        if length:
+            vectors = _after(vectors, got)
+
+
+def _after(vectors: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of some memory after so many bytes."""
+    for i, vector in enumerate(vectors):
+        if nbytes < len(vector):
+            return [vector[nbytes:], *vectors[i + 1 :]]
+        nbytes -= len(vector)
+    return []

@@ -9,7 +9,7 @@
    destination is then copied to each box that wants it, by `bands`: as many chunks at once as one copy can move.
 
 Every chunk is read once, however many boxes share it. Memory besides the destinations: on a local disk a scratch buffer
-of 4 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run takes what it takes.
+of 8 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run takes what it takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardckpt.cores import cores
 from shardckpt.errors import CorruptionError, ShardckptError, StorageError
 from shardckpt.io.bands import Band
 from shardckpt.io.codec import decompress
-from shardckpt.io.fetch import MOST_VECTORS, Fetch, Fetched, LocalFetch, ObjectFetch
+from shardckpt.io.fetch import Fetch, Fetched, LocalFetch, ObjectFetch
 from shardckpt.io.finder import MOST_CHUNKS, ChunkFinder
 from shardckpt.io.runs import Run, RunLimits, runs
 from shardckpt.io.stats import ReadStats
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkReader", "Request"]
 
-LOCAL_LIMITS = RunLimits(nbytes=4 << 20, gap=0, chunks=MOST_VECTORS // 2 - 1)
+LOCAL_LIMITS = RunLimits(nbytes=8 << 20, gap=0, chunks=1 << 10, whole_bands=True)
 TASK_RUNS = 64
 """Runs that a thread takes at a time on a local disk, at most: a file is opened once for all of them."""
 OBJECT_THREADS = 16
@@ -228,14 +228,17 @@ class ChunkReader:
         """Read runs of one file, verify each chunk and copy it where it is wanted."""
         for fetched in self._verified(some):
             run = fetched.run
-            for band in fetched.bands if len(run.chunks.wanted.targets.box) else ():
+            for band, places in fetched.bands:
+                if not places:
+                    continue
                 if self._compression is None:
-                    band.scatter(fetched.stored(band))
+                    band.scatter(fetched.stored(band), places)
                     continue
                 for row in range(band.begin, band.end):
                     part, where = run.chunks.wanted.part_of(row), f"{run.chunks.wanted.where(row)}, {run.file}"
                     raw = decompress(np.asarray(fetched.payloads[row - run.begin]), part.chunk_bytes, where)
-                    Band(run.chunks, row, row + 1).scatter(raw[np.newaxis])
+                    alone = Band(run.chunks, row, row + 1)
+                    alone.scatter(raw[np.newaxis], alone.places())
 
     def _verified(self, some: Sequence[Run]) -> Iterator[Fetched]:
         """Read runs of one file; each chunk is compared with the table and with its own checksum before a run is handed out."""

@@ -193,8 +193,12 @@ def test_the_same_threads_serve_all_reads(tmp_path):
     assert len(threads() - before - ours) <= 2 - len(ours)
 
 
-def test_local_runs_fit_into_one_system_call():
-    assert 2 * LOCAL_LIMITS.chunks <= os.sysconf("SC_IOV_MAX")
+def test_a_run_of_more_chunks_than_one_system_call_takes_is_read_in_place(tmp_path):
+    store = Store.open(tmp_path)
+    rows = np.random.default_rng(0).integers(0, 256, (os.sysconf("SC_IOV_MAX") * 3, 8), np.uint8)
+    piece, table = written(store, rows)
+    assert rows.nbytes < LOCAL_LIMITS.nbytes
+    assert np.array_equal(read_all(ChunkReader(store, WholeTable(FILES, {"w": table})), piece, np.uint8), rows)
 
 
 def test_memory_stays_within_the_limit(cloud):
