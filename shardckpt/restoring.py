@@ -58,9 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["chosen_values", "fill", "restore"]
 
 LARGEST_BATCH = 256 << 20
-"""Bytes read in one go from an object store; smaller batches tell less adjacent chunks apart."""
-LOCAL_BATCH = 1 << 30
-"""Bytes read in one go from files, where no staging limits it: threads wait for each other, and for the next plan, at each end."""
+"""Bytes read in one go where no staging limits it; smaller batches tell less adjacent chunks apart."""
 STAGED_BATCH = 64 << 20
 """Bytes staged for one batch that is read from files. Two such buffers go round and stay warm, where larger ones are fresh memory for
 most of a state; from an object store many requests at a time matter more."""
@@ -381,22 +379,22 @@ def _run_all(
         with checkpoint.reading():
             checkpoint.reader.read([job.request() for job in batch])
 
-    largest = (LOCAL_BATCH, STAGED_BATCH) if checkpoint.location.scheme == "file" else (LARGEST_BATCH, LARGEST_BATCH)
+    staged = STAGED_BATCH if checkpoint.location.scheme == "file" else LARGEST_BATCH
     checkpoint.open_bases(job.tensor for job in jobs)
     in_place = in_place and any(landing.destinations for job in jobs for landing in job.landings)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
     restored: dict[str, object] = {}
     for group in shared:
-        restored |= _run(group.jobs, pool, group.read, largest, in_place=in_place, placed=placed)
-    return restored | _run(alone, pool, fetch, largest, in_place=in_place, placed=placed)
+        restored |= _run(group.jobs, pool, group.read, staged, in_place=in_place, placed=placed)
+    return restored | _run(alone, pool, fetch, staged, in_place=in_place, placed=placed)
 
 
 def _run(
     jobs: Sequence[_Job],
     pool: BufferPool,
     fetch: Callable[[Sequence[_Job]], None],
-    largest: tuple[int, int],
+    staged: int,
     *,
     in_place: bool,
     placed: Callable[[int], None],
@@ -407,14 +405,14 @@ def _run(
         jobs: what.
         pool: lends the buffers.
         fetch: fills the buffers of a batch.
-        largest: bytes of one batch, and of its staging, where one tensor does not take more.
+        staged: bytes of staging for one batch, where one tensor does not take more.
         in_place: whether memory that is filled is the caller's, who is told so if that fails.
         placed: told how many bytes are placed, after each batch.
     """
     restored: dict[str, object] = {}
     arena = Arena()
     # Tensors that are read together: at most half of the limit each, one batch being placed and one read.
-    limits = (pool.limit // 2, *largest)
+    limits = (pool.limit // 2, LARGEST_BATCH, staged)
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits))
 
     def read(batch: Sequence[_Job]) -> Lease:

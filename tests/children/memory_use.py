@@ -110,7 +110,7 @@ def restore_host(case):
         checkpoint.reader.read([job.request() for job in batch])
 
     with Peak() as peak:
-        restored = restoring._run(jobs, pool, fetch, (restoring.LOCAL_BATCH, restoring.STAGED_BATCH), in_place=False, placed=lambda _nbytes: None)
+        restored = restoring._run(jobs, pool, fetch, restoring.STAGED_BATCH, in_place=False, placed=lambda _nbytes: None)
     assert restored == {name: len(set(case["devices"])) for name in checkpoint.names()}
     stats = checkpoint.reader.stats
     return {"growth": peak.growth, "high_water": pool.high_water, "read": stats.bytes_read, "needed": stats.bytes_needed}
