@@ -59,6 +59,11 @@ class Cells:
         """Cells per dimension."""
         return tuple(len(b) - 1 for b in self.borders)
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return prod(self.grid)
+
     def sizes(self) -> Ints:
         """(n,) elements of each cell, in row-major order."""
         sizes = np.ones(1, np.int64)
@@ -86,6 +91,9 @@ def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, joine
         itemsize: bytes of an element.
         joined: bytes to which small cells are joined, `CELL_BYTES` at most.
     """
+    shape = tuple(map(max, *(piece.box.stop for piece in targets))) if len(targets) > 1 else targets[0].shape
+    if prod(shape) * itemsize <= min(joined, CELL_BYTES):  # as most are, by number: all cells would be joined
+        return Cells(tuple(np.array([0, n], np.int64) for n in shape))
     every = [unbroken(targets, d) for d in range(len(targets[0].shape))]
     free = [_free(borders, d, sources) for d, borders in enumerate(every)]
     while _largest(free) * itemsize > LARGEST_CELL:
