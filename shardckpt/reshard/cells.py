@@ -77,6 +77,9 @@ class Cells:
 
     def boxes(self, run: range, most: int) -> Iterator[Box]:
         """A run of cells as boxes, in the tensor's indices; each is one cell, or several of at most `most` elements together."""
+        if self.count == 1:
+            yield Box((0,) * len(self.borders), tuple(int(b[-1]) for b in self.borders))
+            return
         for found in run_boxes(self.grid, run, max(1, most // self.largest())):
             start = tuple(int(b[i]) for b, i in zip(self.borders, found.start, strict=True))
             yield Box(start, tuple(int(b[i]) for b, i in zip(self.borders, found.stop, strict=True)))
@@ -173,12 +176,12 @@ def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize
         room: bytes that the target chunks of one step may take, those left open by the one before among them. Only a step of a
             single chunk may take more.
     """
-    at = BoxArray.of([box], box.ndim)
-    into, of = touched(targets, at), touched(sources, at)
+    into = _touched(targets, box)
     nbytes = itemsize * sum(count_chunks(p, box) * prod(p.chunks) for p in into)
     if nbytes <= room:
         yield Step(box, 0)
         return
+    of = _touched(sources, box)
     # Elements that a step may advance: of what fits, up to a chunk at either end is reached into only.
     reaches = [room // -(-nbytes // n) - 2 * _side(into, d) for d, n in enumerate(box.shape)]
     along = max(range(box.ndim), key=lambda d: reaches[d] / _side(of, d))
@@ -217,7 +220,7 @@ def steps_in_order(box: Box, target: Piece, sources: Sequence[Piece], itemsize: 
         return
     per_index = nbytes // box.shape[along]
     borders = _within(unbroken([target], along), box, along)
-    free = _within(_free(borders, along, touched(sources, BoxArray.of([box], box.ndim))), box, along)
+    free = _within(_free(borders, along, _touched(sources, box)), box, along)
     at, end = box.start[along], box.stop[along]
     while at < end:
         near, far = (int(np.searchsorted(free, at + n // per_index, side="right")) - 1 for n in (most, room))
@@ -233,6 +236,11 @@ def steps_in_order(box: Box, target: Piece, sources: Sequence[Piece], itemsize: 
             stop = int(borders[np.searchsorted(borders, at, side="right")])
             yield from steps_in_order(_part(box, along, at, stop), target, sources, itemsize, most, room)
         at = stop
+
+
+def _touched(pieces: Sequence[Piece], box: Box) -> Sequence[Piece]:
+    """Those arrays that hold elements of a box."""
+    return pieces if len(pieces) == 1 else touched(pieces, BoxArray.of([box], box.ndim))
 
 
 def _side(pieces: Sequence[Piece], d: int) -> int:
@@ -263,5 +271,5 @@ def _part(box: Box, d: int, first: int, last: int) -> Box:
 
 def read_bytes(box: Box, sources: Sequence[Piece], itemsize: int, checksum: int) -> int:
     """Bytes of the chunks of the source that a box needs: uncompressed ones with their checksums."""
-    near = touched(sources, BoxArray.of([box], box.ndim))
+    near = _touched(sources, box)
     return sum(count_chunks(piece, box) * (prod(piece.chunks) * itemsize + checksum) for piece in near)

@@ -165,8 +165,7 @@ class _Run:
         """Read everything, and write it while what follows is read."""
         with closing(assembled(self._opened.checkpoint, self._steps(), self._plan.memory.batch, _here.memory)) as batches:
             for batch in batches:
-                for chunk in batch.whole:
-                    writer.put_laid_out(chunk.piece, chunk.position, chunk.raw)
+                writer.put_laid_out([(chunk.piece, chunk.position, chunk.raw) for chunk in batch.whole])
 
     def _steps(self) -> Iterator[PlannedStep]:
         for share in self._task.shares:
