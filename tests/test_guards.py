@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from counting import counted, steps
+from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt import Box, Mesh, PartitionSpec, SaveOptions, Sharding
@@ -139,3 +140,20 @@ def test_an_export_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once(p
     assert took.writes <= 12, "a batch of 16 MiB is one call"
     assert took.peak <= 80 * MiB, "four batches, and a run for each thread that reads"
     assert took.steps <= 26 * CHUNKS
+
+
+def test_an_import_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once_in_large_calls(place, tmp_path):
+    layers = 2000
+    state = {f"layer{i}": np.full((32, 32), i, np.float32) for i in range(layers)}
+    save_file(state, tmp_path / "model.safetensors")
+    nbytes = sum(array.nbytes for array in state.values())
+
+    took = counted(
+        lambda: shardckpt.import_checkpoint(tmp_path / "model.safetensors", place.out), lambda: shutil.rmtree(place.out, ignore_errors=True)
+    )
+
+    assert nbytes <= took.written <= 1.1 * nbytes, "and what describes each tensor, to other readers too"
+    assert 2 * nbytes <= took.read <= 2.1 * nbytes
+    assert took.reads + took.writes <= 56
+    assert took.copied <= nbytes // 100, "elements are read to where they are written from"
+    assert took.steps <= 560 * layers

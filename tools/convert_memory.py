@@ -1,11 +1,20 @@
-"""Measure the memory and the rate of exporting a large checkpoint as safetensors, and of importing the file again.
+"""Measure the memory and the rate of exporting and importing a large checkpoint, beside what the peers have for it, in one run.
 
     python tools/convert_memory.py --directory /disk/there                     16 GiB, the largest tensor 4 GiB, 512 MiB allowed
-    python tools/convert_memory.py --gib 2
+    python tools/convert_memory.py --gib 1 --directory /dev/shm
 
-1. A checkpoint is saved, cut by rows over 12 devices (`reshard_memory`). Disk for three times its size is needed.
-2. Plain write(2) writes as many bytes to one file, in pieces of 8 MiB, and makes them durable.
-3. `shardckpt export` and `shardckpt import` run in processes of their own, of which the high-water marks of resident memory are read.
+1. A checkpoint is saved, cut by rows over 12 devices (`reshard_memory`), and exported by `shardckpt export` to one safetensors file;
+   plain write(2) writes as many bytes, in pieces of 8 MiB, before and after. `shardckpt import` imports the file.
+2. The peers start from the same file and write what they then export:
+   `load_file` and `torch.distributed.checkpoint.save`, then `dcp_to_torch_save`; `load_file` and DCP's `HuggingFaceStorageWriter`, then
+   `consolidate_safetensors_files`; `load_file` and Orbax, then Orbax's restore and `save_file`.
+3. Everything runs in processes of its own, one after another, of which the high-water marks of resident memory are read. It includes
+   pages of files that are mapped, as `load_file` does. What was written is made durable within the time. A peer that fails, as by having
+   not enough memory, is told as such, and the others go on.
+
+Needs room on the disk for three times the size. Of memory shardckpt needs what it is allowed and some 128 MiB for each process; the peers
+hold the state in memory once, or twice: 16 GiB do not go through all of them with less than 40 GiB of memory. In /dev/shm the disk's
+room is memory, too. `--no-peers` leaves them out.
 """
 
 from __future__ import annotations
@@ -19,7 +28,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from reshard_memory import high_water, processes, save
@@ -27,8 +36,12 @@ from reshard_memory import high_water, processes, save
 from shardckpt.options import parse_bytes
 from shardckpt.reshard.memory import PROCESS_BYTES
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 PIECE = 8 << 20
 """Bytes that plain write(2) is given at once."""
+MODEL = "model.safetensors"
 
 
 def write_plainly(file: Path, nbytes: int) -> float:
@@ -42,61 +55,157 @@ def write_plainly(file: Path, nbytes: int) -> float:
     return time.monotonic() - began
 
 
-def run(limit: str, *command: str | Path) -> dict[str, Any]:
-    """What a command of shardckpt took: seconds, and the peaks of its processes' resident memory."""
-    program = shutil.which("shardckpt", path=str(Path(sys.executable).parent)) or "shardckpt"
+def dcp_save(directory: Path) -> None:
+    """`load_file`, and DCP's way to save."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    dcp.save(load_file(directory / MODEL), checkpoint_id=directory / "dcp", no_dist=True)
+
+
+def dcp_export(directory: Path) -> None:
+    """To one file of `torch.save`."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(directory / "dcp", directory / "dcp.pt")
+
+
+def hf_save(directory: Path) -> None:
+    """`load_file`, and DCP's way to save in safetensors files."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    writer = dcp.HuggingFaceStorageWriter(str(directory / "hf"), save_distributed=True, thread_count=2)
+    dcp.save(load_file(directory / MODEL), storage_writer=writer, no_dist=True)
+
+
+def hf_export(directory: Path) -> None:
+    """To one safetensors file."""
+    from safetensors import safe_open
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    with safe_open(directory / MODEL, "np") as file:
+        names = list(file.keys())
+    (directory / "hf.out").mkdir()
+    consolidate_safetensors_files(str(directory / "hf"), str(directory / "hf.out"), dict.fromkeys(names, 1), num_threads=2)
+
+
+def orbax_save(directory: Path) -> None:
+    """`load_file`, and Orbax's way to save."""
+    import orbax.checkpoint as ocp
+    from safetensors.numpy import load_file
+
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save((directory / "orbax").resolve(), load_file(directory / MODEL))
+
+
+def orbax_export(directory: Path) -> None:
+    """Orbax's restore, as numpy arrays, and `save_file`."""
+    import jax
+    import orbax.checkpoint as ocp
+    from safetensors.numpy import save_file
+
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        place = (directory / "orbax").resolve()
+        tree = checkpointer.metadata(place).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        state = checkpointer.restore(place, restore_args=as_numpy)
+    save_file({name: np.asarray(value) for name, value in state.items()}, directory / "orbax.safetensors")
+
+
+PEERS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "dcp-save": ("import: load_file, dcp.save", dcp_save),
+    "dcp-export": ("export: dcp_to_torch_save", dcp_export),
+    "hf-save": ("import: load_file, HuggingFaceStorageWriter", hf_save),
+    "hf-export": ("export: consolidate_safetensors_files", hf_export),
+    "orbax-save": ("import: load_file, Orbax", orbax_save),
+    "orbax-export": ("export: Orbax restore, save_file", orbax_export),
+}
+"""By the word that a process of its own is told: what it is, and what does it. A save and the export of what it has written follow each
+other; what they wrote begins with the same word."""
+
+
+def run(*command: str | Path) -> dict[str, Any]:
+    """What a command took until all was durable: seconds, and the peaks of its processes' resident memory."""
+    os.sync()
     began, peaks = time.monotonic(), dict[int, int]()
-    with subprocess.Popen([program, *map(str, command), "--memory-limit", limit, "--json"], stdout=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
         while job.poll() is None:
             for pid in processes(job.pid):
                 peaks[pid] = max(peaks.get(pid, 0), high_water(pid))
             time.sleep(0.02)
-        assert job.stdout is not None
-        said = job.stdout.read()
-    assert job.returncode == 0, said
-    allowed = parse_bytes(limit, "limit") + len(peaks) * PROCESS_BYTES
-    return {
-        "seconds": time.monotonic() - began,
-        "peaks": sorted(peaks.values()),
-        "allowed": allowed,
-        "kept": sum(peaks.values()) <= allowed,
-    }
+        assert job.stderr is not None
+        said = job.stderr.read().strip().splitlines()
+    os.sync()
+    failed = None if job.returncode == 0 else f"status {job.returncode}: {said[-1] if said else ''}"
+    return {"seconds": time.monotonic() - began, "peaks": sorted(peaks.values()), "failed": failed}
 
 
-def measure(directory: Path, gib: float, limit: str) -> dict[str, Any]:
-    """What both ways took, and the plain writes before and after the first of them."""
+def ours(limit: str, *command: str | Path) -> dict[str, Any]:
+    """What a command of shardckpt took, and whether it kept to what it is allowed."""
+    program = shutil.which("shardckpt", path=str(Path(sys.executable).parent)) or "shardckpt"
+    took = run(program, *command, "--memory-limit", limit, "--json")
+    allowed = parse_bytes(limit, "limit") + len(took["peaks"]) * PROCESS_BYTES
+    return {**took, "allowed": allowed, "kept": took["failed"] is None and sum(took["peaks"]) <= allowed}
+
+
+def measure(directory: Path, gib: float, limit: str, *, peers: bool) -> dict[str, Any]:
+    """What everybody took, and the plain writes before and after the first of them."""
     save(directory / "source", gib, gib / 4)
-    plain, file = directory / "plain", directory / "model.safetensors"
+    plain, file = directory / "plain", directory / MODEL
     nbytes = round(gib * (1 << 30))
     before = write_plainly(plain, nbytes)
     plain.unlink()
-    exported = run(limit, "export", directory / "source", file)
+    exported = ours(limit, "export", directory / "source", file)
     after = write_plainly(plain, nbytes)
     plain.unlink()
     shutil.rmtree(directory / "source")
-    imported = run(limit, "import", file, directory / "imported")
-    rates = {"write": nbytes / min(before, after), "export": nbytes / exported["seconds"], "import": nbytes / imported["seconds"]}
-    return {
-        "bytes": nbytes,
-        "export": exported,
-        "import": imported,
-        "plain write": [before, after],
-        "bytes per second": rates,
-        "export beside write": rates["export"] / rates["write"],
-    }
+    imported = ours(limit, "import", file, directory / "imported")
+    shutil.rmtree(directory / "imported", ignore_errors=True)
+    took = {"export: shardckpt": exported, "import: shardckpt": imported}
+    for word, (what, _) in PEERS.items() if peers else ():
+        took[what] = run(sys.executable, __file__, "--directory", directory, "--peer", word)
+        if word.endswith("export"):
+            for path in directory.glob(f"{word.partition('-')[0]}*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for one in took.values():
+        one["bytes per second"] = None if one["failed"] else nbytes / one["seconds"]
+    return {"bytes": nbytes, "plain write": {"seconds": [before, after], "bytes per second": nbytes / min(before, after)}, "took": took}
+
+
+def table(found: dict[str, Any]) -> str:
+    """A line for each way; rates are told beside plain write(2)'s."""
+    written = found["plain write"]["bytes per second"]
+    size = f"{found['bytes'] / (1 << 30):.1f} GiB"
+    lines = [f"{size:46} {'seconds':>8} {'GB/s':>6} {'of write(2)':>11} {'peak MiB':>9}"]
+    lines.append(f"{'write(2)':46} {min(found['plain write']['seconds']):8.1f} {written / 1e9:6.2f} {1:11.2f} {PIECE >> 20:9}")
+    for what, one in sorted(found["took"].items()):
+        if one["failed"]:
+            lines.append(f"{what:46} {one['failed'][:60]}")
+            continue
+        rate, peak = one["bytes per second"], sum(one["peaks"]) >> 20
+        allowed = f" of {one['allowed'] >> 20} allowed" if "allowed" in one else ""
+        lines.append(f"{what:46} {one['seconds']:8.1f} {rate / 1e9:6.2f} {rate / written:11.2f} {peak:9}{allowed}")
+    return "\n".join(lines)
 
 
 def main() -> int:
     """Measure and tell."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--directory", type=Path, default=None)
+    parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; by default the temporary directory")
     parser.add_argument("--gib", type=float, default=16)
     parser.add_argument("--memory-limit", default="512MiB")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        found = measure(Path(directory), arguments.gib, arguments.memory_limit)
-    print(json.dumps(found, indent=2))
-    return 0 if found["export"]["kept"] and found["import"]["kept"] else 1
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--peer", choices=PEERS, default=None, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.peer is not None:
+        PEERS[asked.peer][1](asked.directory)
+        return 0
+    with tempfile.TemporaryDirectory(dir=asked.directory) as directory:
+        found = measure(Path(directory), asked.gib, asked.memory_limit, peers=not asked.no_peers)
+    print(json.dumps(found, indent=2) if asked.json else table(found))
+    return 0 if all(one.get("kept", True) for one in found["took"].values()) else 1
 
 
 if __name__ == "__main__":

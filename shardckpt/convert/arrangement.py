@@ -93,7 +93,10 @@ class Arrangement:
 
 def is_whole(views: tuple[View, ...], tensors: Mapping[str, TensorRecord]) -> bool:
     """Whether views are one tensor as it is."""
-    return len(views) == 1 and views[0] == View.whole(views[0].tensor, tensors[views[0].tensor].shape)
+    if len(views) != 1:
+        return False
+    (view,), shape = views, tensors[views[0].tensor].shape
+    return view.box.stop == shape and not any((*view.box.start, *view.start)) and view.permutation == tuple(range(len(shape)))
 
 
 def _record(name: str, output: OutputTensor, tensors: Mapping[str, TensorRecord]) -> TensorRecord:

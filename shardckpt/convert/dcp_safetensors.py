@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.convert.foreign import ROWS_BYTES, Part, row_chunks
 from shardckpt.convert.placed import PlacedTensor, place_tensors
 from shardckpt.convert.safetensors_header import LENGTH_BYTES, header_bytes, parse_header
-from shardckpt.convert.span import Span
-from shardckpt.convert.strided import read_box
-from shardckpt.convert.torch_file import Entry
+from shardckpt.convert.span import Entry, Span
+from shardckpt.convert.strided import read_box, run_of
 from shardckpt.convert.torch_objects import Dtype, Storage, StoredTensor
 from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.excerpt import excerpt
@@ -90,6 +89,9 @@ class _Shard:
     tensor: StoredTensor
     dtype: DType
     span: Span
+
+    def run(self, dtype: DType) -> Entry | None:
+        return run_of(Entry(self.span, None), self.tensor, dtype.itemsize)
 
     def read(self, box: Box, dtype: DType) -> NDArray[Any]:
         return read_box(Entry(self.span, None), self.tensor, dtype.storage, box)

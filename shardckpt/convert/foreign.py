@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.box import Box
+    from shardckpt.convert.span import Entry
     from shardckpt.dtypes import DType
     from shardckpt.io.url import Location
     from shardckpt.structure import StoredLayout
@@ -63,6 +64,18 @@ class Foreign(Protocol):
     @property
     def notes(self) -> Sequence[str]:
         """What was seen, and what is left behind, in a line each."""
+        ...
+
+    def run(self, tensor: TensorRecord, piece: Piece) -> Entry | None:
+        """Where the elements of a piece are, if they are one run of bytes in row-major order. None: only `read` reads them.
+
+        Args:
+            tensor: one of `structure.tensors`.
+            piece: one of its pieces.
+
+        Raises:
+            MissingDataError, CorruptionError, StorageError: what should be there is not; names the tensor and the file.
+        """
         ...
 
     def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:

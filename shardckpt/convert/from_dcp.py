@@ -29,7 +29,7 @@ from shardckpt.convert.nested import nested
 from shardckpt.convert.placed import PlacedTensor, held, place_tensors
 from shardckpt.convert.plain_values import LEFT, plain
 from shardckpt.convert.span import Span
-from shardckpt.convert.strided import read_box, strided_chunks
+from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.convert.torch_file import open_torch_file
 from shardckpt.convert.torch_objects import StoredTensor
 from shardckpt.dtypes import by_name
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardckpt.box import Box
     from shardckpt.convert.dcp_metadata import DcpItem, DcpMetadata, DcpTensor
     from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.span import Entry
     from shardckpt.convert.torch_file import TorchFile
     from shardckpt.dtypes import DType
     from shardckpt.io.url import Location
@@ -242,6 +243,10 @@ class _Item:
                 f"file. Restore both from one copy."
             )
         return file, tensor
+
+    def run(self, dtype: DType) -> Entry | None:
+        file, tensor = self.tensor(dtype)
+        return run_of(file.storage(tensor.storage), tensor, dtype.itemsize)
 
     def read(self, box: Box, dtype: DType) -> NDArray[Any]:
         file, tensor = self.tensor(dtype)

@@ -15,8 +15,11 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shardckpt.convert.foreign import ROWS_BYTES, ForeignTensor, Part, row_chunks, structure_of
 from shardckpt.convert.safetensors_header import LENGTH_BYTES, header_bytes, parse_header
+from shardckpt.convert.span import Entry, Span
 from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import CorruptionError, FormatError, OptionError
 from shardckpt.excerpt import excerpt, few
@@ -123,19 +126,23 @@ class SafetensorsFiles:
         versions = [version for version, _ in opened] + ([] if index is None else [index])
         self.identity = identity_of(location, versions)
 
-    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
-        """See `Foreign`. A box of whole chunks is one run of bytes."""
+    def run(self, tensor: TensorRecord, piece: Piece) -> Entry:
+        """See `Foreign`. A tensor is one piece."""
         del piece
         version, stored = self._by_name[tensor.name]
+        return Entry(Span(version, stored.start, stored.stop), None)
+
+    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
+        """See `Foreign`. A box of whole chunks is one run of bytes."""
         first = 0
-        for i, n in zip(box.start, stored.shape, strict=True):
+        for i, n in zip(box.start, tensor.shape, strict=True):
             first = first * n + i
-        start = stored.start + first * stored.dtype.itemsize
+        start, itemsize = first * tensor.dtype.itemsize, tensor.dtype.itemsize
         try:
-            raw = version.read(start, start + prod(box.shape) * stored.dtype.itemsize)
+            raw = self.run(tensor, piece).span.read(start, start + prod(box.shape) * itemsize)
         except CorruptionError as e:
             raise type(e)(f"{shown(tensor.name)}{box}: {e}") from e
-        return raw.view(stored.dtype.storage).reshape(box.shape)
+        return np.frombuffer(raw, tensor.dtype.storage).reshape(box.shape)
 
     def _open(self, name: str) -> tuple[FileVersion, Header]:
         """A file's version and header; its length agrees with that."""

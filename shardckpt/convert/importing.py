@@ -162,11 +162,13 @@ def import_checkpoint(
         ties=ties,
         config=config,
     )
-    spec, notes = _found(src, dst, from_, trust_pickle=trust_pickle, into=into, names=names)
+    spec, seen = _found(src, dst, from_, trust_pickle=trust_pickle, into=into, names=names)
+    source = spec.open()
+    notes = (*seen, *source.notes)
     if on_note is not None:
         for note in notes:
             on_note(note)
-    report = run_job(spec, dst, options, engine=engine, worker=worker, progress=progress)
+    report = run_job(spec, dst, options, engine=engine, worker=worker, progress=progress, found=source)
     done: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(ReshardReport)}
     return ImportReport(**done, format=spec.format, notes=notes)
 
@@ -174,7 +176,7 @@ def import_checkpoint(
 def _found(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], from_: str, *, trust_pickle: bool, into: str | None, names: NameOptions
 ) -> tuple[ForeignSpec, tuple[str, ...]]:
-    """Which checkpoint is meant, and what there is to say of it."""
+    """Which checkpoint is meant, and how it was told."""
     location = parse(src)
     if location.resolved == parse(dst).resolved:
         raise OptionError(f"{location}: the new checkpoint would be written into what is read; choose another place for it.")
@@ -186,5 +188,4 @@ def _found(
         if file_at(location) is None and not Store.open(location).list_children():
             raise NotFoundError(f"{location}: there is no file, and nothing in a directory of that name.")
         name, seen = from_, ()
-    spec = ForeignSpec(str(location), name, trust_pickle, into, names)
-    return spec, (*seen, *spec.open().notes)
+    return ForeignSpec(str(location), name, trust_pickle, into, names), seen

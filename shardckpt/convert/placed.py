@@ -6,6 +6,7 @@ places.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -13,17 +14,18 @@ import numpy as np
 
 from shardckpt.box import Box
 from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
-from shardckpt.convert.strided import read_box, strided_chunks
+from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.dtypes import by_name, of_numpy
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.names import shown
 from shardckpt.tree import flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from shardckpt.convert.span import Entry
     from shardckpt.convert.torch_file import TorchFile
     from shardckpt.convert.torch_objects import StoredTensor
     from shardckpt.dtypes import DType
@@ -36,6 +38,10 @@ __all__ = ["Place", "Placed", "PlacedTensor", "held", "place_tensors", "stored"]
 
 class Place(Protocol):
     """Where a part of a tensor is. Safe to use from several threads."""
+
+    def run(self, dtype: DType) -> Entry | None:
+        """Its bytes, if they are one run in row-major order; raises what `read` does."""
+        ...
 
     def read(self, box: Box, dtype: DType) -> NDArray[Any]:
         """The elements of a box, in the part's own indices, of dtype `dtype.storage`.
@@ -67,13 +73,25 @@ class Placed:
     _places: Mapping[str, Mapping[tuple[int, ...], Place]]
     """By tensor, and by where the piece begins."""
 
+    def run(self, tensor: TensorRecord, piece: Piece) -> Entry | None:
+        """Where a piece is; see `Foreign.run`."""
+        with _named(tensor):
+            return self._places[tensor.name][piece.start].run(tensor.dtype)
+
     def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
         """The elements of one chunk; see `Foreign.read`."""
         inside = Box(_less(box.start, piece.start), _less(box.stop, piece.start))
-        try:
+        with _named(tensor):
             return self._places[tensor.name][piece.start].read(inside, tensor.dtype)
-        except (CorruptionError, FormatError) as e:
-            raise type(e)(f"{shown(tensor.name)}: {e}") from e
+
+
+@contextmanager
+def _named(tensor: TensorRecord) -> Iterator[None]:
+    """Errors name the tensor."""
+    try:
+        yield
+    except (CorruptionError, FormatError) as e:
+        raise type(e)(f"{shown(tensor.name)}: {e}") from e
 
 
 def place_tensors(state: object, format: str, location: Location, identity: str, notes: Sequence[str]) -> Placed:  # noqa: A002
@@ -122,6 +140,10 @@ def stored(file: TorchFile, tensor: StoredTensor) -> PlacedTensor:
 class _Held:
     array: NDArray[Any]
 
+    def run(self, dtype: DType) -> Entry | None:
+        del dtype
+        return None
+
     def read(self, box: Box, dtype: DType) -> NDArray[Any]:
         return self.array[box.slices].view(dtype.storage)
 
@@ -130,6 +152,9 @@ class _Held:
 class _Stored:
     file: TorchFile
     tensor: StoredTensor
+
+    def run(self, dtype: DType) -> Entry | None:
+        return run_of(self.file.storage(self.tensor.storage), self.tensor, dtype.itemsize)
 
     def read(self, box: Box, dtype: DType) -> NDArray[Any]:
         return read_box(self.file.storage(self.tensor.storage), self.tensor, dtype.storage, box)

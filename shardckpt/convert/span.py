@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,9 +11,11 @@ import numpy as np
 from shardckpt.errors import CorruptionError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
-__all__ = ["LoadedFile", "Readable", "Span"]
+__all__ = ["Entry", "LoadedFile", "Readable", "Span"]
 
 
 class Readable(Protocol):
@@ -20,6 +23,10 @@ class Readable(Protocol):
 
     def read(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Some of its bytes."""
+        ...
+
+    def read_into(self, start: int, vectors: Sequence[memoryview]) -> None:
+        """Some of its bytes, to several places one after the other."""
         ...
 
 
@@ -38,6 +45,12 @@ class LoadedFile:
     def read(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Some of its bytes."""
         return np.frombuffer(self.data, np.uint8)[start:stop]
+
+    def read_into(self, start: int, vectors: Sequence[memoryview]) -> None:
+        """Some of its bytes, to several places one after the other."""
+        for vector in vectors:
+            vector[:] = memoryview(self.data)[start : start + len(vector)]
+            start += len(vector)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +84,24 @@ class Span:
     def part(self, start: int, stop: int) -> Span:
         """Some of it, counted from its own start."""
         return Span(self.file, self.start + start, self.start + stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A run of bytes that may have a checksum."""
+
+    span: Span
+    crc: int | None
+    """CRC-32 of all of them; None: not known."""
+
+    def check(self, data: memoryview) -> None:
+        """Compare the checksum with some of the bytes, if those are all.
+
+        Raises:
+            CorruptionError: they are not what was written.
+        """
+        if self.crc is None or len(data) != len(self.span):
+            return
+        found = zlib.crc32(data)
+        if found != self.crc:
+            raise CorruptionError(f"{self.span}: its CRC-32 is {found:#010x}, and {self.crc:#010x} was written; restore it from a copy.")

@@ -7,24 +7,22 @@ bytes is read and seen with the tensor's strides; else the box is halved along t
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardckpt.box import Box
 from shardckpt.convert.foreign import ROWS_BYTES, row_chunks
-from shardckpt.errors import CorruptionError
+from shardckpt.convert.span import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.convert.torch_file import Entry
     from shardckpt.convert.torch_objects import StoredTensor
 
-__all__ = ["read_box", "strided_chunks"]
+__all__ = ["read_box", "run_of", "strided_chunks"]
 
 
 def strided_chunks(shape: Sequence[int], strides: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
@@ -62,12 +60,22 @@ def read_box(entry: Entry, tensor: StoredTensor, dtype: np.dtype[Any], box: Box)
         halves = (_cut(box, along, box.start[along], middle), _cut(box, along, middle, box.stop[along]))
         return np.concatenate([read_box(entry, tensor, dtype, half) for half in halves], axis=along)
     data = entry.span.read(first * size, (first + count) * size)
-    if len(data) == len(entry.span) and entry.crc is not None and zlib.crc32(data) != entry.crc:
-        raise CorruptionError(
-            f"{entry.span}: its CRC-32 is {zlib.crc32(data):#010x}, and {entry.crc:#010x} was written; restore it from a copy."
-        )
+    entry.check(data)
     found = np.ndarray(box.shape, dtype, data, strides=[stride * size for stride in tensor.strides])
     return np.ascontiguousarray(found).reshape(box.shape)
+
+
+def run_of(entry: Entry, tensor: StoredTensor, itemsize: int) -> Entry | None:
+    """The elements of a tensor, if they lie in row-major order, one after another, in its storage."""
+    expected = itemsize
+    for n, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+        if n != 1 and stride * itemsize != expected:
+            return None
+        expected *= n
+    first = tensor.offset * itemsize
+    if not 0 <= first <= first + expected <= len(entry.span):
+        return None  # `read_box` says what is wrong
+    return Entry(entry.span.part(first, first + expected), entry.crc if expected == len(entry.span) else None)
 
 
 def _cut(box: Box, along: int, start: int, stop: int) -> Box:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from shardckpt.convert.span import Entry
 from shardckpt.convert.torch_objects import TABLE, storage_of
 from shardckpt.convert.unpickling import unpickle
 from shardckpt.errors import CorruptionError, FormatError, ShardckptError
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.span import Span
     from shardckpt.convert.torch_objects import Storage
 
-__all__ = ["Entry", "TorchFile", "is_torch_file", "open_torch_file"]
+__all__ = ["TorchFile", "is_torch_file", "open_torch_file"]
 
 WINDOW = 1 << 12
 """Bytes that are read at once at either end."""
@@ -42,15 +43,6 @@ _HEADER = struct.Struct("<4s22sHH")
 
 _UTF8 = 0x800
 """Flag of an entry whose name is in UTF-8; other names are in code page 437."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The bytes of a storage."""
-
-    span: Span
-    crc: int | None
-    """CRC-32 of all of them; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 from shardckpt.io.store import Data, Store, Upload, byte_view, storage_errors, sync_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 __all__ = ["DataFile", "create_data_file"]
+
+_MOST_PARTS = 1024
+"""That writev(2) takes: IOV_MAX of Linux."""
 
 
 class DataFile(Protocol):
@@ -23,6 +27,9 @@ class DataFile(Protocol):
 
     def append(self, data: Data) -> None:
         """Add bytes at the end; the buffer is the caller's again when this returns."""
+
+    def append_all(self, parts: Sequence[memoryview]) -> None:
+        """Add the bytes of several buffers, one after the other."""
 
     def seal(self) -> None:
         """End it: nothing is appended any more. What makes it durable may have begun."""
@@ -78,6 +85,16 @@ class _LocalDataFile:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
 
+    def append_all(self, parts: Sequence[memoryview]) -> None:
+        for first in range(0, len(parts), _MOST_PARTS):
+            some = parts[first : first + _MOST_PARTS]
+            with storage_errors("write", self._path):
+                written = os.writev(self._fd, some)
+            for part in some:
+                if written < len(part):
+                    self.append(part[written:])
+                written = max(0, written - len(part))
+
     def seal(self) -> None:
         pass
 
@@ -118,6 +135,10 @@ class _ObjectDataFile:
         with memoryview(self._buffer) as place:
             place[self._size : end] = view
         self._size = end
+
+    def append_all(self, parts: Sequence[memoryview]) -> None:
+        for part in parts:
+            self.append(part)
 
     def seal(self) -> None:
         # Python keeps the memory of a bytearray that loses less than half of itself.

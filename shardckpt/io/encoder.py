@@ -20,6 +20,7 @@ from shardckpt.errors import CommitError
 from shardckpt.io.codec import close, lay_out_all, room_for
 from shardckpt.io.extents import Extents
 from shardckpt.io.keys import chunk_object_key
+from shardckpt.io.store import byte_view
 from shardckpt.planning.plan import whole_chunks
 
 if TYPE_CHECKING:
@@ -93,9 +94,20 @@ class Encoder:
         lay_out_all([elements for _, _, elements in blocks], piece.chunks, rows)
         self._write(paths, [path + end for path in paths for end in ends], positions, rows)
 
-    def put_laid_out(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
-        """Write one chunk of which the elements are laid out as they are stored (`codec.lay_out`); it is used before this returns."""
-        self._write([piece.path], [chunk_object_key(piece, position)], [position], raw[None])
+    def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
+        """Write chunks of which the elements are laid out as they are stored (`codec.lay_out`); they are used before this returns.
+
+        Args:
+            chunks: of each the array, its position in the grid, and what is laid out.
+        """
+        together = [chunks] if self._compression is None else [[chunk] for chunk in chunks]  # of which one at a time is in memory
+        for some in together:
+            closed = [close(raw[None], self._compression) for _, _, raw in some]
+            keys = [chunk_object_key(piece, position) for piece, position, _ in some]
+            self.writer.put_each(keys, [byte_view(data) for data, _, _ in closed])
+            self._path.extend([self._paths.setdefault(piece.path, len(self._paths)) for piece, _, _ in some])
+            self._chunk.extend([position for _, position, _ in some])
+            self._crc.extend([crc for _, _, (crc,) in closed])
 
     def _write(self, paths: Sequence[str], keys: list[str], positions: list[int], rows: NDArray[np.uint8]) -> None:
         """Write the chunks at the same positions of several arrays, one array after another."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardckpt.io.runs import Run
     from shardckpt.io.store import Store
 
-__all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch"]
+__all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch", "scatter_read"]
 
 _MOST_VECTORS = 1000
 """Buffers per scatter read, below the kernel's IOV_MAX of 1024."""
@@ -88,7 +88,7 @@ class LocalFetch:
             for run in runs:
                 fetched, vectors = self._laid_out(run)
                 with _errors(run, self._place):
-                    _scatter_read(fd, run.start, run.nbytes, vectors)
+                    scatter_read(fd, run.start, run.nbytes, vectors)
                 yield replace(fetched, checksums=_checksums(run, fetched.data))
         finally:
             os.close(fd)
@@ -185,7 +185,7 @@ def _first(run: Run, place: Store) -> str:
     return f"{run.chunks.wanted.where(run.begin)}: {place}/{run.file}"
 
 
-def _scatter_read(fd: int, offset: int, length: int, vectors: list[memoryview]) -> None:
+def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview]) -> None:
     """Fill all vectors from one place of a file; EOFError where it ends before."""
     while length:
         got = os.preadv(fd, vectors[:_MOST_VECTORS], offset)
@@ -196,7 +196,7 @@ def _scatter_read(fd: int, offset: int, length: int, vectors: list[memoryview]) 
             vectors = _after(vectors, got)
 
 
-def _after(vectors: list[memoryview], nbytes: int) -> list[memoryview]:
+def _after(vectors: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     """What is left of some memory after so many bytes."""
     for i, vector in enumerate(vectors):
         if nbytes < len(vector):

@@ -16,10 +16,11 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.fetch import scatter_read
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -74,7 +75,20 @@ class FileVersion:
             CorruptionError: it ends before.
             StorageError: it cannot be read.
         """
-        return self._of_object(start, stop) if self._path is None else self._of_file(start, stop)
+        if self._path is None:
+            return self._of_object(start, stop)
+        buffer = np.empty(stop - start, np.uint8)
+        self._of_file(start, [buffer.data])
+        return buffer
+
+    def read_into(self, start: int, vectors: Sequence[memoryview]) -> None:
+        """Some of its bytes, to several places one after the other; raises what `read` does."""
+        if self._path is not None:
+            self._of_file(start, vectors)
+            return
+        data = self._of_object(start, start + sum(map(len, vectors))).data
+        for vector in vectors:
+            vector[:], data = data[: len(vector)], data[len(vector) :]
 
     def read_whole(self, most: int) -> bytes:
         """All of its bytes.
@@ -110,9 +124,8 @@ class FileVersion:
             has = "fewer"
         raise FormatError(f"{self} should have {nbytes} bytes by what it says, and has {has}; it is damaged or cut off, get it anew.")
 
-    def _of_file(self, start: int, stop: int) -> Bytes:
-        buffer = np.empty(stop - start, np.uint8)
-        view, got = buffer.data, 0
+    def _of_file(self, start: int, vectors: Sequence[memoryview]) -> None:
+        length = sum(map(len, vectors))
         with storage_errors("read", self):
             try:
                 # Without O_NONBLOCK a pipe that has taken the file's place would be waited for.
@@ -122,15 +135,13 @@ class FileVersion:
             try:
                 if _version(os.fstat(fd)) != self._known:
                     raise self._replaced()
-                while got < len(buffer) and (more := os.preadv(fd, [view[got:]], start + got)):
-                    got += more
+                ended = length > 0 and not _filled(fd, start, length, vectors)
                 if _version(os.fstat(fd)) != self._known:
                     raise self._replaced()
             finally:
                 os.close(fd)
-        if got < len(buffer):
-            raise CorruptionError(f"{self} ends before byte {stop}; get it anew.")
-        return buffer
+        if ended:
+            raise CorruptionError(f"{self} ends before byte {start + length}; get it anew.")
 
     def _of_object(self, start: int, stop: int) -> Bytes:
         try:
@@ -170,3 +181,12 @@ def identity_of(location: Location, files: Iterable[FileVersion]) -> str:
 
 def _version(found: os.stat_result) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
+
+
+def _filled(fd: int, start: int, length: int, vectors: Sequence[memoryview]) -> bool:
+    """Whether a file has the bytes that fill all vectors."""
+    try:
+        scatter_read(fd, start, length, vectors)
+    except EOFError:
+        return False
+    return True

@@ -19,7 +19,7 @@ from shardckpt.io.together import together
 from shardckpt.record import FileReference, HostFiles, HostRecord, seal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -103,9 +103,9 @@ class HostWriter:
         """
         taken(portions(blocks, at_a_time), [encoder.put_all for encoder in self._encoders])
 
-    def put_laid_out(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
-        """Write one chunk of which the elements are laid out as they are stored (`codec.lay_out`); it is used before this returns."""
-        self._encoders[0].put_laid_out(piece, position, raw)
+    def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
+        """Write chunks of arrays, by position, of which the elements are laid out as they are stored; see `Encoder.put_laid_out`."""
+        self._encoders[0].put_laid_out(chunks)
 
     def describe(self, contents: Contents) -> FileReference:
         """Write what the host says that the checkpoint holds, unless another host says the same."""

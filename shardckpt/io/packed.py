@@ -36,7 +36,7 @@ from shardckpt.io.extents import ExtentLog, Extents
 from shardckpt.io.store import Data, Store, byte_view, shared_context, storage_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -122,8 +122,16 @@ class PackedWriter:
             CommitError: a key was put before, or there are no bytes.
             StorageError: these chunks, or some before them, could not be written.
         """
-        self._begin()
         view = byte_view(data)
+        self._put(keys, lengths, lambda file, begin, end, _some: file.append(view[begin:end]))
+
+    def put_each(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> None:
+        """Append encoded chunks, each with a buffer of its own; as `put_all`."""
+        self._put(keys, list(map(len, chunks)), lambda file, _begin, _end, some: file.append_all(chunks[some]))
+
+    def _put(self, keys: Sequence[str], lengths: Sequence[int], append: Callable[[DataFile, int, int, slice], None]) -> None:
+        """Append encoded chunks; `append` is told the file, the first and last byte of all of theirs that go there, and which chunks."""
+        self._begin()
         ends = list(accumulate(lengths))
         first = begin = 0
         while first < len(keys):
@@ -137,7 +145,7 @@ class PackedWriter:
             end = ends[last - 1]
             self._log.add(keys[first:last], self._size, lengths[first:last])
             lane.keys += map(str.encode, keys[first:last])
-            file.append(view[begin:end])
+            append(file, begin, end, slice(first, last))
             self._size += end - begin
             first, begin = last, end
         self._failed = False

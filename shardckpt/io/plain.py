@@ -93,6 +93,11 @@ class PlainWriter:
             self.put(key, view[begin : begin + length])
             begin += length
 
+    def put_each(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> None:
+        """Write encoded chunks, each with a buffer of its own; as `put`."""
+        for key, chunk in zip(keys, chunks, strict=True):
+            self.put(key, chunk)
+
     def finish(self) -> Extents:
         """Wait until everything is durable.
 

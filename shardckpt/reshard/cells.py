@@ -59,6 +59,11 @@ class Cells:
         """Cells per dimension."""
         return tuple(len(b) - 1 for b in self.borders)
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return prod(self.grid)
+
     def sizes(self) -> Ints:
         """(n,) elements of each cell, in row-major order."""
         sizes = np.ones(1, np.int64)
@@ -72,6 +77,9 @@ class Cells:
 
     def boxes(self, run: range, most: int) -> Iterator[Box]:
         """A run of cells as boxes, in the tensor's indices; each is one cell, or several of at most `most` elements together."""
+        if self.count == 1:
+            yield Box((0,) * len(self.borders), tuple(int(b[-1]) for b in self.borders))
+            return
         for found in run_boxes(self.grid, run, max(1, most // self.largest())):
             start = tuple(int(b[i]) for b, i in zip(self.borders, found.start, strict=True))
             yield Box(start, tuple(int(b[i]) for b, i in zip(self.borders, found.stop, strict=True)))
@@ -86,6 +94,9 @@ def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, joine
         itemsize: bytes of an element.
         joined: bytes to which small cells are joined, `CELL_BYTES` at most.
     """
+    shape = tuple(map(max, *(piece.box.stop for piece in targets))) if len(targets) > 1 else targets[0].shape
+    if prod(shape) * itemsize <= min(joined, CELL_BYTES):  # as most are, by number: all cells would be joined
+        return Cells(tuple(np.array([0, n], np.int64) for n in shape))
     every = [unbroken(targets, d) for d in range(len(targets[0].shape))]
     free = [_free(borders, d, sources) for d, borders in enumerate(every)]
     while _largest(free) * itemsize > LARGEST_CELL:
@@ -165,12 +176,12 @@ def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize
         room: bytes that the target chunks of one step may take, those left open by the one before among them. Only a step of a
             single chunk may take more.
     """
-    at = BoxArray.of([box], box.ndim)
-    into, of = touched(targets, at), touched(sources, at)
+    into = _touched(targets, box)
     nbytes = itemsize * sum(count_chunks(p, box) * prod(p.chunks) for p in into)
     if nbytes <= room:
         yield Step(box, 0)
         return
+    of = _touched(sources, box)
     # Elements that a step may advance: of what fits, up to a chunk at either end is reached into only.
     reaches = [room // -(-nbytes // n) - 2 * _side(into, d) for d, n in enumerate(box.shape)]
     along = max(range(box.ndim), key=lambda d: reaches[d] / _side(of, d))
@@ -209,7 +220,7 @@ def steps_in_order(box: Box, target: Piece, sources: Sequence[Piece], itemsize: 
         return
     per_index = nbytes // box.shape[along]
     borders = _within(unbroken([target], along), box, along)
-    free = _within(_free(borders, along, touched(sources, BoxArray.of([box], box.ndim))), box, along)
+    free = _within(_free(borders, along, _touched(sources, box)), box, along)
     at, end = box.start[along], box.stop[along]
     while at < end:
         near, far = (int(np.searchsorted(free, at + n // per_index, side="right")) - 1 for n in (most, room))
@@ -225,6 +236,11 @@ def steps_in_order(box: Box, target: Piece, sources: Sequence[Piece], itemsize: 
             stop = int(borders[np.searchsorted(borders, at, side="right")])
             yield from steps_in_order(_part(box, along, at, stop), target, sources, itemsize, most, room)
         at = stop
+
+
+def _touched(pieces: Sequence[Piece], box: Box) -> Sequence[Piece]:
+    """Those arrays that hold elements of a box."""
+    return pieces if len(pieces) == 1 else touched(pieces, BoxArray.of([box], box.ndim))
 
 
 def _side(pieces: Sequence[Piece], d: int) -> int:
@@ -255,5 +271,5 @@ def _part(box: Box, d: int, first: int, last: int) -> Box:
 
 def read_bytes(box: Box, sources: Sequence[Piece], itemsize: int, checksum: int) -> int:
     """Bytes of the chunks of the source that a box needs: uncompressed ones with their checksums."""
-    near = touched(sources, BoxArray.of([box], box.ndim))
+    near = _touched(sources, box)
     return sum(count_chunks(piece, box) * (prod(piece.chunks) * itemsize + checksum) for piece in near)

@@ -37,7 +37,7 @@ from shardckpt.reshard.finished import finished_tasks
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
 from shardckpt.reshard.source import place_of
-from shardckpt.reshard.task import TaskReport, forget, run_task
+from shardckpt.reshard.task import TaskReport, forget, keep, run_task
 from shardckpt.rules import Rule, Rules
 from shardckpt.space import check_space
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from shardckpt.partition_spec import PartitionSpec
     from shardckpt.reshard.engines import Engine
     from shardckpt.reshard.plan import Task
-    from shardckpt.reshard.source import SourceSpec
+    from shardckpt.reshard.source import Source, SourceSpec
 
 __all__ = ["ReshardReport", "all_rules", "reshard", "run_job"]
 
@@ -173,8 +173,9 @@ def run_job(
     engine: Executor | str | None = None,
     worker: tuple[int, int] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    found: Source | None = None,
 ) -> ReshardReport:
-    """Reshard any source: as `reshard`, of which these are the arguments."""
+    """Reshard any source: as `reshard`, of which these are the arguments, but for `found`: the source, where the caller has it open."""
     began, workers = time.monotonic(), options.workers
     share = _checked(worker)
     check_engine(engine)
@@ -186,7 +187,7 @@ def run_job(
         raise OptionError(f"engine={engine!r}, worker={worker}: a cluster has workers of its own; leave one of the two out.")
     if isinstance(engine, str) and in_one_memory:
         raise OptionError(f"engine={engine!r}: a memory:// url is of this process alone, and a cluster cannot reach it.")
-    opened = OpenJob(job)
+    opened = OpenJob(job, found)
     if opened.carries:
         try:
             return _carried(opened, progress or (lambda _done, _total: None), began)
@@ -206,12 +207,15 @@ def run_job(
     reports: list[TaskReport] = []
     if left:
         at_once = min(own if engine is None else workers or _ENGINE_WORKERS, len(left))
-        with start(engine, workers, at_once, opened.plan.memory.peak // opened.plan.memory.workers) as does:
-            for report in _done(does, job, left, share[1]):
-                reports.append(report)
-                done += report.nbytes
-                tell(done, total)
-        forget()  # where the tasks were done in this very thread
+        keep(job, opened)  # for tasks that are done in this very thread
+        try:
+            with start(engine, workers, at_once, opened.plan.memory.peak // opened.plan.memory.workers) as does:
+                for report in _done(does, job, left, share[1]):
+                    reports.append(report)
+                    done += report.nbytes
+                    tell(done, total)
+        finally:
+            forget()
     if worker is None and not opened.committed:
         _commit(opened)
     return ReshardReport(

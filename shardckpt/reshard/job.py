@@ -63,8 +63,12 @@ class Job:
 class OpenJob:
     """A job with its source open and its plan made: what a process has of it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, found: Source | None = None) -> None:
         """Read the source's record and the destination's, and plan.
+
+        Args:
+            job: which one.
+            found: its source, where that is open already.
 
         Raises:
             NotFoundError: no source there.
@@ -76,7 +80,7 @@ class OpenJob:
         self.job = job
         location = parse(job.destination)
         check_destination(location)
-        self.checkpoint: Source = open_source(job.source)
+        self.checkpoint: Source = open_source(job.source) if found is None else found
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
         self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
         self.store = Store.open(location)

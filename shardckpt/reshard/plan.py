@@ -206,15 +206,18 @@ def _task_length(structure: Structure, most: int) -> int:
 
 def _tasks(cells: Mapping[str, Cells], structure: Structure, length: int, least: int) -> tuple[Task, ...]:
     """Cut the tape of all cells into parts of that many bytes; at least so many tasks, the last of them empty if they must be."""
+    if not cells:
+        return tuple(Task(number, ()) for number in range(least))
+    names, grids = list(cells), list(cells.values())
+    sizes = np.concatenate([grid.sizes() * structure.tensors[name].dtype.itemsize for name, grid in cells.items()])
+    counts = np.array([grid.count for grid in grids])
+    tensor, begins = np.repeat(np.arange(len(grids)), counts), np.cumsum(counts) - counts
+    which = (np.cumsum(sizes) - sizes // 2) // length
+    first = np.flatnonzero(np.diff(tensor, prepend=-1) | np.diff(which, prepend=-1))
     found: dict[int, list[Share]] = {}
-    offset = 0
-    for name, grid in cells.items():
-        sizes = grid.sizes() * structure.tensors[name].dtype.itemsize
-        ends = np.cumsum(sizes)
-        which, first = np.unique((offset + ends - sizes // 2) // length, return_index=True)
-        for task, a, b in zip(which.tolist(), first.tolist(), [*first[1:].tolist(), len(sizes)], strict=True):
-            nbytes = int(ends[b - 1] - ends[a] + sizes[a])
-            found.setdefault(task, []).append(Share(name, range(a, b), nbytes))
-        offset += int(ends[-1])
+    of, nbytes = tensor[first], np.add.reduceat(sizes, first)
+    runs = (first - begins[of], np.append(first[1:], len(sizes)) - begins[of])
+    for task, k, a, b, n in zip(which[first].tolist(), of.tolist(), *(run.tolist() for run in runs), nbytes.tolist(), strict=True):
+        found.setdefault(task, []).append(Share(names[k], range(a, b), n))
     shares = [*found.values(), *([[]] * (least - len(found)))]
     return tuple(Task(number, tuple(some)) for number, some in enumerate(shares))

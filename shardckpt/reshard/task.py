@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.reshard.job import Job
     from shardckpt.reshard.plan import ReshardPlan, Task
 
-__all__ = ["TaskReport", "forget", "record_key", "run_task"]
+__all__ = ["TaskReport", "forget", "keep", "record_key", "run_task"]
 
 _PAGES = 64 << 20
 """Bytes of files of a local disk that are being made durable at a time. They are the kernel's, not this process's."""
@@ -92,6 +92,12 @@ _here = local()
 """The job that this thread is at work on, and its memory, kept from task to task."""
 
 
+def keep(job: Job, opened: OpenJob) -> None:
+    """Have this thread do tasks of a job that it has open: neither source nor plan are looked at once more."""
+    forget()  # the former one's memory is free before the new one takes any
+    _here.job, _here.opened, _here.memory = job, opened, BatchMemory()
+
+
 def forget() -> None:
     """Free what this thread keeps from task to task."""
     _here.__dict__.clear()
@@ -99,10 +105,8 @@ def forget() -> None:
 
 def _opened(job: Job) -> OpenJob:
     if getattr(_here, "job", None) != job:
-        _here.job, _here.memory = None, None  # the former one's memory is free before the new one takes any
-        _here.opened = OpenJob(job)
-        _here.job = job
-        _here.memory = BatchMemory()
+        forget()
+        keep(job, OpenJob(job))
     opened: OpenJob = _here.opened
     return opened
 
@@ -161,8 +165,7 @@ class _Run:
         """Read everything, and write it while what follows is read."""
         with closing(assembled(self._opened.checkpoint, self._steps(), self._plan.memory.batch, _here.memory)) as batches:
             for batch in batches:
-                for chunk in batch.whole:
-                    writer.put_laid_out(chunk.piece, chunk.position, chunk.raw)
+                writer.put_laid_out([(chunk.piece, chunk.position, chunk.raw) for chunk in batch.whole])
 
     def _steps(self) -> Iterator[PlannedStep]:
         for share in self._task.shares:

@@ -15,8 +15,10 @@ from safetensors.numpy import save, save_file
 
 import shardckpt
 from shardckpt import Mesh, errors
+from shardckpt.convert import from_safetensors
 from shardckpt.io.file_version import FileVersion
 from shardckpt.io.store import Store
+from shardckpt.reshard import job
 from shardckpt.reshard.memory import PROCESS_BYTES
 
 if TYPE_CHECKING:
@@ -75,6 +77,20 @@ def test_an_import_that_is_killed_goes_on_where_it_was(source: Path, tmp_path: P
     assert finished.items() <= records(target).items()
     same(target)
     assert (source.read_bytes(), source.stat().st_mtime_ns) == before
+
+
+def test_one_process_opens_its_source_once_and_plans_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, **named: calls.append(name) or function(*given, **named))
+
+    counted(from_safetensors, "open_foreign")
+    counted(job, "plan_reshard")
+    shardckpt.import_checkpoint(source, tmp_path / "out", workers=1)
+    assert calls == ["open_foreign", "plan_reshard"]
+    same(tmp_path / "out")
 
 
 def test_workers_that_others_start_meet_in_one_attempt(source: Path, tmp_path: Path) -> None:

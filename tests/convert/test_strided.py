@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardckpt.box import Box
 from shardckpt.convert.foreign import ROWS_BYTES
 from shardckpt.convert.span import LoadedFile, Span
-from shardckpt.convert.strided import read_box, strided_chunks
+from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.convert.torch_file import WINDOW, open_torch_file
 
 
@@ -51,6 +51,20 @@ def test_any_box_of_any_view_is_what_torch_slices(data):
     found = read(saved(tensor), box)
     assert found.flags.c_contiguous
     np.testing.assert_array_equal(found, tensor[box.slices].numpy())
+
+
+@given(st.data())
+def test_what_torch_has_in_row_major_order_is_one_run_of_bytes_and_nothing_else(data):
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    tensor = torch.arange(prod(shape), dtype=torch.int32).reshape(shape).permute(*data.draw(st.permutations(range(len(shape)))))
+    tensor = tensor[data.draw(st.integers(0, tensor.shape[0] - 1)) :]
+    written = saved(tensor)
+    file = open_torch_file(Span(LoadedFile("the file", written), 0, len(written)))
+    entry = run_of(file.storage(file.state.storage), file.state, 4)
+    assert (entry is not None) == tensor.is_contiguous()
+    if entry is not None:
+        assert entry.span.read(0, len(entry.span)).tobytes() == tensor.numpy().tobytes()
+        assert (entry.crc is not None) == (tensor.numel() == prod(shape)), "a checksum is of a whole storage"
 
 
 def test_a_chunk_is_read_without_what_is_beside_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -18,6 +19,17 @@ def test_what_was_appended_is_there_in_that_order(store):
     file.seal()
     file.wait()
     assert store.read("d/0") == b"abcdef"
+
+
+def test_many_parts_are_appended_in_their_order_however_few_the_kernel_takes(store, monkeypatch):
+    writev = os.writev
+    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [*parts[:2], parts[2][:1]] if len(parts) > 2 else parts))
+    file = create_data_file(store, "d/0")
+    parts = [b"%d," % i for i in range(3000)]
+    file.append_all([memoryview(part) for part in parts])
+    file.seal()
+    file.wait()
+    assert store.read("d/0") == b"".join(parts)
 
 
 def test_a_lent_buffer_holds_nothing_of_the_file_before(store):

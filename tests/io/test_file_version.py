@@ -21,6 +21,9 @@ def test_any_bytes_of_it_are_read(store):
     assert version.read(2, 5).tobytes() == b"234"
     assert version.read(4, 4).tobytes() == b""
     assert version.read_whole(10) == b"0123456789"
+    parts = [bytearray(3), bytearray(), bytearray(4)]
+    version.read_into(2, list(map(memoryview, parts)))
+    assert parts == [b"234", b"", b"5678"]
     version.require_length(10)
 
 

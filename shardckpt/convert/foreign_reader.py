@@ -1,0 +1,274 @@
+"""Reading boxes of a foreign checkpoint's tensors to where they are wanted.
+
+1. All that is asked for at once is planned at once, in columns (`io.wanted`): which chunks of the foreign tensors, and where each part
+   of them goes. A chunk is read once, whoever wants some of it.
+2. Where chunks lie in files as runs of bytes (`Foreign.run`), those that follow each other are read together: each straight to where it
+   goes, if that is one run of memory, else to a buffer, and copied from there.
+3. All others are read by the format itself, one by one.
+
+Each thread has in memory what it reads together: `joined` bytes, or one chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, pairwise
+from math import prod
+from threading import local
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.box import BoxArray
+from shardckpt.convert.arrangement import is_whole
+from shardckpt.errors import CorruptionError
+from shardckpt.io.wanted import Wanted
+from shardckpt.io.workers import Workers
+from shardckpt.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shardckpt.convert.arrangement import Arrangement
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.span import Entry
+    from shardckpt.io.stats import ReadStats
+    from shardckpt.io.wanted import Part, Request
+    from shardckpt.planning.plan import Piece
+
+__all__ = ["ForeignReader"]
+
+_MOST_JOINED = 256
+"""Chunks that are read together: preadv takes 1,024 pieces of memory, and there may be one before each."""
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lies:
+    """A piece that is one run of bytes, and each of its chunks a part of it."""
+
+    entry: Entry
+    per_row: int
+    """Chunks side by side along the dimension in which it is cut; before that one they have one index each, and behind it all."""
+    row_bytes: int
+    """Of those together."""
+    chunk_bytes: int
+    """Of each, but for the last in a row."""
+
+    @classmethod
+    def of(cls, entry: Entry, piece: Piece, itemsize: int) -> _Lies | None:
+        """None where chunks are no runs."""
+        cut = next((d for d in reversed(range(len(piece.shape))) if piece.chunks[d] < piece.shape[d]), 0)
+        if any(side != 1 for side in piece.chunks[:cut]):
+            return None
+        return cls(entry, prod(piece.grid[cut : cut + 1]), prod(piece.shape[cut:]) * itemsize, prod(piece.chunks[cut:]) * itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Chunks that are wanted; rows of one chunk follow each other."""
+
+    wanted: Wanted
+    begin: Ints
+    """(n,) the first row of each chunk."""
+    end: Ints
+    """(n,) one past the last."""
+
+    @classmethod
+    def of(cls, wanted: Wanted) -> _Chunks:
+        """Each chunk once, though several requests want the same array."""
+        arrays: dict[str, int] = {}
+        array = np.array([arrays.setdefault(part.piece.path, len(arrays)) for part in wanted.parts], np.int64)
+        if len(arrays) < len(array):
+            wanted = wanted.take(np.lexsort((wanted.position, array[wanted.part])))
+        begin = np.flatnonzero(np.diff(array[wanted.part], prepend=-1) | np.diff(wanted.position, prepend=-1))
+        return cls(wanted, begin, np.append(begin[1:], len(wanted)))
+
+    def take(self, which: Ints) -> _Chunks:
+        """Some of them, in that order."""
+        return _Chunks(self.wanted, self.begin[which], self.end[which])
+
+    def part(self, k: int) -> Part:
+        """What chunk k is of."""
+        return self.wanted.part_of(int(self.begin[k]))
+
+    def where(self, k: int) -> str:
+        """For messages: tensor, index range."""
+        return f"{shown(self.part(k).request.name)}{self.wanted.box(int(self.begin[k]))}"
+
+    def straight(self, k: int, nbytes: int) -> memoryview | None:
+        """Memory of so many bytes, if chunk k goes there as it is, and nowhere else."""
+        row, targets = int(self.begin[k]), self.wanted.targets
+        if self.end[k] - row != 1 or targets.count[row] != 1 or self.part(k).request.convert_from is not None:
+            return None
+        buffer, inside, _ = self.wanted.targets_of(row)[0]
+        place = buffer[inside]
+        return place.reshape(-1).view(np.uint8).data if place.nbytes == nbytes and place.flags.c_contiguous else None
+
+    def scatter(self, k: int, elements: NDArray[Any]) -> None:
+        """Copy chunk k to where it is wanted."""
+        with np.errstate(all="ignore"):  # what is too large for another dtype becomes infinite there: that was asked for
+            for row in range(int(self.begin[k]), int(self.end[k])):
+                meaning = self.wanted.part_of(row).request.convert_from
+                values = elements if meaning is None else elements.view(meaning)
+                for buffer, in_buffer, in_chunk in self.wanted.targets_of(row):
+                    np.copyto(buffer[in_buffer], values[in_chunk], casting="unsafe")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Chunks that follow each other in a file."""
+
+    entries: Sequence[Entry]
+    """Of each chunk, what it is a part of."""
+    chunks: _Chunks
+    ends: Sequence[int]
+    """Where each of them ends, in bytes behind the first one's start."""
+    start: int
+    """Of the first one, in the file."""
+
+
+class ForeignReader:
+    """Reads boxes of the tensors of an arrangement. Safe to use from several threads."""
+
+    def __init__(self, foreign: Foreign, arrangement: Arrangement, stats: ReadStats, threads: int, joined: int) -> None:
+        """Read by so many threads; `joined`: bytes to which chunks are read together."""
+        self._foreign = foreign
+        self._tensors = foreign.structure.tensors
+        self._views = arrangement.views
+        self._stats = stats
+        self._workers = Workers(threads, "shardckpt-import")
+        self._joined = joined
+        self._lies: dict[str, _Lies | None] = {}
+        """By path of a piece, as far as that was looked up."""
+        self._scratch = local()
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """Fill every request's buffers.
+
+        Raises:
+            MissingDataError, CorruptionError: what is needed is not there, or damaged; names the tensor and the file.
+            ReplacedError: the source has changed since it was opened.
+            StorageError: it cannot be read.
+        """
+        self._stats.count(needed=sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests))
+        chunks = _Chunks.of(Wanted.of_boxes(list(chain.from_iterable(map(self._foreign_requests, requests)))))
+        self._workers.do(lambda task: task(), self._tasks(chunks))
+
+    def _foreign_requests(self, request: Request) -> Iterator[Request]:
+        """The same elements, asked of the tensors that they come from."""
+        views = self._views[request.name]
+        for view in views:
+            tensor = self._tensors[view.tensor]
+            if is_whole(views, self._tensors):
+                same = request.name == tensor.name and request.pieces is tensor.pieces
+                yield request if same else replace(request, name=tensor.name, pieces=tensor.pieces)
+                continue
+            boxes, inside = request.boxes, view.inside
+            which = boxes.overlapping(inside)
+            common = BoxArray(np.maximum(boxes.start[which], inside.start), np.minimum(boxes.stop[which], inside.stop))
+            begins, ends = (common.start - boxes.start[which]).tolist(), (common.stop - boxes.start[which]).tolist()
+            parts = [
+                view.part(request.buffers[i][(*map(slice, begin, end), ...)])
+                for i, begin, end in zip(which.tolist(), begins, ends, strict=True)
+            ]
+            if parts:
+                yield replace(request, name=tensor.name, pieces=tensor.pieces, boxes=view.back(common), buffers=parts)
+
+    def _tasks(self, chunks: _Chunks) -> Iterator[Callable[[], None]]:
+        """What one thread does at a time."""
+        found = [self._lying(part) for part in chunks.wanted.parts]
+        part = chunks.wanted.part[chunks.begin]
+        lies = np.array([lying is not None for lying in found], bool)[part]
+        for k in np.flatnonzero(~lies).tolist():
+            yield partial(self._read_chunk, chunks, k)
+        which = np.flatnonzero(lies)
+        yield from (partial(self._read_run, run) for run in self._runs(chunks.take(which), found, part[which]))
+
+    def _lying(self, part: Part) -> _Lies | None:
+        """Where a piece lies, if that is one run of bytes."""
+        piece = part.piece
+        if piece.path not in self._lies:
+            tensor = self._tensors[part.request.name]
+            entry = self._foreign.run(tensor, piece)
+            self._lies[piece.path] = None if entry is None else _Lies.of(entry, piece, tensor.dtype.itemsize)
+        return self._lies[piece.path]
+
+    def _runs(self, chunks: _Chunks, found: Sequence[_Lies | None], part: Ints) -> Iterator[_Run]:
+        """Chunks in the order of the files, those together that follow each other.
+
+        Args:
+            chunks: n chunks that are runs of bytes.
+            found: by part of `chunks.wanted`, where it lies.
+            part: (n,) which of these a chunk is of.
+        """
+        if not len(part):
+            return
+        files: dict[int, int] = {}
+        columns = [
+            (files.setdefault(id(one.entry.span.file), len(files)), one.entry.span.start, one.per_row, one.row_bytes, one.chunk_bytes)
+            if one is not None
+            else (0, 0, 1, 0, 0)
+            for one in found
+        ]
+        file, start, per_row, row_bytes, chunk_bytes = np.array(columns, np.int64)[part].T
+        row, nth = np.divmod(chunks.wanted.position[chunks.begin], per_row)
+        start = start + row * row_bytes + nth * chunk_bytes
+        stop = start + np.minimum(chunk_bytes, row_bytes - nth * chunk_bytes)
+        order = np.lexsort((start, file))
+        file, start, stop, chunks, part = file[order], start[order], stop[order], chunks.take(order), part[order]
+        apart = np.flatnonzero((np.diff(file) != 0) | (start[1:] != stop[:-1])) + 1
+        for first, last in pairwise([0, *apart.tolist(), len(part)]):
+            at = first
+            while at < last:
+                fitting = int(np.searchsorted(stop[at:last], start[at] + self._joined, side="right"))
+                end = at + min(max(1, fitting), _MOST_JOINED)
+                entries = [lying.entry for k in part[at:end].tolist() if (lying := found[k]) is not None]
+                run = chunks.take(np.arange(at, end))
+                yield _Run(entries, run, (stop[at:end] - start[at]).tolist(), int(start[at]))
+                at = end
+
+    def _read_run(self, run: _Run) -> None:
+        """Read chunks, and copy those that could not be read to where they go."""
+        scratch = self._room(run.ends[-1])
+        vectors, memory, later = list[memoryview](), list[memoryview](), list[int]()
+        reached = 0  # what lies behind goes to where the next vector says
+        for k, (begin, end) in enumerate(pairwise([0, *run.ends])):
+            place = run.chunks.straight(k, end - begin)
+            if place is None:
+                memory.append(scratch[begin:end].data)
+                later.append(k)
+                continue
+            vectors += [scratch[reached:begin].data, place] if reached < begin else [place]
+            memory.append(place)
+            reached = end
+        if reached < run.ends[-1]:
+            vectors.append(scratch[reached : run.ends[-1]].data)
+        file = run.entries[0].span.file
+        try:
+            file.read_into(run.start, vectors)
+            for entry, data in zip(run.entries, memory, strict=True):
+                entry.check(data)
+        except CorruptionError as e:
+            raise type(e)(f"{run.chunks.where(0)}: {e}") from e
+        self._stats.count(reads=1, read=run.ends[-1])
+        for k in later:
+            part, box = run.chunks.part(k), run.chunks.wanted.box(int(run.chunks.begin[k]))
+            run.chunks.scatter(k, np.frombuffer(memory[k], part.request.dtype).reshape(box.shape))
+
+    def _room(self, nbytes: int) -> NDArray[np.uint8]:
+        """This thread's buffer, of at least so many bytes; what it held is gone."""
+        room: NDArray[np.uint8] | None = getattr(self._scratch, "room", None)
+        if room is None or room.nbytes < nbytes:
+            room = self._scratch.room = np.empty(max(nbytes, self._joined), np.uint8)
+        return room
+
+    def _read_chunk(self, chunks: _Chunks, k: int) -> None:
+        """Have a chunk read by the format, and copy it to where it goes."""
+        part, box = chunks.part(k), chunks.wanted.box(int(chunks.begin[k]))
+        elements = self._foreign.read(self._tensors[part.request.name], part.piece, box)
+        assert (elements.dtype, elements.shape) == (part.request.dtype, box.shape)
+        self._stats.count(reads=1, read=elements.nbytes)
+        chunks.scatter(k, elements)

@@ -1,0 +1,97 @@
+"""Boxes of foreign tensors come to where they are wanted, each stored byte once, in few reads."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from shardckpt.box import Box, BoxArray
+from shardckpt.convert import from_safetensors
+from shardckpt.convert.foreign_source import ForeignSource, ForeignSpec
+from shardckpt.errors import CorruptionError
+from shardckpt.io.wanted import Request
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Wanted = tuple[str, Box, NDArray[Any]]
+
+MiB = 1 << 20
+
+
+def read(source: ForeignSource, wanted: list[Wanted]) -> None:
+    """Each by a request of its own; converted, where the buffer is of another dtype than the tensor."""
+    requests = []
+    for name, box, buffer in wanted:
+        tensor = source.record.structure.tensors[name]
+        meaning = None if buffer.dtype == tensor.dtype.storage else tensor.dtype.numpy
+        requests.append(Request(name, tensor.dtype.storage, tensor.pieces, BoxArray.of([box], box.ndim), [buffer], convert_from=meaning))
+    source.reader.read(requests)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[dict[str, NDArray[Any]], list[Wanted]]:
+    """A state, and boxes of it with memory for each, which may be larger, or of another dtype."""
+    shapes = draw(st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=4))
+    state: dict[str, NDArray[Any]] = {f"t{i}": np.random.default_rng(i).random(shape, np.float32) for i, shape in enumerate(shapes)}
+    wanted = []
+    for name in draw(st.lists(st.sampled_from(list(state)), min_size=1, max_size=6)):
+        start = [draw(st.integers(0, n - 1)) for n in state[name].shape]
+        box = Box(tuple(start), tuple(draw(st.integers(a + 1, n)) for a, n in zip(start, state[name].shape, strict=True)))
+        dtype = draw(st.sampled_from([np.float32, np.float64]))
+        wanted.append((name, box, np.zeros([n + draw(st.integers(0, 1)) for n in box.shape], dtype)))
+    return state, wanted
+
+
+@settings(max_examples=60)
+@given(case=cases(), rows=st.sampled_from([16, 64, MiB]), transposed=st.booleans())
+def test_any_boxes_of_any_tensors_are_read_to_any_memory(
+    case: tuple[dict[str, NDArray[Any]], list[Wanted]], rows: int, transposed: bool
+) -> None:
+    state, wanted = case
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(from_safetensors, "ROWS_BYTES", rows)
+        file = Path(directory, "model")
+        if transposed:
+            torch.save({name: torch.from_numpy(array.T.copy().T) for name, array in state.items()}, file)
+        else:
+            save_file(state, file)
+        read(ForeignSpec(str(file), "torch" if transposed else "safetensors").open(), wanted)
+    for name, box, buffer in wanted:
+        part = state[name][(*box.slices, ...)]
+        np.testing.assert_array_equal(buffer[(*map(slice, part.shape), ...)], part.astype(buffer.dtype))
+
+
+def test_what_follows_in_a_file_is_read_together_and_once(tmp_path: Path) -> None:
+    state = {f"t{i:04d}": np.full((16, 16), i, np.float32) for i in range(1000)} | {"large": np.zeros((3 * MiB, 4), np.uint8)}
+    save_file(state, tmp_path / "model.safetensors")
+    source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()
+    nbytes = sum(array.nbytes for array in state.values())
+    straight = [(name, Box.full(array.shape), np.ones_like(array)) for name, array in state.items()]
+    copied = [(name, Box.full(array.shape), np.ones(array.shape, np.float64)) for name, array in state.items() if name != "large"]
+
+    read(source, straight + copied)
+
+    assert source.stats.bytes_read == nbytes, "though most is wanted twice"
+    assert source.stats.reads <= 1000 // 256 + nbytes // (3 * MiB) + 2
+    assert all((buffer == state[name]).all() for name, _, buffer in [*straight, *copied])
+
+
+def test_a_flipped_bit_in_a_checksummed_tensor_is_an_error_that_names_tensor_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    torch.save({"a": torch.zeros(1000), "b": torch.arange(1000, dtype=torch.float32)}, file)
+    raw = bytearray(file.read_bytes())
+    raw[raw.index(np.arange(1000, dtype=np.float32).tobytes()) + 17] ^= 1
+    file.write_bytes(raw)
+    source = ForeignSpec(str(file), "torch").open()
+
+    with pytest.raises(CorruptionError, match=r"(?s)'b'.*model\.pt.*CRC-32"):
+        read(source, [("b", Box((0,), (1000,)), np.empty(1000, np.float32))])
