@@ -32,7 +32,6 @@ __all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch", "scatter_read"]
 
 _MOST_VECTORS = 1000
 """Buffers per scatter read, below the kernel's IOV_MAX of 1024."""
-_LEAST_SCRATCH = 8 << 20
 _NONE = np.empty(0, np.uint32)
 
 
@@ -73,10 +72,17 @@ class Fetch(Protocol):
 class LocalFetch:
     """Reads from a file on this machine."""
 
-    def __init__(self, place: Store, *, direct: bool) -> None:
-        """Read below `place`, the attempt; `direct`: a chunk's bytes may be its elements, so they may go to where those go."""
+    def __init__(self, place: Store, *, direct: bool, scratch: int) -> None:
+        """Read below `place`, the attempt.
+
+        Args:
+            place: where.
+            direct: whether a chunk's bytes are its elements, so that they may go to where those go.
+            scratch: bytes of each thread's buffer; a run that is larger takes what it takes.
+        """
         self._place = place
         self._direct = direct
+        self._least = scratch
         self._scratch = threading.local()
 
     def __call__(self, runs: Sequence[Run]) -> Iterator[Fetched]:
@@ -124,7 +130,7 @@ class LocalFetch:
         """This thread's scratch buffer, at least that large; what it held is gone."""
         scratch: NDArray[np.uint8] | None = getattr(self._scratch, "buffer", None)
         if scratch is None or scratch.nbytes < nbytes:
-            scratch = self._scratch.buffer = np.empty(max(nbytes, _LEAST_SCRATCH), np.uint8)
+            scratch = self._scratch.buffer = np.empty(max(nbytes, self._least), np.uint8)
         return scratch
 
 

@@ -9,7 +9,7 @@
    destination is then copied to each box that wants it, by `bands`: as many chunks at once as one copy can move.
 
 Every chunk is read once, however many boxes share it. Memory besides the destinations: on a local disk a scratch buffer
-of 8 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run takes what it takes.
+of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run takes what it takes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkReader", "Request"]
 
-LOCAL_LIMITS = RunLimits(nbytes=8 << 20, gap=0, chunks=1 << 10, whole_bands=True)
+LOCAL_RUN = (4 << 20, 8 << 20)
+"""Least and most bytes to which adjacent chunks are joined on a local disk, by memory and threads."""
+LOCAL_CHUNKS = 1 << 10
+"""Bands of chunks that a run has there, at the most."""
 TASK_RUNS = 64
 """Runs that a thread takes at a time on a local disk, at most: a file is opened once for all of them."""
 OBJECT_THREADS = 16
@@ -80,7 +83,7 @@ class ChunkReader:
             stats: where reads are counted; None: from zero.
             compression: None or "zstd".
             threads: how many read at once; by default as many as there are cores, from 2 to 8, and on object stores up to 16.
-            memory: on object stores: bytes for what is under way; less of it means fewer threads.
+            memory: bytes for what is under way; less of it means smaller reads, and fewer threads on object stores.
         """
         self.stats = stats or ReadStats()
         self._store = store
@@ -90,9 +93,11 @@ class ChunkReader:
         self._fetch: Fetch
         if store.location.local is not None:
             threads = threads or max(2, min(8, cores()))
-            self._limits = LOCAL_LIMITS
+            least, most = LOCAL_RUN
+            run = max(least, min(most, memory // threads))
+            self._limits = RunLimits(run, gap=0, chunks=LOCAL_CHUNKS, whole_bands=True)
             self._task_runs = TASK_RUNS
-            self._fetch = LocalFetch(store, direct=compression is None)
+            self._fetch = LocalFetch(store, direct=compression is None, scratch=run)
         else:
             least, most = OBJECT_RUN
             wished = threads or OBJECT_THREADS

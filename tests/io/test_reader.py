@@ -18,7 +18,7 @@ from fault_rules import Rule
 from shardckpt.box import Box, BoxArray
 from shardckpt.errors import CorruptionError, MissingDataError, StorageError
 from shardckpt.io.lookup import WholeTable
-from shardckpt.io.reader import LOCAL_LIMITS, ChunkReader, Request
+from shardckpt.io.reader import LOCAL_RUN, ChunkReader, Request
 from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks
 from shardckpt.planning.plan import Piece
@@ -197,7 +197,7 @@ def test_a_run_of_more_chunks_than_one_system_call_takes_is_read_in_place(tmp_pa
     store = Store.open(tmp_path)
     rows = np.random.default_rng(0).integers(0, 256, (os.sysconf("SC_IOV_MAX") * 3, 8), np.uint8)
     piece, table = written(store, rows)
-    assert rows.nbytes < LOCAL_LIMITS.nbytes
+    assert rows.nbytes < LOCAL_RUN[0]
     assert np.array_equal(read_all(ChunkReader(store, WholeTable(FILES, {"w": table})), piece, np.uint8), rows)
 
 
