@@ -19,8 +19,10 @@ from shardckpt.io.based_reader import BasedReader
 from shardckpt.io.carrying import TakenOver, way
 from shardckpt.io.commit import published_attempt
 from shardckpt.io.places import read_places
+from shardckpt.io.reader import reading_limits
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
+from shardckpt.reshard.memory import readers
 
 if TYPE_CHECKING:
     from shardckpt.checkpoint import Checkpoint
@@ -123,7 +125,7 @@ def forecast(
         devices_per_host: of those that would restore it; None: `DEVICES_PER_HOST`, or all devices where there are fewer.
         places: where the source's chunks are; None: what the record says must do.
     """
-    record = checkpoint.record
+    record, location = checkpoint.record, checkpoint.location
     limits = None if places is None else _limits(checkpoint.reader)
     layouts = {name: placed(decision.layout, len(plan.target.tensors[name].shape)) for name, decision in plan.decisions.items()}
     ranked = [(layout, len(plan.target.tensors[name].shape)) for name, layout in layouts.items()]
@@ -142,7 +144,8 @@ def forecast(
     if taken_over:
         reads: ReshardReads | None = ReshardReads(0, 0, len(plan.tasks))
     else:
-        reads = None if places is None or limits is None else reshard_reads(plan, places, limits)
+        own, _ = reading_limits(local=location.local is not None, threads=readers(location), memory=plan.memory.reading)
+        reads = None if places is None or limits is None else reshard_reads(plan, places, own)
     return Forecast(
         url=str(checkpoint.location),
         destination=destination,

@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.planning.plan import Piece
 
-__all__ = ["ChunkReader", "Request"]
+__all__ = ["ChunkReader", "Request", "reading_limits"]
 
 LOCAL_RUN = (4 << 20, 8 << 20)
 """Least and most bytes to which adjacent chunks are joined on a local disk, by memory and threads."""
 LOCAL_CHUNKS = 1 << 10
-"""Bands of chunks that a run has there, at the most."""
+"""Chunks that a run has there, at the most."""
 TASK_RUNS = 64
 """Runs that a thread takes at a time on a local disk, at most: a file is opened once for all of them."""
 OBJECT_THREADS = 16
@@ -60,6 +60,17 @@ OBJECT_RUN = (10 << 20, 16 << 20)
 """Least and most bytes to which adjacent chunks are joined there, by memory and threads; of whole chunks, at least 8 MiB."""
 OBJECT_GAP = 64 << 10
 """Bytes between two chunks that are rather read than asked around."""
+
+
+def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[RunLimits, int]:
+    """How far a reader joins chunks into one read or request, and how many it makes at a time; for arguments see `ChunkReader`."""
+    least, most = LOCAL_RUN if local else OBJECT_RUN
+    if local:
+        threads = threads or max(2, min(8, cores()))
+        return RunLimits(max(least, min(most, memory // threads)), gap=0, chunks=LOCAL_CHUNKS), threads
+    wished = threads or OBJECT_THREADS
+    run = max(least, min(most, memory // (OBJECT_COPIES * wished)))
+    return RunLimits(run, OBJECT_GAP, MOST_CHUNKS), max(1, min(wished, memory // (OBJECT_COPIES * run)))
 
 
 class ChunkReader:
@@ -91,19 +102,11 @@ class ChunkReader:
         self._compression = compression
         self._finder = ChunkFinder(store, table, compression)
         self._fetch: Fetch
+        self._limits, threads = reading_limits(local=store.location.local is not None, threads=threads, memory=memory)
         if store.location.local is not None:
-            threads = threads or max(2, min(8, cores()))
-            least, most = LOCAL_RUN
-            run = max(least, min(most, memory // threads))
-            self._limits = RunLimits(run, gap=0, chunks=LOCAL_CHUNKS, whole_bands=True)
             self._task_runs = TASK_RUNS
-            self._fetch = LocalFetch(store, direct=compression is None, scratch=run)
+            self._fetch = LocalFetch(store, direct=compression is None, scratch=self._limits.nbytes)
         else:
-            least, most = OBJECT_RUN
-            wished = threads or OBJECT_THREADS
-            run = max(least, min(most, memory // (OBJECT_COPIES * wished)))
-            threads = max(1, min(wished, memory // (OBJECT_COPIES * run)))
-            self._limits = RunLimits(run, OBJECT_GAP, MOST_CHUNKS)
             self._task_runs = 1
             self._fetch = ObjectFetch(store)
         # The same for all reads: they have scratch buffers, and fresh memory is slow.

@@ -71,24 +71,15 @@ class RunLimits:
     gap: int
     """Bytes between two chunks that are read although nobody wants them."""
     chunks: int
-    """Chunks of a run; of `whole_bands`, bands."""
-    whole_bands: bool = False
-    """Whether a band that fits into a run is not cut, because its parts would be copied more slowly."""
+    """Chunks of a run."""
 
 
 def runs(chunks: Located, limits: RunLimits) -> list[Run]:
     """All chunks in order of their place, neighbours together."""
-    order = np.lexsort((chunks.offset, chunks.file))
+    order, begins = join(chunks.file, chunks.offset, chunks.length, limits)
     if (order[1:] < order[:-1]).any():
         chunks = chunks.take(order)
     starts = ~continues(chunks)
-    joined = np.arange(len(chunks))
-    if limits.whole_bands and len(chunks):
-        nth = joined - np.maximum.accumulate(np.where(starts, joined, 0))
-        starts |= nth % np.maximum(1, limits.nbytes // chunks.length) == 0
-        joined = np.flatnonzero(starts)
-    nbytes = np.add.reduceat(chunks.length, joined) if len(chunks) else joined
-    begins = joined[join(chunks.file[joined], chunks.offset[joined], nbytes, limits)[1]]
     starts[begins] = True
     bands = np.flatnonzero(starts)
     edges = [*bands.tolist(), len(chunks)]
