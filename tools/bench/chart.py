@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from tools.bench.measure import OPERATIONS
-from tools.bench.ratios import OURS
+from tools.bench.ratios import OURS, is_ours
 
 __all__ = ["chart"]
 
@@ -77,7 +77,7 @@ def _bar(result: dict[str, Any], y: int, length: float) -> list[str]:
 
 
 def _kind(result: dict[str, Any]) -> str:
-    return "ours" if result["subject"] == OURS else "floor" if result["floor"] else "peer"
+    return "ours" if is_ours(result["subject"]) else "floor" if result["floor"] else "peer"
 
 
 def _rate(result: dict[str, Any]) -> float:

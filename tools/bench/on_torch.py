@@ -50,6 +50,7 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
     return [
         *floors(arrays, targets, directory),
         _ours(given),
+        _ours_not_read_back(given),
         _dcp(given, best=False),
         _dcp(given, best=True),
         *_safetensors(given),
@@ -126,6 +127,15 @@ def _ours(given: _Given) -> Subject:
         "exports: every chunk is compared with its checksum, and the file is read back"
     )
     return Subject("shardckpt", runs, settings, checksums=True)
+
+
+def _ours_not_read_back(given: _Given) -> Subject:
+    import shardckpt
+
+    kept, file = given.directory / "ours", given.directory / "ours.safetensors"
+    there = given.there("ours", lambda path: shardckpt.save(path, given.tensors))
+    export = Run(lambda: shardckpt.export_safetensors(kept, file, verify=False), given.nbytes, before=there, writes=file)
+    return Subject("shardckpt, not read back", {"export": export}, "verify=False: as the peers", checksums=True)
 
 
 def _dcp(given: _Given, *, best: bool) -> Subject:

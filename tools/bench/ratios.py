@@ -6,9 +6,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["OURS", "Key", "Ratio", "ratios", "where"]
+__all__ = ["OURS", "Key", "Ratio", "is_ours", "ratios", "where"]
 
 OURS = "shardckpt"
+"""As users have it, with its defaults; what is compared with others."""
 
 Key = tuple[str, str, str, str, str]
 """Storage, state, group, operation, the other subject."""
@@ -27,6 +28,11 @@ class Ratio:
     """Whether the other only moves bytes."""
 
 
+def is_ours(subject: str) -> bool:
+    """Whether it is shardckpt, with these settings or others, such as "shardckpt, not read back"."""
+    return subject.partition(",")[0] == OURS
+
+
 def where(result: dict[str, Any]) -> tuple[str, str, str, str]:
     """All of a result's key but the subject."""
     return result["storage"], result["state"], result["group"], result["operation"]
@@ -35,7 +41,8 @@ def where(result: dict[str, Any]) -> tuple[str, str, str, str]:
 def ratios(found: dict[str, Any]) -> dict[Key, Ratio]:
     """All ratios of a run, in the order of its results."""
     ours = {where(r): r for r in found["results"] if r["subject"] == OURS}
-    return {(*where(r), r["subject"]): _ratio(ours[where(r)], r) for r in found["results"] if r["subject"] != OURS and where(r) in ours}
+    others = [r for r in found["results"] if not is_ours(r["subject"]) and where(r) in ours]
+    return {(*where(r), r["subject"]): _ratio(ours[where(r)], r) for r in others}
 
 
 def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> Ratio:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.bench.measure import LEAST_ROUNDS, OPERATIONS
 from tools.bench.plan import PLAN
-from tools.bench.ratios import OURS, ratios, where
+from tools.bench.ratios import is_ours, ratios, where
 from tools.bench.states import STATES
 from tools.bench.targets import held
 
@@ -149,7 +149,7 @@ def _figures(found: dict[str, Any]) -> Iterator[str]:
             for number, r in enumerate(same):
                 ratio = known.get((*where(r), r["subject"]))
                 beside = "" if ratio is None else f"{ratio.value:.2f} ({ratio.least:.2f} – {ratio.most:.2f})"
-                name = f"*{r['subject']}*" if r["floor"] else f"**{OURS}**" if r["subject"] == OURS else r["subject"]
+                name = f"*{r['subject']}*" if r["floor"] else f"**{r['subject']}**" if is_ours(r["subject"]) else r["subject"]
                 yield (
                     f"| {'' if number else OPERATIONS[operation].title} | {name} | "
                     f"{r['median']:.3f} ({r['least']:.3f} – {r['most']:.3f}) | {_rate(r):.2f} | {beside} | {r['peak_bytes'] >> 20} | "
