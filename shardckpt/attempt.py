@@ -58,7 +58,7 @@ __all__ = ["Attempt", "Share"]
 COMMITTER = 0
 """The process that commits."""
 _FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
-"""Seconds between two looks for the committer's word."""
+"""Seconds between two looks for the committer's word; in between an eighth of the time waited."""
 _STORAGE_LOOK = 10.0
 """Seconds until the first look whether the storage shows what nobody has said; the next ones are as long again apart as all before."""
 _COMMITTING = 60.0
@@ -206,7 +206,7 @@ class Attempt:
             CommitError: it could not commit, or says nothing for too long.
         """
         timeout = self.options.commit_timeout + _COMMITTING
-        began, pause, why = time.monotonic(), _FIRST_LOOK, f"within {timeout:g} s"
+        began, why = time.monotonic(), f"within {timeout:g} s"
         deadline, look = began + timeout, began + _STORAGE_LOOK
         while (now := time.monotonic()) < deadline:
             try:
@@ -224,8 +224,7 @@ class Attempt:
                     if published_attempt(self.store) == self.name:
                         return
                 look = now + (now - began)
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_LOOK)
+            time.sleep(min(max(_FIRST_LOOK, (now - began) / 8), _LAST_LOOK))
         if published_attempt(self.store) != self.name:
             # For who comes too late, or has missed this save and would complete it with what it saves next.
             self._tell(_WORD, f"process {self.world.process} has given up waiting for it.")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]
     """What hosts say, each version once, with the hosts that say it."""
 
-__all__ = ["SMALL", "SMALL_TABLE", "TABLE", "assemble", "finished_hosts", "read_host_record", "wait_for_hosts"]
+__all__ = ["SMALL", "SMALL_TABLE", "TABLE", "assemble", "finished_hosts", "pause", "read_host_record", "wait_for_hosts"]
 
 TABLE = "table"
 """All hosts' chunk tables as one, relative to the attempt."""
@@ -58,14 +58,19 @@ SMALL = "small"
 """Data file of the small plain tensors' chunks (packed layout), relative to the attempt."""
 _NAMED_HOSTS = 1000
 """Missing hosts that a message may name."""
-_FIRST_POLL, _LAST_POLL = 0.02, 2.0
-"""Seconds between two looks for the hosts' records."""
+_LEAST_PAUSE, _MOST_PAUSE = 0.02, 2.0
+"""Seconds between two looks for the hosts' records; in between an eighth of the time waited, so that no save takes much longer by them."""
 
 
 def finished_hosts(place: Store) -> list[int]:
     """The hosts that have written their record into an attempt; one listing of few small objects."""
     found = (key.removeprefix("records/").removesuffix(".json") for key in place.list("records/"))
     return sorted(int(name) for name in found if name.isdecimal())
+
+
+def pause(waited: float) -> float:
+    """Seconds until the next look for the hosts' records, after so many."""
+    return min(max(_LEAST_PAUSE, waited / 8), _MOST_PAUSE)
 
 
 def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[], str | None] = lambda: None) -> None:
@@ -80,7 +85,7 @@ def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[]
     Raises:
         CommitError: some have not, in time; names them.
     """
-    deadline, pause = time.monotonic() + timeout, _FIRST_POLL
+    began = time.monotonic()
     while True:
         missing = sorted(set(range(hosts)) - set(finished_hosts(place)))
         if not missing:
@@ -88,14 +93,14 @@ def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[]
         reason = failed()
         if reason is not None:
             raise CommitError(f"{place}: {reason} Nothing was published.")
-        if time.monotonic() >= deadline:
+        waited = time.monotonic() - began
+        if waited >= timeout:
             raise CommitError(
                 f"{place}: {numbered('host', missing)} (of {hosts}) did not finish within {timeout:g} s; nothing was published. "
                 f"All processes of the job have to save to this place. What finishes later, `shardckpt commit` publishes; "
                 f"else `shardckpt gc` removes the attempt."
             )
-        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-        pause = min(2 * pause, _LAST_POLL)
+        time.sleep(min(pause(waited), timeout - waited))
 
 
 def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from processes import Processes
 
 import shardckpt
 from shardckpt.errors import CommitError, FormatError, MissingDataError
-from shardckpt.io.assemble import assemble, finished_hosts, wait_for_hosts
+from shardckpt.io.assemble import assemble, finished_hosts, pause, wait_for_hosts
 from shardckpt.io.commit import publish, read_prior
 from shardckpt.io.host_files import write_table
 from shardckpt.io.store import Store
@@ -237,6 +238,17 @@ def test_a_failure_that_is_known_is_told_at_once(saved):
     saved.place.delete("records/00001.json")
     with pytest.raises(CommitError, match=r"process 1 ran out of luck\. Nothing was published"):
         wait_for_hosts(saved.place, HOSTS, 600, lambda: "process 1 ran out of luck.")
+
+
+def test_the_last_record_is_seen_when_an_eighth_of_the_time_has_passed_again_and_few_looks_are_taken():
+    now, looks = 0.0, [0.0]
+    while now < 60:
+        now += pause(now)
+        looks.append(now)
+    late = [(after - before) / before for before, after in pairwise(looks) if before >= 0.16]
+    assert max(late) <= 1 / 8 + 1e-9
+    assert len(looks) <= 80
+    assert pause(600) == 2
 
 
 def test_a_record_of_one_host_too_many_is_refused(saved):

@@ -140,7 +140,7 @@ class _Host:
             each: what is asked about every single host.
             rest: what is asked once.
         """
-        pause, everybody = assemble._FIRST_POLL, max(finished)
+        began, everybody = self.clock.now, max(finished)
         records = np.sort(finished)
         while True:
             looked = self.clock.now
@@ -148,8 +148,7 @@ class _Host:
                 self._one(Request("list", "records/"))
             if looked >= everybody:
                 break
-            self.clock.now += pause
-            pause = min(2 * pause, assemble._LAST_POLL)
+            self.clock.now += assemble.pause(looked - began)
         for request in each:  # a few at a time
             under_way: deque[float] = deque()
             for _ in finished:
