@@ -122,6 +122,14 @@ def test_blocks_that_are_laid_out_together_are_the_same_bytes_as_each_of_them_al
     assert (rows == alone).all()
 
 
+def test_a_block_of_as_many_dimensions_as_can_be_stored_is_laid_out():
+    flat = np.arange(6, dtype=np.float32).reshape(3, 2)
+    rows = np.empty((2, 2, room_for((2, 2), 4)), np.uint8)
+    lay_out(flat, (2, 2), rows[0])
+    lay_out(flat.reshape(*(1,) * 29, 3, 1, 2), (*(1,) * 29, 2, 1, 2), rows[1])
+    assert (rows[0, :, :-4] == rows[1, :, :-4]).all()
+
+
 def test_a_chunk_that_two_threads_were_given_is_refused(tmp_path):
     ((piece, box, values),) = arrays([2])
     host = writer(tmp_path, 2)
