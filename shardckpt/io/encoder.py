@@ -1,8 +1,8 @@
 """Chunks of one host, made of elements many at a time, and handed to a writer.
 
 1. Blocks are taken some MiB at a time (`portions`): a part of a large tensor, or many small ones.
-2. Those of a portion that are cut alike are laid out together, in memory that is used again and again, one behind the other as
-   they will lie in the file. A block is one copy.
+2. Those of a portion that have one shape and are cut alike are laid out together, in memory that is used again and again, one
+   behind the other as they will lie in the file: shards of a tensor, too. A block is one copy.
 3. Each chunk gets its checksum there, and one call writes them all.
 
 So what costs Python is paid per portion or block and not per chunk, but for the checksum and the key.
@@ -72,27 +72,38 @@ class Encoder:
     def put_all(self, blocks: Iterable[Elements]) -> None:
         """Write the chunks of boxes of arrays; their elements are copied before this returns."""
         alike: dict[object, list[Elements]] = {}
-        for piece, box, elements in blocks:
-            cut = (piece.chunks, elements.shape, elements.dtype, piece.start, piece.shape, box)
-            alike.setdefault(cut, []).append((piece, box, elements))
+        for block in blocks:
+            piece, _, elements = block
+            alike.setdefault((piece.chunks, elements.shape, elements.dtype), []).append(block)
         for some in alike.values():
             self._put_alike(some)
 
     def _put_alike(self, blocks: Sequence[Elements]) -> None:
-        """Write blocks that lie in their arrays alike."""
-        piece, box, elements = blocks[0]
-        positions, ends = [0], ["/c"]
-        for span, n in zip(whole_chunks(piece, box), piece.grid, strict=True):
-            positions = [row * n + i for row in positions for i in span]
-            ends = [f"{end}/{i}" for end in ends for i in span]
-        paths = [piece.path for piece, _, _ in blocks]
-        size = room_for(piece.chunks, elements.itemsize)
-        nbytes = len(blocks) * len(ends) * size
+        """Write blocks of one shape and dtype, cut into chunks of one shape, in their order."""
+        known: dict[object, tuple[list[int], list[str]]] = {}
+        numbers: list[int] = []
+        positions: list[int] = []
+        keys: list[str] = []
+        for piece, box, _ in blocks:
+            lies = (piece.start, piece.shape, box)
+            if lies not in known:
+                known[lies] = _places(piece, box)
+            places, ends = known[lies]
+            numbers += [self._paths.setdefault(piece.path, len(self._paths))] * len(places)
+            positions += places
+            keys += map(piece.path.__add__, ends)
+        chunks, elements = blocks[0][0].chunks, [elements for _, _, elements in blocks]
+        size = room_for(chunks, elements[0].itemsize)
+        nbytes = len(keys) * size
         if self._room.nbytes < nbytes:
             self._room = np.empty(nbytes, np.uint8)
         rows = self._room[:nbytes].reshape(-1, size)
-        lay_out_all([elements for _, _, elements in blocks], piece.chunks, rows)
-        self._write(paths, [path + end for path in paths for end in ends], positions, rows)
+        lay_out_all(elements, chunks, rows)
+        data, lengths, crcs = close(rows, self._compression)
+        self.writer.put_all(keys, data, lengths)
+        self._path.extend(numbers)
+        self._chunk.extend(positions)
+        self._crc.extend(crcs)
 
     def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
         """Write chunks of which the elements are laid out as they are stored (`codec.lay_out`); they are used before this returns.
@@ -109,21 +120,21 @@ class Encoder:
             self._chunk.extend([position for _, position, _ in some])
             self._crc.extend([crc for _, _, (crc,) in closed])
 
-    def _write(self, paths: Sequence[str], keys: list[str], positions: list[int], rows: NDArray[np.uint8]) -> None:
-        """Write the chunks at the same positions of several arrays, one array after another."""
-        data, lengths, crcs = close(rows, self._compression)
-        self.writer.put_all(keys, data, lengths)
-        numbers = [self._paths.setdefault(path, len(self._paths)) for path in paths]
-        self._path.extend([number for number in numbers for _ in positions])
-        self._chunk.extend(positions * len(paths))
-        self._crc.extend(crcs)
-
     def finish(self) -> Written:
         """Wait until everything is durable."""
         extents = self.writer.finish()
         self._room = np.empty(0, np.uint8)
         columns = (np.array(self._path, np.uint32), np.array(self._chunk, np.uint64), np.array(self._crc, np.uint32))
         return Written(tuple(self._paths), *columns, extents)
+
+
+def _places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
+    """Of the chunks of an array that make a box: their positions in the grid, and how their keys end, behind the array's path."""
+    positions, ends = [0], ["/c"]
+    for span, n in zip(whole_chunks(piece, box), piece.grid, strict=True):
+        positions = [row * n + i for row in positions for i in span]
+        ends = [f"{end}/{i}" for end in ends for i in span]
+    return positions, ends
 
 
 def portions(blocks: Iterable[Elements], most: int) -> Iterator[list[Elements]]:

@@ -109,6 +109,18 @@ def test_blocks_that_are_cut_alike_are_written_by_one_call_as_far_as_there_is_me
         assert (read_back(tmp_path, record, piece) == values).all()
 
 
+def test_shards_of_a_tensor_lie_side_by_side_in_the_file(tmp_path, calls):
+    whole = arrays([4, 4, 4])
+    halves = [Box((0, 0), (2, 4096)), Box((2, 0), (4, 4096))]
+    host = writer(tmp_path, 1)
+    host.put_all([(piece, half, values[half.slices]) for piece, _, values in whole for half in halves], 1 << 20)
+    record, table = host.complete(host.describe(CONTENTS), hosts=1, prior=None)
+    assert calls == [12 * (ROW + 4)]
+    assert table.rows.offset.tolist() == [*range(0, 12 * (ROW + 4), ROW + 4)], "by array, and in grid order"
+    for piece, _, values in whole:
+        assert (read_back(tmp_path, record, piece) == values).all()
+
+
 @given(sides, st.integers(1, 5), st.sampled_from(["u1", "f2", "f4", "c16"]))
 @settings(max_examples=40, deadline=None)
 def test_blocks_that_are_laid_out_together_are_the_same_bytes_as_each_of_them_alone(grid, count, dtype):
