@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.box import Box
+from shardckpt.planning.chunks import padded_size
 from shardckpt.planning.grid_runs import run_boxes
 from shardckpt.planning.plan import count_chunks
 
@@ -43,6 +44,11 @@ class Block:
     def nbytes(self) -> int:
         """Of its elements."""
         return self.box.size * self.itemsize
+
+    @property
+    def padded_bytes(self) -> int:
+        """Of its chunks as they are stored: those at the piece's edges are filled up."""
+        return padded_size(self.box.shape, self.piece.chunks) * self.itemsize
 
     @property
     def chunk_bytes(self) -> int:
@@ -84,13 +90,20 @@ def smaller(block: Block, most: int) -> Iterator[Block]:
     if block.nbytes <= most:
         yield block
     else:
-        run = range(count_chunks(block.piece, block.box))
-        yield from blocks_of(block.held, block.corner, block.piece, block.box, run, block.itemsize, most)
+        yield from _cut(block, most)
+
+
+def _cut(block: Block, most: int) -> Iterator[Block]:
+    run = range(count_chunks(block.piece, block.box))
+    return blocks_of(block.held, block.corner, block.piece, block.box, run, block.itemsize, most)
 
 
 def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
-    """The block, cut as by `smaller`: boxes in the tensor's indices, and where each is in the block's array."""
-    for part in smaller(block, most):
+    """The block, cut where its chunks take more than so many bytes, those at edges filled up.
+
+    Boxes in the tensor's indices, and where each is in the block's array.
+    """
+    for part in _cut(block, most) if block.padded_bytes > most else (block,):
         yield part.box, _index(part.box.start, part.box.stop, block.box.start)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt import errors, frameworks
-from shardckpt.blocks import smaller
+from shardckpt.blocks import Block, parts_of, smaller
 from shardckpt.box import Box
 from shardckpt.io.budget import BufferPool
 from shardckpt.mesh import Mesh
@@ -18,7 +18,7 @@ from shardckpt.options import SaveOptions
 from shardckpt.partition_spec import PartitionSpec
 from shardckpt.plan_cache import PlanCache
 from shardckpt.planning.grid_runs import run_boxes
-from shardckpt.planning.plan import chunks_inside
+from shardckpt.planning.plan import Piece, chunks_inside
 from shardckpt.save_plan import plan_save
 from shardckpt.sharding import Sharding
 from shardckpt.staging import Fetched, Stage, read
@@ -76,6 +76,13 @@ def test_blocks_hold_each_chunk_of_a_process_once_and_in_order_however_small_the
         assert sum(block.nbytes for block in pieces) == plan.nbytes
     largest = max((np.prod(block.piece.chunks) * 2 for block in blocks), default=0)
     assert all(part.nbytes <= max(most, largest) for block in blocks for part in smaller(block, most))
+
+
+def test_a_block_is_written_in_parts_that_take_so_much_with_their_padding():
+    edge = Block(0, (64, 0), Piece("w", (0, 0), (65, 512), (64, 64)), Box((64, 0), (65, 512)), 4)
+    parts = [*parts_of(edge, 2 * 64 * 64 * 4)]
+    assert [box for box, _ in parts] == [Box((64, n), (65, n + 128)) for n in range(0, 512, 128)]
+    assert [np.zeros((1, 512))[index].shape for _, index in parts] == [(1, 128)] * 4
 
 
 def test_a_shard_that_a_process_writes_alone_is_copied_at_once():

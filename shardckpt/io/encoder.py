@@ -21,6 +21,7 @@ from shardckpt.io.codec import close, lay_out_all, room_for
 from shardckpt.io.extents import Extents
 from shardckpt.io.keys import chunk_object_key
 from shardckpt.io.store import byte_view
+from shardckpt.planning.chunks import padded_size
 from shardckpt.planning.plan import whole_chunks
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     """An array, a box of whole chunks of it (in the tensor's indices), and the elements there."""
 
 __all__ = ["Encoder", "Written", "gathered", "portions"]
+
+
+_LEAST_BYTES = 1 << 10
+"""That a block counts for, however small it is: its key, and what Python has of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +143,14 @@ def _places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
 
 
 def portions(blocks: Iterable[Elements], most: int) -> Iterator[list[Elements]]:
-    """Blocks one after another, as many at a time as have no more than `most` bytes of elements, or one that has more."""
+    """Blocks one after another, as many at a time as take no more than `most` bytes, or one that takes more."""
     some: list[Elements] = []
     room = most
     for block in blocks:
-        nbytes = block[2].nbytes
+        piece, _, elements = block
+        # As it is laid out: a host may have the edges of a thousand tensors, which are mostly padding.
+        nbytes = elements.nbytes if elements.shape == piece.chunks else padded_size(elements.shape, piece.chunks) * elements.itemsize
+        nbytes = max(nbytes, _LEAST_BYTES)
         if nbytes > room and some:
             yield some
             some, room = [], most

@@ -99,7 +99,7 @@ class HostWriter:
 
         Args:
             blocks: arrays, boxes and elements.
-            at_a_time: bytes of elements that a thread lays out at a time; a block may have more.
+            at_a_time: bytes that a thread lays out at a time; a block may take more.
         """
         taken(portions(blocks, at_a_time), [encoder.put_all for encoder in self._encoders])
 

@@ -42,7 +42,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["LARGEST_CHUNK", "MOST_CHUNKS", "Chunking", "chunk_shape", "chunking", "even_runs", "grid_shape", "smallest_chunk"]
+__all__ = [
+    "LARGEST_CHUNK",
+    "MOST_CHUNKS",
+    "Chunking",
+    "chunk_shape",
+    "chunking",
+    "even_runs",
+    "grid_shape",
+    "padded_size",
+    "smallest_chunk",
+]
 
 LARGEST_CHUNK = 2 << 20
 """Bytes above which a chunk is cut further where that costs little."""
@@ -89,6 +99,15 @@ def grid_shape(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ..
     (4, 2)
     """
     return tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
+
+
+def padded_size(shape: tuple[int, ...], chunks: tuple[int, ...]) -> int:
+    """Elements of the chunks that make an array, those at its edges filled up.
+
+    >>> padded_size((10, 8), (3, 4))
+    96
+    """
+    return prod([-(-n // c) * c for n, c in zip(shape, chunks, strict=True)])
 
 
 def smallest_chunk(total_bytes: int) -> int:

@@ -14,6 +14,7 @@ from shardckpt.contents import Contents
 from shardckpt.errors import CommitError
 from shardckpt.io.codec import close, encode, lay_out, lay_out_all, room_for
 from shardckpt.io.datafile import create_data_file
+from shardckpt.io.encoder import portions
 from shardckpt.io.host import HostWriter
 from shardckpt.io.host_files import read_table
 from shardckpt.io.lookup import WholeTable
@@ -107,6 +108,19 @@ def test_blocks_that_are_cut_alike_are_written_by_one_call_as_far_as_there_is_me
     assert calls == [n * (ROW + 4) for n in (3 + 3, 1 + 1, 3, 9)], "of the first four those of one shape; then one; then a large one"
     for piece, _, values in blocks:
         assert (read_back(tmp_path, record, piece) == values).all()
+
+
+def test_edges_that_are_mostly_padding_count_as_they_are_laid_out(tmp_path, calls):
+    edges = [(Piece(f"t{i}", (0, 0), (65, 64), (64, 64)), Box((64, 0), (65, 64)), np.ones((1, 64), np.float32)) for i in range(8)]
+    host = writer(tmp_path, 1)
+    host.put_all(edges, 4 * ROW)
+    assert calls == [4 * (ROW + 4)] * 2
+    host.abort()
+
+
+def test_however_small_blocks_are_only_so_many_are_taken_at_a_time():
+    scalar = Piece("w", (), (), ()), Box((), ()), np.ones((), np.uint8)
+    assert [len(some) for some in portions([scalar] * 20, 8 << 10)] == [8, 8, 4]
 
 
 def test_shards_of_a_tensor_lie_side_by_side_in_the_file(tmp_path, calls):
