@@ -13,6 +13,7 @@ Pure, from what the tensors say of themselves; the same on every process, as far
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -26,7 +27,7 @@ import numpy as np
 from shardckpt.blocks import Block, blocks_of
 from shardckpt.box import BoxArray
 from shardckpt.errors import LeafError, OptionError, ShardingError
-from shardckpt.fields import MOST_DIMENSIONS
+from shardckpt.fields import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.names import array_path, matches, piece_path, shown
 from shardckpt.placements import Placements
 from shardckpt.planning.chunks import chunking, even_runs, smallest_chunk
@@ -206,14 +207,18 @@ def tensor_records(
     known: dict[Hashable, TensorRecord] = {}
     for (name, source), layout in zip(sources.items(), _layouts(sources, options.shardings), strict=True):
         if name in skipped:
-            _check_storable(name, source.shape)
-            records[name] = TensorRecord(name, source.shape, source.dtype, layout, ())
+            shape = source.shape
+            _check_storable(name, shape, source.dtype)
+            if layout is not None:
+                with _naming(name):
+                    layout.parts(len(shape))  # readers refuse one that does not fit, and nothing is cut by it here
+            records[name] = TensorRecord(name, shape, source.dtype, layout, ())
         else:
             own_boxes = source.boxes if source.own_pieces else None
             shape = source.shape
             key = (shape, source.dtype.name, id(layout), smallest[name])
             if key in known and own_boxes is None:
-                _check_storable(name, shape)
+                _check_storable(name, shape, source.dtype)
                 records[name] = known[key].called(name)
                 continue
             tensor = records[name] = tensor_record(name, shape, source.dtype, layout, smallest[name], own_boxes=own_boxes)
@@ -238,20 +243,30 @@ def tensor_record(
     Raises:
         LeafError, ShardingError: it cannot be stored; names it.
     """
-    _check_storable(name, shape)
-    try:
+    _check_storable(name, shape, dtype)
+    with _naming(name):
         blocks = _blocks(shape, layout, own_boxes)
         pieces = _pieces(name, shape, dtype.storage.itemsize, blocks, smallest, apart=own_boxes is not None)
-    except ShardingError as e:
-        raise ShardingError(f"{shown(name)}: {e}") from e
     return TensorRecord(name, shape, dtype, layout, pieces, partial=own_boxes is not None)
 
 
-def _check_storable(name: str, shape: tuple[int, ...]) -> None:
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Have what is wrong with a tensor's layout name the tensor."""
+    try:
+        yield
+    except ShardingError as e:
+        raise ShardingError(f"{shown(name)}: {e}") from e
+
+
+def _check_storable(name: str, shape: tuple[int, ...], dtype: DType) -> None:
     if len(shape) > MOST_DIMENSIONS:
         raise LeafError(f"{shown(name)} has {len(shape)} dimensions, and at most {MOST_DIMENSIONS} can be stored; reshape it.")
     if len(array_path(name)) > LONGEST_PATH:
         raise LeafError(f"{shown(name)} has a name of {len(name):,} characters, too long to be stored; use shorter keys.")
+    # One that has elements is in somebody's memory. This readers would refuse, and the whole checkpoint with it.
+    if 0 in shape and prod([max(n, 1) for n in shape]) * dtype.itemsize > LARGEST_DIMENSION:
+        raise LeafError(f"{shown(name)} has no elements, and with its shape {shape} more bytes than can be addressed; reshape it.")
 
 
 def _smallest_chunks(sources: Mapping[str, Source], world: World) -> dict[str, int]:

@@ -360,6 +360,14 @@ def test_a_tensor_of_too_many_dimensions_is_refused_before_anything_is_written(t
     assert shardckpt.restore(tmp_path / "c")["deep"].shape == (1,) * 32
 
 
+def test_a_tensor_of_no_elements_that_no_reader_would_believe_is_refused(tmp_path):
+    with pytest.raises(errors.LeafError, match="'long' has no elements"):
+        shardckpt.save(tmp_path / "c", {"long": np.empty((0, 2**61 + 1), np.uint16)})
+    assert not (tmp_path / "c").exists()
+    shardckpt.save(tmp_path / "c", {"long": np.empty((0, 2**61), np.uint16)})
+    assert shardckpt.restore(tmp_path / "c")["long"].shape == (0, 2**61)
+
+
 def test_a_layout_that_does_not_fit_names_the_tensor(tmp_path):
     mesh = Mesh((2,), ("x",))
     for layout in (Sharding(mesh, PartitionSpec(None, "x")), OpSharding.parse("{devices=[2,1]<=[2]}"), OpSharding.parse("{manual}")):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
-from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding, errors
 from shardckpt.collecting import delete
 from shardckpt.names import array_path, matches
 from shardckpt.record import BASES_VERSION, seal
@@ -212,6 +212,13 @@ def test_a_tensor_that_is_tied_in_the_base_is_found_by_either_name(tmp_path):
     group = zarr.open_group(checkpoint.zarr_store(), mode="r")
     assert np.array_equal(group["head"][...], EMBED)
     assert np.array_equal(group["embed"][...], EMBED + 1)
+
+
+def test_a_layout_that_does_not_fit_a_skipped_tensor_is_refused(root):
+    options = SaveOptions(base=root / "0", shardings={"model/embed": OpSharding.parse("{devices=[2]<=[2]}")})
+    with pytest.raises(errors.ShardingError, match=r"^'model/embed': "):
+        shardckpt.save(root / "2", model(2), options=options, skip="model/embed")
+    assert not (root / "2").exists()
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
