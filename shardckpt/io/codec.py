@@ -48,7 +48,9 @@ def lay_out_all(blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, .
     Per dimension there are the chunks that are full and, where the array ends inside of one, the last. One copy is made of each
     combination of these: mostly one of a block, however many chunks.
     """
-    shape, itemsize = blocks[0].shape, blocks[0].itemsize
+    sides = [(n, side) for n, side in zip(blocks[0].shape, chunk_shape, strict=True) if (n, side) != (1, 1)]  # numpy has 64 dimensions
+    blocks = [elements.reshape([n for n, _ in sides]) for elements in blocks]
+    shape, chunk_shape, itemsize = blocks[0].shape, tuple(side for _, side in sides), blocks[0].itemsize
     kind = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype  # numpy knows how to copy these fast
     grid = [-(-n // side) for n, side in zip(shape, chunk_shape, strict=True)]
     chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([len(blocks), *grid, *chunk_shape])
