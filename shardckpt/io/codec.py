@@ -48,26 +48,25 @@ def lay_out_all(blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, .
     Per dimension there are the chunks that are full and, where the array ends inside of one, the last. One copy is made of each
     combination of these: mostly one of a block, however many chunks.
     """
-    itemsize = blocks[0].itemsize
+    sides = [(n, side) for n, side in zip(blocks[0].shape, chunk_shape, strict=True) if (n, side) != (1, 1)]  # numpy has 64 dimensions
+    blocks = [elements.reshape([n for n, _ in sides]) for elements in blocks]
+    shape, chunk_shape, itemsize = blocks[0].shape, tuple(side for _, side in sides), blocks[0].itemsize
     kind = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype  # numpy knows how to copy these fast
-    # Dimensions of one chunk of one element take no axes: numpy has 64, and two for each of 32 would be all of them.
-    sides = [(n, side) for n, side in zip(blocks[0].shape, chunk_shape, strict=True) if n > 1 or side > 1]
-    shape = [n for n, _ in sides]
-    grid = [-(-n // side) for n, side in sides]
-    chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([len(blocks), *grid, *(side for _, side in sides)])
+    grid = [-(-n // side) for n, side in zip(shape, chunk_shape, strict=True)]
+    chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([len(blocks), *grid, *chunk_shape])
     # Axes by dimension: which chunk, and where in it.
     chunks = chunks.transpose([0, *(axis for d in range(1, len(grid) + 1) for axis in (d, len(grid) + d))])
-    if any(n % side for n, side in sides):
+    if any(n % side for n, side in zip(shape, chunk_shape, strict=True)):
         rows[:, :-CHECKSUM_BYTES] = 0
-    for runs in product(*(_runs(n, side) for n, side in sides)):
+    for runs in product(*map(_runs, shape, chunk_shape)):
         # The ellipses keep 0-d arrays arrays.
         cells: Any = (slice(None), *(index for n, begin, side in runs for index in (slice(begin, begin + n), slice(side))))
-        first = [begin * full for (_, begin, _), (_, full) in zip(runs, sides, strict=True)]
+        first = [begin * full for (_, begin, _), full in zip(runs, chunk_shape, strict=True)]
         inside: Any = (*(slice(at, at + n * side) for (n, _, side), at in zip(runs, first, strict=True)), ...)
         parts = chunks[cells]
         split = parts.shape[1:]
         for i, elements in enumerate(blocks):
-            parts[i, ...] = elements.view(kind).reshape(shape)[inside].reshape(split)
+            parts[i, ...] = elements.view(kind)[inside].reshape(split)
 
 
 def _runs(n: int, side: int) -> list[tuple[int, int, int]]:
