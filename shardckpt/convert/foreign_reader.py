@@ -179,6 +179,8 @@ class ForeignReader:
 
     def _tasks(self, chunks: _Chunks) -> Iterator[Callable[[], None]]:
         """What one thread does at a time."""
+        if self._foreign.location.local is None:  # to know it may take requests; on a disk threads would wait for each other
+            self._workers.do(self._lying, {part.piece.path: part for part in chunks.wanted.parts}.values())
         found = [self._lying(part) for part in chunks.wanted.parts]
         part = chunks.wanted.part[chunks.begin]
         lies = np.array([lying is not None for lying in found], bool)[part]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
+import threading
+import tracemalloc
+import uuid
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +21,10 @@ from safetensors.numpy import save_file
 from shardckpt.box import Box, BoxArray
 from shardckpt.convert import from_safetensors
 from shardckpt.convert.foreign_source import ForeignSource, ForeignSpec
+from shardckpt.convert.placed import Placed
+from shardckpt.convert.span import Entry
 from shardckpt.errors import CorruptionError
+from shardckpt.io.store import Store
 from shardckpt.io.wanted import Request
 
 if TYPE_CHECKING:
@@ -95,3 +103,23 @@ def test_a_flipped_bit_in_a_checksummed_tensor_is_an_error_that_names_tensor_and
 
     with pytest.raises(CorruptionError, match=r"(?s)'b'.*model\.pt.*CRC-32"):
         read(source, [("b", Box((0,), (1000,)), np.empty(1000, np.float32))])
+
+
+def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    url, file = f"memory://{uuid.uuid4().hex}", io.BytesIO()
+    state = {name: torch.arange(100, dtype=torch.float32) + i for i, name in enumerate("ab")}
+    torch.save(state, file)
+    Store.open(url).write("model.pt", file.getvalue())
+    source = ForeignSpec(f"{url}/model.pt", "torch").open()
+    both, run = threading.Barrier(2), Placed.run
+
+    def waited_for(self: Placed, *of: Any) -> Entry | None:
+        both.wait(20)
+        return run(self, *of)
+
+    monkeypatch.setattr(Placed, "run", waited_for)
+    wanted = [(name, Box((0,), (100,)), np.empty(100, np.float32)) for name in state]
+
+    read(source, wanted)
+
+    assert all((buffer == state[name].numpy()).all() for name, _, buffer in wanted)
