@@ -123,3 +123,36 @@ def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(monkeypatch:
     read(source, wanted)
 
     assert all((buffer == state[name].numpy()).all() for name, _, buffer in wanted)
+
+
+def test_of_what_is_read_together_the_damaged_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({name: np.zeros(10, np.float32) for name in "abc"}, tmp_path / "model.safetensors")
+    run = from_safetensors.SafetensorsFiles.run
+
+    def with_checksum(self: from_safetensors.SafetensorsFiles, tensor: Any, piece: Any) -> Entry:
+        span = run(self, tensor, piece).span
+        return Entry(span, zlib.crc32(span.read(0, len(span))) ^ (tensor.name == "b"))
+
+    monkeypatch.setattr(from_safetensors.SafetensorsFiles, "run", with_checksum)
+    source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()
+
+    with pytest.raises(CorruptionError, match=r"^'?b'?\[0:10\]: .*model\.safetensors.*CRC-32"):
+        read(source, [(name, Box((0,), (10,)), np.empty(10, np.float32)) for name in "abc"])
+
+
+def test_what_comes_from_an_object_store_is_copied_from_where_it_came(tmp_path: Path) -> None:
+    url, array = f"memory://{uuid.uuid4().hex}", np.random.default_rng(0).random((2 * MiB,), np.float32)
+    save_file({"a": array}, tmp_path / "model.safetensors")
+    Store.open(url).write("model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+    source = ForeignSpec(f"{url}/model.safetensors", "safetensors").open()
+    source.limit_reading(threads=None, memory=1)
+    straight, converted = np.zeros(len(array), np.float32), np.zeros(len(array), np.float64)
+
+    tracemalloc.start()
+    read(source, [("a", Box.full(array.shape), straight), ("a", Box.full(array.shape), converted)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert (straight == array).all()
+    assert (converted == array).all()
+    assert peak < 1.5 * array.nbytes, "one thread has one run in memory"
