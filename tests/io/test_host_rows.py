@@ -173,3 +173,14 @@ def test_whatever_is_wanted_in_whichever_order_is_what_the_table_of_all_says(wan
     for start, count, step in wanted:
         saved.check(blocks, start, min(start + count, CHUNKS), PIECES[::step])
     assert stats.index_reads <= 1 + -(-len(saved.table.rows) // 4) + 2 * HOSTS
+
+
+def test_where_chunks_are_objects_of_their_own_no_host_is_looked_for():
+    def objects(host, _):
+        at = np.arange(host * EACH, (host + 1) * EACH)
+        row = ArrayChunks.of_columns(at, at * 0 + OWN_OBJECT, at * 0, at * 0 + 9, at)
+        return Table.of([], {f"w{i}": row for i in range(TENSORS)})
+
+    blocks, stats = (saved := Saved(of_host=objects)).opened()
+    saved.check(blocks, 0, EACH)
+    assert stats.index_reads == 1 + TENSORS
