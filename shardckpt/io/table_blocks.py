@@ -186,6 +186,8 @@ class TableBlocks:
     def whole(self) -> WholeTable:
         """See `Lookup`."""
         if self._instead is None:
+            if self._source.reference.size > LARGEST_WHOLE and self._spare is not None:
+                return self._spare()  # no file that large is read as a whole
             table = read_table(self._source.place, self._source.reference, self._source.stats)
             return WholeTable(table.files, table.arrays())
         return self._instead
