@@ -238,7 +238,7 @@ class Checkpoint:
 
         Args:
             threads: how many read at once, at most; None: as many as `ChunkReader` chooses.
-            memory: bytes of what is on its way from an object store.
+            memory: bytes of what is being read; less of it means smaller reads, and fewer at a time from an object store.
         """
         assert self._opened is None, "its reader is at work already"
         self._reading = threads, memory

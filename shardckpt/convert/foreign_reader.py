@@ -3,7 +3,7 @@
 1. All that is asked for at once is planned at once, in columns (`io.wanted`): which chunks of the foreign tensors, and where each part
    of them goes. A chunk is read once, whoever wants some of it.
 2. Where chunks lie in files as runs of bytes (`Foreign.run`), those that follow each other are read together: each straight to where it
-   goes, if that is one run of memory, else to a buffer, and copied from there.
+   goes, if that is one run of memory, else to a buffer, and copied from there. What an object store answers is copied from the answer.
 3. All others are read by the format itself, one by one.
 
 Each thread has in memory what it reads together: `joined` bytes, or one chunk.
@@ -179,6 +179,8 @@ class ForeignReader:
 
     def _tasks(self, chunks: _Chunks) -> Iterator[Callable[[], None]]:
         """What one thread does at a time."""
+        if self._foreign.location.local is None:  # to know it may take requests; on a disk threads would wait for each other
+            self._workers.do(self._lying, {part.piece.path: part for part in chunks.wanted.parts}.values())
         found = [self._lying(part) for part in chunks.wanted.parts]
         part = chunks.wanted.part[chunks.begin]
         lies = np.array([lying is not None for lying in found], bool)[part]
@@ -232,6 +234,20 @@ class ForeignReader:
 
     def _read_run(self, run: _Run) -> None:
         """Read chunks, and copy those that could not be read to where they go."""
+        at = 0
+        try:
+            memory, later = self._in_place(run) if self._foreign.location.local is not None else self._answer(run)
+            for at, (entry, data) in enumerate(zip(run.entries, memory, strict=True)):  # noqa: B007  (a message names it)
+                entry.check(data)
+        except CorruptionError as e:
+            raise type(e)(f"{run.chunks.where(at)}: {e}") from e
+        self._stats.count(reads=1, read=run.ends[-1])
+        for k in later:
+            part, box = run.chunks.part(k), run.chunks.wanted.box(int(run.chunks.begin[k]))
+            run.chunks.scatter(k, np.frombuffer(memory[k], part.request.dtype).reshape(box.shape))
+
+    def _in_place(self, run: _Run) -> tuple[Sequence[memoryview], Sequence[int]]:
+        """Read each chunk to where it goes, or to a buffer: the bytes of each, and which are in the buffer."""
         scratch = self._room(run.ends[-1])
         vectors, memory, later = list[memoryview](), list[memoryview](), list[int]()
         reached = 0  # what lies behind goes to where the next vector says
@@ -246,17 +262,14 @@ class ForeignReader:
             reached = end
         if reached < run.ends[-1]:
             vectors.append(scratch[reached : run.ends[-1]].data)
-        file = run.entries[0].span.file
-        try:
-            file.read_into(run.start, vectors)
-            for entry, data in zip(run.entries, memory, strict=True):
-                entry.check(data)
-        except CorruptionError as e:
-            raise type(e)(f"{run.chunks.where(0)}: {e}") from e
-        self._stats.count(reads=1, read=run.ends[-1])
-        for k in later:
-            part, box = run.chunks.part(k), run.chunks.wanted.box(int(run.chunks.begin[k]))
-            run.chunks.scatter(k, np.frombuffer(memory[k], part.request.dtype).reshape(box.shape))
+        run.entries[0].span.file.read_into(run.start, vectors)
+        return memory, later
+
+    @staticmethod
+    def _answer(run: _Run) -> tuple[Sequence[memoryview], Sequence[int]]:
+        """Read all chunks to memory of their own, as an object store gives them, and no buffer besides; as `_in_place`."""
+        data = run.entries[0].span.file.read(run.start, run.start + run.ends[-1]).data
+        return [data[begin:end] for begin, end in pairwise([0, *run.ends])], range(len(run.ends))
 
     def _room(self, nbytes: int) -> NDArray[np.uint8]:
         """This thread's buffer, of at least so many bytes; what it held is gone."""

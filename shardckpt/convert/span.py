@@ -43,14 +43,16 @@ class LoadedFile:
         return self.where
 
     def read(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Some of its bytes."""
+        """Some of its bytes; CorruptionError where it ends before."""
+        if stop > len(self.data):
+            raise CorruptionError(f"{self} ends before byte {stop}; get it anew.")
         return np.frombuffer(self.data, np.uint8)[start:stop]
 
     def read_into(self, start: int, vectors: Sequence[memoryview]) -> None:
-        """Some of its bytes, to several places one after the other."""
+        """Some of its bytes, to several places one after the other; CorruptionError where it ends before."""
+        data = self.read(start, start + sum(map(len, vectors))).data
         for vector in vectors:
-            vector[:] = memoryview(self.data)[start : start + len(vector)]
-            start += len(vector)
+            vector[:], data = data[: len(vector)], data[len(vector) :]
 
 
 @dataclass(frozen=True, slots=True)

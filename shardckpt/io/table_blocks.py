@@ -139,7 +139,8 @@ class TableBlocks:
         begins = np.cumsum(counts) - counts
         self._source = _Source(place, reference, header, header.block * blocks, begins, stats)
         self._first = dict(zip(header.counts, begins.tolist(), strict=True))
-        self._hosts = HostRows(place, () if local else hosts, header, self._first, stats)
+        # Chunks that are objects of their own do not say who wrote them.
+        self._hosts = HostRows(place, () if local or not header.files else hosts, header, self._first, stats)
         self._units: dict[int, NDArray[np.void]] = {}
         """Those kept, by number, the ones asked for last at the end."""
         self._instead: WholeTable | None = None
@@ -185,6 +186,8 @@ class TableBlocks:
     def whole(self) -> WholeTable:
         """See `Lookup`."""
         if self._instead is None:
+            if self._source.reference.size > LARGEST_WHOLE and self._spare is not None:
+                return self._spare()  # no file that large is read as a whole
             table = read_table(self._source.place, self._source.reference, self._source.stats)
             return WholeTable(table.files, table.arrays())
         return self._instead

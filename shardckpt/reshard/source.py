@@ -63,7 +63,7 @@ class Source(Protocol):
 
         Args:
             threads: how many read at once; None: as many as there is memory for.
-            memory: bytes of what is on its way from an object store.
+            memory: bytes of what is being read; less of it means smaller reads, and fewer at a time from an object store.
         """
         ...
 

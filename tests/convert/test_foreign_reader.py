@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
+import threading
+import tracemalloc
+import uuid
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +21,10 @@ from safetensors.numpy import save_file
 from shardckpt.box import Box, BoxArray
 from shardckpt.convert import from_safetensors
 from shardckpt.convert.foreign_source import ForeignSource, ForeignSpec
+from shardckpt.convert.placed import Placed
+from shardckpt.convert.span import Entry
 from shardckpt.errors import CorruptionError
+from shardckpt.io.store import Store
 from shardckpt.io.wanted import Request
 
 if TYPE_CHECKING:
@@ -95,3 +103,56 @@ def test_a_flipped_bit_in_a_checksummed_tensor_is_an_error_that_names_tensor_and
 
     with pytest.raises(CorruptionError, match=r"(?s)'b'.*model\.pt.*CRC-32"):
         read(source, [("b", Box((0,), (1000,)), np.empty(1000, np.float32))])
+
+
+def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    url, file = f"memory://{uuid.uuid4().hex}", io.BytesIO()
+    state = {name: torch.arange(100, dtype=torch.float32) + i for i, name in enumerate("ab")}
+    torch.save(state, file)
+    Store.open(url).write("model.pt", file.getvalue())
+    source = ForeignSpec(f"{url}/model.pt", "torch").open()
+    both, run = threading.Barrier(2), Placed.run
+
+    def waited_for(self: Placed, *of: Any) -> Entry | None:
+        both.wait(20)
+        return run(self, *of)
+
+    monkeypatch.setattr(Placed, "run", waited_for)
+    wanted = [(name, Box((0,), (100,)), np.empty(100, np.float32)) for name in state]
+
+    read(source, wanted)
+
+    assert all((buffer == state[name].numpy()).all() for name, _, buffer in wanted)
+
+
+def test_of_what_is_read_together_the_damaged_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({name: np.zeros(10, np.float32) for name in "abc"}, tmp_path / "model.safetensors")
+    run = from_safetensors.SafetensorsFiles.run
+
+    def with_checksum(self: from_safetensors.SafetensorsFiles, tensor: Any, piece: Any) -> Entry:
+        span = run(self, tensor, piece).span
+        return Entry(span, zlib.crc32(span.read(0, len(span))) ^ (tensor.name == "b"))
+
+    monkeypatch.setattr(from_safetensors.SafetensorsFiles, "run", with_checksum)
+    source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()
+
+    with pytest.raises(CorruptionError, match=r"^'?b'?\[0:10\]: .*model\.safetensors.*CRC-32"):
+        read(source, [(name, Box((0,), (10,)), np.empty(10, np.float32)) for name in "abc"])
+
+
+def test_what_comes_from_an_object_store_is_copied_from_where_it_came(tmp_path: Path) -> None:
+    url, array = f"memory://{uuid.uuid4().hex}", np.random.default_rng(0).random((2 * MiB,), np.float32)
+    save_file({"a": array}, tmp_path / "model.safetensors")
+    Store.open(url).write("model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+    source = ForeignSpec(f"{url}/model.safetensors", "safetensors").open()
+    source.limit_reading(threads=None, memory=1)
+    straight, converted = np.zeros(len(array), np.float32), np.zeros(len(array), np.float64)
+
+    tracemalloc.start()
+    read(source, [("a", Box.full(array.shape), straight), ("a", Box.full(array.shape), converted)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert (straight == array).all()
+    assert (converted == array).all()
+    assert peak < 1.5 * array.nbytes, "one thread has one run in memory"

@@ -7,6 +7,7 @@ from math import prod
 from typing import ClassVar
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from shardckpt.convert.foreign import ROWS_BYTES
 from shardckpt.convert.span import LoadedFile, Span
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.convert.torch_file import WINDOW, open_torch_file
+from shardckpt.errors import CorruptionError
 
 
 class CountedFile(LoadedFile):
@@ -84,3 +86,13 @@ def test_a_box_across_the_order_of_the_elements_is_read_in_parts_of_bounded_size
     CountedFile.sizes.clear()
     np.testing.assert_array_equal(read(saved(tensor), box), tensor[3:7].numpy())
     assert max(CountedFile.sizes) <= ROWS_BYTES
+
+
+def test_a_file_in_memory_that_ends_before_what_is_asked_for_is_said_to():
+    file = LoadedFile("the file", b"0123")
+    parts = [bytearray(2), bytearray(2)]
+    file.read_into(0, list(map(memoryview, parts)))
+    assert parts == [b"01", b"23"]
+    for ask in (lambda: file.read(2, 5), lambda: file.read_into(1, list(map(memoryview, parts)))):
+        with pytest.raises(CorruptionError, match="the file ends before byte 5"):
+            ask()
