@@ -206,7 +206,7 @@ STARTS = [pytest.param(dask_cluster, marks=pytest.mark.slow), pytest.param(ray_c
 @pytest.mark.timeout(400)
 def test_a_cluster_whose_head_is_lost_ends_the_job_and_what_was_done_stays(start, source, tmp_path, begin):
     with begin() as cluster:
-        job = start(source, tmp_path / "b", engine=cluster.url, patience=5)
+        job = start(source, tmp_path / "b", engine=cluster.url, patience=15)
         wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
         for pid in cluster.head:
             os.kill(pid, signal.SIGKILL)
