@@ -28,7 +28,7 @@ from crc32c import crc32c
 from shardckpt import frameworks
 from shardckpt.contents import Contents
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError
-from shardckpt.io.assemble import assemble, wait_for_hosts
+from shardckpt.io.assemble import assemble, pause, wait_for_hosts
 from shardckpt.io.base_places import base_location, check_base, check_bases
 from shardckpt.io.commit import Prior, discard, new_attempt, publish, published_attempt, read_prior, remove_replaced
 from shardckpt.io.host import HostWriter
@@ -224,7 +224,7 @@ class Attempt:
                     if published_attempt(self.store) == self.name:
                         return
                 look = now + (now - began)
-            time.sleep(min(max(_FIRST_LOOK, (now - began) / 8), _LAST_LOOK))
+            time.sleep(pause(now - began, _FIRST_LOOK, _LAST_LOOK))
         if published_attempt(self.store) != self.name:
             # For who comes too late, or has missed this save and would complete it with what it saves next.
             self._tell(_WORD, f"process {self.world.process} has given up waiting for it.")

@@ -68,9 +68,9 @@ def finished_hosts(place: Store) -> list[int]:
     return sorted(int(name) for name in found if name.isdecimal())
 
 
-def pause(waited: float) -> float:
-    """Seconds until the next look for the hosts' records, after so many."""
-    return min(max(_LEAST_PAUSE, waited / 8), _MOST_PAUSE)
+def pause(waited: float, least: float = _LEAST_PAUSE, most: float = _MOST_PAUSE) -> float:
+    """Seconds until the next look for what others do, after so many; by default for the hosts' records."""
+    return min(max(least, waited / 8), most)
 
 
 def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[], str | None] = lambda: None) -> None:
