@@ -29,6 +29,7 @@ from shardckpt.convert.notes import Notes
 from shardckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Store, sync_directory
+from shardckpt.io.vectors import MOST_VECTORS, after
 from shardckpt.names import shown
 from shardckpt.reshard.memory import READERS
 from shardckpt.space import free_bytes
@@ -43,8 +44,6 @@ __all__ = ["LocalFiles"]
 
 _NOTE_BYTES = 256 << 20
 """Bytes after which what was written is made durable and noted."""
-_MOST_VECTORS = 1000
-"""Buffers per call, below the kernel's IOV_MAX of 1024."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What a file system says that has no links; there, between looking and renaming, somebody else's file may be replaced."""
 _READ_BYTES = 256 << 10
@@ -115,7 +114,7 @@ class LocalFiles:
         run: list[memoryview] = []
         file = start = stop = -1
         for write in writes:
-            if write.file != file or write.offset != stop or len(run) == _MOST_VECTORS:
+            if write.file != file or write.offset != stop or len(run) == MOST_VECTORS:
                 self._put(file, start, stop, run)
                 file, start, stop, run = write.file, write.offset, write.offset, []
             run.append(write.data)
@@ -205,7 +204,7 @@ class LocalFiles:
                 wrote = os.pwritev(self._fd, run, offset)
                 offset += wrote
                 if offset < stop:
-                    run = list(_rest(run, wrote))
+                    run = after(run, wrote)
 
     def _change_to(self, file: int) -> None:
         self._settle()
@@ -335,13 +334,3 @@ def _checksum(fds: Mapping[int, int], runs: Sequence[tuple[str, int, int, int]],
             found = crc32c.crc32c(buffer[:got], found)
             at += got
     return found
-
-
-def _rest(run: Sequence[memoryview], wrote: int) -> list[memoryview]:
-    """What is left of some buffers when so many bytes are written."""
-    left = []
-    for data in run:
-        if wrote < data.nbytes:
-            left.append(data[wrote:])
-        wrote = max(0, wrote - data.nbytes)
-    return left

@@ -11,15 +11,13 @@ import os
 from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.io.store import Data, Store, Upload, byte_view, storage_errors, sync_directory
+from shardckpt.io.vectors import MOST_VECTORS, after
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
 __all__ = ["DataFile", "create_data_file"]
-
-_MOST_PARTS = 1024
-"""That writev(2) takes: IOV_MAX of Linux."""
 
 
 class DataFile(Protocol):
@@ -86,14 +84,12 @@ class _LocalDataFile:
                 rest = rest[os.write(self._fd, rest) :]
 
     def append_all(self, parts: Sequence[memoryview]) -> None:
-        for first in range(0, len(parts), _MOST_PARTS):
-            some = parts[first : first + _MOST_PARTS]
+        for first in range(0, len(parts), MOST_VECTORS):
+            some = parts[first : first + MOST_VECTORS]
             with storage_errors("write", self._path):
                 written = os.writev(self._fd, some)
-            for part in some:
-                if written < len(part):
-                    self.append(part[written:])
-                written = max(0, written - len(part))
+            for part in after(some, written):
+                self.append(part)
 
     def seal(self) -> None:
         pass

@@ -18,6 +18,7 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, MissingDataError, StorageError
 from shardckpt.io.codec import CHECKSUM_BYTES
+from shardckpt.io.vectors import MOST_VECTORS, after
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch", "scatter_read"]
 
-_MOST_VECTORS = 1000
-"""Buffers per scatter read, below the kernel's IOV_MAX of 1024."""
 _NONE = np.empty(0, np.uint32)
 
 
@@ -194,18 +193,9 @@ def _first(run: Run, place: Store) -> str:
 def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview]) -> None:
     """Fill all vectors from one place of a file; EOFError where it ends before."""
     while length:
-        got = os.preadv(fd, vectors[:_MOST_VECTORS], offset)
+        got = os.preadv(fd, vectors[:MOST_VECTORS], offset)
         if got == 0:
             raise EOFError
         offset, length = offset + got, length - got
         if length:
-            vectors = _after(vectors, got)
-
-
-def _after(vectors: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of some memory after so many bytes."""
-    for i, vector in enumerate(vectors):
-        if nbytes < len(vector):
-            return [vector[nbytes:], *vectors[i + 1 :]]
-        nbytes -= len(vector)
-    return []
+            vectors = after(vectors, got)
