@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from turns import in_turn
+from turns import in_turn, tell
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
@@ -78,12 +77,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.directory) as directory:
         found = measure(Path(directory), asked.gib, asked.rounds, asked.dtype, asked.memory_limit)
-    if asked.json:
-        print(json.dumps(found))
-    else:
-        for way, rate in found["GB/s"].items():  # type: ignore[attr-defined]
-            ratio, cost, each = (found[key][way] for key in ("ratio", "processor s/GB", "rounds"))  # type: ignore[index]
-            print(f"{way:22} {rate:6.2f} GB/s  {ratio:5.2f} of write(2)  {cost:5.2f} processor s/GB   {[round(r, 2) for r in each]}")
+    tell(found, "write(2)", as_json=asked.json)
     return 0
 
 

@@ -18,7 +18,6 @@ Needs disk for the state once per format, and twice more; memory for the state t
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -31,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 from bench.states import STATES, elements, scaled
 from reshard_speed import copy_all
 from safetensors.torch import load_file, save_file
-from turns import in_turn
+from turns import in_turn, tell
 
 import shardckpt
 
@@ -99,12 +98,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.directory) as directory:
         found = measure(Path(directory), asked.state, asked.part, asked.formats.split(","), asked.rounds, asked.workers)
-    if asked.json:
-        print(json.dumps(found))
-    else:
-        for way, rate in found["GB/s"].items():  # type: ignore[attr-defined]
-            ratio, cost, each = (found[key][way] for key in ("ratio", "processor s/GB", "rounds"))  # type: ignore[index]
-            print(f"{way:20} {rate:6.2f} GB/s  {ratio:5.2f} of the copy  {cost:5.2f} processor s/GB   {[round(r, 2) for r in each]}")
+    tell(found, "the copy", as_json=asked.json)
     return 0
 
 

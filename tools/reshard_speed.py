@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from turns import in_turn
+from turns import in_turn, tell
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
@@ -88,12 +87,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         found = measure(Path(directory), arguments.gib, arguments.rounds, arguments.workers, not arguments.no_verify)
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        for way, rate in found["GB/s"].items():  # type: ignore[attr-defined]
-            ratio, cost, each = (found[key][way] for key in ("ratio", "processor s/GB", "rounds"))  # type: ignore[index]
-            print(f"{way:12} {rate:6.2f} GB/s  {ratio:5.2f} of the copy  {cost:5.2f} processor s/GB   {[round(r, 2) for r in each]}")
+    tell(found, "the copy", as_json=arguments.json)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["in_turn"]
+__all__ = ["in_turn", "tell"]
 
 
 def processor_seconds() -> float:
@@ -51,3 +52,13 @@ def in_turn(
         "ratio": {way: rate / found[beside] for way, rate in found.items()},
         "processor s/GB": {way: median(cost) for way, cost in costs.items()},
     }
+
+
+def tell(found: Mapping[str, object], beside: str, *, as_json: bool) -> None:
+    """Print what `in_turn` has found: a line per way, or JSON; `beside`: what the ratios are to, in words."""
+    if as_json:
+        print(json.dumps(found))
+        return
+    for way, rate in found["GB/s"].items():  # type: ignore[attr-defined]
+        ratio, cost, each = (found[key][way] for key in ("ratio", "processor s/GB", "rounds"))  # type: ignore[index]
+        print(f"{way:22} {rate:6.2f} GB/s  {ratio:5.2f} of {beside}  {cost:5.2f} processor s/GB   {[round(r, 2) for r in each]}")
