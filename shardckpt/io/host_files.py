@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shardckpt.errors import FormatError
 from shardckpt.io.lookup import WholeTable
-from shardckpt.io.table import Table, merge_tables
-from shardckpt.io.table_header import TableHeader
+from shardckpt.io.store import LARGEST_WHOLE
+from shardckpt.io.table import ArrayChunks, Table, merge_tables
+from shardckpt.io.table_header import ROW, TableHeader, check_sizes
 from shardckpt.io.together import together
 from shardckpt.record import CheckpointRecord, FileReference, HostFiles, TableReference, open_envelope
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
 __all__ = ["read_host_files", "read_host_tables", "read_table", "write_table"]
+
+PART_BLOCKS = 1 << 13
+"""Blocks of a large table that are read at a time; 28 MiB of those that are written."""
 
 
 def read_host_files(place: Store, reference: FileReference) -> HostFiles:
@@ -27,10 +32,34 @@ def read_host_files(place: Store, reference: FileReference) -> HostFiles:
 
 def read_table(place: Store, reference: TableReference, stats: ReadStats | None = None) -> Table:
     """A whole chunk table, checked against what refers to it."""
-    data, where = place.read(reference.key), f"{place}/{reference.key}"
+    where = f"{place}/{reference.key}"
+    if reference.size > LARGEST_WHOLE:
+        return _read_in_parts(place, reference, where, stats)
+    data = place.read(reference.key)
     if stats is not None:
         stats.count_index(len(data))
     return Table.of_body(TableHeader.vouched(data, reference, where), data, where)
+
+
+def _read_in_parts(place: Store, reference: TableReference, where: str, stats: ReadStats | None) -> Table:
+    """A table too large to be read as a file at once: one that only claims its size is refused at the first block that is not there."""
+    check_sizes(reference, where)
+
+    def read(start: int, stop: int) -> bytes:
+        data = place.read(reference.key, start, stop)
+        if stats is not None:
+            stats.count_index(len(data))
+        return data
+
+    header = TableHeader.vouched(read(0, reference.header), reference, where)
+    if place.is_longer(reference.key, reference.size):
+        raise FormatError(f"{where}: the record gives the chunk table {reference.size} bytes, it has more.")
+    step = PART_BLOCKS * header.block * ROW.itemsize
+    parts = [
+        ArrayChunks.of_records(header.read_rows(read(start, min(start + step, reference.size)), i * PART_BLOCKS, where))
+        for i, start in enumerate(range(header.nbytes, reference.size, step))
+    ]
+    return Table.of_rows(header, ArrayChunks.concatenate(parts), where)
 
 
 def write_table(place: Store, key: str, table: Table) -> TableReference:

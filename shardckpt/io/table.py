@@ -149,7 +149,11 @@ class Table:
         expected = header.nbytes + header.rows * ROW.itemsize
         if expected != len(data):
             raise FormatError(f"{where}: {header.rows} chunks need {expected} bytes, the chunk table has {len(data)}.")
-        rows = ArrayChunks.of_records(header.read_rows(memoryview(data)[header.nbytes :], 0, where))
+        return cls.of_rows(header, ArrayChunks.of_records(header.read_rows(memoryview(data)[header.nbytes :], 0, where)), where)
+
+    @classmethod
+    def of_rows(cls, header: TableHeader, rows: ArrayChunks, where: str) -> Table:
+        """The table of that header and all its rows; `where` as for `decode`."""
         table = cls(header.files, header.counts, rows)
         astray = table._not_after(rows.chunk[1:] <= rows.chunk[:-1])
         if astray is not None:

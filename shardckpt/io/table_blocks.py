@@ -29,9 +29,8 @@ from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.io.host_files import read_table
 from shardckpt.io.host_rows import HostRows, cost
 from shardckpt.io.lookup import WholeTable
-from shardckpt.io.store import LARGEST_WHOLE
 from shardckpt.io.table import ArrayChunks
-from shardckpt.io.table_header import ROW, TableHeader
+from shardckpt.io.table_header import ROW, TableHeader, check_sizes
 from shardckpt.io.together import together
 from shardckpt.planning.plan import chunk_runs
 
@@ -60,8 +59,6 @@ MOST_WASTED = 1 / 16
 """Of what is left to read, so much may be spent on hosts that turn out to tell little."""
 MOST_ROWS = 1 << 20
 """Of one call, for which hosts are asked: each is looked at."""
-LARGEST_TABLE = 16 << 30
-"""Bytes; the header, which is read whole, has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +126,7 @@ class TableBlocks:
             FormatError: it is not the table that the record vouches for; MissingDataError, CorruptionError: it is gone, or too short.
         """
         where = place.path_of(reference.key)
-        if not reference.header <= min(reference.size, LARGEST_WHOLE) or reference.size > LARGEST_TABLE:
-            raise FormatError(f"{where}: the record gives the chunk table {reference.size} bytes, {reference.header} of them its header.")
+        check_sizes(reference, where)
         all_of_it, local = reference.size <= LEAST_REQUEST, place.location.local is not None
         data = _read(place, reference.key, 0, reference.size if all_of_it else reference.header, stats)
         header = TableHeader.vouched(data, reference, where)
@@ -186,8 +182,6 @@ class TableBlocks:
     def whole(self) -> WholeTable:
         """See `Lookup`."""
         if self._instead is None:
-            if self._source.reference.size > LARGEST_WHOLE and self._spare is not None:
-                return self._spare()  # no file that large is read as a whole
             table = read_table(self._source.place, self._source.reference, self._source.stats)
             return WholeTable(table.files, table.arrays())
         return self._instead

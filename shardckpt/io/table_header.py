@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from shardckpt.record import TableReference
 
-__all__ = ["BLOCK_ROWS", "LARGEST_OFFSET", "OWN_OBJECT", "ROW", "TableHeader"]
+__all__ = ["BLOCK_ROWS", "LARGEST_OFFSET", "OWN_OBJECT", "ROW", "TableHeader", "check_sizes"]
 
 MAGIC = b"SHCKTAB2"
 ROW = np.dtype([("chunk", "<u8"), ("file", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
@@ -47,6 +47,10 @@ BLOCK_ROWS = 128
 """Rows of a block in the tables that are written."""
 LARGEST_BLOCK = 1 << 12
 """Rows of a block in tables that are read."""
+LARGEST_HEADER = 1 << 30
+"""Bytes; it is read at once."""
+LARGEST_TABLE = 16 << 30
+"""Bytes."""
 DIGEST_BYTES = 16
 _PREFIX = 12
 
@@ -137,6 +141,12 @@ class TableHeader:
         if (rows["offset"] > LARGEST_OFFSET).any():
             raise FormatError(f"{where}: the chunk table has a chunk at byte {rows['offset'].max()}, where no file reaches.")
         return rows
+
+
+def check_sizes(reference: TableReference, where: str) -> None:
+    """Raise FormatError where a record gives a table sizes that are not read; `where` is the table's url."""
+    if not reference.header <= min(reference.size, LARGEST_HEADER) or reference.size > LARGEST_TABLE:
+        raise FormatError(f"{where}: the record gives the chunk table {reference.size} bytes, {reference.header} of them its header.")
 
 
 def _digests(rows: bytes | memoryview, block: int) -> bytes:

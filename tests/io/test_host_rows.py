@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from shardckpt import Box
 from shardckpt.box import BoxArray
-from shardckpt.io import host_rows, store, table_blocks, table_header
+from shardckpt.io import host_rows, table_blocks, table_header
 from shardckpt.io.host_files import write_table
-from shardckpt.io.lookup import WholeTable
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table, merge_tables
@@ -185,14 +184,3 @@ def test_where_chunks_are_objects_of_their_own_no_host_is_looked_for():
     blocks, stats = (saved := Saved(of_host=objects)).opened()
     saved.check(blocks, 0, EACH)
     assert stats.index_reads == 1 + TENSORS
-
-
-def test_instead_of_a_table_that_is_too_large_to_be_read_whole_those_of_the_hosts_are(tmp_path, monkeypatch):
-    saved = Saved()
-    place = Store.open(tmp_path / ATTEMPT)
-    reference, whole = write_table(place, "table", saved.table), WholeTable(saved.table.files, saved.table.arrays())
-    for module in (store, table_blocks):
-        monkeypatch.setattr(module, "LARGEST_WHOLE", reference.size - 1)
-    blocks = TableBlocks(place, reference, ReadStats(), lambda: whole, saved.records)
-    saved.check(blocks, 0, EACH)
-    assert blocks.whole() is whole
