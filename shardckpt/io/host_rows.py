@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from itertools import accumulate
+from math import inf
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +29,7 @@ from shardckpt.io.table_header import ROW
 from shardckpt.io.together import together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -51,7 +54,7 @@ def cost(requests: int, nbytes: int) -> float:
 
 
 class HostRows:
-    """The rows of some hosts. Safe to read from several threads while one adds to them."""
+    """The rows of some hosts. Safe to use from several threads."""
 
     def __init__(
         self, place: Store, records: Sequence[FileReference], header: TableHeader, first: Mapping[str, int], stats: ReadStats
@@ -70,6 +73,7 @@ class HostRows:
         self._header = header
         self._first = first
         self._stats = stats
+        self._lock = Lock()
         self._asked: set[int] = set()
         self._known = np.empty(0, np.int64), np.empty(0, ROW)
         """Numbers of rows, ascending, and the rows."""
@@ -97,19 +101,42 @@ class HostRows:
         at = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
         return rows[at], known[at] == numbers
 
-    def read(self, hosts: Sequence[int], most: float) -> float:
-        """Ask hosts for their rows, unless their tables turn out to cost more than `most`; what it has cost."""
-        self._asked.update(hosts)
-        records = [found for found in together(self._record, hosts) if found is not None]
-        tables = [record.table for record in records]
+    def read(self, hosts: Sequence[int], most: float, wanted: NDArray[np.int64]) -> float:
+        """Ask hosts for their rows, unless their tables turn out to cost more than `most`.
+
+        Args:
+            hosts: which.
+            most: as `cost` says.
+            wanted: numbers of rows that stay known, if they are, where others must go to make room.
+
+        Returns:
+            What it has cost; infinity where there was no room for all that they know.
+        """
+        with self._lock:
+            self._asked.update(hosts)
+        records = {host: found for host, found in zip(hosts, together(self._record, hosts), strict=True) if found is not None}
         spent = cost(len(hosts), sum(self._records[host].size for host in hosts))
-        costs = cost(len(tables), nbytes := sum(table.size for table in tables))
-        if spent + costs > most or nbytes > MOST_BYTES:
+        costs = cost(len(records), nbytes := sum(record.table.size for record in records.values()))
+        if spent + costs > most:
             return spent
-        if len(self._known[1]) * ROW.itemsize + nbytes > MOST_BYTES:
-            self._known, self._asked = (np.empty(0, np.int64), np.empty(0, ROW)), set(hosts)
-        self._add(found for found in together(self._table, records) if found is not None)
-        return spent + costs
+        room = self._make_room(nbytes, hosts, wanted)
+        ends = accumulate(record.table.size for record in records.values())
+        left_out = {host for host, end in zip(records, ends, strict=True) if end > room}
+        told = together(self._table, [record for host, record in records.items() if host not in left_out])
+        with self._lock:
+            self._asked -= left_out
+            self._add([found for found in told if found is not None])
+        return inf if left_out else spent + costs
+
+    def _make_room(self, nbytes: int, hosts: Sequence[int], wanted: NDArray[np.int64]) -> int:
+        """Forget rows that are not wanted, if that many bytes do not fit beside them; how many do then."""
+        with self._lock:
+            numbers, rows = self._known
+            if rows.nbytes + nbytes > MOST_BYTES:
+                kept = np.isin(numbers, wanted)
+                numbers, rows = self._known = numbers[kept], rows[kept]
+                self._asked = set(hosts)  # others' rows may be forgotten: they can be asked again
+            return MOST_BYTES - rows.nbytes
 
     def _record(self, host: int) -> HostFiles | None:
         reference = self._records[host]
@@ -142,7 +169,7 @@ class HostRows:
             found[name] = files[rows.file] if name == "file" else getattr(rows, name)
         return first + rows.chunk.astype(np.int64), found
 
-    def _add(self, some: Iterable[tuple[NDArray[np.int64], NDArray[np.void]]]) -> None:
+    def _add(self, some: Sequence[tuple[NDArray[np.int64], NDArray[np.void]]]) -> None:
         numbers, rows = zip(self._known, *some, strict=True)
         every = np.concatenate(numbers)
         order = np.argsort(every, kind="stable")

@@ -215,7 +215,7 @@ class TableBlocks:
 
     def _ask_hosts(self, number: NDArray[np.int64]) -> list[int]:
         """Read tables of hosts, as long as that pays; the units that are then left to read for those rows."""
-        wasted, several = 0.0, 1
+        wasted, several, wanted = 0.0, 1, number
         while True:
             number = number[~self._hosts.take(number)[1]]
             unit = number // self._source.rows
@@ -231,7 +231,7 @@ class TableBlocks:
             hosts = self._hosts.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
             if self._hosts.least_cost(hosts) > costs / 2:
                 return units
-            spent = self._hosts.read(hosts, costs / 2)
+            spent = self._hosts.read(hosts, costs / 2, wanted)
             told = int(self._hosts.take(number)[1].sum())
             if spent * (len(number) - told) < costs * told:  # to hear of all others like this costs less than reading them
                 several *= 4

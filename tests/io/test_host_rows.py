@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from shardckpt import Box
 from shardckpt.box import BoxArray
 from shardckpt.io import host_rows, table_blocks, table_header
 from shardckpt.io.host_files import write_table
+from shardckpt.io.host_rows import HostRows
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table, merge_tables
@@ -155,6 +159,47 @@ def test_what_is_known_of_hosts_stays_within_its_bytes(monkeypatch):
         saved.check(blocks, host * EACH, (host + 1) * EACH)
         assert len(blocks._hosts._known[0]) <= 2 * TENSORS * EACH
     assert len(blocks._hosts._known[0])
+
+
+def test_what_hosts_have_told_for_a_call_is_known_until_it_has_been_used(monkeypatch):
+    saved = Saved()
+    monkeypatch.setattr(host_rows, "MOST_BYTES", 2 * len(saved.tables[0].encode()))
+    monkeypatch.setattr(table_blocks, "KEPT_BYTES", 0)
+    blocks, stats = saved.opened()
+    box = BoxArray.of([Box((0,), (4 * EACH,))], 1)
+    blocks.prepare((piece, box) for piece in PIECES)
+    known = len(blocks._hosts._known[0])
+    assert known == 2 * TENSORS * EACH  # of the first ones that were asked; there is no room for more
+    before = stats.index_reads
+    saved.check(blocks, 0, 4 * EACH)
+    assert len(blocks._hosts._known[0]) == known
+    assert stats.index_reads - before <= 1 + TENSORS  # those of the other two, which lie side by side
+
+
+def test_what_two_threads_are_told_at_a_time_is_known_of_both():
+    saved = Saved()
+    blocks, _ = saved.opened()
+    hosts, barrier, known = blocks._hosts, Barrier(2), [blocks._hosts._known]
+
+    class Meeting(HostRows):
+        """Two threads that may look at what is known at once look at the same."""
+
+        @property
+        def _known(self):
+            found = known[0]
+            with suppress(BrokenBarrierError):  # the other one has to wait, as it should
+                barrier.wait(timeout=0.2)
+            return found
+
+        @_known.setter
+        def _known(self, now):
+            known[0] = now
+
+    hosts.__class__ = Meeting
+    with ThreadPoolExecutor(2) as pool:
+        none = np.empty(0, np.int64)
+        list(pool.map(lambda host: hosts.read([host], 100.0, none), (1, 4)))
+    assert len(known[0][0]) == 2 * TENSORS * EACH
 
 
 def test_a_table_on_a_disk_is_read_by_itself(tmp_path):
