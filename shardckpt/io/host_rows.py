@@ -9,7 +9,7 @@ little of everything mostly needs all of what one or a few hosts wrote: in two r
    header, and every row with the array that it is said to be of.
 3. A row's number in the table of all is the first of its array and its position. By that it is found here.
 
-A host whose record or table is gone or damaged has no rows here: the table of all says the same.
+A host whose record or table is gone, damaged or refused has no rows here: the table of all says the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.errors import CorruptionError, FormatError
+from shardckpt.errors import CorruptionError, FormatError, StorageError
 from shardckpt.io.host_files import read_host_files, read_table
 from shardckpt.io.table_header import ROW
 from shardckpt.io.together import together
@@ -45,6 +45,8 @@ REQUEST_BYTES = 1 << 20
 """Bytes that take an object store as long as a request does."""
 MOST_BYTES = 32 << 20
 """Of hosts' tables that are known at a time."""
+_UNTOLD = (CorruptionError, FormatError, StorageError)
+"""Errors of a host that is done without: a storage may refuse its files alone; where all fails, so does the table of all."""
 _FOLDER = re.compile(r"hosts/(\d{1,9})(?:-[^/]*)?/")
 
 
@@ -143,14 +145,14 @@ class HostRows:
         self._stats.count_index(reference.size)
         try:
             return read_host_files(self._place, reference)
-        except (CorruptionError, FormatError):
+        except _UNTOLD:
             return None
 
     def _table(self, files: HostFiles) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
         """A host's rows with their numbers."""
         try:
             return self._numbered(read_table(self._place, files.table, self._stats))
-        except (CorruptionError, FormatError):
+        except _UNTOLD:
             return None
 
     def _numbered(self, table: Table) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:

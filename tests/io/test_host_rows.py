@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shardckpt import Box
 from shardckpt.box import BoxArray
+from shardckpt.errors import StorageError
 from shardckpt.io import host_rows, table_blocks, table_header
 from shardckpt.io.host_files import write_table
 from shardckpt.io.host_rows import HostRows
@@ -119,11 +120,20 @@ def test_a_table_that_is_larger_than_what_it_saves_is_not_read(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["records/00002.json", "hosts/00002/table"])
-@pytest.mark.parametrize("damage", ["a flipped bit", "gone"])
-def test_a_host_whose_record_or_table_is_lost_or_damaged_is_done_without(what, damage):
+@pytest.mark.parametrize("damage", ["a flipped bit", "gone", "refused"])
+def test_a_host_whose_record_or_table_is_lost_damaged_or_refused_is_done_without(what, damage, monkeypatch):
     saved = Saved()
     if damage == "gone":
         saved.place.delete(what)
+    elif damage == "refused":
+        read = Store.read
+
+        def refusing(self, key, start=None, stop=None):
+            if key == what:
+                raise StorageError(f"cannot read {self.path_of(key)}: PERMISSION_DENIED: 403")
+            return read(self, key, start, stop)
+
+        monkeypatch.setattr(Store, "read", refusing)
     else:
         data = bytearray(saved.place.read(what))
         data[-20] ^= 1
