@@ -17,11 +17,13 @@ from shardckpt.errors import CorruptionError
 from shardckpt.io.zarr_meta import ZSTD_LEVEL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["CHECKSUM_BYTES", "close", "decompress", "encode", "lay_out", "lay_out_all", "room_for"]
+    from shardckpt.structure import TensorRecord
+
+__all__ = ["CHECKSUM_BYTES", "close", "decompress", "encode", "largest_chunk", "lay_out", "lay_out_all", "room_for"]
 
 CHECKSUM_BYTES = 4
 
@@ -29,6 +31,11 @@ CHECKSUM_BYTES = 4
 def room_for(chunk_shape: tuple[int, ...], itemsize: int) -> int:
     """Bytes in which a chunk is laid out: its elements, and its checksum."""
     return prod(chunk_shape) * itemsize + CHECKSUM_BYTES
+
+
+def largest_chunk(tensors: Iterable[TensorRecord]) -> int:
+    """Bytes of the largest chunk of some tensors, with its checksum."""
+    return max((room_for(p.chunks, t.dtype.itemsize) for t in tensors for p in t.pieces if p.num_chunks), default=0)
 
 
 def lay_out(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.io.based_reader import BasedReader
+from shardckpt.io.codec import largest_chunk
 from shardckpt.io.host_files import read_host_tables
 from shardckpt.io.reader import OBJECT_MEMORY, ChunkReader
 from shardckpt.io.stats import ReadStats
@@ -29,13 +30,17 @@ def open_reader(
         place: the attempt.
         record: of the checkpoint.
         threads: as for `ChunkReader`.
-        memory: as for `ChunkReader`.
+        memory: as for `ChunkReader`; on a local disk, what threads that are given unpack is within it, too.
     """
     stats = ReadStats()
 
     def of_one(place: Store, record: CheckpointRecord) -> ChunkReader:
-        lookup = _lookup(place, record, stats)
-        return ChunkReader(place, lookup, stats=stats, compression=record.compression, threads=threads, memory=memory)
+        lookup, left = _lookup(place, record, stats), memory
+        if (
+            threads and record.compression is not None and place.location.local is not None
+        ):  # a thread unpacks a chunk beside the run that it has read
+            left -= threads * largest_chunk(record.structure.tensors.values())
+        return ChunkReader(place, lookup, stats=stats, compression=record.compression, threads=threads, memory=left)
 
     return BasedReader(place, record, stats, of_one) if record.structure.bases else of_one(place, record)
 

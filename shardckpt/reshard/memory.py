@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING
 
 from shardckpt.cores import cores
 from shardckpt.errors import BudgetError
+from shardckpt.io.codec import largest_chunk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from shardckpt.io.url import Location
-    from shardckpt.structure import TensorRecord
 
 __all__ = ["PARTS", "PROCESS_BYTES", "Memory", "Sizes", "largest_chunk", "readers", "share"]
 
@@ -143,10 +141,3 @@ def share(limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes
 def readers(location: Location) -> int | None:
     """Threads with which a worker reads there. None: as many as the memory for it allows, where a request costs milliseconds."""
     return READERS if location.local is not None else None
-
-
-def largest_chunk(tensors: Iterable[TensorRecord]) -> int:
-    """Bytes of the largest chunk of some tensors, with its checksum."""
-    from shardckpt.io.codec import room_for
-
-    return max((room_for(p.chunks, t.dtype.itemsize) for t in tensors for p in t.pieces if p.num_chunks), default=0)

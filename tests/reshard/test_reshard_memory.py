@@ -11,7 +11,7 @@ import pytest
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
 from shardckpt.reshard import ReshardOptions, plan_reshard
-from shardckpt.reshard.memory import PROCESS_BYTES, Sizes, share
+from shardckpt.reshard.memory import PROCESS_BYTES, READERS, Sizes, largest_chunk, share
 from shardckpt.rules import Rules
 
 CHILD = Path(__file__).parents[1] / "children" / "reshard_memory.py"
@@ -58,6 +58,19 @@ def test_no_share_of_memory_exceeds_the_limit(limit, local, compressed):
     assert memory.room >= sizes.target_chunk
     assert memory.reading >= sizes.reading
     assert memory.writing >= sizes.writing
+
+
+@pytest.mark.parametrize("compression", ["zstd", None])
+@pytest.mark.parametrize("rows", [8, 512])
+def test_what_a_reader_of_a_local_disk_reads_at_once_and_unpacks_is_what_it_has(tmp_path, compression, rows):
+    options = SaveOptions(shardings={"w": Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))}, compression=compression)
+    shardckpt.save(tmp_path / "a", {"w": np.zeros((rows, 4096), np.float32)}, options=options)
+    checkpoint = shardckpt.open(tmp_path / "a")
+    chunk = largest_chunk(checkpoint.record.structure.tensors.values())
+    sizes = Sizes(chunk, 0, True, True, compression is not None, False)
+    checkpoint.limit_reading(threads=READERS, memory=sizes.reading)
+    unpacked = chunk if compression else 0
+    assert READERS * (max(checkpoint.reader.limits.nbytes, chunk) + unpacked) <= sizes.reading
 
 
 def test_a_worker_has_half_a_gibibyte_of_the_job_or_there_are_fewer():
