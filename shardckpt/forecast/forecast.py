@@ -18,6 +18,7 @@ from shardckpt.forecast.stored import ByLayout, ByTable
 from shardckpt.io.based_reader import BasedReader
 from shardckpt.io.carrying import TakenOver, way
 from shardckpt.io.commit import published_attempt
+from shardckpt.io.opening import memory_of_runs
 from shardckpt.io.places import read_places
 from shardckpt.io.reader import reading_limits
 from shardckpt.io.store import Store
@@ -144,7 +145,9 @@ def forecast(
     if taken_over:
         reads: ReshardReads | None = ReshardReads(0, 0, len(plan.tasks))
     else:
-        own, _ = reading_limits(local=location.local is not None, threads=readers(location), memory=plan.memory.reading)
+        threads = readers(location)
+        memory = memory_of_runs(location, record, threads, plan.memory.reading)
+        own, _ = reading_limits(local=location.local is not None, threads=threads, memory=memory)
         reads = None if places is None or limits is None else reshard_reads(plan, places, own)
     return Forecast(
         url=str(checkpoint.location),

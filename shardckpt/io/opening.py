@@ -16,9 +16,10 @@ from shardckpt.io.table_blocks import TableBlocks
 if TYPE_CHECKING:
     from shardckpt.io.lookup import Lookup
     from shardckpt.io.store import Store
+    from shardckpt.io.url import Location
     from shardckpt.record import CheckpointRecord
 
-__all__ = ["open_reader"]
+__all__ = ["memory_of_runs", "open_reader"]
 
 
 def open_reader(
@@ -35,14 +36,17 @@ def open_reader(
     stats = ReadStats()
 
     def of_one(place: Store, record: CheckpointRecord) -> ChunkReader:
-        lookup, left = _lookup(place, record, stats), memory
-        if (
-            threads and record.compression is not None and place.location.local is not None
-        ):  # a thread unpacks a chunk beside the run that it has read
-            left -= threads * largest_chunk(record.structure.tensors.values())
+        lookup, left = _lookup(place, record, stats), memory_of_runs(place.location, record, threads, memory)
         return ChunkReader(place, lookup, stats=stats, compression=record.compression, threads=threads, memory=left)
 
     return BasedReader(place, record, stats, of_one) if record.structure.bases else of_one(place, record)
+
+
+def memory_of_runs(location: Location, record: CheckpointRecord, threads: int | None, memory: int) -> int:
+    """What of a reader's memory is left for what is read at once: on a local disk a thread unpacks a chunk beside it."""
+    if threads is None or record.compression is None or location.local is None:
+        return memory
+    return memory - threads * largest_chunk(record.structure.tensors.values())
 
 
 def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
