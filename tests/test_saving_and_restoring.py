@@ -368,6 +368,16 @@ def test_a_tensor_of_no_elements_that_no_reader_would_believe_is_refused(tmp_pat
     assert shardckpt.restore(tmp_path / "c")["long"].shape == (0, 2**61)
 
 
+def test_what_no_reader_would_believe_is_not_published_and_what_is_there_stays(tmp_path):
+    n = 1 << 20  # devices of each of 17 layouts: readers take 2^24 of all together
+    layouts = {f"w{i:02}": OpSharding.parse(f"{{devices=[1,{n - i}]<=[{n - i}] last_tile_dim_replicate}}") for i in range(17)}
+    shardckpt.save(tmp_path / "c", {"before": np.ones(3)})
+    with pytest.raises(errors.CommitError, match=r"nothing was published.*its shardings have more than 16777216 devices together"):
+        shardckpt.save(tmp_path / "c", {name: np.ones(3) for name in layouts}, options=SaveOptions(shardings=layouts, overwrite=True))
+    assert list(shardckpt.restore(tmp_path / "c")) == ["before"]
+    assert len([path for path in (tmp_path / "c").iterdir() if path.is_dir()]) == 1  # nothing is left of it
+
+
 def test_a_layout_that_does_not_fit_names_the_tensor(tmp_path):
     mesh = Mesh((2,), ("x",))
     for layout in (Sharding(mesh, PartitionSpec(None, "x")), OpSharding.parse("{devices=[2,1]<=[2]}"), OpSharding.parse("{manual}")):

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError, VersionError
 from shardckpt.io.attempts import is_attempt
 from shardckpt.io.deleted import strike
+from shardckpt.io.store import LARGEST_WHOLE
+from shardckpt.io.table_header import check_sizes
 from shardckpt.record import CheckpointRecord, Tombstone, parse_checkpoint, seal
 
 if TYPE_CHECKING:
@@ -108,10 +110,15 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
 
     Raises:
         AlreadyExistsError: another attempt was published first, or the place was deleted or collected meanwhile.
-        CommitError: another process could not publish it, and has removed it.
+        CommitError: readers would refuse it; or another process could not publish it, and has removed it.
         StorageError: the storage failed, or contradicts itself.
     """
     data, place = seal(record.to_json(), record.version), store.sub(record.attempt)
+    try:
+        _check_readable(store, record, data)
+    except CommitError:
+        discard(place)
+        raise
     if prior.record is None:  # somebody may have removed a tombstone by hand
         strike(store)
     try:
@@ -140,6 +147,20 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     raise AlreadyExistsError(
         f"{store}: another save committed there, or the place was deleted, while this one was running; nothing of it was kept."
     )
+
+
+def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None:
+    """Read a commit record as every reader will, before it takes the place of one that can be read."""
+    why = f"{store}: nothing was published, because it could not be read again"
+    if len(data) > LARGEST_WHOLE:
+        raise CommitError(f"{why}: its record would have {len(data)} bytes, and readers take at most {LARGEST_WHOLE}.")
+    try:
+        parse_checkpoint(data, store.path_of(RECORD))
+        for table in (record.table, record.small_table):
+            if table is not None:
+                check_sizes(table, f"{store.path_of(record.attempt)}/{table.key}")
+    except FormatError as e:
+        raise CommitError(f"{why}: {e}") from e
 
 
 def published_attempt(store: Store) -> str | None:

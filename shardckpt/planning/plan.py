@@ -65,7 +65,7 @@ class Piece:
         """Refuse ranks that differ and sides that are not positive."""
         if not len(self.start) == len(self.shape) == len(self.chunks):
             raise FormatError(f"{self.path}: start {self.start}, shape {self.shape} and chunks {self.chunks} differ in rank.")
-        if any(n < 0 for n in (*self.start, *self.shape)) or any(c < 1 for c in self.chunks):
+        if self.shape and min(*self.start, *self.shape, min(self.chunks) - 1) < 0:
             raise FormatError(f"{self.path}: start {self.start} and shape {self.shape} must be >= 0, chunks {self.chunks} >= 1.")
 
     @property
