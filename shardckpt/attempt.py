@@ -18,7 +18,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from threading import Lock, main_thread
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -27,6 +27,7 @@ from crc32c import crc32c
 
 from shardckpt import frameworks
 from shardckpt.contents import Contents
+from shardckpt.ending import is_ending
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError
 from shardckpt.io.assemble import assemble, pause, wait_for_hosts
 from shardckpt.io.base_places import base_location, check_base, check_bases
@@ -87,11 +88,6 @@ class Attempt:
     """One process's part in one attempt at a checkpoint."""
 
     def __init__(self, store: Store, coordinator: Coordinator, options: SaveOptions) -> None:
-        if not main_thread().is_alive():  # from then on, and while what `atexit` has runs, Python starts no threads for anybody
-            raise CommitError(
-                f"{store}: Python is ending and starts no threads any more, so nothing can be saved, and nothing was. "
-                f"Save before the program ends, not in a function that `atexit` calls."
-            )
         self.store = store
         self.coordinator = coordinator
         self.world = coordinator.world
@@ -112,6 +108,13 @@ class Attempt:
         """Whether anything of the attempt may be there."""
         self._vouches = False
         """Whether this process's record may be there, by which others may commit the attempt."""
+        if is_ending():
+            error = CommitError(
+                f"{store}: Python is ending and starts no threads any more, so nothing can be saved, and nothing was. "
+                f"Save before the program ends, not in a function that `atexit` calls."
+            )
+            self.give_up(error)  # others who save do not wait for this process
+            raise error
 
     def take(self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save) -> Share:
         """What this process has to write; all but the elements of large tensors is taken when this returns.

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardckpt import names as naming
 from shardckpt.box import Box, BoxArray
+from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import (
     BudgetError,
     FormatError,
@@ -191,9 +192,11 @@ class Checkpoint:
 
         Raises:
             ReplacedError: what was raised inside is because of that.
+            StorageError: Python is ending, and starts no threads to read with.
         """
         try:
-            yield
+            with reading_takes_threads(self.location):
+                yield
         except MissingDataError as e:
             data, _ = self._store.read_versioned(RECORD)
             try:
@@ -283,7 +286,8 @@ class Checkpoint:
             every chunk, in bases too those of the tensors that lie there, that each is in its place, the host records,
             the chunk tables, and what stock zarr readers go by (the merged index, the zarr.json documents).
         """
-        return verify(self._store, self.record, progress)
+        with reading_takes_threads(self.location):
+            return verify(self._store, self.record, progress)
 
     def process_values(self, process: int) -> dict[str, Any]:
         """What a process owned by itself when it saved (`PerProcess`), by name, not decoded."""

@@ -27,6 +27,7 @@ from shardckpt.checkpoint import Checkpoint, empty
 from shardckpt.cooperative import Choice, Meeting, check_choice, exchange_bytes
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.dtypes import castable
+from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import (
     DtypeMismatchError,
     MismatchError,
@@ -109,12 +110,14 @@ def restore(
         ReplacedError: the checkpoint was replaced or deleted while it was being read.
         CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined. A base that is gone,
             or was replaced, is a MissingDataError before anything is read.
+        StorageError: the storage failed, or Python is ending and starts no threads to read with.
         CoordinationError: `cooperative`, and another process does not answer, or failed in a way of its own. What one process
             cannot read is raised on all that read together with it.
     """
     check_choice(cooperative)
     check_coordinator(coordinator)
-    with Meeting(cooperative, coordinator) as meeting:
+    place = source.location if isinstance(source, Checkpoint) else source
+    with Meeting(cooperative, coordinator) as meeting, reading_takes_threads(place):
         meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
         check_flag(strict, "strict")
         check_flag(cast, "cast")

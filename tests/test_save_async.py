@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 from processes import Processes
 
 import shardckpt
-from shardckpt import SaveOptions, errors
+from shardckpt import Coordinator, SaveOptions, errors
 from shardckpt.saver import Saver
+from shardckpt.world import World
 
 CHILDREN = Path(__file__).parent / "children"
 FRAMEWORKS = ["torch", "DTensor", "JAX", "torch_xla"]
@@ -328,6 +330,51 @@ def test_a_save_that_begins_when_python_ends_is_refused(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(f"{tmp_path / 'late'}: Python is ending and starts no threads any more") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["earlier"]
+
+
+@pytest.mark.parametrize("ending", [0, 1])
+def test_others_do_not_wait_for_a_process_that_refuses_because_python_ends(tmp_path, monkeypatch, ending):
+    words = {}
+
+    class Words(Coordinator):
+        def __init__(self, process):
+            self.world, self.run_id = World(process, 2), "20261121T115800-1f2e3d4c"
+
+        def _set(self, key, value):
+            words[key] = value
+
+        def _get(self, key):
+            return words.get(key)
+
+    def save(process):
+        monkeypatch.setattr("shardckpt.attempt._counts", Counter())  # each process has its own
+        with pytest.raises(errors.CommitError) as refused:
+            shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, coordinator=Words(process))
+        return str(refused.value)
+
+    with monkeypatch.context() as exiting:
+        exiting.setattr("shardckpt.attempt.is_ending", lambda: True)
+        assert "Python is ending" in save(ending)
+    assert "Python is ending" in save(1 - ending)  # which has two minutes to wait for it
+
+
+def test_a_restore_that_begins_when_python_ends_says_so_where_it_takes_threads(tmp_path):
+    program = """if True:
+        import atexit, sys, numpy, shardckpt
+        def late():
+            checkpoint = shardckpt.open(sys.argv[1] + "/c")
+            print(checkpoint.read("small"))
+            for read in (lambda: shardckpt.restore(sys.argv[1] + "/c"), lambda: checkpoint.read("w"), checkpoint.verify):
+                try:
+                    read()
+                except shardckpt.errors.StorageError as e:
+                    print(e)
+        shardckpt.save(sys.argv[1] + "/c", {"w": numpy.zeros(3 << 20), "small": numpy.ones(2)})
+        atexit.register(late)"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[1. 1.]" in done.stdout
+    assert done.stdout.count(f"cannot read {tmp_path / 'c'}: Python is ending and starts no threads any more") == 3
 
 
 def test_a_fork_knows_of_no_save_in_flight(tmp_path, job):
