@@ -48,13 +48,17 @@ _log = logging.getLogger("shardckpt")
 
 
 def check_choice(choice: object) -> None:
-    """Refuse what is no choice.
+    """Refuse what is no choice; in the meeting, so that the others hear of it.
 
     Raises:
         OptionError: neither a bool, nor "auto", nor bandwidths.
     """
-    if not isinstance(choice, bool | Bandwidths) and choice != "auto":
+    if not _is_choice(choice):
         raise OptionError(f'restore(cooperative={excerpt(choice)}): use True, False, "auto", or shardckpt.Bandwidths(…).')
+
+
+def _is_choice(choice: object) -> bool:
+    return isinstance(choice, bool | Bandwidths) or (isinstance(choice, str) and choice == "auto")
 
 
 def exchange_bytes(limit: int) -> int:
@@ -74,11 +78,11 @@ class Meeting:
         """Nothing is exchanged yet.
 
         Args:
-            choice: the same on all processes.
+            choice: the same on all processes; it need not be one (`check_choice`).
             coordinator: of the job; None: found out.
             location: of the checkpoint; None: not known yet.
         """
-        self._choice = choice
+        self._choice: Choice = choice if _is_choice(choice) else True  # then the others expect this process
         self._given = coordinator
         self.location = location
         self._met = False

@@ -114,11 +114,11 @@ def restore(
         CoordinationError: `cooperative`, and another process does not answer, or failed in a way of its own. What one process
             cannot read is raised on all that read together with it.
     """
-    check_choice(cooperative)
-    check_coordinator(coordinator)
+    check_coordinator(coordinator)  # who has none can tell nobody
     place = source.location if isinstance(source, Checkpoint) else source
     with Meeting(cooperative, coordinator) as meeting, reading_takes_threads(place):
         meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
+        check_choice(cooperative)
         check_flag(strict, "strict")
         check_flag(cast, "cast")
         limit = parse_bytes(memory_limit, "memory_limit")

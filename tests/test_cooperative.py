@@ -128,3 +128,11 @@ def test_a_process_alone_needs_nobody(checkpoint, caplog):
 def test_what_is_no_choice_is_refused(checkpoint, choice):
     with pytest.raises(OptionError, match="cooperative"):
         shardckpt.restore(checkpoint, cooperative=choice)
+
+
+def test_others_hear_of_a_process_that_made_no_choice(checkpoint, monkeypatch):
+    monkeypatch.setattr(cooperative, "interconnect_of", lambda _: Link())
+    coordinator = Said(World(1, 2), said=[])
+    with pytest.raises(OptionError, match="cooperative='yes'"):
+        shardckpt.restore(checkpoint, cooperative="yes", coordinator=coordinator)
+    assert coordinator.own["failure"]["code"] == "option"
