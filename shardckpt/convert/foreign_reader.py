@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from math import prod
 from threading import local
 from typing import TYPE_CHECKING, Any
@@ -142,7 +142,7 @@ class ForeignReader:
         self._workers = Workers(threads, "shardckpt-import")
         self._joined = joined
         self._lies: dict[str, _Lies | None] = {}
-        """By path of a piece, as far as that was looked up."""
+        """By path of a piece, as far as that was looked up: small beside the piece itself, which `structure` has."""
         self._scratch = local()
 
     def read(self, requests: Sequence[Request]) -> None:
@@ -237,8 +237,9 @@ class ForeignReader:
         at = 0
         try:
             memory, later = self._in_place(run) if self._foreign.location.local is not None else self._answer(run)
-            for at, (entry, data) in enumerate(zip(run.entries, memory, strict=True)):  # noqa: B007  (a message names it)
-                entry.check(data)
+            for entry, chunks in groupby(range(len(memory)), run.entries.__getitem__):
+                at, *rest = chunks
+                entry.check(memory[at : at + 1 + len(rest)])
         except CorruptionError as e:
             raise type(e)(f"{run.chunks.where(at)}: {e}") from e
         self._stats.count(reads=1, read=run.ends[-1])

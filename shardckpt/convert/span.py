@@ -96,14 +96,16 @@ class Entry:
     crc: int | None
     """CRC-32 of all of them; None: not known."""
 
-    def check(self, data: memoryview) -> None:
-        """Compare the checksum with some of the bytes, if those are all.
+    def check(self, parts: Sequence[memoryview]) -> None:
+        """Compare the checksum with some of the bytes, if those are all: one part behind the other.
 
         Raises:
             CorruptionError: they are not what was written.
         """
-        if self.crc is None or len(data) != len(self.span):
+        if self.crc is None or sum(map(len, parts)) != len(self.span):
             return
-        found = zlib.crc32(data)
+        found = 0
+        for part in parts:
+            found = zlib.crc32(part, found)
         if found != self.crc:
             raise CorruptionError(f"{self.span}: its CRC-32 is {found:#010x}, and {self.crc:#010x} was written; restore it from a copy.")

@@ -60,7 +60,7 @@ def read_box(entry: Entry, tensor: StoredTensor, dtype: np.dtype[Any], box: Box)
         halves = (_cut(box, along, box.start[along], middle), _cut(box, along, middle, box.stop[along]))
         return np.concatenate([read_box(entry, tensor, dtype, half) for half in halves], axis=along)
     data = entry.span.read(first * size, (first + count) * size)
-    entry.check(data)
+    entry.check([data])
     found = np.ndarray(box.shape, dtype, data, strides=[stride * size for stride in tensor.strides])
     return np.ascontiguousarray(found).reshape(box.shape)
 

@@ -105,6 +105,21 @@ def test_a_flipped_bit_in_a_checksummed_tensor_is_an_error_that_names_tensor_and
         read(source, [("b", Box((0,), (1000,)), np.empty(1000, np.float32))])
 
 
+@pytest.mark.parametrize("place", ["disk", "object store"])
+def test_a_flipped_bit_is_noticed_in_a_storage_of_several_chunks_that_is_read_at_once(tmp_path: Path, place: str) -> None:
+    w = torch.arange(640 * 1024, dtype=torch.float32).reshape(640, 1024)
+    torch.save({"w": w}, tmp_path / "model.pt")
+    raw = bytearray((tmp_path / "model.pt").read_bytes())
+    raw[raw.index(w[500].numpy().tobytes())] ^= 1
+    url = str(tmp_path) if place == "disk" else f"memory://{uuid.uuid4().hex}"
+    Store.open(url).write("model.pt", bytes(raw))
+    source = ForeignSpec(f"{url}/model.pt", "torch").open()
+    assert source.foreign.structure.tensors["w"].num_chunks == 3
+
+    with pytest.raises(CorruptionError, match=r"(?s)'?w'?\[0:256, 0:1024\].*model\.pt.*CRC-32"):
+        read(source, [("w", Box((0, 0), (640, 1024)), np.empty((640, 1024), np.float32))])
+
+
 def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     url, file = f"memory://{uuid.uuid4().hex}", io.BytesIO()
     state = {name: torch.arange(100, dtype=torch.float32) + i for i, name in enumerate("ab")}
