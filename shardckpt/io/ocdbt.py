@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["MOST_KEYS", "leaf_node", "manifest", "varints"]
+__all__ = ["MOST_KEYS", "leaf_node", "manifest", "shared_prefixes", "varints"]
 
 MOST_KEYS = 1 << 20
 """Keys that TensorStore accepts in one node."""
