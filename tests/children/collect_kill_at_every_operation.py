@@ -10,41 +10,16 @@ or deleting it, with a grace period of an hour, or committing it. JSON on stdout
 """
 
 import functools
-import os
-import signal
 import sys
 from pathlib import Path
 
 import tensorstore as ts
-from dying import tell_deaths
+from dying import Killer, tell_deaths
 
 from shardckpt import collecting, committing
 
 FILES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime")
-
-
-class Killer:
-    """Counts operations, and dies before the k-th."""
-
-    def __init__(self, k, report):
-        self.left = k
-        self.report = report
-
-    def arm(self):
-        for name in FILES:
-            setattr(os, name, self.operation(name, getattr(os, name)))
-        for name in ("write", "delete_range", "experimental_copy_range_to"):
-            setattr(ts.KvStore, name, self.operation(f"tensorstore {name}", getattr(ts.KvStore, name)))
-
-    def operation(self, name, function):
-        def wrapped(*arguments, **options):
-            if self.left == 0:
-                os.pwrite(self.report, name.encode(), 0)
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.left -= 1
-            return function(*arguments, **options)
-
-        return wrapped
+TENSORSTORE = {ts.KvStore: ("write", "delete_range", "experimental_copy_range_to")}
 
 
 def main():
@@ -54,7 +29,7 @@ def main():
         "delete": functools.partial(collecting.delete, grace=3600),
         "commit": committing.commit,
     }[sys.argv[2]]
-    tell_deaths(root, Killer, act)
+    tell_deaths(root, functools.partial(Killer, FILES, TENSORSTORE), act)
 
 
 main()

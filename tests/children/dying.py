@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 
 LATER_THAN_ANY = 10_000
 
@@ -16,6 +17,59 @@ def in_a_fork(action):
         action()
         os._exit(0)
     return os.waitpid(pid, 0)[1]
+
+
+class Killer:
+    """Counts operations on the storage, and dies before the k-th; of a write also in its middle, which counts as one more."""
+
+    def __init__(self, files, tensorstore, k, report):
+        """Die before operation k, and write into the file `report` which it was.
+
+        Args:
+            files: names of functions of `os`.
+            tensorstore: classes, and names of methods of each.
+            k: counted from 0.
+            report: an open file's number.
+        """
+        self.files, self.tensorstore = files, tensorstore
+        self.left, self.report, self.lock = k, report, threading.RLock()
+
+    def arm(self):
+        for name in self.files:
+            setattr(os, name, self.file_operation(name, getattr(os, name)))
+        for kind, names in self.tensorstore.items():
+            for name in names:
+                setattr(kind, name, self.tensorstore_operation(name, getattr(kind, name)))
+
+    def before(self, operation, *, then=lambda: None):
+        """One more operation; `then` is what is done of it before the next one, which is in the middle of it."""
+        with self.lock:
+            if self.left == 0:
+                then()
+                os.pwrite(self.report, operation.encode(), 0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left -= 1
+
+    def file_operation(self, name, function):
+        @functools.wraps(function)
+        def wrapped(*arguments, **options):
+            if name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return function(*arguments, **options)
+            self.before(name)
+            if name in ("write", "pwritev"):
+                file, data, *offset = arguments
+                half = data[: len(data) // 2] if name == "write" else [*data[:-1], data[-1][: len(data[-1]) // 2]]
+                self.before(f"the second half of a {name}", then=lambda: function(file, half, *offset))
+            return function(*arguments, **options)
+
+        return wrapped
+
+    def tensorstore_operation(self, name, function):
+        def wrapped(*arguments, **options):
+            self.before(f"tensorstore {name}")
+            return function(*arguments, **options)
+
+        return wrapped
 
 
 def tell_deaths(root, killer, act):

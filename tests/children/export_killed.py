@@ -7,15 +7,13 @@ only each so-many-th operation is died before. JSON on stdout: for each death, t
 the same call did in the next process.
 """
 
-import functools
 import json
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
-from dying import in_a_fork
+from dying import Killer, in_a_fork
 
 import shardckpt
 import shardckpt.convert.export  # imported once for all forks
@@ -28,43 +26,8 @@ local_files._NOTE_BYTES = 64 << 10
 OPERATIONS = ("open", "write", "pwritev", "fsync", "fdatasync", "mkdir", "link", "replace", "unlink", "rmdir", "ftruncate")
 
 
-class Killer:
-    """Counts operations, and dies before the k-th, or in its middle."""
-
-    def __init__(self, k, report):
-        self.left, self.report, self.lock = k, report, threading.RLock()
-
-    def before(self, operation, then=lambda: None):
-        with self.lock:
-            if self.left == 0:
-                then()
-                os.pwrite(self.report, operation.encode(), 0)
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.left -= 1
-
-    def wrap(self, name, function):
-        @functools.wraps(function)
-        def wrapped(*arguments, **options):
-            if name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                return function(*arguments, **options)
-            self.before(name)
-            if name == "write":
-                file, data = arguments
-                self.before("the middle of a write", lambda: function(file, data[: len(data) // 2]))
-            if name == "pwritev":
-                file, data, offset = arguments
-                self.before("the middle of a pwritev", lambda: function(file, [*data[:-1], data[-1][: len(data[-1]) // 2]], offset))
-            return function(*arguments, **options)
-
-        return wrapped
-
-    def arm(self):
-        for name in OPERATIONS:
-            setattr(os, name, self.wrap(name, getattr(os, name)))
-
-
 def act(place, k, report, overwrite):
-    Killer(k, report).arm()
+    Killer(OPERATIONS, {}, k, report).arm()
     shardckpt.export(place / "checkpoint", place / "out" / "model.safetensors", overwrite=overwrite)
 
 

@@ -12,70 +12,23 @@ state(2) to <root>/k/checkpoint and kills itself on the way. JSON on stdout: for
 """
 
 import functools
-import os
-import signal
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import tensorstore as ts
-from dying import in_a_fork, tell_deaths
+from dying import Killer, in_a_fork, tell_deaths
 
 import shardckpt
 import shardckpt.frameworks.numpy
 import shardckpt.saving
 
 FILES = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+TENSORSTORE = {ts.KvStore: ("write", "delete_range", "experimental_copy_range_to"), ts.Transaction: ("__exit__",)}
 
 
 def state(value):
     return {"w": np.full((40, 30), value, np.float32), "b": np.arange(value, value + 5), "leaf": value}
-
-
-class Killer:
-    """Counts operations, and dies before the k-th."""
-
-    def __init__(self, k, report):
-        self.left = k
-        self.report = report
-        self.lock = threading.RLock()
-
-    def before(self, operation, *, then=lambda: None):
-        """One more operation; `then` is what is done of it before the next one, which is in the middle of it."""
-        with self.lock:
-            if self.left == 0:
-                then()
-                os.pwrite(self.report, operation.encode(), 0)
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.left -= 1
-
-    def file_operation(self, name, function):
-        @functools.wraps(function)
-        def wrapped(*arguments, **options):
-            if name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                return function(*arguments, **options)
-            self.before(name)
-            if name == "write":
-                file, data = arguments
-                self.before("the second half of a write", then=lambda: function(file, data[: len(data) // 2]))
-            return function(*arguments, **options)
-
-        return wrapped
-
-    def tensorstore_operation(self, name, function):
-        def wrapped(*arguments, **options):
-            self.before(f"tensorstore {name}")
-            return function(*arguments, **options)
-
-        return wrapped
-
-    def arm(self):
-        for name in FILES:
-            setattr(os, name, self.file_operation(name, getattr(os, name)))
-        for kind, names in ((ts.KvStore, ("write", "delete_range", "experimental_copy_range_to")), (ts.Transaction, ("__exit__",))):
-            for name in names:
-                setattr(kind, name, self.tensorstore_operation(name, getattr(kind, name)))
 
 
 def main():
@@ -93,7 +46,7 @@ def main():
         save(place / "checkpoint", 2, overwrite=scenario == "overwrite")
 
     assert in_a_fork(prepare) == 0
-    tell_deaths(root, Killer, act)
+    tell_deaths(root, functools.partial(Killer, FILES, TENSORSTORE), act)
 
 
 main()

@@ -97,7 +97,7 @@ def test_a_kill_before_every_single_operation(tmp_path, before):
     source(tmp_path / "checkpoint")
     deaths = killed(tmp_path, 1, *before)
     check_deaths(tmp_path, deaths, unpublished=b"old".hex() if before else False)
-    assert {"pwritev", "the middle of a pwritev", "fdatasync", "link", "unlink", "rmdir"} <= {operation for operation, *_ in deaths}
+    assert {"pwritev", "the second half of a pwritev", "fdatasync", "link", "unlink", "rmdir"} <= {operation for operation, *_ in deaths}
 
 
 def test_a_process_killed_from_outside_is_gone_on_with_by_another(tmp_path):
