@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import GSPMDSharding
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax_arrays import assembled, compiles, error, filled, on_devices, placed
 from jax_cases import NAMES, elements, same_bits
@@ -71,6 +72,16 @@ def round_trip(case):
         "shape": list(restored.shape),
         "compiles": compiles() - before,
     }
+
+
+def ordered(case):
+    """An array that JAX holds in an order of its own in memory."""
+    array, leaf = sharded(case)
+    stored = Format(Layout(major_to_minor=tuple(case["order"])), leaf.sharding)
+    source = frameworks.source("w", jax.jit(lambda a: a, out_shardings=stored)(leaf))
+    (arrays,) = frameworks.fetch([source])
+    whole, covered = assembled(source, arrays)
+    return same_bits(whole, array) and bool((covered == 1).all())
 
 
 def targets(case):
@@ -317,6 +328,7 @@ def main():
     verbs = (
         *(
             round_trip,
+            ordered,
             targets,
             layouts,
             control,
