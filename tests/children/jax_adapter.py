@@ -3,6 +3,7 @@
 import json
 import sys
 import tracemalloc
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,8 @@ def round_trip(case):
     array, leaf = sharded(case)
     before = compiles()
     source = frameworks.source("w", leaf)
-    (arrays,) = frameworks.fetch([source])
+    with mock.patch("jax.make_array_from_single_device_arrays", wraps=jax.make_array_from_single_device_arrays) as made:
+        (arrays,) = frameworks.fetch([source])
     whole, covered = assembled(source, arrays)
     sink = frameworks.target("w", leaf, (), F32)
     restored = placed(sink, array)
@@ -66,6 +68,7 @@ def round_trip(case):
         "kept on the host": len(kept),
         "copied": sum(a.nbytes for a in arrays if a.ctypes.data not in pointers),
         "staged": source.staged_bytes,
+        "made by jax": made.call_count,
         "devices": on_devices(restored) == on_devices(leaf),
         "sharding": restored.sharding == leaf.sharding and restored.committed == leaf.committed,
         "dtype": str(restored.dtype),
