@@ -10,7 +10,7 @@ Device ids are JAX's own, and need not be 0…N-1: those of a second process on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isqrt
 from typing import TYPE_CHECKING, Any
@@ -162,12 +162,13 @@ class Shards:
     """(devices,) the box of each; -1 where the array has no elements."""
     tile: tuple[int, ...]
     """The shape of every shard."""
+    holders: list[int] = field(init=False)
+    """Per box, the id of the first device that holds it."""
 
-    @property
-    def holders(self) -> list[int]:
-        """Per box, the id of the first device that holds it."""
+    def __post_init__(self) -> None:
+        """Look for the holders once: each save asks for those of each array."""
         boxes, first = np.unique(self.box_of, return_index=True)
-        return [self.devices[i].id for i in first[boxes >= 0].tolist()]
+        object.__setattr__(self, "holders", [self.devices[i].id for i in first[boxes >= 0].tolist()])
 
     def extended(self, shape: tuple[int, ...]) -> Shards:
         """The same of an array with more dimensions behind, of that shape, which no device has cut."""

@@ -3,12 +3,14 @@
 import json
 import sys
 import tracemalloc
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import GSPMDSharding
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax_arrays import assembled, compiles, error, filled, on_devices, placed
 from jax_cases import NAMES, elements, same_bits
@@ -51,7 +53,8 @@ def round_trip(case):
     array, leaf = sharded(case)
     before = compiles()
     source = frameworks.source("w", leaf)
-    (arrays,) = frameworks.fetch([source])
+    with mock.patch("jax.make_array_from_single_device_arrays", wraps=jax.make_array_from_single_device_arrays) as made:
+        (arrays,) = frameworks.fetch([source])
     whole, covered = assembled(source, arrays)
     sink = frameworks.target("w", leaf, (), F32)
     restored = placed(sink, array)
@@ -65,12 +68,23 @@ def round_trip(case):
         "kept on the host": len(kept),
         "copied": sum(a.nbytes for a in arrays if a.ctypes.data not in pointers),
         "staged": source.staged_bytes,
+        "made by jax": made.call_count,
         "devices": on_devices(restored) == on_devices(leaf),
         "sharding": restored.sharding == leaf.sharding and restored.committed == leaf.committed,
         "dtype": str(restored.dtype),
         "shape": list(restored.shape),
         "compiles": compiles() - before,
     }
+
+
+def ordered(case):
+    """An array that JAX holds in an order of its own in memory."""
+    array, leaf = sharded(case)
+    stored = Format(Layout(major_to_minor=tuple(case["order"])), leaf.sharding)
+    source = frameworks.source("w", jax.jit(lambda a: a, out_shardings=stored)(leaf))
+    (arrays,) = frameworks.fetch([source])
+    whole, covered = assembled(source, arrays)
+    return same_bits(whole, array) and bool((covered == 1).all())
 
 
 def targets(case):
@@ -317,6 +331,7 @@ def main():
     verbs = (
         *(
             round_trip,
+            ordered,
             targets,
             layouts,
             control,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardckpt.dtypes import DTYPES
+from shardckpt.dtypes import DTYPES, by_name
 
 CHILDREN = Path(__file__).parents[1] / "children"
 PAIRS, CROSS = 64, 24
@@ -70,6 +70,11 @@ def of_every_dtype():
 
 CASES = {
     "round_trip": [*layouts(), *of_other_shardings(), *of_every_dtype()],
+    "ordered": [
+        {"mesh": [8], "devices": PERMUTED, "shape": [8, 6, 5], "spec": ["x"], "dtype": dtype, "order": order}
+        for dtype in ("float32", "bfloat16")
+        for order in ([0, 1, 2], [2, 0, 1])
+    ],
     "targets": [*layouts(), *of_other_shardings()],
     "layouts": [
         {"mesh": [4, 2], "devices": PERMUTED, "shape": [8, 8, 8], "spec": [["x", "y"], None], "dtype": "float32"},
@@ -152,6 +157,15 @@ def test_fetching_on_cpu_copies_packed_elements_only_and_says_so(round_trips):
     for case, found in round_trips:
         expected = prod(case["shape"]) if case["dtype"] in PACKED else 0
         assert (found["copied"], found["staged"]) == (expected, expected), case
+
+
+def test_jax_is_asked_for_no_array_where_python_can_look_at_the_memory(round_trips):
+    for case, found in round_trips:
+        assert found["made by jax"] == (0 if by_name(case["dtype"]).numpy.isbuiltin == 1 else found["boxes"][0]), case
+
+
+def test_the_order_in_which_jax_holds_elements_does_not_matter(answers):
+    assert answers["ordered"] == [True] * 4
 
 
 def test_only_wanted_boxes_are_copied_to_the_host(answers):

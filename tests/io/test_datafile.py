@@ -8,8 +8,12 @@ import sys
 import pytest
 
 from shardckpt.errors import StorageError
+from shardckpt.io import datafile, write_back
 from shardckpt.io.datafile import create_data_file
 from shardckpt.io.store import Store
+from shardckpt.io.write_back import begin_write_back
+
+MiB = 1 << 20
 
 
 def test_what_was_appended_is_there_in_that_order(store):
@@ -30,6 +34,41 @@ def test_many_parts_are_appended_in_their_order_however_few_the_kernel_takes(sto
     file.seal()
     file.wait()
     assert store.read("d/0") == b"".join(parts)
+
+
+def test_a_disk_begins_with_a_file_while_it_is_appended_to_and_is_told_of_no_byte_twice(tmp_path, monkeypatch):
+    told = []
+
+    def begin(fd, offset, nbytes):
+        told.append((offset, nbytes, os.fstat(fd).st_size))
+        return begin_write_back(fd, offset, nbytes)
+
+    monkeypatch.setattr(datafile, "begin_write_back", begin)
+    file = create_data_file(Store.open(tmp_path), "d/0")
+    for _ in range(9):
+        file.append(bytes(3 * MiB))
+        file.append_all([memoryview(bytes(MiB))] * 2)
+    assert told == [(0, 8 * MiB, 8 * MiB), (8 * MiB, 10 * MiB, 18 * MiB), (18 * MiB, 10 * MiB, 28 * MiB), (28 * MiB, 10 * MiB, 38 * MiB)]
+    file.seal()
+    file.wait()
+    assert (tmp_path / "d/0").stat().st_size == 45 * MiB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels are not told")
+def test_linux_takes_the_hint(tmp_path):
+    with (tmp_path / "0").open("wb", buffering=0) as file:
+        file.write(bytes(MiB))
+        assert begin_write_back(file.fileno(), 0, MiB)
+        assert not begin_write_back(file.fileno(), -1, MiB), "it was told what to write, and not something else"
+
+
+def test_a_kernel_that_cannot_be_told_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(write_back, "_sync_file_range", None)
+    file = create_data_file(Store.open(tmp_path), "d/0")
+    file.append(bytes(9 * MiB))
+    file.seal()
+    file.wait()
+    assert (tmp_path / "d/0").stat().st_size == 9 * MiB
 
 
 def test_a_lent_buffer_holds_nothing_of_the_file_before(store):
