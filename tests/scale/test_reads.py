@@ -51,3 +51,22 @@ def test_onto_half_as_many_devices_it_reads_the_tables_of_those_that_have_its_sh
 def test_where_the_chunks_lie_takes_fewer_requests_than_the_chunks(kind):
     found = requests(kind, 16384)
     assert found["table requests"] <= 0.5 * found["data requests"] + 4
+
+
+def test_replicas_that_read_together_ask_for_a_part_of_the_data_each():
+    """Of 16 replicas a 16th."""
+    found = requests("HSDP", 16 * 256, tensors=40)
+    assert found["data bytes together"] == pytest.approx(found["data bytes"] / 16, rel=0.05)
+    assert found["data requests together"] < 0.2 * found["data requests"]
+
+
+@pytest.mark.parametrize("kind", ["FSDP+TP", "EP"])
+def test_vectors_that_all_devices_hold_are_few_requests_together(kind):
+    found = requests(kind, 4096)
+    assert found["table requests together"] <= 8
+    assert found["data bytes together"] < found["data bytes"]
+    assert found["data requests together"] < found["data requests"]
+
+
+def test_where_no_two_hosts_need_the_same_nothing_is_read_together():
+    assert "data requests together" not in requests("FSDP", 256, tensors=20)

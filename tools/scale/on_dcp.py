@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tools.scale.host import DEVICES_PER_HOST, Job
+from tools.scale.host import Job
+from tools.scale.layouts import DEVICES_PER_HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
