@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MEASURED", "TOGETHER", "WITHOUT"]
 
-HOSTS = 4
-"""That are looked at, at most."""
+HOSTS = 6
+"""That are looked at, at most: each in the middle of a part of the job, so that their average is about everybody's."""
 LIMITS = RunLimits(OBJECT_RUN[0], OBJECT_GAP, MOST_CHUNKS)
 WITHOUT, TOGETHER = " without hosts' tables", " together"
 """Behind the name of what is counted, where the restore is not as by default."""
@@ -64,7 +64,7 @@ def prepared(onto_devices: int | None = None, **job: Any) -> Callable[[], dict[s
     tables = Tables(asked)
 
     def run() -> dict[str, float]:
-        hosts = np.unique(np.linspace(0, onto.hosts - 1, HOSTS).astype(int)).tolist()
+        hosts = sorted({(2 * i + 1) * onto.hosts // (2 * HOSTS) for i in range(HOSTS)})
         found = {"": [restored(tables, onto, host) for host in hosts]}
         found[WITHOUT] = [restored(tables, onto, host, ask=False) for host in hosts]
         if any(len(members) > 1 for members, _ in _groups(tables.records, onto, 0)):
