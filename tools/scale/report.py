@@ -100,8 +100,8 @@ _NOTES = {
     "A restore's plan beside DCP's": (
         "*One rank of DCP*: `DefaultLoadPlanner.create_local_plan`, with the metadata of such a save, onto half as many ranks; as in ours, "
         "every process plans for itself. It goes through all stored boxes of each tensor; ours goes through the chunks of eight "
-        "devices' boxes, which are more where few devices hold all of it: on 8 devices it takes longer. HSDP's groups of 256 are the "
-        "same over half of 1,024 devices: then one stored box of each tensor is read, and of the others two."
+        "devices' boxes, which are more where few devices hold all of it: on 8 devices it takes longer with the "
+        "larger models. HSDP's groups of 256 are the same over half of 1,024 devices: then one stored box of each tensor is read, and of the others two."
     ),
     "Metadata": (
         "What a host says of the checkpoint is one file, which hosts that say the same share. The commit record is that, and a line per "
@@ -127,7 +127,9 @@ _NOTES = {
         "the table of all, units of it, and hosts' records and own tables, where these cost less; *without hosts'*: if hosts' own "
         "tables were never read. The commit record is one more. *All hosts*: what they read of data, and the seconds over which the pace "
         f"of {BUCKET_READS:,.0f} requests per second spreads all their requests. *Together*: with `restore(cooperative=True)`, where hosts "
-        "that need the same read a part each, up to 64 of them, and send it to the others (docs/restoring.md).\n\n"
+        "that need the same read a part each, up to 64 of them, and send it to the others (docs/restoring.md). "
+        "The first row tells how large the checkpoint is, of all layouts but EP, whose experts make it larger; where hosts hold unequal "
+        "shares, what six of them read tells of all only about how much it is.\n\n"
         "HSDP's replicas read everything once each, which is what takes its many requests; together they do not. With FSDP+TP and EP it is "
         "the vectors, which all devices hold: a save deals their chunks out to all hosts, so each lies in another host's file, and "
         "who needs all of them asks for them, and for their rows of the table, one by one "
