@@ -43,8 +43,9 @@ def test_a_host_that_restores_its_own_share_reads_few_things_to_find_it(devices)
 
 
 def test_onto_half_as_many_devices_it_reads_the_tables_of_those_that_have_its_share():
+    """Up to eight: tensors with unlike numbers of rows are cut at unlike places, twice."""
     found = requests("FSDP", 16384, onto_devices=8192)
-    assert found["most table requests"] <= 2 + 2 * 6
+    assert found["most table requests"] <= 2 + 2 * 8
 
 
 @pytest.mark.parametrize("kind", ["HSDP", "FSDP+TP", "EP"])

@@ -101,7 +101,8 @@ _NOTES = {
         "*One rank of DCP*: `DefaultLoadPlanner.create_local_plan`, with the metadata of such a save, onto half as many ranks; as in ours, "
         "every process plans for itself. It goes through all stored boxes of each tensor; ours goes through the chunks of eight "
         "devices' boxes, which are more where few devices hold all of it: on 8 devices it takes longer with the "
-        "larger models. HSDP's groups of 256 are the same over half of 1,024 devices: then one stored box of each tensor is read, and of the others two."
+        "larger models. HSDP's groups of 256 are the same over half of 1,024 devices: then one stored box of each tensor is read, and of "
+        "the others two."
     ),
     "Metadata": (
         "What a host says of the checkpoint is one file, which hosts that say the same share. The commit record is that, and a line per "
