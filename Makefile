@@ -53,7 +53,7 @@ bench-quick: setup ## a sixteenth of it
 scale: setup ## jobs of up to 100,000 devices, simulated: plans, metadata, commits, requests; ten minutes
 	$(BIN)/python -m tools.scale --write
 
-scale-quick: setup ## a part of it; two minutes
+scale-quick: setup ## a part of it; three minutes
 	$(BIN)/python -m tools.scale --quick
 
 format: setup ## rewrite the sources in the one format

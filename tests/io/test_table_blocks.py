@@ -234,6 +234,38 @@ def test_damage_to_a_block_that_nobody_needs_does_no_harm(tmp_path, blocks_of_fo
         find(blocks, "a", np.arange(400))
 
 
+def in_memory():
+    return Store.open(f"memory://{uuid.uuid4().hex}")
+
+
+def test_who_goes_through_a_table_in_an_object_store_reads_ever_further_on(blocks_of_four):
+    table = complete(a=400)
+    blocks, stats = opened(in_memory(), table)
+    for i in range(0, 400, 4):
+        assert find(blocks, "a", np.arange(i, i + 4))[1].offset.tolist() == table.arrays()["a"].offset[i : i + 4].tolist()
+    assert stats.index_reads == 1 + 7  # 1, 2, 4, … blocks of 100
+    assert stats.index_bytes == len(table.encode())
+
+
+def test_who_wants_little_here_and_there_reads_no_more_than_that(blocks_of_four, monkeypatch):
+    monkeypatch.setattr(table_blocks, "NEAR_BYTES", 3 * 4 * ROW.itemsize)
+    table = complete(a=400)
+    blocks, stats = opened(in_memory(), table)
+    for i in (0, 40, 80, 44, 160, 120):
+        find(blocks, "a", np.array([i]))
+    assert (stats.index_reads, stats.index_bytes) == (1 + 6, len(table.encode()) - table.body_bytes + 6 * 4 * ROW.itemsize)
+
+
+def test_damage_to_what_is_only_read_along_does_no_harm(blocks_of_four):
+    place = in_memory()
+    blocks, _ = opened(place, complete(a=16))
+    spoil(place, -1)
+    for i in range(0, 12, 4):  # with the third block the fourth would be read
+        assert len(find(blocks, "a", np.arange(i, i + 4))[1]) == 4
+    with pytest.raises(errors.FormatError, match=r"table: block 3 of the chunk table is not what was written"):
+        find(blocks, "a", np.array([12]))
+
+
 @pytest.mark.parametrize("damage", ["a flipped bit", "cut off", "gone"])
 def test_a_damaged_table_is_given_up_for_what_others_say(store, blocks_of_four, damage):
     blocks, _ = opened(store, complete(a=6), spare_table)

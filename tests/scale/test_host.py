@@ -29,8 +29,9 @@ def measured(what, kind, devices, tensors=TENSORS):
 def test_a_plan_has_no_more_rows_and_takes_no_more_steps_on_a_hundred_thousand_devices(what, kind):
     few, many = (measured(what, kind, devices) for devices in (SMALL, LARGE))
     for key in ("boxes", "blocks", "rows", "chunks"):
-        # By how unevenly 100,000 devices cut a tensor it may be a few more chunks, of smaller tiles.
-        assert many.get(key, 0) <= 1.25 * few.get(key, 0) + TENSORS
+        # By how unevenly 100,000 devices cut a tensor it may be a few more chunks, of smaller tiles; and they make groups of
+        # 200 for HSDP, in place of 256.
+        assert many.get(key, 0) <= 1.35 * few.get(key, 0) + TENSORS
     taken = {}
     for devices in (SMALL, LARGE):
         prepared = [MEASURED[what](tree="405B", kind=kind, devices=devices, tensors=TENSORS) for _ in range(2)]

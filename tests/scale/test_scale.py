@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.scale.chart import chart
 from tools.scale.growth import exponent, per_each
+from tools.scale.points import FULL, QUICK
 from tools.scale.report import page
 
 
@@ -50,6 +51,20 @@ def test_the_page_and_the_chart_are_made_of_them(found):
     picture = ET.fromstring(chart(found))
     names = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert "A save's plan: one host's; DCP: the coordinator's" in names
+
+
+def test_each_point_of_dcp_has_ours_beside_it_and_what_was_cut_off_says_so(found):
+    assert "| 8B, FSDP: a host of ours | 0." in page(found)
+    cut = [r | {"cut": 20.0} if r["what"] == "dcp save" else r for r in found["results"]]
+    assert "| 8B, FSDP: DCP's coordinator | > 0." in page(found | {"results": cut})
+
+
+def test_ours_is_asked_wherever_dcp_is():
+    for points in (FULL, QUICK):
+        ours = {(job["what"], job.get("tree"), job.get("kind"), job.get("devices")) for job in points.jobs()}
+        asked = [job for jobs in points.dcp() for job in jobs]
+        assert len(asked) >= 8
+        assert {(job["what"].removeprefix("dcp "), job["tree"], job["kind"], job["devices"]) for job in asked} <= ours
 
 
 def test_growth_is_told_by_its_exponent_and_by_what_each_host_and_chunk_adds():

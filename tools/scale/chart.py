@@ -1,6 +1,6 @@
 """The chart of a run: growth curves on logarithmic scales, a panel for each question. SVG, on light and dark pages.
 
-In all panels but the last two lines are drawn over devices. A line's exponent stands behind its name: 0 is flat, 1 is linear.
+Lines are drawn over devices, or over hosts where the panel says so. A line's exponent stands behind its name, where it has one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any
 
 from tools.scale.growth import exponent
+from tools.scale.reads import WITHOUT
 from tools.scale.targets import curve
 
 if TYPE_CHECKING:
@@ -19,9 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["chart"]
 
-COLUMNS, PANEL, PLOT, LEFT, TOP = 2, (490, 316), (250, 220), 62, 44
+COLUMNS, PANEL, PLOT, LEFT, TOP = 2, (545, 316), (250, 220), 62, 44
 """Panels side by side; width and height of one, and of its plot; where the plot begins."""
 COLOURS = ("#0969da", "#1a7f37", "#8250df", "#bf3989", "#d29922", "#bc4c00", "#6e7781")
+LEGEND = (
+    "The figure behind a name is the exponent of the power law that fits the line:",
+    "0 is flat, 1 is linear. Dashed: DCP, or without what keeps requests few.",
+    "Plans, metadata and restores are of the largest model, 1,000 tensors.",
+)
 DARK = ("#4493f8", "#3fb950", "#ab7df8", "#db61a2", "#d29922", "#f0883e", "#9198a1")
 STYLE = (
     'text { font: 11px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328 } .title { font-size: 13px; font-weight: 600 }\n'
@@ -64,7 +70,9 @@ def chart(found: dict[str, Any]) -> str:
         parts.append(f'<g transform="translate({i % COLUMNS * width} {i // COLUMNS * height})">')
         parts += _drawn(panel)
         parts.append("</g>")
-    across, down = COLUMNS * width, -(-len(panels) // COLUMNS) * height
+    x, y = len(panels) % COLUMNS * width, len(panels) // COLUMNS * height  # where the next panel would be
+    parts += [f'<text class="quiet" x="{x + 12}" y="{y + 18 + 16 * i}">{escape(line)}</text>' for i, line in enumerate(LEGEND)]
+    across, down = COLUMNS * width, y + (height if x else 50)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" role="img">\n<title>Growth with devices and hosts</title>\n'
         f'<style>{STYLE}</style>\n<rect class="page" width="100%" height="100%"/>\n' + "\n".join(parts) + "\n</svg>\n"
@@ -77,20 +85,11 @@ def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
     kinds = list(dict.fromkeys(r["kind"] for r in results if r["what"] == "save"))
     for what, title in (("save", "A save's plan"), ("restore", "A restore's plan")):
         lines = [Line(kind, *curve(results, what, "cpu", tree=tree, kind=kind), i) for i, kind in enumerate(kinds)]
-        for i, kind in enumerate(kinds):
-            x, y = curve(results, f"dcp {what}", "cpu", tree=tree, kind=kind)
-            cut = next(
-                ((r["devices"], r["cpu"]) for r in results if (r["what"], r.get("kind")) == (f"dcp {what}", kind) and r.get("cut")), None
-            )
-            if x or cut:
-                lines.append(Line(f"DCP, {kind}", x, y, 4 + i % 2, dashed=True, cut=cut))
+        lines += _of_dcp(results, what, "cpu", tree)
         whose = "one host's; DCP: the coordinator's" if what == "save" else "one host's; DCP: one rank's"
         yield _Panel(f"{title}: {whose}", "devices", "seconds of processor time", lines)
-    first = [Line(kind, *curve(results, "save", "peak", tree=tree, kind=kind), i) for i, kind in enumerate(kinds)]
-    x, y = curve(results, "dcp save", "peak", tree=tree, kind="FSDP")
-    yield _Panel(
-        "Memory of a save's plan, with Python and libraries", "devices", "bytes", [*first, Line("DCP, FSDP", x, y, 4, dashed=True)]
-    )
+    ours = [Line(kind, *curve(results, "save", "peak", tree=tree, kind=kind), i) for i, kind in enumerate(kinds)]
+    yield _Panel("Memory of a save's plan, with Python and libraries", "devices", "bytes", [*ours, *_of_dcp(results, "save", "peak", tree)])
     names = {
         "contents bytes": "what a host says",
         "host record bytes": "a host's record",
@@ -102,6 +101,13 @@ def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
         "devices",
         "bytes",
         [Line(name, *curve(results, "metadata", key, tree=tree, kind=kinds[0]), i) for i, (key, name) in enumerate(names.items())],
+    )
+    keys = {"data requests": "data", "table requests": "tables", f"table requests{WITHOUT}": "tables, without hosts' own"}
+    yield _Panel(
+        "Requests of a host that restores its own share, FSDP",
+        "devices",
+        "requests",
+        [Line(name, *_own_share(results, key), (0, 1, 4)[i], dashed=key.endswith(WITHOUT)) for i, (key, name) in enumerate(keys.items())],
     )
     commits = [r for r in results if r["what"] == "commit"]
     least = min((r["chunks"] / r["hosts"] for r in commits), default=0)
@@ -129,6 +135,20 @@ def _panels(found: dict[str, Any]) -> Iterator[_Panel]:
             Line("reads without a pace", hosts, [load["unpaced"]["most_reads"] for load in loads], 5, dashed=True),
         ],
     )
+
+
+def _own_share(results: list[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """Devices, and what was counted."""
+    some = [r for r in results if (r["what"], r.get("kind"), r.get("onto_devices")) == ("requests", "FSDP", None)]
+    return [r["devices"] for r in some], [r[key] for r in some]
+
+
+def _of_dcp(results: list[dict[str, Any]], what: str, key: str, tree: str) -> Iterator[Line]:
+    """DCP's lines."""
+    theirs = [r for r in results if (r["what"], r.get("tree")) == (f"dcp {what}", tree)]
+    for i, kind in enumerate(dict.fromkeys(r["kind"] for r in theirs)):
+        cut = next(((r["devices"], r[key]) for r in theirs if r["kind"] == kind and r.get("cut")), None)
+        yield Line(f"DCP, {kind}", *curve(results, f"dcp {what}", key, tree=tree, kind=kind), 4 + i, dashed=True, cut=cut)
 
 
 def _drawn(panel: _Panel) -> Iterator[str]:

@@ -7,6 +7,7 @@ has never run before in this process: caches are cold.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -42,6 +43,8 @@ def main() -> int:
     np.unique(np.zeros(1))  # imports a part of numpy
     prepare: Callable[..., Callable[[], dict[str, Any]]] = import_module(f"tools.scale.{MODULES[what]}").MEASURED[what]
     run = prepare(**request)
+    gc.collect()
+    gc.freeze()  # what was prepared is not gone through again while something is measured
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
     cpu, wall = time.process_time(), time.perf_counter()

@@ -34,7 +34,7 @@ from shardckpt.save_plan import SavePlan, plan_save, tensor_records
 from shardckpt.structure import Structure, TensorRecord
 from shardckpt.tree import flatten
 from shardckpt.world import DeviceOwners, World
-from tools.scale.layouts import laid_out
+from tools.scale.layouts import DEVICES_PER_HOST, laid_out
 from tools.scale.trees import TREES
 
 if TYPE_CHECKING:
@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from shardckpt.sharding import Sharding
     from tools.scale.trees import Tensor
 
-__all__ = ["DEVICES_PER_HOST", "MEASURED", "Job", "commit_record", "held"]
+__all__ = ["MEASURED", "Job", "commit_record", "held"]
 
-DEVICES_PER_HOST = 8
 ATTEMPT = "20300101T000000-00000000-1"
 DIGEST = "0" * 64
 DATA_FILE = 64 << 20

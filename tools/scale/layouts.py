@@ -1,10 +1,10 @@
-"""How is a job of so many devices laid out? As in the field: FSDP, FSDP with tensor parallelism, HSDP, and experts.
+"""How is a job of so many devices, 8 of each host, laid out? As in the field: FSDP, FSDP with tensor parallelism, HSDP, and experts.
 
 | | mesh | a matrix | an expert stack | a vector |
 |---|---|---|---|---|
 | FSDP | all devices | rows over all | | over all |
 | FSDP+TP | 8 of tensor parallelism beside each other | one side over them, the other over the rest | | on all |
-| HSDP | groups of up to 256 | rows over a group, the same in all groups | | over a group |
+| HSDP | groups of up to 256, of whole hosts | rows over a group, the same in all groups | | over a group |
 | EP | up to 64 experts' owners beside each other | rows over all | experts over owners, rows over the rest | on all |
 """
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from tools.scale.trees import Tensor
 
-__all__ = ["KINDS", "laid_out", "spec_of"]
+__all__ = ["DEVICES_PER_HOST", "KINDS", "laid_out", "spec_of"]
 
+DEVICES_PER_HOST = 8
 TENSOR_PARALLEL = 8
 GROUP = 256
 """Devices of an HSDP group, at most."""
@@ -46,7 +47,7 @@ def _mesh(kind: str, devices: int) -> Mesh:
     if kind == "FSDP":
         return Mesh((devices,), ("fsdp",))
     if kind == "HSDP":
-        group = next(n for n in range(min(devices, GROUP), 0, -1) if devices % n == 0)
+        group = next(n for n in range(GROUP, 0, -DEVICES_PER_HOST) if devices % n == 0)
         return Mesh((devices // group, group), ("replica", "fsdp"))
     inner = gcd(devices, TENSOR_PARALLEL if kind == "FSDP+TP" else OWNERS)
     return Mesh((devices // inner, inner), ("fsdp", "tensor" if kind == "FSDP+TP" else "expert"))

@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tools.scale.host import DEVICES_PER_HOST, Job
+from tools.scale.host import Job
+from tools.scale.layouts import DEVICES_PER_HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,13 +69,9 @@ def restore(limit: float, **job: Any) -> Callable[[], dict[str, Any]]:
     asked = Job(**job)
     onto = Job(asked.tree, asked.kind, max(DEVICES_PER_HOST, asked.devices // 2), asked.tensors)
     tensors: dict[str, Any] = {}
-    for items in _items(asked):
-        for item in items:
-            data = item.tensor_data
-            stored = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, {}))
-            stored.chunks[item.index.offset] = data.chunk  # each box once, as after deduplication
-    for stored in tensors.values():
-        stored.chunks = list(stored.chunks.values())
+    for name, properties, size, chunks in _shards(asked):
+        each_once = {chunk.offsets: chunk for chunk in chunks}  # as after deduplication
+        tensors[name] = TensorStorageMetadata(properties, size, list(each_once.values()))
     state = _state(onto)
 
     def run() -> dict[str, Any]:
@@ -135,6 +132,15 @@ def _placements(layout: Sharding) -> list[Any]:
 def _items(job: Job) -> Iterator[list[WriteItem]]:
     """Per rank what its local plan consists of, one item per tensor, of an empty shard too."""
     rows: list[list[WriteItem]] = [[] for _ in range(job.devices)]
+    for name, properties, size, chunks in _shards(job):
+        for row, chunk in zip(rows, chunks, strict=True):
+            index = MetadataIndex(name, chunk.offsets)
+            row.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)))
+    yield from rows
+
+
+def _shards(job: Job) -> Iterator[tuple[str, TensorProperties, torch.Size, list[ChunkStorageMetadata]]]:
+    """Of each tensor what DCP says of it, and each rank's box."""
     known: dict[Any, list[ChunkStorageMetadata]] = {}
     for tensor in job.state:
         layout = job.layouts[tensor.name]
@@ -143,8 +149,4 @@ def _items(job: Job) -> Iterator[list[WriteItem]]:
             boxes = layout.device_boxes(tensor.shape).boxes
             pairs = zip(boxes.start.tolist(), (boxes.stop - boxes.start).tolist(), strict=True)
             known[key] = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in pairs]
-        properties, size = TensorProperties(dtype=getattr(torch, tensor.dtype)), torch.Size(tensor.shape)
-        for row, chunk in zip(rows, known[key], strict=True):
-            index = MetadataIndex(tensor.name, chunk.offsets)
-            row.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)))
-    yield from rows
+        yield tensor.name, TensorProperties(dtype=getattr(torch, tensor.dtype)), torch.Size(tensor.shape), known[key]

@@ -10,23 +10,27 @@ from tools.scale.trees import TREES
 
 __all__ = ["DCP_LIMIT", "FULL", "QUICK", "SMALLEST", "Points"]
 
-DCP_LIMIT = 30.0
+DCP_LIMIT = 20.0
 """Seconds of processor time after which DCP's planner is cut off; larger jobs are then not tried."""
-
+DCP_KINDS = ("FSDP", "HSDP")
+"""Of which it is asked: the two of FSDP2."""
 LARGE = 10_000
 """Devices of a job from which on all layouts' restores are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """All of a run."""
+    """All of a run. Of several trees the last is measured everywhere; the others show that a plan does not know how large tensors are."""
 
     trees: tuple[str, ...]
     kinds: tuple[str, ...]
     devices: tuple[int, ...]
+    others: tuple[int, ...]
+    """Of them, those of the other trees."""
     tensors: tuple[int, ...]
     """Besides 1,000: at 16,384 devices."""
-    dcp_devices: tuple[int, ...]
+    dcp_most: tuple[int, int]
+    """Devices up to which DCP's planner is tried, of the last tree, and of the others; where ours is, too."""
     commits: tuple[tuple[int, int], ...]
     """Hosts, and chunks of each."""
     hosts: tuple[int, ...]
@@ -35,15 +39,34 @@ class Points:
 
     def jobs(self) -> list[dict[str, Any]]:
         """What each process is told, DCP's aside."""
-        shared = [{"tree": tree, "kind": kind, "devices": n} for tree in self.trees for kind in self.kinds for n in self.devices]
-        largest = [job for job in shared if job["tree"] == self.trees[-1]]
+        last = self.trees[-1]
+        shared = [{"tree": tree, "kind": kind, "devices": n} for tree in self.trees for kind in self.kinds for n in self._devices(tree)]
+        largest = [job for job in shared if job["tree"] == last]
         found = [{"what": "save"} | job for job in shared]
-        found += [{"what": what} | job for what in ("restore", "metadata") for job in largest]
-        found += [{"what": "save", "tree": self.trees[-1], "kind": "FSDP+TP", "devices": 16384, "tensors": n} for n in self.tensors]
-        found.append({"what": "save", "tree": self.trees[-1], "kind": "FSDP", "devices": 1024, "tensors": 1024})
-        found += [{"what": "requests", "tree": self.trees[-1]} | restored for restored in self._restored()]
+        found += [{"what": "restore"} | job for job in shared if job["tree"] == last or job["kind"] in DCP_KINDS]
+        found += [{"what": "metadata"} | job for job in largest]
+        found += [{"what": "save", "tree": last, "kind": "FSDP+TP", "devices": 16384, "tensors": n} for n in self.tensors]
+        found.append({"what": "save", "tree": last, "kind": "FSDP", "devices": 1024, "tensors": 1024})
+        found += [{"what": "requests", "tree": last} | restored for restored in self._restored()]
         found += [{"what": "commit", "hosts": hosts, "chunks": chunks} for hosts, chunks in self.commits]
         return [*found, *([{"what": "reshard"}] if self.reshard else [])]
+
+    def dcp(self) -> list[list[dict[str, Any]]]:
+        """What each process is told; of each list the rest is left out after one that was cut off."""
+        return [
+            [
+                {"what": what, "tree": tree, "kind": kind, "devices": n, "limit": DCP_LIMIT}
+                for n in self._devices(tree)
+                if n <= self.dcp_most[tree != self.trees[-1]]
+            ]
+            for what in ("dcp save", "dcp restore")
+            for tree in self.trees
+            for kind in DCP_KINDS
+            if kind in self.kinds
+        ]
+
+    def _devices(self, tree: str) -> tuple[int, ...]:
+        return self.devices if tree == self.trees[-1] else self.others
 
     def _restored(self) -> list[dict[str, Any]]:
         """Layouts that are saved, and onto which of them: each onto itself, and FSDP onto half as many devices."""
@@ -54,31 +77,24 @@ class Points:
             *({"kind": kind, "devices": n} for n in large for kind in self.kinds if kind != "FSDP"),
         ]
 
-    def dcp(self) -> list[list[dict[str, Any]]]:
-        """What each process is told; of each list the rest is left out after one that was cut off."""
-        kinds = [kind for kind in ("FSDP", "HSDP") if kind in self.kinds]
-        return [
-            [{"what": what, "tree": self.trees[-1], "kind": kind, "devices": n, "limit": DCP_LIMIT} for n in self.dcp_devices]
-            for what in ("dcp save", "dcp restore")
-            for kind in kinds
-        ]
-
 
 FULL = Points(
     trees=tuple(TREES),
     kinds=KINDS,
-    devices=(8, 64, 1024, 16384, 100_000),
+    devices=(8, 64, 256, 1024, 16384, 100_000),
+    others=(8, 64, 1024, 100_000),
     tensors=(125, 250, 500, 2000, 3400),
-    dcp_devices=(8, 64, 256, 1024),
+    dcp_most=(1024, 64),
     commits=((8, 40), (64, 40), (256, 40), (1024, 40), (4096, 40), (64, 400), (64, 4000), (256, 1000)),
     hosts=(1, 16, 256, 1024, 4096, 12_500),
 )
 QUICK = Points(
     trees=("405B",),
-    kinds=("FSDP", "FSDP+TP", "HSDP", "EP"),
-    devices=(8, 1024, 100_000),
+    kinds=KINDS,
+    devices=(8, 64, 1024, 100_000),
+    others=(),
     tensors=(250, 2000),
-    dcp_devices=(8, 16, 32, 64),
+    dcp_most=(64, 0),
     commits=((8, 40), (64, 40), (256, 40), (64, 400)),
     hosts=(1, 256, 4096),
 )
@@ -86,8 +102,9 @@ SMALLEST = Points(
     trees=("8B",),
     kinds=("FSDP",),
     devices=(8,),
+    others=(),
     tensors=(),
-    dcp_devices=(8,),
+    dcp_most=(8, 0),
     commits=((2, 8),),
     hosts=(),
     reshard=False,

@@ -6,36 +6,49 @@ Of some hosts, evenly spread, each with caches of its own:
 2. What the product's own `TableBlocks` reads to find the host's chunks, a batch of tensors after the other as a restore has them: counted
    where it is read.
 3. The data, per batch: runs of neighbours in data files, joined as the reader joins them (`io.runs`).
+
+*Together*: with `restore(cooperative=True)`, where several hosts need the same. That is cut into rounds and dealt out by the product's own
+rule (`planning.shares`); counted is the part of each round that the host reads itself. What hosts send to each other is no request.
 """
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from shardckpt.batches import batches
+from shardckpt.box import BoxArray
+from shardckpt.cooperative import exchange_bytes
 from shardckpt.io.finder import MOST_CHUNKS
 from shardckpt.io.reader import OBJECT_GAP, OBJECT_RUN
 from shardckpt.io.runs import RunLimits, count_runs
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.table_blocks import TableBlocks
-from shardckpt.planning.plan import overlaps
+from shardckpt.options import DEFAULT_MEMORY_LIMIT
+from shardckpt.planning.plan import overlaps, touched
+from shardckpt.planning.shares import Wanted, fellows, rounds
+from shardckpt.planning.writers import box_holders
 from shardckpt.restoring import LARGEST_BATCH
-from tools.scale.host import DEVICES_PER_HOST, Job, held
+from tools.scale.host import Job, held
+from tools.scale.layouts import DEVICES_PER_HOST
 from tools.scale.tables import Tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from shardckpt.io.store import Store
+    from shardckpt.planning.plan import Piece
     from shardckpt.structure import TensorRecord
 
-__all__ = ["MEASURED"]
+__all__ = ["MEASURED", "TOGETHER", "WITHOUT"]
 
-HOSTS = 4
-"""That are looked at, at most."""
+HOSTS = 6
+"""That are looked at, at most: each in the middle of a part of the job, so that their average is about everybody's."""
 LIMITS = RunLimits(OBJECT_RUN[0], OBJECT_GAP, MOST_CHUNKS)
+WITHOUT, TOGETHER = " without hosts' tables", " together"
+"""Behind the name of what is counted, where the restore is not as by default."""
 COUNTED = ("table requests", "table bytes", "data requests", "data bytes")
 
 
@@ -51,38 +64,28 @@ def prepared(onto_devices: int | None = None, **job: Any) -> Callable[[], dict[s
     tables = Tables(asked)
 
     def run() -> dict[str, float]:
-        hosts = np.unique(np.linspace(0, onto.hosts - 1, HOSTS).astype(int)).tolist()
-        found = [restored(tables, onto, host) for host in hosts]
-        alone = [restored(tables, onto, host, ask=False) for host in hosts]
-        counted: dict[str, float] = {
-            "hosts": onto.hosts,
-            "saved by": asked.hosts,
-            "table of all": tables.reference.size,
-            "header": tables.reference.header,
-        }
-        for key in COUNTED:
-            counted[key] = sum(each[key] for each in found) / len(found)
-            counted[f"most {key}"] = max(each[key] for each in found)
-        for key in COUNTED[:2]:
-            counted[f"{key} without hosts' tables"] = sum(each[key] for each in alone) / len(alone)
+        hosts = sorted({(2 * i + 1) * onto.hosts // (2 * HOSTS) for i in range(HOSTS)})
+        found = {"": [restored(tables, onto, host) for host in hosts]}
+        found[WITHOUT] = [restored(tables, onto, host, ask=False) for host in hosts]
+        if any(len(members) > 1 for members, _ in _groups(tables.records, onto, 0)):
+            found[TOGETHER] = [restored(tables, onto, host, together=True) for host in hosts]
+        counted: dict[str, float] = {"hosts": onto.hosts, "saved by": asked.hosts}
+        counted |= {"table of all": tables.reference.size, "header": tables.reference.header}
+        for how, each in found.items():
+            for key in COUNTED:
+                counted[f"{key}{how}"] = sum(one[key] for one in each) / len(each)
+                counted[f"most {key}{how}"] = max(one[key] for one in each)
         return counted
 
     return run
 
 
-def restored(tables: Tables, onto: Job, host: int, *, ask: bool = True) -> dict[str, int]:
+def restored(tables: Tables, onto: Job, host: int, *, together: bool = False, ask: bool = True) -> dict[str, int]:
     """What one host reads; `ask`: whether hosts' own tables may be among that."""
     stats, requests, nbytes = ReadStats(), 0, 0
     table = TableBlocks(cast("Store", tables), tables.reference, stats, None, tables.hosts if ask else ())
-    devices = tuple(range(host * DEVICES_PER_HOST, min((host + 1) * DEVICES_PER_HOST, onto.devices)))
-    boxes = {name: held(onto.layouts[name], tensor.shape, devices)[0] for name, tensor in tables.records.items()}
-
-    def share(tensor: TensorRecord) -> tuple[int]:
-        return (int(boxes[tensor.name].sizes().sum()) * tensor.dtype.storage.itemsize,)
-
-    for batch in batches(tables.records.values(), share, (LARGEST_BATCH,)):
-        table.prepare((piece, boxes[tensor.name]) for tensor in batch for piece in tensor.pieces)
-        pieces = [(piece, boxes[tensor.name]) for tensor in batch for piece in tensor.pieces]
+    for pieces in _reads(tables.records, onto, host, together=together):
+        table.prepare(pieces)
         chunks = [np.unique(overlaps(piece, wanted).chunk) for piece, wanted in pieces]
         array, every = np.repeat(np.arange(len(pieces)), list(map(len, chunks))), np.concatenate(chunks)
         for i in range(0, len(every), MOST_CHUNKS):
@@ -90,6 +93,43 @@ def restored(tables: Tables, onto: Job, host: int, *, ask: bool = True) -> dict[
             runs, read = count_runs(*(column.astype(np.int64) for column in (rows.file, rows.offset, rows.length)), LIMITS)
             requests, nbytes = requests + runs, nbytes + read
     return dict(zip(COUNTED, (stats.index_reads, stats.index_bytes, requests, nbytes), strict=True))
+
+
+def _reads(records: dict[str, TensorRecord], onto: Job, host: int, *, together: bool) -> Iterator[list[tuple[Piece, BoxArray]]]:
+    """What one host reads at a time: pieces, and which boxes of them."""
+    boxes = {name: held(onto.layouts[name], tensor.shape, _devices(onto, host))[0] for name, tensor in records.items()}
+
+    def share(tensor: TensorRecord) -> tuple[int]:
+        return (int(boxes[tensor.name].sizes().sum()) * tensor.dtype.storage.itemsize,)
+
+    for members, tensors in _groups(records, onto, host) if together else [((host,), list(records.values()))]:
+        for batch in batches(tensors, share, (LARGEST_BATCH,)):
+            if len(members) == 1:
+                yield [(piece, boxes[tensor.name]) for tensor in batch for piece in tensor.pieces]
+                continue
+            wanted = [Wanted(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize) for tensor in batch]
+            for shares in rounds(wanted, len(members), exchange_bytes(DEFAULT_MEMORY_LIMIT)):
+                mine = groupby(shares[members.index(host)], lambda region: region.tensor)
+                parts = [(batch[i], BoxArray.of([region.part for region in some], len(batch[i].shape))) for i, some in mine]
+                yield [(piece, part) for tensor, part in parts for piece in touched(tensor.pieces, part)]
+
+
+def _groups(records: dict[str, TensorRecord], onto: Job, host: int) -> list[tuple[tuple[int, ...], list[TensorRecord]]]:
+    """Tensors by the hosts that read them together, as `cooperative` has them: what is read with others comes first, in order of names."""
+    world, found = onto.world(host), dict[tuple[int, ...], list["TensorRecord"]]()
+    for name in sorted(records):
+        layout, shape = onto.layouts[name], records[name].shape
+        _, holding = held(layout, shape, _devices(onto, host))
+        sharers = set(box_holders(layout, len(shape), holding, world.devices["simulated"]))
+        # Where different hosts share a host's boxes, the frameworks' adapters have it read them by itself.
+        members = fellows(sharers.pop(), host) if len(sharers) == 1 else (host,)
+        found.setdefault(members, []).append(records[name])
+    alone = {tensor.name for tensor in found.pop((host,), [])}
+    return [*sorted(found.items()), ((host,), [tensor for name, tensor in records.items() if name in alone])]
+
+
+def _devices(job: Job, host: int) -> tuple[int, ...]:
+    return tuple(range(host * DEVICES_PER_HOST, min((host + 1) * DEVICES_PER_HOST, job.devices)))
 
 
 MEASURED = {"requests": prepared}

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.io.cloud import BUCKET
+from tools.scale import layouts
 from tools.scale.growth import exponent, per_each
+from tools.scale.points import DCP_LIMIT
+from tools.scale.reads import TOGETHER, WITHOUT
 from tools.scale.targets import TARGETS, curve
 
 if TYPE_CHECKING:
@@ -13,10 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["page", "summary"]
 
-MiB = 1 << 20
+MiB, GiB = 1 << 20, 1 << 30
 BUCKET_READS = BUCKET["read"]
 """Per second, of all processes together: what the pace allows."""
-WITHOUT = " without hosts' tables"
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -47,11 +49,21 @@ def _page(found: dict[str, Any]) -> Iterator[str]:
         "What very large jobs cost one host, simulated on one machine with the product's own planner and record code: nothing here ran on "
         "that many devices.\n"
         f"Measured with `python -m tools.scale`, {_runs(found)}: {found['cores']} cores, {found['system']}, Python "
-        f"{found['python']}, {versions}. Each point is a process of its own with cold caches; seconds are of processor time where nothing "
-        "else is said. The modules of `tools/scale` say what exactly was simulated, and `docs/scale.json` has all figures."
+        f"{found['python']}, {versions}. Each point is a process of its own with cold caches, and was measured once; seconds are of "
+        "processor time where nothing else is said. The modules of `tools/scale` say what exactly was simulated, and `docs/scale.json` has "
+        "all figures."
     )
     yield "\n![Growth curves](scale.svg)\n"
-    yield "The figure behind a name is the exponent of the power law that fits: 0 is flat, 1 is linear.\n"
+    yield (
+        "The figure behind a name is the exponent of the power law that fits: 0 is flat, 1 is linear. It is a summary: a line that is flat "
+        "and then rises, as that of the commit record, has no power of its own.\n"
+    )
+    yield "## Jobs\n"
+    yield (
+        "The state is that of Llama 3.1 in three sizes: the first 1,000 of its tensors, parameters before the optimizer's, where nothing "
+        "else is said. With EP each layer has 64 experts in place of an MLP. Each host has 8 devices. Layouts:\n"
+    )
+    yield "\n".join(line for line in (layouts.__doc__ or "").splitlines() if line.startswith("|")) + "\n"
     yield "## Targets\n"
     yield from _markdown(
         [["target", "measured", "met"], *([what, value, "yes" if met else "**no**"] for what, value, met in _targets(found))]
@@ -66,27 +78,37 @@ def _page(found: dict[str, Any]) -> Iterator[str]:
 
 _NOTES = {
     "A save's plan": (
-        "State: 1,000 tensors of Llama 3.1 in three sizes, parameters first and then the optimizer's; with EP each layer has 64 "
-        "experts. The first of the job's hosts, with 8 devices, plans its first save: which boxes its devices hold, who else "
-        "has them, how every "
-        "tensor is chunked, which chunks this host writes. No other process is asked, and none waits for it. *Boxes*: those of which it "
-        "writes chunks, at 100,000 devices."
+        "The first of the job's hosts plans its first save: which boxes its devices hold, who else has them, how every tensor is chunked, "
+        "which chunks this host writes. No other process is asked, and none waits for it. *Peak*: of all sizes the most, Python and "
+        "libraries included. *Boxes*: those of which it writes chunks, at the most devices; of what others hold, too, it writes a part, "
+        "which with HSDP over many devices is few boxes' chunks. What was not measured is left open."
     ),
-    "A restore's plan": "Onto the same kind of layout over half as many devices: boxes, and which chunks they overlap, where.",
-    "Beside DCP's planner": (
-        "The same layouts, one rank per device. *Coordinator*: `DefaultSavePlanner.create_local_plan` of rank 0 and `create_global_plan` "
-        "over the plans of all ranks, which every rank of the job waits for. Those plans were built beforehand in the same process, of the "
-        "classes and boxes of which ranks build them; building, pickling and sending them is not in the figures, nor are DCP's "
-        "collectives. "
-        "*One rank*: `DefaultLoadPlanner.create_local_plan`, with the metadata of such a save, onto half as many ranks. "
-        "What took longer than `limit` seconds (in `docs/scale.json`) was cut off, and larger jobs were not tried. Its "
-        "memory includes torch, and all ranks' plans."
+    "A restore's plan": (
+        "Of the first host, onto the same kind of layout over half as many devices, 8 at least: boxes, and which chunks they overlap, "
+        "where. *Peak* and *boxes*: as above, those that it needs. Where few devices hold all of it, a host has hundreds "
+        "of thousands of chunks."
+    ),
+    "A save's plan by tensors": "The same plan of as many of the state's tensors.",
+    "A save's plan beside DCP's": (
+        "The same layouts, one rank per device. *DCP's coordinator*: `DefaultSavePlanner.create_local_plan` of rank 0 and "
+        "`create_global_plan` over the plans of all ranks, which every rank of the job waits for. Those plans were built beforehand in the "
+        "same process, of the classes and boxes of which ranks build them; building, pickling and sending them is not in the figures, nor "
+        "are DCP's collectives. Who reads the comparison should know that its figure is for one process that plans for all, and ours for "
+        f"one host that plans for itself. What took longer than {DCP_LIMIT:.0f} s was cut off, and is told with >; larger jobs of that "
+        "layout were not tried. Memory is that of the whole process, with torch and, for the coordinator, all ranks' plans."
+    ),
+    "A restore's plan beside DCP's": (
+        "*One rank of DCP*: `DefaultLoadPlanner.create_local_plan`, with the metadata of such a save, onto half as many ranks; as in ours, "
+        "every process plans for itself. It goes through all stored boxes of each tensor; ours goes through the chunks of eight "
+        "devices' boxes, which are more where few devices hold all of it: on 8 devices it takes longer with the "
+        "larger models. HSDP's groups of 256 are the same over half of 1,024 devices: then one stored box of each tensor is read, and of "
+        "the others two."
     ),
     "Metadata": (
         "What a host says of the checkpoint is one file, which hosts that say the same share. The commit record is that, and a line per "
         "host. The chunk table's header names the data files, at least one per host, and has 16 bytes per 128 chunks: it grows "
         "with the data. "
-        "*Read*: seconds to parse the commit record, as every restoring host does."
+        "The commit record is parsed by every restoring host."
     ),
     "Commits": (
         "One process, from all hosts' records to the published checkpoint, on a file system in memory; wall time. *Floor*: reading all "
@@ -100,11 +122,19 @@ _NOTES = {
         "the committer reads four. A new bucket of Cloud Storage bears 1,000 writes and 5,000 reads per second."
     ),
     "Requests of a restore": (
-        "What hosts read that restore from an object store, the average of four spread over the job: the rows of chunk tables as the "
-        "product's own reader asks for them, from the tables that all hosts of such a save leave, and data as it joins neighbours "
-        "(`tools/scale/reads.py`). *Saved by*: layout and hosts, of 8 devices each; *onto*: as many hosts. *Tables*: the header of the "
-        "table of all, units of it, and hosts' records and own tables, where these cost less; *by the table of all alone*: if hosts' own "
-        "tables were never read. The commit record is one more. The pace spreads the requests of all hosts over the last column's seconds."
+        "What hosts read that restore from an object store, the average of up to six spread over the job: the rows of chunk tables as the "
+        "product's own reader asks for them, from the tables that all hosts of such a save leave, and data as it joins neighbours, up to "
+        "10 MiB (`tools/scale/reads.py`). *Saved by*: layout and hosts, of 8 devices each; *onto*: as many hosts. *Tables*: the header of "
+        "the table of all, units of it, and hosts' records and own tables, where these cost less; *without hosts'*: if hosts' own "
+        "tables were never read. The commit record is one more. *All hosts*: what they read of data, and the seconds over which the pace "
+        f"of {BUCKET_READS:,.0f} requests per second spreads all their requests. *Together*: with `restore(cooperative=True)`, where hosts "
+        "that need the same read a part each, up to 64 of them, and send it to the others (docs/restoring.md). "
+        "The first row tells how large the checkpoint is, of all layouts but EP, whose experts make it larger; where hosts hold unequal "
+        "shares, what six of them read tells of all only about how much it is.\n\n"
+        "HSDP's replicas read everything once each, which is what takes its many requests; together they do not. With FSDP+TP and EP it is "
+        "the vectors, which all devices hold: a save deals their chunks out to all hosts, so each lies in another host's file, and "
+        "who needs all of them asks for them, and for their rows of the table, one by one "
+        "([0032](decisions/0032-tables-of-hosts.md))."
     ),
     "A reshard's plan": "Llama 405B from 16,384 devices to 4,096, from the record alone (`tools/scale/reshards.py`; docs/planning.md).",
 }
@@ -125,14 +155,14 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     results = found["results"]
     for what, title in (("save", "A save's plan"), ("restore", "A restore's plan")):
         lines = list(dict.fromkeys((r["tree"], r["kind"]) for r in results if r["what"] == what))
+        columns = sorted({r["devices"] for r in results if r["what"] == what})
         rows = []
         for tree, kind in lines:
-            devices, seconds = curve(results, what, "cpu", tree=tree, kind=kind)
-            peaks = curve(results, what, "peak", tree=tree, kind=kind)[1]
-            boxes = curve(results, what, "boxes", tree=tree, kind=kind)[1]
-            rows.append([f"{tree}, {kind}", *map(_seconds, seconds), _power(devices, seconds), f"{max(peaks) / MiB:.0f}", f"{boxes[-1]:,}"])
+            curves = {key: curve(results, what, key, tree=tree, kind=kind) for key in ("cpu", "peak", "boxes")}
+            shown = (*_columns(columns, *curves["cpu"]), _power(*curves["cpu"]), f"{max(curves['peak'][1]) / MiB:.0f}")
+            rows.append([f"{tree}, {kind}", *shown, f"{curves['boxes'][1][-1]:,}"])
         if rows:
-            yield f"{title}: seconds by devices", [["", *(f"{n:,}" for n in devices), "exponent", "peak MiB", "boxes"], *rows]
+            yield f"{title}: seconds by devices", [["", *(f"{n:,}" for n in columns), "exponent", "peak MiB", "boxes"], *rows]
     yield from _by_tensors(results)
     yield from _dcp(results)
     trees = dict.fromkeys(r["tree"] for r in results if r["what"] == "metadata")
@@ -172,19 +202,35 @@ def _by_tensors(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[
 
 
 def _dcp(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    known = {(r["what"], r["tree"], r["kind"], r["devices"], r["tensors"]): r for r in results if r["what"] in ("save", "restore")}
-    theirs = [r for r in results if r["what"].startswith("dcp ")]
-    rows = []
-    for r in theirs:
-        job = (r["what"][4:], r["tree"], r["kind"], r["devices"], 1000)
-        ours = known.get(job)
-        who = "coordinator" if r["what"] == "dcp save" else "one rank"
-        taken = f"> {_seconds(r['cpu'])}" if r.get("cut") else _seconds(r["cpu"])
-        beside = "" if ours is None else _seconds(ours["cpu"])
-        times = "" if ours is None else f"{'> ' if r.get('cut') else ''}{r['cpu'] / ours['cpu']:,.0f}"
-        rows.append([f"{r['what'][4:]}, {r['kind']}, {r['devices']:,} devices ({who})", taken, f"{r['peak'] / MiB:,.0f}", beside, times])
-    if rows:
-        yield "Beside DCP's planner", [["", "DCP, s", "DCP, peak MiB", "a host of shardckpt, s", "DCP / ours"], *rows]
+    for what, title, who in (("save", "A save's plan", "DCP's coordinator"), ("restore", "A restore's plan", "one rank of DCP")):
+        theirs = [r for r in results if r["what"] == f"dcp {what}"]
+        columns = sorted({r["devices"] for r in theirs})
+        rows = []
+        for tree, kind in dict.fromkeys((r["tree"], r["kind"]) for r in theirs):
+            name = f"{tree}, {kind}"
+            same = {r["devices"]: r for r in theirs if (r["tree"], r["kind"]) == (tree, kind)}
+            some = [r for r in results if (r["what"], r.get("tree"), r.get("kind"), r.get("tensors")) == (what, tree, kind, 1000)]
+            ours = {r["devices"]: r for r in some if r["devices"] in same}
+            last = max(same)
+            times = f"{_cut(same[last])}{same[last]['cpu'] / ours[last]['cpu']:,.0f}" if last in ours else ""
+            rows.append([f"{name}: {who}", *_beside(columns, same), times])
+            if ours:
+                rows.append([f"{name}: a host of ours", *_beside(columns, ours), ""])
+        if rows:
+            head = ["seconds by devices", *(f"{n:,}" for n in columns), "exponent", "peak MiB", "DCP / ours, at the most devices"]
+            yield f"{title} beside DCP's", [head, *rows]
+
+
+def _beside(columns: Sequence[int], found: dict[int, dict[str, Any]]) -> list[str]:
+    """Seconds by devices, their exponent, the most memory."""
+    seconds = [f"{_cut(found[n])}{_seconds(found[n]['cpu'])}" if n in found else "" for n in columns]
+    whole = sorted(n for n in found if not found[n].get("cut"))
+    return [*seconds, _power(whole, [found[n]["cpu"] for n in whole]), f"{max(r['peak'] for r in found.values()) / MiB:,.0f}"]
+
+
+def _cut(result: dict[str, Any]) -> str:
+    """Before what was cut off."""
+    return "> " if result.get("cut") else ""
 
 
 def _commits(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
@@ -220,38 +266,30 @@ def _bucket(loads: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]
 
 
 def _restores(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    rows = []
     some = [r for r in results if r["what"] == "requests"]
+    rows = []
     for r in some:
-        each = 1 + r["table requests"] + r["data requests"]
-        rows.append(
-            [
-                f"{r['kind']}, {r['saved by']:,}",
-                f"{r['hosts']:,}",
-                f"{r['data bytes'] / (1 << 30):.2f}",
-                f"{r['data requests']:,.0f}",
-                f"{r['table requests']:,.0f}",
-                f"{r['table bytes'] / MiB:.1f}",
-                f"{r[f'table requests{WITHOUT}']:,.0f}",
-                f"{r[f'table bytes{WITHOUT}'] / MiB:.1f}",
-                f"{r['hosts'] * each:,.0f}",
-                f"{r['hosts'] * each / BUCKET_READS:,.0f}",
-            ]
-        )
+        for how in ("", TOGETHER):
+            if f"data requests{how}" not in r:
+                continue
+            requests = r["hosts"] * (1 + r[f"table requests{how}"] + r[f"data requests{how}"])
+            rows.append(
+                [
+                    f"{r['kind']}, {r['saved by']:,}{',' if how else ''}{how}",
+                    f"{r['hosts']:,}",
+                    f"{r[f'data bytes{how}'] / GiB:.2f}",
+                    f"{r[f'data requests{how}']:,.0f}",
+                    f"{r[f'table requests{how}']:,.0f}",
+                    f"{r[f'table bytes{how}'] / MiB:.1f}",
+                    "" if how else f"{r[f'table requests{WITHOUT}']:,.0f}",
+                    "" if how else f"{r[f'table bytes{WITHOUT}'] / MiB:.1f}",
+                    f"{r['hosts'] * r[f'data bytes{how}'] / GiB:,.0f}",
+                    f"{requests / BUCKET_READS:,.0f}",
+                ]
+            )
     if rows:
-        alone = "by the table of all alone"
-        head = [
-            "saved by",
-            "onto",
-            "data, GiB",
-            "data",
-            "tables",
-            "tables, MiB",
-            alone,
-            f"{alone}, MiB",
-            "of all hosts",
-            "s at 4,000 per second",
-        ]
+        head = ["saved by", "onto", "data, GiB", "requests for data", "for tables", "tables, MiB"]
+        head += ["for tables, without hosts'", "without hosts', MiB", "all hosts: data, GiB", f"s at {BUCKET_READS:,.0f} per second"]
         yield f"Requests of a restore: {some[0]['tree']}, per host", [head, *rows]
 
 
@@ -266,6 +304,12 @@ def _markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield "| " + " | ".join(rows[0]) + " |"
     yield "|" + "---|" * len(rows[0])
     yield from ("| " + " | ".join(row) + " |" for row in rows[1:])
+
+
+def _columns(columns: Sequence[float], x: Sequence[float], y: Sequence[float]) -> list[str]:
+    """Seconds in the columns of their own; what was not measured is left open."""
+    known = dict(zip(x, y, strict=True))
+    return [_seconds(known[n]) if n in known else "" for n in columns]
 
 
 def _seconds(value: float) -> str:

@@ -28,8 +28,8 @@ from shardckpt.rules import Rules
 from shardckpt.save_plan import tensor_record
 from shardckpt.structure import Structure
 from shardckpt.tree import flatten
-from tools.scale.host import DEVICES_PER_HOST, commit_record
-from tools.scale.layouts import spec_of
+from tools.scale.host import commit_record
+from tools.scale.layouts import DEVICES_PER_HOST, spec_of
 from tools.scale.trees import TREES
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from shardckpt.io.table_header import ROW, TableHeader
 from shardckpt.io.url import Location, parse
 from shardckpt.planning.plan import Piece, overlaps
 from shardckpt.record import FileReference, HostFiles, HostRecord, TableReference, seal
-from tools.scale.host import ATTEMPT, DEVICES_PER_HOST, DIGEST
+from tools.scale.host import ATTEMPT, DIGEST
+from tools.scale.layouts import DEVICES_PER_HOST
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
