@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Place = tuple[Array, Index, int]
     """Where elements of a band go: the place of all of them, which elements of each chunk, and along which dimension chunks follow."""
 
-__all__ = ["Band", "continues"]
+__all__ = ["Band", "continues", "places_of"]
 
 
 def continues(chunks: Located) -> NDArray[np.bool_]:
@@ -68,19 +68,17 @@ class Band:
     begin: int
     end: int
 
-    def places(self) -> list[Place]:
-        """Where the elements go, for every box that wants some of them."""
-        targets = self.chunks.wanted.targets
-        first, count = int(targets.first[self.begin]), int(targets.count[self.begin])
-        return [self._place(pair, self.chunks.wanted.part_of(self.begin).piece.chunks) for pair in range(first, first + count)]
+    def destination(self, places: Sequence[Place], nbytes: int) -> memoryview | None:
+        """The place as bytes, if there is one only, of all elements, side by side and as they are.
 
-    def destination(self, places: Sequence[Place]) -> memoryview | None:
-        """The place as bytes, if there is one only, of all elements, side by side and as they are."""
-        part = self.chunks.wanted.part_of(self.begin)
-        if part.request.convert_from is not None or len(places) != 1:
+        Args:
+            places: of the band.
+            nbytes: of a chunk.
+        """
+        if len(places) != 1 or self.chunks.wanted.part_of(self.begin).request.convert_from is not None:
             return None
         place, _, along = places[0]
-        if not place.flags.c_contiguous or place.nbytes != (self.end - self.begin) * part.chunk_bytes:
+        if place.nbytes != (self.end - self.begin) * nbytes or not place.flags.c_contiguous:
             return None
         if prod(place.shape[:along]) != 1:  # rows of one chunk lie between those of others
             return None
@@ -91,7 +89,7 @@ class Band:
 
         Args:
             raw: (chunks, bytes) of each chunk, side by side.
-            places: `places()`.
+            places: of the band.
         """
         part = self.chunks.wanted.part_of(self.begin)
         request, shape, n = part.request, part.piece.chunks, len(raw)
@@ -104,15 +102,37 @@ class Band:
                 axes = (*range(1, along + 1), 0, *range(along + 1, cut.ndim))
                 np.copyto(cut, elements[:, *in_chunk].transpose(axes), casting="unsafe")
 
-    def _place(self, pair: int, shape: tuple[int, ...]) -> Place:
-        """Where the elements go of one of the first chunk's pairs, and those that go on from there with the other chunks."""
-        targets = self.chunks.wanted.targets
-        buffer, in_box, in_chunk = targets.target(pair, len(shape))
-        if self.end - self.begin == 1:
-            return buffer[in_box], in_chunk, 0
-        start = targets.in_box.start
-        forward = start[pair + targets.count[self.begin]] - start[pair]
-        along = int(np.argmax(forward)) - (len(forward) - len(shape))
-        begin = int(start[pair, len(forward) - len(shape) + along])
-        in_box = (*in_box[:along], slice(begin, begin + (self.end - self.begin) * shape[along]), *in_box[along + 1 :])
-        return buffer[in_box], in_chunk, along
+
+def places_of(bands: Sequence[Band]) -> list[list[Place]]:
+    """Per band where its elements go, for every box that wants some of them.
+
+    Args:
+        bands: of the same chunks, one after another.
+    """
+    wanted, begin, end = bands[0].chunks.wanted, bands[0].begin, bands[-1].end
+    targets = wanted.targets
+    count = targets.count[begin:end].tolist()
+    row = int(targets.first[begin])
+    pairs = slice(row, row + sum(count))
+    # As Python's numbers, all at once: taken from arrays one by one they cost more than all that is done with them.
+    box, *sides = (
+        column[pairs].tolist()
+        for column in (targets.box, targets.in_box.start, targets.in_box.stop, targets.in_chunk.start, targets.in_chunk.stop)
+    )
+    found = []
+    pair = 0
+    for band in bands:
+        chunks = wanted.part_of(band.begin).piece.chunks
+        n, own = band.end - band.begin, slice(len(sides[0][pair]) - len(chunks), None) if sides[0] else slice(None)
+        each = count[band.begin - begin]
+        places: list[Place] = []
+        for at in range(pair, pair + each):
+            start, stop, first, last = (side[at][own] for side in sides)
+            along = 0
+            if n > 1:
+                along = next(d for d, (here, there) in enumerate(zip(start, sides[0][at + each][own], strict=True)) if there > here)
+                stop[along] = start[along] + n * chunks[along]
+            places.append((targets.buffers[box[at]][(*map(slice, start, stop), ...)], (*map(slice, first, last), ...), along))
+        found.append(places)
+        pair += each * n
+    return found

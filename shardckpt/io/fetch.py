@@ -1,4 +1,4 @@
-"""Getting a run's bytes from where they are stored.
+"""Getting a task's bytes from where they are stored.
 
 On a local disk that is a positional scatter read: a chunk that is contiguous in its destination goes there
 directly, any other into the thread's scratch buffer. On an object store it is one ranged read into memory of its own.
@@ -10,60 +10,65 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shardckpt.errors import CorruptionError, MissingDataError, StorageError
+from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
+from shardckpt.io.bands import places_of
 from shardckpt.io.codec import CHECKSUM_BYTES
 from shardckpt.io.vectors import MOST_VECTORS, after
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.io.bands import Band, Place
-    from shardckpt.io.runs import Run
+    from shardckpt.io.runs import Run, Task
     from shardckpt.io.store import Store
 
-__all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch", "scatter_read"]
+    Ints = NDArray[np.int64]
 
-_NONE = np.empty(0, np.uint32)
+__all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch", "scatter_read"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The bytes of a run; they are good until the thread fetches again."""
+    """The bytes of a task; they are good until the thread fetches again."""
 
-    run: Run
+    task: Task
     payloads: Sequence[memoryview]
     """Per chunk the stored bytes without the checksum."""
-    checksums: NDArray[np.uint32]
-    """Per chunk the checksum that they end in."""
     data: NDArray[np.uint8]
-    """All of the run's bytes, but of what is where it goes already."""
+    """The bytes of all runs, one after another, without the elements of what is where it goes already."""
+    at: Ints
+    """Per chunk where it begins in there; of what is where it goes, where it would if its checksum ended it."""
     bands: Sequence[tuple[Band, Sequence[Place]]]
     """Those that are not, and their places."""
 
+    def checksums(self) -> NDArray[np.uint32]:
+        """Per chunk the checksum that it ends in."""
+        last = self.at + self.task.chunks.length[self.task.begin : self.task.end] - CHECKSUM_BYTES
+        found: NDArray[np.uint32] = self.data[last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
+        return found
+
     def stored(self, band: Band) -> NDArray[np.uint8]:
         """(chunks, bytes) of a band's chunks, which are of one length, without their checksums."""
-        begin = int(self.run.chunks.offset[band.begin]) - self.run.start
-        length = int(self.run.chunks.length[band.begin])
+        begin, length = int(self.at[band.begin - self.task.begin]), int(self.task.chunks.length[band.begin])
         return self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)[:, :-CHECKSUM_BYTES]
 
 
 class Fetch(Protocol):
-    """A way to get the bytes of runs. Safe to use from several threads."""
+    """A way to get the bytes of a task. Safe to use from several threads."""
 
-    def __call__(self, runs: Sequence[Run]) -> Iterator[Fetched]:
-        """Read runs of one file, one after another.
+    def __call__(self, task: Task) -> Fetched:
+        """Read it.
 
         Raises:
             MissingDataError: there is no such file.
-            CorruptionError: it ends before the run does.
+            CorruptionError: it ends before a run does.
             StorageError: it cannot be read.
         """
 
@@ -84,46 +89,59 @@ class LocalFetch:
         self._least = scratch
         self._scratch = threading.local()
 
-    def __call__(self, runs: Sequence[Run]) -> Iterator[Fetched]:
+    def __call__(self, task: Task) -> Fetched:
         """See `Fetch`."""
-        with _errors(runs[0], self._place):
-            # Without O_NONBLOCK a pipe in place of the file would be waited for.
-            fd = os.open(str(self._place.local_path(runs[0].file)), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fetched, vectors = self._laid_out(task)
+        run = task.runs[0]
         try:
-            for run in runs:
-                fetched, vectors = self._laid_out(run)
-                with _errors(run, self._place):
-                    scatter_read(fd, run.start, run.nbytes, vectors)
-                yield replace(fetched, checksums=_checksums(run, fetched.data))
-        finally:
-            os.close(fd)
+            # Without O_NONBLOCK a pipe in place of the file would be waited for.
+            fd = os.open(str(self._place.local_path(task.file)), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                for run, into in zip(task.runs, vectors, strict=True):
+                    scatter_read(fd, run.start, run.nbytes, into)
+            finally:
+                os.close(fd)
+        except (OSError, EOFError) as e:
+            raise _said(e, task, run, self._place) from e
+        return fetched
 
-    def _laid_out(self, run: Run) -> tuple[Fetched, list[memoryview]]:
-        """Where each byte of a run goes, before it is read: by chunk, and one after another."""
-        data = self._scratch_of(run.nbytes)[: run.nbytes]
+    def _laid_out(self, task: Task) -> tuple[Fetched, list[list[memoryview]]]:
+        """Where each byte of a task goes, before it is read: by chunk, and per run one after another."""
+        data = self._scratch_of(task.nbytes)
         stored = data.data
-        vectors: list[memoryview] = []
+        offset, length = (column[task.begin : task.end].tolist() for column in (task.chunks.offset, task.chunks.length))
+        places = iter(places_of([band for run in task.runs for band in run.bands]))
         payloads: list[memoryview] = []
-        bands = []
-        reached = 0
-        for band in run.bands:
-            spans = _spans(run, band)
-            places = band.places()
-            place = band.destination(places) if self._direct else None
-            if place is None:
-                payloads += [stored[begin:end] for begin, end in spans]
-                bands.append((band, places))
-                continue
-            if reached < spans[0][0]:
-                vectors.append(stored[reached : spans[0][0]])
-            each = len(place) // len(spans)
-            for i, (_, end) in enumerate(spans):
-                payloads.append(payload := place[i * each : i * each + each])
-                vectors += [payload, stored[end : end + CHECKSUM_BYTES]]
-            reached = spans[-1][1] + CHECKSUM_BYTES
-        if reached < run.nbytes:
-            vectors.append(stored[reached:])
-        return Fetched(run, payloads, _NONE, data, bands), vectors
+        at: list[int] = []
+        bands, vectors = [], []
+        free = 0
+        for run in task.runs:
+            into: list[memoryview] = []
+            kept, reached = free, run.start
+            for band in run.bands:
+                row, n = band.begin - task.begin, band.end - band.begin
+                each, nbytes = length[row], length[row] - CHECKSUM_BYTES
+                free += offset[row] - reached
+                reached = offset[row] + n * each
+                wanted = next(places)
+                place = band.destination(wanted, nbytes) if self._direct else None
+                if place is None:
+                    bands.append((band, wanted))
+                    begins = range(free, free := free + n * each, each)
+                    at += begins
+                    payloads += [stored[begin : begin + nbytes] for begin in begins]
+                    continue
+                for begin in range(0, len(place), nbytes):
+                    if kept < free:
+                        into.append(stored[kept:free])
+                    payloads.append(place[begin : begin + nbytes])
+                    into.append(payloads[-1])
+                    at.append(free - nbytes)  # nothing but its checksum takes room: fresh memory costs as much as reading to it
+                    kept, free = free, free + CHECKSUM_BYTES
+            if kept < free:
+                into.append(stored[kept:free])
+            vectors.append(into)
+        return Fetched(task, payloads, data, np.array(at), bands), vectors
 
     def _scratch_of(self, nbytes: int) -> NDArray[np.uint8]:
         """This thread's scratch buffer, at least that large; what it held is gone."""
@@ -140,54 +158,35 @@ class ObjectFetch:
         """Read below `place`, the attempt."""
         self._place = place
 
-    def __call__(self, runs: Sequence[Run]) -> Iterator[Fetched]:
+    def __call__(self, task: Task) -> Fetched:
         """See `Fetch`. For a moment takes three times a run's bytes, and then once."""
-        for run in runs:
-            with _errors(run, self._place):
-                data = np.frombuffer(self._place.read(run.file, run.start, run.stop), np.uint8)
-            payloads = [data[begin:end].data for band in run.bands for begin, end in _spans(run, band)]
-            yield Fetched(run, payloads, _checksums(run, data), data, [(band, band.places()) for band in run.bands])
+        (run,) = task.runs
+        try:
+            data = np.frombuffer(self._place.read(task.file, run.start, run.stop), np.uint8)
+        except (OSError, MissingDataError, CorruptionError) as e:
+            raise _said(e, task, run, self._place) from e
+        at = task.chunks.offset[task.begin : task.end] - run.start
+        ends = at + task.chunks.length[task.begin : task.end] - CHECKSUM_BYTES
+        stored = data.data
+        payloads = [stored[begin:end] for begin, end in zip(at.tolist(), ends.tolist(), strict=True)]
+        return Fetched(task, payloads, data, at, list(zip(run.bands, places_of(run.bands), strict=True)))
 
 
-def _spans(run: Run, band: Band) -> list[tuple[int, int]]:
-    """Where in a run's bytes those of each chunk of a band begin and end, without the checksum."""
-    begin = int(run.chunks.offset[band.begin]) - run.start
-    stored = int(run.chunks.length[band.begin])
-    return [(at, at + stored - CHECKSUM_BYTES) for at in range(begin, begin + stored * (band.end - band.begin), stored)]
-
-
-def _checksums(run: Run, data: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """The checksums that the chunks of a run end in."""
-    rows = slice(run.begin, run.end)
-    last = run.chunks.offset[rows] + run.chunks.length[rows] - (run.start + CHECKSUM_BYTES)
-    found: NDArray[np.uint32] = data[last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
-    return found
-
-
-@contextmanager
-def _errors(run: Run, place: Store) -> Iterator[None]:
-    """Errors that name the tensor and the file."""
-    try:
-        yield
-    except (FileNotFoundError, MissingDataError) as e:
-        raise MissingDataError(
-            f"{_first(run, place)} is missing; restore it from a copy, or leave the tensor out with only= (an export: exclude=)."
-        ) from e
-    except (EOFError, CorruptionError) as e:
+def _said(error: Exception, task: Task, run: Run, place: Store) -> ShardckptError:
+    """An error of a run, with the tensor and the file."""
+    chunks = task.chunks
+    first = f"{chunks.wanted.where(run.begin)}: {place}/{task.file}"
+    if isinstance(error, (FileNotFoundError, MissingDataError)):
+        return MissingDataError(f"{first} is missing; restore it from a copy, or leave the tensor out with only= (an export: exclude=).")
+    if isinstance(error, (EOFError, CorruptionError)):
         # Chunks are in the order of their places: of those that reach beyond the end the first is named.
-        row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(run.file, run.chunks.stop(row) - 1))
+        row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(task.file, chunks.stop(row) - 1))
         row += run.begin
-        raise CorruptionError(
-            f"{run.chunks.wanted.where(row)}: {place}/{run.file} is cut off before byte {run.chunks.stop(row)}; restore it from a copy, "
+        return CorruptionError(
+            f"{chunks.wanted.where(row)}: {place}/{task.file} is cut off before byte {chunks.stop(row)}; restore it from a copy, "
             f"or leave the tensor out with only= (an export: exclude=)."
-        ) from e
-    except OSError as e:
-        raise StorageError(f"{_first(run, place)} cannot be read ({e}).") from e
-
-
-def _first(run: Run, place: Store) -> str:
-    """For messages: a run's first chunk, and its file."""
-    return f"{run.chunks.wanted.where(run.begin)}: {place}/{run.file}"
+        )
+    return StorageError(f"{first} cannot be read ({error}).")
 
 
 def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview]) -> None:

@@ -2,8 +2,8 @@
 
 1. `wanted` says which chunks the boxes of a batch of tensors touch and where their elements go, and `finder` where they lie: in
    columns, a row per chunk.
-2. They are sorted by file and offset, and neighbours joined into `runs`.
-3. Threads take runs and `fetch` their bytes: on a local disk one positional scatter read, on object stores one
+2. They are sorted by file and offset, neighbours joined into `runs`, and these into tasks.
+3. Threads take tasks and `fetch` their bytes: of each run on a local disk one positional scatter read, on object stores one
    ranged read; there more threads have larger runs, because a request costs milliseconds.
 4. Every chunk's crc32c is compared with the table's before it counts as read; what did not go straight to its
    destination is then copied to each box that wants it, by `bands`: as many chunks at once as one copy can move.
@@ -14,7 +14,6 @@ of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larg
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import crc32c
@@ -23,11 +22,11 @@ import numpy as np
 from shardckpt.box import BoxArray
 from shardckpt.cores import cores
 from shardckpt.errors import CorruptionError, ShardckptError, StorageError
-from shardckpt.io.bands import Band
+from shardckpt.io.bands import Band, places_of
 from shardckpt.io.codec import decompress
 from shardckpt.io.fetch import Fetch, Fetched, LocalFetch, ObjectFetch
 from shardckpt.io.finder import MOST_CHUNKS, ChunkFinder
-from shardckpt.io.runs import Run, RunLimits, runs
+from shardckpt.io.runs import RunLimits, Task, tasks
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.wanted import Request, Wanted
 from shardckpt.io.workers import Workers
@@ -49,7 +48,7 @@ LOCAL_RUN = (4 << 20, 8 << 20)
 LOCAL_CHUNKS = 1 << 10
 """Chunks that a run has there, at the most."""
 TASK_RUNS = 64
-"""Runs that a thread takes at a time on a local disk, at most: a file is opened once for all of them."""
+"""Runs of a task on a local disk, at most: a file is opened once for all of them."""
 OBJECT_THREADS = 16
 """Requests at a time on an object store, at most; a single one is a small part of what a host can receive."""
 OBJECT_MEMORY = 384 << 20
@@ -67,7 +66,7 @@ def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[Ru
     least, most = LOCAL_RUN if local else OBJECT_RUN
     if local:
         threads = threads or max(2, min(8, cores()))
-        return RunLimits(max(least, min(most, memory // threads)), gap=0, chunks=LOCAL_CHUNKS), threads
+        return RunLimits(max(least, min(most, memory // threads)), gap=0, chunks=LOCAL_CHUNKS, runs=TASK_RUNS), threads
     wished = threads or OBJECT_THREADS
     run = max(least, min(most, memory // (OBJECT_COPIES * wished)))
     return RunLimits(run, OBJECT_GAP, MOST_CHUNKS), max(1, min(wished, memory // (OBJECT_COPIES * run)))
@@ -104,10 +103,8 @@ class ChunkReader:
         self._fetch: Fetch
         self._limits, threads = reading_limits(local=store.location.local is not None, threads=threads, memory=memory)
         if store.location.local is not None:
-            self._task_runs = TASK_RUNS
             self._fetch = LocalFetch(store, direct=compression is None, scratch=self._limits.nbytes)
         else:
-            self._task_runs = 1
             self._fetch = ObjectFetch(store)
         # The same for all reads: they have scratch buffers, and fresh memory is slow.
         self._workers = Workers(threads, "shardckpt-read")
@@ -135,29 +132,28 @@ class ChunkReader:
         def report(chunks: Located, row: int, error: ShardckptError) -> None:
             damaged(chunks.wanted.part_of(row).request.name, chunks.wanted.box(row), chunks.file_of(row), error)
 
-        def check_runs(some: Sequence[Run]) -> None:
+        def check_task(task: Task) -> None:
             try:
-                self._read_runs(some)
+                self._read_task(task)
             except ShardckptError:
-                for one in chain.from_iterable(run.alone() for run in some):
+                for one in task.alone():
                     try:
-                        self._read_runs([one])
+                        self._read_task(one)
                     except ShardckptError as e:
                         report(one.chunks, one.begin, e)
-            for run in some:
-                chunks, row = run.chunks, run.begin  # an object of its own is a run of its own
-                if chunks.is_own_object(row) and self._store.is_longer(run.file, run.stop):
-                    report(
-                        chunks,
-                        row,
-                        CorruptionError(f"{chunks.wanted.where(row)}: {self._store}/{run.file} is longer than what was written."),
-                    )
+            chunks, row = task.chunks, task.begin  # an object of its own is a task of its own
+            if chunks.is_own_object(row) and self._store.is_longer(task.file, chunks.stop(row)):
+                report(
+                    chunks,
+                    row,
+                    CorruptionError(f"{chunks.wanted.where(row)}: {self._store}/{task.file} is longer than what was written."),
+                )
 
         for chunks in self._finder.every(requests, damaged):
             impossible = self._finder.impossible(chunks)
             for row in impossible.tolist():
                 report(chunks, row, self._finder.refusal(chunks, row))
-            self._each(chunks.take(np.setdiff1d(np.arange(len(chunks)), impossible)), check_runs)
+            self._each(chunks.take(np.setdiff1d(np.arange(len(chunks)), impossible)), check_task)
 
     def confirm(self, wanted: Iterable[tuple[Request, Piece, NDArray[np.int64]]]) -> None:
         """Read some chunks and compare them with the table.
@@ -201,66 +197,53 @@ class ChunkReader:
         self._finder.check_table(request)
         chunks = self._finder.located(Wanted.of_positions([(request, piece, np.array([position]))]))
         self._refuse_impossible(chunks)
-        (fetched,) = self._verified(runs(chunks, self._limits))
-        return bytes(fetched.payloads[0]) + fetched.checksums.astype("<u4").tobytes()
+        (task,) = tasks(chunks, self._limits)
+        fetched = self._verified(task)
+        return bytes(fetched.payloads[0]) + fetched.checksums().astype("<u4").tobytes()
 
     def _read_all(self, some: Iterable[Located]) -> None:
         """Read chunks, verify them, and copy them where they are wanted."""
         for chunks in some:
             self._refuse_impossible(chunks)
-            self._each(chunks, self._read_runs)
+            self._each(chunks, self._read_task)
 
     def _refuse_impossible(self, chunks: Located) -> None:
         """FormatError for a length that a chunk cannot have, before memory is taken for it."""
         for row in self._finder.impossible(chunks)[:1].tolist():
             raise self._finder.refusal(chunks, row)
 
-    def _each(self, chunks: Located, work: Callable[[Sequence[Run]], None]) -> None:
-        """Do `work` on the runs of all chunks, some of a file at a time, in several threads; the first error stops the rest."""
-        self._workers.do(work, self._tasks(runs(chunks, self._limits)))
+    def _each(self, chunks: Located, work: Callable[[Task], None]) -> None:
+        """Do `work` on all chunks, some of a file at a time, in several threads; the first error stops the rest."""
+        self._workers.do(work, tasks(chunks, self._limits))
 
-    def _tasks(self, found: Sequence[Run]) -> Iterator[list[Run]]:
-        """Runs that one thread reads one after another: of one file, and on object stores one."""
-        task: list[Run] = []
-        nbytes = 0
-        for run in found:
-            nbytes += run.nbytes
-            if task and (run.file != task[0].file or nbytes > self._limits.nbytes or len(task) == self._task_runs):
-                yield task
-                task, nbytes = [], run.nbytes
-            task.append(run)
-        if task:
-            yield task
+    def _read_task(self, task: Task) -> None:
+        """Read chunks of one file, verify each and copy it where it is wanted."""
+        fetched = self._verified(task)
+        for band, places in fetched.bands:
+            if not places:
+                continue
+            if self._compression is None:
+                band.scatter(fetched.stored(band), places)
+                continue
+            for row in range(band.begin, band.end):
+                part, where = task.chunks.wanted.part_of(row), f"{task.chunks.wanted.where(row)}, {task.file}"
+                raw = decompress(np.asarray(fetched.payloads[row - task.begin]), part.chunk_bytes, where)
+                alone = Band(task.chunks, row, row + 1)
+                alone.scatter(raw[np.newaxis], places_of([alone])[0])
 
-    def _read_runs(self, some: Sequence[Run]) -> None:
-        """Read runs of one file, verify each chunk and copy it where it is wanted."""
-        for fetched in self._verified(some):
-            run = fetched.run
-            for band, places in fetched.bands:
-                if not places:
-                    continue
-                if self._compression is None:
-                    band.scatter(fetched.stored(band), places)
-                    continue
-                for row in range(band.begin, band.end):
-                    part, where = run.chunks.wanted.part_of(row), f"{run.chunks.wanted.where(row)}, {run.file}"
-                    raw = decompress(np.asarray(fetched.payloads[row - run.begin]), part.chunk_bytes, where)
-                    alone = Band(run.chunks, row, row + 1)
-                    alone.scatter(raw[np.newaxis], alone.places())
-
-    def _verified(self, some: Sequence[Run]) -> Iterator[Fetched]:
-        """Read runs of one file; each chunk is compared with the table and with its own checksum before a run is handed out."""
-        for fetched in self._fetch(some):
-            run, chunks = fetched.run, fetched.run.chunks
-            self.stats.count(reads=1, read=run.nbytes)
-            expected = chunks.crc[run.begin : run.end]
-            found = np.fromiter(map(crc32c.crc32c, fetched.payloads), np.uint32, len(expected))
-            wrong = (found != expected) | (fetched.checksums != expected)
-            if wrong.any():
-                row = run.begin + int(np.argmax(wrong))
-                place = f"{self._store}/{run.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
-                raise CorruptionError(
-                    f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Restore the file from a "
-                    f"copy, or leave the tensor out with only= (an export: exclude=)."
-                )
-            yield fetched
+    def _verified(self, task: Task) -> Fetched:
+        """Read chunks of one file; each is compared with the table and with its own checksum before any is handed out."""
+        fetched = self._fetch(task)
+        chunks = task.chunks
+        self.stats.count(reads=len(task.runs), read=task.nbytes)
+        expected = chunks.crc[task.begin : task.end]
+        found = np.fromiter(map(crc32c.crc32c, fetched.payloads), np.uint32, len(expected))
+        wrong = (found != expected) | (fetched.checksums() != expected)
+        if wrong.any():
+            row = task.begin + int(np.argmax(wrong))
+            place = f"{self._store}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
+            raise CorruptionError(
+                f"{chunks.wanted.where(row)} is damaged: {place}, do not have the checksum that was written. Restore the file from a "
+                f"copy, or leave the tensor out with only= (an export: exclude=)."
+            )
+        return fetched

@@ -1,7 +1,8 @@
 """Which chunks are read together?
 
 A read call costs microseconds on a local disk and a request of milliseconds on an object store, so chunks that lie
-side by side in a data file are read as one *run*. Where a request is dear, small gaps between them are read along.
+side by side in a data file are read as one *run*. Where a request is dear, small gaps between them are read along. Runs of one file
+that a thread reads one after another are a *task*: what Python does for them is done for all of them at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardckpt.io.bands import Band, continues
 from shardckpt.io.table import OWN_OBJECT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -24,18 +25,35 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Run", "RunLimits", "count_runs", "join", "runs"]
+__all__ = ["Run", "RunLimits", "Task", "count_runs", "join", "tasks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Chunks of one file, in order of their place, none beginning before the one before has ended: rows `begin` to before `end`."""
+    """Chunks in order of their place, none beginning before the one before has ended: rows `begin` to before `end`."""
 
-    chunks: Located
     begin: int
     end: int
+    start: int
+    """First byte, in the file."""
+    stop: int
+    """One past the last byte."""
     bands: Sequence[Band]
     """All of its chunks, by what one copy moves."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read, gaps among them."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Runs of one file that follow each other in it, and in the rows of their chunks."""
+
+    chunks: Located
+    """Among others; in order of their place."""
+    runs: Sequence[Run]
 
     @property
     def file(self) -> str:
@@ -43,23 +61,25 @@ class Run:
         return self.chunks.file_of(self.begin)
 
     @property
-    def start(self) -> int:
-        """Its first byte."""
-        return int(self.chunks.offset[self.begin])
+    def begin(self) -> int:
+        """The first chunk's row."""
+        return self.runs[0].begin
 
     @property
-    def stop(self) -> int:
-        """One past its last byte."""
-        return self.chunks.stop(self.end - 1)
+    def end(self) -> int:
+        """One past the last chunk's row."""
+        return self.runs[-1].end
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read, gaps among them."""
-        return self.stop - self.start
+        """Bytes that are read."""
+        return sum(run.nbytes for run in self.runs)
 
-    def alone(self) -> list[Run]:
-        """Each of its chunks as a run of its own."""
-        return [Run(self.chunks, row, row + 1, [Band(self.chunks, row, row + 1)]) for row in range(self.begin, self.end)]
+    def alone(self) -> Iterator[Task]:
+        """Each of its chunks as a task of its own."""
+        for row in range(self.begin, self.end):
+            run = Run(row, row + 1, int(self.chunks.offset[row]), self.chunks.stop(row), [Band(self.chunks, row, row + 1)])
+            yield Task(self.chunks, [run])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +92,11 @@ class RunLimits:
     """Bytes between two chunks that are read although nobody wants them."""
     chunks: int
     """Chunks of a run."""
+    runs: int = 1
+    """Runs of a task, which together have no more bytes than one may."""
 
 
-def runs(chunks: Located, limits: RunLimits) -> list[Run]:
+def tasks(chunks: Located, limits: RunLimits) -> Iterator[Task]:
     """All chunks in order of their place, neighbours together."""
     order, begins = join(chunks.file, chunks.offset, chunks.length, limits)
     if (order[1:] < order[:-1]).any():
@@ -84,10 +106,20 @@ def runs(chunks: Located, limits: RunLimits) -> list[Run]:
     bands = np.flatnonzero(starts)
     edges = [*bands.tolist(), len(chunks)]
     firsts = [*np.searchsorted(bands, begins).tolist(), len(bands)]
-    return [
-        Run(chunks, edges[first], edges[last], [Band(chunks, edges[i], edges[i + 1]) for i in range(first, last)])
-        for first, last in pairwise(firsts)
-    ]
+    last = np.append(begins[1:], len(chunks))[: len(begins)] - 1
+    where = zip(chunks.file[begins].tolist(), chunks.offset[begins].tolist(), (chunks.offset + chunks.length)[last].tolist(), strict=True)
+    task: list[Run] = []
+    nbytes, before = 0, OWN_OBJECT
+    for (first, after), (file, start, stop) in zip(pairwise(firsts), where, strict=True):
+        nbytes += stop - start
+        if task and (file != before or file == OWN_OBJECT or nbytes > limits.nbytes or len(task) == limits.runs):
+            yield Task(chunks, task)
+            task, nbytes = [], stop - start
+        before = file
+        found = [Band(chunks, edges[i], edges[i + 1]) for i in range(first, after)]
+        task.append(Run(edges[first], edges[after], start, stop, found))
+    if task:
+        yield Task(chunks, task)
 
 
 def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits) -> tuple[Ints, Ints]:

@@ -11,7 +11,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardckpt.io.fetch
 from shardckpt.box import Box, BoxArray
+from shardckpt.io.fetch import scatter_read
 from shardckpt.io.lookup import WholeTable
 from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.io.store import Store
@@ -70,3 +72,25 @@ def test_boxes_are_read_out_of_chunks_in_any_order_into_memory_of_any_strides(tm
         assert np.array_equal(inside, array[(*box.slices, ...)])
         inside[...] = 0
         assert not base.any(), "elements of nobody's"
+
+
+def test_chunks_that_are_read_into_place_take_room_beside_it_for_their_checksums_alone(tmp_path, monkeypatch):
+    array = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
+    store = Store.open(tmp_path)
+    piece, table = stored(store, array, (8, 8), [7, 6, 5, 4, 0, 1, 2, 3], (0,))
+    into = np.zeros_like(array)
+    beside = []
+
+    def noted(fd, offset, length, vectors):
+        for vector in map(np.asarray, vectors):
+            if not np.shares_memory(vector, into):
+                beside.append(vector.ctypes.data)
+                assert vector.nbytes == 4
+        scatter_read(fd, offset, length, vectors)
+
+    monkeypatch.setattr(shardckpt.io.fetch, "scatter_read", noted)
+    ChunkReader(store, table, threads=2).read([Request("w", array.dtype, [piece], BoxArray.of([Box((0, 0), (64, 8))], 2), [into])])
+
+    assert np.array_equal(into, array)
+    assert len(beside) == 8
+    assert max(beside) - min(beside) == 7 * 4
