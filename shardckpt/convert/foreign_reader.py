@@ -157,6 +157,10 @@ class ForeignReader:
         chunks = _Chunks.of(Wanted.of_boxes(list(chain.from_iterable(map(self._foreign_requests, requests)))))
         self._workers.do(lambda task: task(), self._tasks(chunks))
 
+    def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
+        """A call for each group of requests, that does what `read` does."""
+        return [partial(self.read, group) for group in groups]
+
     def _foreign_requests(self, request: Request) -> Iterator[Request]:
         """The same elements, asked of the tensors that they come from."""
         views = self._views[request.name]

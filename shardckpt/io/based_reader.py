@@ -7,7 +7,9 @@ Each is opened when the first of its tensors is wanted, and stays open.
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from shardckpt.io.base_places import base_record, holder
 from shardckpt.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
 
@@ -69,12 +71,36 @@ class BasedReader:
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers; raises what `ChunkReader.read` and `open` do."""
         for base, some in self._sorted(requests).items():
-            try:
+            with self._may_be_gone(base, some):
                 self._opened[base][0].read(some)
-            except MissingDataError:
-                if base is not None:
-                    base_record(self._checkpoint, base, shown(some[0].name))  # says so if it was replaced or deleted meanwhile
-                raise
+
+    def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
+        """A call for each group of requests that does what `read` does, planned together; see `ChunkReader.reads`."""
+        of_base: dict[Base | None, list[tuple[int, list[Request]]]] = defaultdict(list)
+        for i, group in enumerate(groups):
+            for base, some in self._sorted(group).items():
+                of_base[base].append((i, some))
+        calls: list[list[Callable[[], None]]] = [[] for _ in groups]
+        for base, parts in of_base.items():
+            with self._may_be_gone(base, parts[0][1]):
+                planned = self._opened[base][0].reads([some for _, some in parts])
+            for (i, some), read in zip(parts, planned, strict=True):
+                calls[i].append(partial(self._read_planned, base, some, read))
+        return [partial(_each, some) for some in calls]
+
+    def _read_planned(self, base: Base | None, requests: Sequence[Request], read: Callable[[], None]) -> None:
+        with self._may_be_gone(base, requests):
+            read()
+
+    @contextmanager
+    def _may_be_gone(self, base: Base | None, requests: Sequence[Request]) -> Iterator[None]:
+        """Says so if a base from which something is read was replaced or deleted meanwhile."""
+        try:
+            yield
+        except MissingDataError:
+            if base is not None:
+                base_record(self._checkpoint, base, shown(requests[0].name))
+            raise
 
     def check(self, requests: Sequence[Request], damaged: Damaged) -> None:
         """Compare every chunk of the requests' tensors with the table of whoever holds it; see `ChunkReader.check`."""
@@ -104,6 +130,11 @@ class BasedReader:
                 at = (self._store, self._record) if base is None else base_record(self._checkpoint, base, shown(tensor.name))
                 self._opened[base] = self._open_one(*at), at[1]
             return tensor if base is None else holder(self._checkpoint, tensor, self._opened[base][1])
+
+
+def _each(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def _base(tensor: TensorRecord) -> Base | None:

@@ -14,6 +14,7 @@ of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larg
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import crc32c
@@ -116,10 +117,32 @@ class ChunkReader:
             MissingDataError: a chunk that is needed is not there.
             CorruptionError: a chunk does not hold what was written; names tensor, index range and file.
         """
-        needed = sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests)
         self._finder.prepare(requests)
-        self.stats.count(needed=needed)
+        self.stats.count(needed=_needed(requests))
         self._read_all(self._finder.needed(requests))
+
+    def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
+        """Plan to `read` several groups of requests, for all of them together, which costs less.
+
+        Buffers are looked at now, and written to when the call for their group is made. A chunk that two groups need is read for each.
+
+        Returns:
+            A call for each group; raises what `read` does.
+        """
+        requests = [request for group in groups for request in group]
+        group_of = {id(request): i for i, group in enumerate(groups) for request in group}
+        self._finder.prepare(requests)
+        found: list[list[Task]] = [[] for _ in groups]
+        for chunks in self._finder.needed(requests):
+            self._refuse_impossible(chunks)
+            of_part = np.array([group_of[id(part.request)] for part in chunks.wanted.parts])
+            for task in tasks(chunks, self._limits, of_part[chunks.wanted.part]):
+                found[group_of[id(task.chunks.wanted.part_of(task.begin).request)]].append(task)
+        return [partial(self._read_planned, _needed(group), some) for group, some in zip(groups, found, strict=True)]
+
+    def _read_planned(self, needed: int, some: Sequence[Task]) -> None:
+        self.stats.count(needed=needed)
+        self._workers.do(self._read_task, some)
 
     def check(self, requests: Sequence[Request], damaged: Damaged) -> None:
         """Read every chunk of the requests' pieces and compare it with the table; buffers are not used.
@@ -247,3 +270,8 @@ class ChunkReader:
                 f"copy, or leave the tensor out with only= (an export: exclude=)."
             )
         return fetched
+
+
+def _needed(requests: Sequence[Request]) -> int:
+    """Bytes that go to the buffers."""
+    return sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests)

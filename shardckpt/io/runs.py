@@ -96,9 +96,16 @@ class RunLimits:
     """Runs of a task, which together have no more bytes than one may."""
 
 
-def tasks(chunks: Located, limits: RunLimits) -> Iterator[Task]:
-    """All chunks in order of their place, neighbours together."""
-    order, begins = join(chunks.file, chunks.offset, chunks.length, limits)
+def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iterator[Task]:
+    """All chunks in order of their place, neighbours together; if they are in groups, one group after the other, each by itself.
+
+    Args:
+        chunks: in any order.
+        limits: how far they are joined.
+        group: (n,) number of the group that each belongs to.
+    """
+    group = np.zeros(len(chunks), np.int64) if group is None else group
+    order, begins = join(chunks.file, chunks.offset, chunks.length, limits, group)
     if (order[1:] < order[:-1]).any():
         chunks = chunks.take(order)
     starts = ~continues(chunks)
@@ -107,12 +114,13 @@ def tasks(chunks: Located, limits: RunLimits) -> Iterator[Task]:
     edges = [*bands.tolist(), len(chunks)]
     firsts = [*np.searchsorted(bands, begins).tolist(), len(bands)]
     last = np.append(begins[1:], len(chunks))[: len(begins)] - 1
-    where = zip(chunks.file[begins].tolist(), chunks.offset[begins].tolist(), (chunks.offset + chunks.length)[last].tolist(), strict=True)
+    files = zip(group[order][begins].tolist(), chunks.file[begins].tolist(), strict=True)
+    where = zip(files, chunks.offset[begins].tolist(), (chunks.offset + chunks.length)[last].tolist(), strict=True)
     task: list[Run] = []
-    nbytes, before = 0, OWN_OBJECT
+    nbytes, before = 0, (0, OWN_OBJECT)
     for (first, after), (file, start, stop) in zip(pairwise(firsts), where, strict=True):
         nbytes += stop - start
-        if task and (file != before or file == OWN_OBJECT or nbytes > limits.nbytes or len(task) == limits.runs):
+        if task and (file != before or file[1] == OWN_OBJECT or nbytes > limits.nbytes or len(task) == limits.runs):
             yield Task(chunks, task)
             task, nbytes = [], stop - start
         before = file
@@ -122,7 +130,7 @@ def tasks(chunks: Located, limits: RunLimits) -> Iterator[Task]:
         yield Task(chunks, task)
 
 
-def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits) -> tuple[Ints, Ints]:
+def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits, group: Ints | None = None) -> tuple[Ints, Ints]:
     """Join chunks to runs.
 
     Args:
@@ -130,14 +138,17 @@ def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits) -> tuple[Int
         offset: (n,) first byte.
         length: (n,) bytes.
         limits: how far chunks are joined.
+        group: (n,) number of the group that each belongs to; only those of one are joined, and the first group's come first.
 
     Returns:
-        (n,) the chunks in order of their place, and (runs,) where in that order each run begins.
+        (n,) the chunks in order of group and place, and (runs,) where in that order each run begins.
     """
-    order = np.lexsort((offset, file))
+    order = np.lexsort((offset, file) if group is None else (offset, file, group))
     file, offset, stop = file[order], offset[order], (offset + length)[order]
     gap = offset[1:] - stop[:-1]
     apart = (file[1:] != file[:-1]) | (file[1:] == OWN_OBJECT) | (gap < 0) | (gap > limits.gap)
+    if group is not None:
+        apart |= np.diff(group[order]) > 0
     first = np.flatnonzero(np.append(np.ones(min(1, len(file)), bool), apart))
     last = np.append(first[1:], len(file))[: len(first)]
     long = (stop[last - 1] - offset[first] > limits.nbytes) | (last - first > limits.chunks)

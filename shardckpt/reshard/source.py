@@ -12,7 +12,7 @@ from shardckpt.checkpoint import Checkpoint
 from shardckpt.io.url import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from shardckpt.io.reader import Request
@@ -32,6 +32,11 @@ class Reader(Protocol):
         Raises:
             MissingDataError, CorruptionError, StorageError: what is needed is not there, damaged, or cannot be read.
         """
+        ...
+
+
+    def reads(self, groups: Sequence[Sequence[Request]]) -> Sequence[Callable[[], None]]:
+        """A call for each group of requests that does what `read` does with it; buffers are written to when it is made."""
         ...
 
 

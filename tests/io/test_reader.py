@@ -61,6 +61,35 @@ def test_what_was_written_is_read_from_every_kind_of_store(store):
     assert reader.stored_chunk("w", np.dtype(np.uint8), piece, 20)[:-4] == rows[20].tobytes()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_groups_that_are_planned_together_are_read_when_their_calls_are_made_and_not_before(store, threads):
+    rows = np.random.default_rng(0).integers(0, 256, (50, 1000), np.uint8)
+    piece, table = written(store, rows, {7: 3, 20: 100_000})
+    before = set(threading.enumerate())
+    reader = ChunkReader(store, WholeTable(FILES, {"w": table}), threads=threads)
+    parts = [[(0, 10), (30, 50)], [(5, 31)], [], [(10, 11), (2, 3)]]
+    buffers = [[np.zeros((stop - start, 1000), np.uint8) for start, stop in part] for part in parts]
+    groups = [
+        [
+            Request("w", np.dtype(np.uint8), [piece], BoxArray.of([Box((start, 0), (stop, 1000))], 2), [buffer])
+            for (start, stop), buffer in zip(part, some, strict=True)
+        ]
+        for part, some in zip(parts, buffers, strict=True)
+    ]
+    calls = reader.reads(groups)
+    assert reader.stats.bytes_needed == reader.stats.bytes_read == 0
+    done = [False] * len(parts)
+    for i in (3, 0, 2, 1):
+        calls[i]()
+        done[i] = True
+        for part, some, finished in zip(parts, buffers, done, strict=True):
+            for (start, stop), buffer in zip(part, some, strict=True):
+                assert np.array_equal(buffer, rows[start:stop] if finished else np.zeros_like(buffer))
+    assert reader.stats.bytes_needed == 58 * 1000
+    if threads == 1:
+        assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("shardckpt-read")]
+
+
 @pytest.fixture
 def proxied(cloud):
     """A proxy, and a store behind it in a bucket that TensorStore knows by this proxy alone."""
