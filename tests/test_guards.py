@@ -69,7 +69,7 @@ def test_a_small_tensor_costs_a_save_few_steps(tmp_path, save):
         save(tmp_path / f"warm{tensors}", state)
         return steps(lambda: save(tmp_path / f"counted{tensors}", state))
 
-    assert saving(300) - saving(100) <= 165 * 200
+    assert saving(300) - saving(100) <= 175 * 200, "of which 17 are for reading the record as every reader will, before it is published"
 
 
 def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_twice(place):

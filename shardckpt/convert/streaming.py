@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ import numpy as np
 
 from shardckpt.box import Box
 from shardckpt.convert.outputs import OutputTensor, check
+from shardckpt.cores import cores
 from shardckpt.errors import BudgetError
 from shardckpt.io.budget import round_up
 from shardckpt.names import shown
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.checkpoint import Checkpoint
+    from shardckpt.io.url import Location
 
 __all__ = ["Block", "Blocks", "Put", "Stream", "stream"]
 
@@ -62,8 +63,6 @@ class Block:
     box: Box
     elements: NDArray[Any]
     """Of the box's shape, in row-major order, of the dtype's storage type."""
-    checksum: int = 0
-    """Their crc32c, where it was asked for."""
 
 
 class Stream:
@@ -144,26 +143,25 @@ class Stream:
         """Stored bytes that have been read so far."""
         return self._checkpoint.stats.bytes_read
 
-    def read(self, skip: int = 0, *, checksums: bool = False) -> Generator[list[Block]]:
+    def read(self, skip: int = 0) -> Generator[list[Block]]:
         """All blocks, some at a time; whoever does not take all of them closes the iterator.
 
         Args:
             skip: how many blocks are not wanted: the first in the order in which they come. What is not needed for others is not read.
-            checksums: whether blocks have one.
 
         Raises:
             CorruptionError, ReplacedError, StorageError: the checkpoint could not be read.
         """
-        self._checkpoint.limit_reading(threads=READERS, memory=self._reading)
+        self._checkpoint.limit_reading(threads=_threads(self._checkpoint.location), memory=self._reading)
         outputs = {id(target): output for output, target, _ in self._targets}
         planned, left_out = _after(self._steps(), skip)
-        with closing(assembled(self._checkpoint, planned, self._at_once, BatchMemory(), checksums=checksums)) as batches:
+        with closing(assembled(self._checkpoint, planned, self._at_once, BatchMemory())) as batches:
             for batch in batches:
                 found = []
-                for chunk, checksum in zip(batch.whole, batch.checksums or repeat(0), strict=False):
+                for chunk in batch.whole:
                     box = Box(chunk.start, tuple(a + n for a, n in zip(chunk.start, chunk.shape, strict=True)))
                     elements = chunk.raw.view(chunk.target.dtype.storage).reshape(chunk.shape)
-                    found.append(Block(outputs[id(chunk.target)], box, elements, checksum))
+                    found.append(Block(outputs[id(chunk.target)], box, elements))
                 dropped = min(left_out, len(found))
                 left_out -= dropped
                 yield found[dropped:]
@@ -221,6 +219,11 @@ def stream(
         for batch in batches:
             for block in batch:
                 put(block.output, block.box, block.elements)
+
+
+def _threads(source: Location) -> int | None:
+    """Threads that read there: on a disk one core is the writer's. None: as many as there is memory for requests."""
+    return max(1, min(READERS, cores() - 1)) if source.local is not None else None
 
 
 def _after(planned: Iterator[PlannedStep], skip: int) -> tuple[Iterator[PlannedStep], int]:

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import crc32c
 import numpy as np
 
 from shardckpt._version import __version__
@@ -90,12 +91,13 @@ def write_safetensors(
         done = sum(box.size * output.dtype.itemsize for _, (output, box) in zip(range(skip), stream.order(), strict=False))
         total, resumed, written, file = sum(output.nbytes for output in outputs), done, 0, -1
         progress(done, total)
-        with closing(stream.read(skip, checksums=verify)) as batches:
+        with closing(stream.read(skip)) as batches:
             for batch in batches:
-                writes, nbytes = list[Write](), 0
+                writes, checks, nbytes = list[Write](), list[int](), 0
                 for block in batch:
                     data, at = block.elements.reshape(-1).view(np.uint8).data, 0
                     nbytes += data.nbytes
+                    checks.append(crc32c.crc32c(data) if verify else 0)
                     for number, offset, length in placed.runs(block.output.name, block.box):
                         while file < number:
                             file += 1
@@ -103,7 +105,7 @@ def write_safetensors(
                         writes.append(Write(number, offset, data[at : at + length]))
                         at += length
                 destination.write(writes)
-                destination.wrote([block.checksum for block in batch])
+                destination.wrote(checks)
                 written += sum(write.data.nbytes for write in writes)
                 done += nbytes
                 progress(done, total)

@@ -1,10 +1,10 @@
 """Reading tensors of a checkpoint into the chunks of what is made of them, while what was read before is written.
 
 1. Work comes in steps (`cells`): a box of one target, which holds whole chunks of it, but for those that later steps finish.
-2. Small steps are taken together, into *batches* that a processor's cache holds. A second thread reads them, one after another:
-   source chunks go, or are scattered, straight to where they lie in the chunks of the target, converted on the way where dtypes
-   differ. A target may be made of parts of several tensors, transposed (`planning.views`); a source chunk that several parts of a
-   batch need is read once.
+2. Small steps are taken together, into *batches* that a processor's cache holds, and reading some batches is planned together, by the
+   caller's thread. A second thread reads them, one after another: source chunks go, or are scattered, straight to where they lie in the
+   chunks of the target, converted on the way where dtypes differ. A target may be made of parts of several tensors, transposed
+   (`planning.views`); a source chunk that several parts of a batch need is read once.
 3. Meanwhile the chunks of the batch before are the caller's. Some batches are read ahead, so that neither waits for the other.
 """
 
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import crc32c
 import numpy as np
 
 from shardckpt.box import BoxArray
@@ -27,7 +26,7 @@ from shardckpt.planning.plan import chunk_boxes, overlaps, touched
 from shardckpt.reshard.memory import PARTS
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -43,7 +42,11 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "BatchMemory", "Filled", "PlannedStep", "Target", "assembled"]
 
 _AHEAD = 3
-"""Batches in memory: the caller has one, one is being read, and one is read or planned."""
+"""Batches in memory: the caller has one, one is being read, and one waits for either."""
+_PLANNED = 64 << 20
+"""Bytes of the batches that are planned together: planning costs about as much for few as for many."""
+_PLANNED_STEPS = 4096
+"""Steps of them; of each there are some objects."""
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
@@ -54,42 +57,37 @@ class _Place:
     half: int
     parts: range
 
+    def meets(self, other: _Place) -> bool:
+        """Whether some of it is the other's, too."""
+        return self.half == other.half and self.parts.start < other.parts.stop and other.parts.start < self.parts.stop
+
 
 class BatchMemory:
-    """Memory of batches, used again and again: two halves, each for one large batch or for a few small ones."""
+    """Memory of batches, used again and again: two halves, each for one large batch or for a few small ones, in turn."""
 
     def __init__(self) -> None:
         self._halves: list[Bytes] = [_NOTHING, _NOTHING]
-        self._free = [set(range(PARTS)), set(range(PARTS))]
+        self._last = _Place(1, range(PARTS))
 
-    def take(self, nbytes: int, small: int, last: _Place | None) -> _Place | None:
-        """A place for a batch; None where there is none before others are given back.
+    def next(self, nbytes: int, small: int) -> _Place:
+        """Where the next batch lies; never where the one before it does, from which chunks may be copied that it has not finished.
 
         Args:
             nbytes: that it needs.
             small: bytes of a part; a batch that needs more has a half.
-            last: of the batch before, which chunks may be copied from that it has not finished, so it has to be another one.
         """
-        for half, free in enumerate(self._free):
-            able = [part for part in sorted(free) if last is None or half != last.half or part not in last.parts]
-            if nbytes > small and (len(able) < PARTS or (last is not None and last.half == half)):
-                continue
-            if able:
-                place = _Place(half, range(PARTS) if nbytes > small else range(able[0], able[0] + 1))
-                if self._halves[half].nbytes < (least := max(nbytes, PARTS * small)):
-                    self._halves[half] = _NOTHING
-                    self._halves[half] = np.empty(least, np.uint8)
-                free.difference_update(place.parts)
-                return place
-        return None
+        half, parts = self._last.half, self._last.parts
+        if nbytes > small or parts.stop == PARTS:
+            half, parts = 1 - half, range(0)
+        self._last = _Place(half, range(PARTS) if nbytes > small else range(parts.stop, parts.stop + 1))
+        return self._last
 
-    def at(self, place: _Place, small: int) -> Bytes:
-        """Its bytes."""
+    def at(self, place: _Place, nbytes: int, small: int) -> Bytes:
+        """Its bytes; for so many that it has not yet, nobody may have any of the half."""
+        if self._halves[place.half].nbytes < (least := max(nbytes, PARTS * small)):
+            self._halves[place.half] = _NOTHING
+            self._halves[place.half] = np.empty(least, np.uint8)
         return self._halves[place.half][place.parts.start * small :]
-
-    def give_back(self, place: _Place) -> None:
-        """Let others have it."""
-        self._free[place.half].update(place.parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,8 +193,8 @@ class Batch:
     steps: list[PlannedStep]
     nbytes: int
     whole: list[Filled] = field(default_factory=list)
-    checksums: list[int] = field(default_factory=list)
-    """crc32c of those, where they were asked for."""
+    first: list[tuple[Bytes, Bytes | int]] = field(default_factory=list)
+    """Memory of chunks, and what it has to hold before they are read: what a step before has read of them, or zeros."""
     _room: Bytes = field(default_factory=lambda: _NOTHING)
     """Where its chunks lie."""
     _used: int = 0
@@ -212,9 +210,7 @@ class Batch:
         return self._room[begin : begin + nbytes]
 
 
-def assembled(
-    source: Source, steps: Iterable[PlannedStep], at_once: int, memory: BatchMemory, *, checksums: bool = False
-) -> Generator[Batch]:
+def assembled(source: Source, steps: Iterable[PlannedStep], at_once: int, memory: BatchMemory) -> Generator[Batch]:
     """Read everything; a batch of whole chunks at a time, which is good until the next is asked for.
 
     Whoever does not take all of it closes the iterator, which waits for what is being read.
@@ -225,29 +221,53 @@ def assembled(
         at_once: bytes to which small steps are joined. One that is larger takes what it takes, in each of the two halves of the
             memory, which else has twice `PARTS` times as much.
         memory: kept by the caller.
-        checksums: whether to compute the crc32c of each chunk, while it is in the cache.
 
     Raises:
         CorruptionError, ReplacedError, StorageError: the source could not be read.
     """
-    reading, last = _Reading(source, checksums=checksums), None
-    coming = deque[tuple[_Place, Future[Batch]]]()
+    reading, coming = _Reading(source), deque[tuple[_Place, Future[Batch]]]()
+
+    def taken(place: _Place) -> bool:
+        return any(place.meets(other) for other, _ in coming)
+
     with ThreadPoolExecutor(1, "shardckpt-ahead") as ahead, source.reading():
         try:
-            for batch in _batches(steps, at_once):
-                while len(coming) == _AHEAD or (place := memory.take(batch.nbytes, at_once, last)) is None:
+            for batches in _together(_batches(steps, at_once), at_once):
+                places = [memory.next(batch.nbytes, at_once) for batch in batches]
+                while batches[0].nbytes > at_once and taken(places[0]):  # for a larger one this memory may be replaced
                     yield coming[0][1].result()
-                    memory.give_back(coming.popleft()[0])
-                batch.begin(memory.at(place, at_once))
-                coming.append((place, ahead.submit(reading.read, batch)))
-                last = place
+                    coming.popleft()
+                for batch, place in zip(batches, places, strict=True):
+                    batch.begin(memory.at(place, batch.nbytes, at_once))
+                for batch, place, read in zip(batches, places, reading.plan(batches), strict=True):
+                    while len(coming) == _AHEAD or taken(place):
+                        yield coming[0][1].result()
+                        coming.popleft()
+                    coming.append((place, ahead.submit(reading.read, batch, read)))
             while coming:
                 yield coming[0][1].result()
-                memory.give_back(coming.popleft()[0])
+                coming.popleft()
         finally:
             ahead.shutdown(cancel_futures=True)
-            for place, _ in coming:
-                memory.give_back(place)
+
+
+def _together(batches: Iterable[Batch], at_once: int) -> Iterator[list[Batch]]:
+    """All batches, as many at a time as are planned together; a large one alone."""
+    some: list[Batch] = []
+    for batch in batches:
+        if some and (
+            batch.nbytes > at_once
+            or sum(one.nbytes for one in some) + batch.nbytes > _PLANNED
+            or sum(len(one.steps) for one in some) + len(batch.steps) > _PLANNED_STEPS
+        ):
+            yield some
+            some = []
+        some.append(batch)
+        if batch.nbytes > at_once:
+            yield some
+            some = []
+    if some:
+        yield some
 
 
 def _batches(steps: Iterable[PlannedStep], at_once: int) -> Iterator[Batch]:
@@ -280,14 +300,23 @@ class _Wanted:
 class _Reading:
     """Reads batch after batch; for one thread at a time."""
 
-    def __init__(self, source: Source, *, checksums: bool) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
-        self._checksums = checksums
         self._open: dict[tuple[str, int], tuple[Batch, Bytes]] = {}
         """Chunks, by array and position, that the last step has begun and not finished; and in which batch."""
 
-    def read(self, batch: Batch) -> Batch:
+    def plan(self, batches: Sequence[Batch]) -> Sequence[Callable[[], None]]:
+        """For each batch a call that reads it; nothing is written to its memory before."""
+        return self._source.reader.reads([self._requests(batch) for batch in batches])
+
+    def read(self, batch: Batch, read: Callable[[], None]) -> Batch:
         """Read a batch."""
+        for raw, first in batch.first:
+            raw[:] = first
+        read()
+        return batch
+
+    def _requests(self, batch: Batch) -> list[Request]:
         wanted: defaultdict[tuple[str, bool], _Wanted] = defaultdict(_Wanted)
         tensors = {tensor.name: tensor for planned in batch.steps for tensor, _ in planned.target.sources}
         for planned in batch.steps:
@@ -295,10 +324,7 @@ class _Reading:
                 _plan_one(planned.target, batch, wanted)
             else:
                 self._plan(planned, batch, wanted)
-        self._source.reader.read([some.request(tensors[name], converts=converts) for (name, converts), some in wanted.items()])
-        if self._checksums:
-            batch.checksums = [crc32c.crc32c(chunk.raw) for chunk in batch.whole]
-        return batch
+        return [some.request(tensors[name], converts=converts) for (name, converts), some in wanted.items()]
 
     def _plan(self, planned: PlannedStep, batch: Batch, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:
         """What a step reads: of each chunk that it reaches into, the part that lies in it, to where that is in the chunk."""
@@ -329,9 +355,9 @@ class _Reading:
             if before is not batch:
                 former, raw = raw, batch.take(target.nbytes(piece, shape))
                 if before is not None:
-                    raw[:] = former
+                    batch.first.append((raw, former))
                 elif target.as_stored and tuple(shape) != piece.chunks:
-                    raw[:] = 0
+                    batch.first.append((raw, 0))
             if unfinished:
                 self._open[key] = batch, raw
             else:
@@ -370,7 +396,7 @@ def _plan_one(target: Target, batch: Batch, wanted: defaultdict[tuple[str, bool]
     (piece,) = target.pieces
     raw = batch.take(target.nbytes(piece, piece.shape))
     if target.as_stored and piece.shape != piece.chunks:
-        raw[:] = 0
+        batch.first.append((raw, 0))
     batch.whole.append(Filled(target, piece, 0, piece.start, piece.shape, raw))
     for tensor, view in target.sources:
         into = wanted[tensor.name, target.dtype != tensor.dtype]

@@ -34,7 +34,6 @@ class Reader(Protocol):
         """
         ...
 
-
     def reads(self, groups: Sequence[Sequence[Request]]) -> Sequence[Callable[[], None]]:
         """A call for each group of requests that does what `read` does with it; buffers are written to when it is made."""
         ...

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
 from shardckpt.reshard.assembling import BatchMemory
 
 SMALL = 64
+SIZES = st.sampled_from([1, SMALL, SMALL + 1, 10 * SMALL])
 
 
-def test_what_is_given_back_is_used_next() -> None:
+@given(st.lists(SIZES, min_size=2, max_size=20))
+def test_a_batch_never_has_the_place_of_the_one_before(sizes: list[int]) -> None:
     memory = BatchMemory()
-    first = memory.take(SMALL, SMALL, None)
-    second = memory.take(SMALL, SMALL, first)
-    assert first is not None
-    assert second is not None
-    memory.give_back(first)
-    assert memory.take(SMALL, SMALL, second) == first
+    places = [memory.next(nbytes, SMALL) for nbytes in sizes]
+    assert not any(one.meets(other) for one, other in pairwise(places))
 
 
-def test_a_batch_never_has_the_place_of_the_one_before() -> None:
+@given(st.lists(SIZES, min_size=2, max_size=20))
+def test_places_that_do_not_meet_share_no_byte(sizes: list[int]) -> None:
+    memory, held = BatchMemory(), []
+    for nbytes in sizes:
+        place = memory.next(nbytes, SMALL)
+        held = [(other, raw) for other, raw in held if not other.meets(place)]
+        raw = memory.at(place, nbytes, SMALL)[:nbytes]
+        assert len(raw) == nbytes
+        assert not any(np.shares_memory(raw, other) for _, other in held)
+        held.append((place, raw))
+
+
+def test_small_batches_have_the_four_parts_in_turn() -> None:
     memory = BatchMemory()
-    for nbytes in (SMALL, 10 * SMALL):
-        last = memory.take(nbytes, SMALL, None)
-        assert last is not None
-        memory.give_back(last)
-        for following in (SMALL, 10 * SMALL):
-            place = memory.take(following, SMALL, last)
-            assert place is not None
-            assert place.half != last.half or not set(place.parts) & set(last.parts)
-            memory.give_back(place)
-
-
-def test_a_large_batch_waits_until_half_of_the_memory_is_free() -> None:
-    memory = BatchMemory()
-    places = [memory.take(SMALL, SMALL, None) for _ in range(4)]
-    assert None not in places
-    assert memory.take(SMALL, SMALL, None) is None
-    memory.give_back(places[0])  # type: ignore[arg-type]
-    assert memory.take(2 * SMALL, SMALL, None) is None
-    memory.give_back(places[1])  # type: ignore[arg-type]
-    assert memory.take(2 * SMALL, SMALL, None) is not None
+    places = [memory.next(SMALL, SMALL) for _ in range(5)]
+    assert len({(place.half, place.parts.start) for place in places[:4]}) == 4
+    assert places[4] == places[0]
