@@ -33,7 +33,8 @@ class Workers:
     def do(self, work: Callable[[T], object], tasks: Iterable[T]) -> None:
         """Do `work` on each of the tasks; the first error stops the rest, and is raised.
 
-        A single task is done by the calling thread, and so are all where there is to be one thread only. When this returns or raises, no thread is at work on any of them.
+        A single task is done by the calling thread, and so are all where there is to be one thread only. When this returns or raises, no
+        thread is at work on any of them.
         """
         rest = deque(tasks)
         if len(rest) == 1 or self._most == 1:
