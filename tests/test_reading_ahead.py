@@ -80,7 +80,7 @@ def test_there_may_be_nothing_to_read():
 
 
 def test_whoever_is_interrupted_at_any_instant_leaves_nothing_being_read():
-    """Ctrl-C in turn before each line that the calling thread comes to, and at each call inside of the pool, and when it waits for a thread to begin."""
+    """Ctrl-C in turn before each line that the calling thread comes to, at each call inside of the pool, and when a thread is to begin."""
     data = bytes(1_000_000)
     own, pool, waiting = shardckpt.reading_ahead.__file__, concurrent.futures.thread.__file__, threading.Event.wait.__code__
     for at in count():
