@@ -94,6 +94,15 @@ def test_a_thread_unpacks_a_chunk_when_the_one_before_it_is_gone(tmp_path):
     assert peak <= LOCAL_RUN[0] + 1.8 * chunk
 
 
+def test_a_base_may_be_compressed_where_what_lies_beside_it_is_not(tmp_path):
+    state = {"a": np.zeros((1024, 1024), np.float32), "b": np.zeros(4, np.float32)}
+    shardckpt.save(tmp_path / "0", state, options=SaveOptions(compression="zstd"))
+    shardckpt.save(tmp_path / "1", state, options=SaveOptions(base=tmp_path / "0", skip=("a",)))
+    options = ReshardOptions(mesh=Mesh((2,), ("x",)), memory_limit="64MiB", workers=1)
+    of_base, beside = (plan_reshard(shardckpt.open(tmp_path / step), options).memory.reading for step in "01")
+    assert beside == of_base > READERS * LOCAL_RUN[0]
+
+
 def test_readers_of_many_bases_have_the_threads_and_the_buffers_of_one(tmp_path):
     state = {f"w{i}": np.full((256, 4096), i, np.float32) for i in range(6)}
     for i in range(6):
