@@ -1,10 +1,15 @@
 """One batch is read ahead of the one that is being placed, where that is faster."""
 
+import concurrent.futures.thread
+import hashlib
+import sys
 import threading
 from contextlib import closing
+from itertools import count
 
 import pytest
 
+import shardckpt.reading_ahead
 from shardckpt.reading_ahead import read_ahead
 
 SECONDS = 20.0
@@ -72,3 +77,43 @@ def test_what_reading_raises_comes_when_its_batch_is_asked_for():
 
 def test_there_may_be_nothing_to_read():
     assert list(read_ahead([], Reading(), copies=True)) == []
+
+
+def test_whoever_is_interrupted_at_any_instant_leaves_nothing_being_read():
+    """Ctrl-C in turn before each line that the calling thread comes to, at each call inside of the pool, and when a thread is to begin."""
+    data = bytes(1_000_000)
+    own, pool, waiting = shardckpt.reading_ahead.__file__, concurrent.futures.thread.__file__, threading.Event.wait.__code__
+    for at in count():
+        done, instants = [], count()
+
+        def read(_, done=done):
+            for _ in range(3):
+                done.append(hashlib.sha256(data).digest())  # lets the other thread run
+
+        def instant(frame, event, _, at=at, instants=instants):
+            ours = frame.f_code.co_filename == own
+            inside = frame.f_code.co_filename == pool or frame.f_code is waiting
+            if event == ("line" if ours else "call" if inside else None) and next(instants) == at:
+                raise KeyboardInterrupt
+            return instant if ours else None
+
+        others, before = set(threading.enumerate()), sys.gettrace()
+        batches = read_ahead(range(3), read, copies=False)
+        sys.settrace(instant)  # of this thread
+        try:
+            with closing(batches):
+                list(batches)
+        except KeyboardInterrupt:
+            left = len(done)
+        else:
+            left = None
+        finally:
+            sys.settrace(before)
+        for thread in set(threading.enumerate()) - others:
+            thread._started.wait(SECONDS)
+            thread.join(SECONDS)  # now all have ended that still did something
+        if left is None:
+            assert len(done) == 9
+            break
+        assert len(done) == left, f"interrupted at instant {at}"
+    assert at > 20

@@ -105,7 +105,7 @@ class Stream:
             target_chunk=0,
             source_local=checkpoint.location.local is not None,
             target_local=True,
-            source_compressed=checkpoint.record.compression is not None,
+            source_compressed=checkpoint.record.compression is not None or bool(checkpoint.record.structure.bases),
             target_compressed=False,
         )
         spare = limit - sizes.reading - beside

@@ -8,7 +8,6 @@ Nothing is verified here.
 from __future__ import annotations
 
 import os
-import threading
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +20,7 @@ from shardckpt.io.codec import CHECKSUM_BYTES
 from shardckpt.io.vectors import MOST_VECTORS, after
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
@@ -76,18 +76,19 @@ class Fetch(Protocol):
 class LocalFetch:
     """Reads from a file on this machine."""
 
-    def __init__(self, place: Store, *, direct: bool, scratch: int) -> None:
+    def __init__(self, place: Store, *, direct: bool, scratch: int, of_thread: threading.local) -> None:
         """Read below `place`, the attempt.
 
         Args:
             place: where.
             direct: whether a chunk's bytes are its elements, so that they may go to where those go.
             scratch: bytes of each thread's buffer; a run that is larger takes what it takes.
+            of_thread: has that buffer; who reads other places by the same threads shares it.
         """
         self._place = place
         self._direct = direct
         self._least = scratch
-        self._scratch = threading.local()
+        self._scratch = of_thread
 
     def __call__(self, task: Task) -> Fetched:
         """See `Fetch`."""

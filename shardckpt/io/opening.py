@@ -9,9 +9,10 @@ from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.io.based_reader import BasedReader
 from shardckpt.io.codec import largest_chunk
 from shardckpt.io.host_files import read_host_tables
-from shardckpt.io.reader import OBJECT_MEMORY, ChunkReader
+from shardckpt.io.reader import OBJECT_MEMORY, ChunkReader, reading_limits
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.table_blocks import TableBlocks
+from shardckpt.io.workers import Workers
 
 if TYPE_CHECKING:
     from shardckpt.io.lookup import Lookup
@@ -34,10 +35,12 @@ def open_reader(
         memory: as for `ChunkReader`; on a local disk, what threads that are given unpack is within it, too.
     """
     stats = ReadStats()
+    _, most = reading_limits(local=place.location.local is not None, threads=threads, memory=memory)
+    workers = Workers(most, "shardckpt-read")  # of all bases together, however many: they have scratch buffers
 
     def of_one(place: Store, record: CheckpointRecord) -> ChunkReader:
         lookup, left = _lookup(place, record, stats), memory_of_runs(place.location, record, threads, memory)
-        return ChunkReader(place, lookup, stats=stats, compression=record.compression, threads=threads, memory=left)
+        return ChunkReader(place, lookup, stats=stats, compression=record.compression, threads=threads, memory=left, workers=workers)
 
     return BasedReader(place, record, stats, of_one) if record.structure.bases else of_one(place, record)
 

@@ -85,6 +85,7 @@ class ChunkReader:
         compression: str | None = None,
         threads: int | None = None,
         memory: int = OBJECT_MEMORY,
+        workers: Workers | None = None,
     ) -> None:
         """Read below `store`, the attempt.
 
@@ -95,6 +96,7 @@ class ChunkReader:
             compression: None or "zstd".
             threads: how many read at once; by default as many as there are cores, from 2 to 8, and on object stores up to 16.
             memory: bytes for what is under way; less of it means smaller reads, and fewer threads on object stores.
+            workers: the threads, if others read by the same ones: so many as `reading_limits` says. None: its own.
         """
         self.stats = stats or ReadStats()
         self._store = store
@@ -103,12 +105,13 @@ class ChunkReader:
         self._finder = ChunkFinder(store, table, compression)
         self._fetch: Fetch
         self._limits, threads = reading_limits(local=store.location.local is not None, threads=threads, memory=memory)
+        # The same for all reads: they have scratch buffers, and fresh memory is slow.
+        self._workers = workers or Workers(threads, "shardckpt-read")
         if store.location.local is not None:
-            self._fetch = LocalFetch(store, direct=compression is None, scratch=self._limits.nbytes)
+            of_thread = self._workers.local
+            self._fetch = LocalFetch(store, direct=compression is None, scratch=self._limits.nbytes, of_thread=of_thread)
         else:
             self._fetch = ObjectFetch(store)
-        # The same for all reads: they have scratch buffers, and fresh memory is slow.
-        self._workers = Workers(threads, "shardckpt-read")
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers.
@@ -253,6 +256,7 @@ class ChunkReader:
                 raw = decompress(np.asarray(fetched.payloads[row - task.begin]), part.chunk_bytes, where)
                 alone = Band(task.chunks, row, row + 1)
                 alone.scatter(raw[np.newaxis], places_of([alone])[0])
+                del raw  # before the next is unpacked: one at a time is what a reader's memory is for
 
     def _verified(self, task: Task) -> Fetched:
         """Read chunks of one file; each is compared with the table and with its own checksum before any is handed out."""

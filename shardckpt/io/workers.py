@@ -8,6 +8,7 @@ is noted, nobody will be.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,8 @@ class Workers:
 
     def __init__(self, threads: int, name: str) -> None:
         """So many at the most; `name` is how theirs begin."""
+        self.local = threading.local()
+        """What is local to each of them, and to who calls."""
         self._most = threads
         self._pool = ThreadPoolExecutor(threads, name)
 

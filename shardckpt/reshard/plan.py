@@ -173,7 +173,8 @@ def plan_reshard(source: Source, options: ReshardOptions, destination: Location 
         target_chunk=largest_chunk(made.structure.tensors.values()),
         source_local=source.location.local is not None,
         target_local=destination is None or destination.local is not None,
-        source_compressed=record.compression is not None or not ours,  # how others decode, and from what, is not known
+        # How others decode, and from what, is not known, and not yet of bases either.
+        source_compressed=record.compression is not None or bool(record.structure.bases) or not ours,
         target_compressed=compression is not None,
     )
     least = record.processes if made.values else 1

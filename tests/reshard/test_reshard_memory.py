@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+from shardckpt.io.reader import LOCAL_RUN
 from shardckpt.reshard import ReshardOptions, plan_reshard
 from shardckpt.reshard.memory import PROCESS_BYTES, READERS, Sizes, largest_chunk, share
 from shardckpt.rules import Rules
@@ -71,6 +74,54 @@ def test_what_a_reader_of_a_local_disk_reads_at_once_and_unpacks_is_what_it_has(
     checkpoint.limit_reading(threads=READERS, memory=sizes.reading)
     unpacked = chunk if compression else 0
     assert READERS * (max(checkpoint.reader.limits.nbytes, chunk) + unpacked) <= sizes.reading
+
+
+def test_a_thread_unpacks_a_chunk_when_the_one_before_it_is_gone(tmp_path):
+    w = np.zeros((4096, 2048), np.float32)
+    shardckpt.save(tmp_path / "a", {"w": w}, options=SaveOptions(compression="zstd"))
+    checkpoint, like = shardckpt.open(tmp_path / "a"), {"w": np.ones_like(w)}
+    checkpoint.limit_reading(threads=1, memory=MiB)
+    chunk = largest_chunk(checkpoint.record.structure.tensors.values())
+    assert chunk >= MiB // 2
+    shardckpt.restore(checkpoint, like)  # has all modules then
+    tracemalloc.start()
+    try:
+        shardckpt.restore(checkpoint, like)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not like["w"].any()
+    assert peak <= LOCAL_RUN[0] + 1.8 * chunk
+
+
+def test_a_base_may_be_compressed_where_what_lies_beside_it_is_not(tmp_path):
+    state = {"a": np.zeros((1024, 1024), np.float32), "b": np.zeros(4, np.float32)}
+    shardckpt.save(tmp_path / "0", state, options=SaveOptions(compression="zstd"))
+    shardckpt.save(tmp_path / "1", state, options=SaveOptions(base=tmp_path / "0", skip=("a",)))
+    options = ReshardOptions(mesh=Mesh((2,), ("x",)), memory_limit="64MiB", workers=1)
+    of_base, beside = (plan_reshard(shardckpt.open(tmp_path / step), options).memory.reading for step in "01")
+    assert beside == of_base > READERS * LOCAL_RUN[0]
+
+
+def test_readers_of_many_bases_have_the_threads_and_the_buffers_of_one(tmp_path):
+    state = {f"w{i}": np.full((256, 4096), i, np.float32) for i in range(6)}
+    for i in range(6):
+        base = {"base": tmp_path / str(i - 1), "skip": tuple(f"w{j}" for j in range(i))} if i else {}
+        shardckpt.save(tmp_path / str(i), state, options=SaveOptions(compression="zstd", **base))
+    checkpoint = shardckpt.open(tmp_path / "5")
+    checkpoint.limit_reading(threads=READERS, memory=MiB)
+    before = set(threading.enumerate())
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            for name, tensor in state.items():
+                assert np.array_equal(checkpoint.read(name), tensor)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(checkpoint.record.structure.bases) == 5
+    assert len(set(threading.enumerate()) - before) <= READERS
+    assert held <= (READERS + 1) * LOCAL_RUN[0] + 2 * MiB
 
 
 def test_a_worker_has_half_a_gibibyte_of_the_job_or_there_are_fewer():
