@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
 from shardckpt.excerpt import numbered
 from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
@@ -69,13 +70,13 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
 
     Raises:
         NotFoundError: there is nothing at that place.
-        StorageError: the storage failed.
+        StorageError: the storage failed, or Python is ending and starts no threads to read with.
     """
     store = Store.open(parse(root))
     children = store.list_children()
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
-    with ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
+    with reading_takes_threads(store), ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
         deleted = deleted_steps(store)
         futures = [pool.submit(_commit_one, name, place) for name, place in places(store, children) if step_of(name) not in deleted]
     return [outcome for future in futures for outcome in future.result()]  # one that failed keeps none of the others from it

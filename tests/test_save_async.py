@@ -377,6 +377,33 @@ def test_a_restore_that_begins_when_python_ends_says_so_where_it_takes_threads(t
     assert done.stdout.count(f"cannot read {tmp_path / 'c'}: Python is ending and starts no threads any more") == 3
 
 
+def test_what_else_reads_when_python_ends_says_so_too(tmp_path):
+    program = """if True:
+        import atexit, sys, numpy, shardckpt
+        from safetensors.numpy import save_file
+        place = sys.argv[1]
+        def late():
+            for read in (
+                manager.steps,
+                lambda: manager.restore({"w": numpy.empty(1 << 20)}),
+                lambda: shardckpt.commit(place),
+                lambda: shardckpt.reshard(place + "/1", place + "/resharded"),
+                lambda: shardckpt.import_checkpoint(place + "/m.safetensors", place + "/imported"),
+            ):
+                try:
+                    read()
+                except shardckpt.errors.StorageError as e:
+                    print(e)
+        state = {"w": numpy.zeros(1 << 20)}
+        save_file(state, place + "/m.safetensors")
+        manager = shardckpt.CheckpointManager(place, every=1)
+        manager.save(1, state)
+        manager.wait()
+        atexit.register(late)"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.count(": Python is ending and starts no threads any more")) == (0, 5), done.stderr
+
+
 def test_a_fork_knows_of_no_save_in_flight(tmp_path, job):
     (said,) = job.run("forked", 1, tmp_path)
     assert "forked" in said

@@ -213,17 +213,25 @@ class ForeignReader:
         if not len(part):
             return
         files: dict[int, int] = {}
+        pieces: dict[int, int] = {}
         columns = [
-            (files.setdefault(id(one.entry.span.file), len(files)), one.entry.span.start, one.per_row, one.row_bytes, one.chunk_bytes)
+            (
+                files.setdefault(id(one.entry.span.file), len(files)),
+                pieces.setdefault(id(one), len(pieces)),
+                one.entry.span.start,
+                one.per_row,
+                one.row_bytes,
+                one.chunk_bytes,
+            )
             if one is not None
-            else (0, 0, 1, 0, 0)
+            else (0, 0, 0, 1, 0, 0)
             for one in found
         ]
-        file, start, per_row, row_bytes, chunk_bytes = np.array(columns, np.int64)[part].T
+        file, piece, begin, per_row, row_bytes, chunk_bytes = np.array(columns, np.int64)[part].T
         row, nth = np.divmod(chunks.wanted.position[chunks.begin], per_row)
-        start = start + row * row_bytes + nth * chunk_bytes
+        start = begin + row * row_bytes + nth * chunk_bytes
         stop = start + np.minimum(chunk_bytes, row_bytes - nth * chunk_bytes)
-        order = np.lexsort((start, file))
+        order = np.lexsort((start, piece, begin, file))  # not by `start` alone: of views of the same bytes each is read in one go
         file, start, stop, chunks, part = file[order], start[order], stop[order], chunks.take(order), part[order]
         apart = np.flatnonzero((np.diff(file) != 0) | (start[1:] != stop[:-1])) + 1
         for first, last in pairwise([0, *apart.tolist(), len(part)]):

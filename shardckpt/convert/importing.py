@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardckpt.convert.detect import AUTO, detect, module_of
 from shardckpt.convert.foreign_source import ForeignSpec
 from shardckpt.convert.naming import NameOptions
+from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.io.file_version import file_at
 from shardckpt.io.store import Store
@@ -168,7 +169,8 @@ def import_checkpoint(
     if on_note is not None:
         for note in notes:
             on_note(note)
-    report = run_job(spec, dst, options, engine=engine, worker=worker, progress=progress, found=source)
+    with reading_takes_threads(src):
+        report = run_job(spec, dst, options, engine=engine, worker=worker, progress=progress, found=source)
     done: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(ReshardReport)}
     return ImportReport(**done, format=spec.format, notes=notes)
 

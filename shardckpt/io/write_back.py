@@ -3,8 +3,8 @@
 The kernel by itself waits for some seconds, or until a tenth of the memory is to be written. Who asks for such a file to be durable
 then waits for nearly all of it, while until there the disk did nothing. Linux can be told to begin.
 
-It is a hint and no promise: it waits for nothing, makes nothing durable, and takes note of no error. `fsync` does, of whatever went wrong
-since the file was opened.
+It is a hint and no promise: it waits for no byte to be written, though perhaps for room in the disk's queue, makes nothing durable, and
+takes note of no error. `fsync` does, of whatever went wrong since the file was opened.
 """
 
 from __future__ import annotations

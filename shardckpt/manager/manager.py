@@ -272,7 +272,7 @@ class CheckpointManager:
         Raises:
             NotFoundError: there is no such step.
             CorruptionError, FormatError: the step is damaged, on whichever process; and with `fallback` all before it, too.
-            MismatchError, LeafError, ReplacedError: as for `shardckpt.restore`.
+            MismatchError, LeafError, ReplacedError, StorageError: as for `shardckpt.restore`.
             CoordinationError: another process failed in a way of its own, or does not answer.
         """
         self._check(0 if step is None else step)
@@ -325,7 +325,7 @@ class CheckpointManager:
         """All steps that hold a checkpoint, ascending, with what is known of each; read from the storage now.
 
         Raises:
-            StorageError: the storage failed.
+            StorageError: the storage failed, or Python is ending.
         """
         return self._lineage.seen(list_steps(self._root))
 

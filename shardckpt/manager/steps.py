@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
 
 from shardckpt.bases import BESIDE, bases_of, names_beside
+from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import FormatError
 from shardckpt.io.base_places import base_url
 from shardckpt.io.commit import RECORD
@@ -90,9 +91,9 @@ def list_steps(root: Store) -> list[StepInfo]:
     """The steps below `root` that hold a checkpoint, ascending.
 
     Raises:
-        StorageError: the storage failed.
+        StorageError: the storage failed, or Python is ending and starts no threads to read with.
     """
-    with ThreadPoolExecutor(_AT_ONCE, "shardckpt-steps") as pool:
+    with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-steps") as pool:
         found = pool.map(lambda step: read_step(root, step), step_numbers(root))
         return [info for info in found if info is not None]
 

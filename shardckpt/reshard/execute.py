@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.checkpoint import Checkpoint
+from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import CommitError, OptionError, ShardckptError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.assemble import assemble
@@ -147,7 +148,7 @@ def reshard(
         CommitError: workers died over a task again and again; or the tasks' records contradict each other.
         CoordinationError: the cluster does not answer, or has lost all its workers.
         MissingExtraError: the cluster's package is not installed here, or shardckpt not there.
-        StorageError: a storage failed, or has no room.
+        StorageError: a storage failed, or has no room; or Python is ending and starts no threads to read with.
     """
     options = ReshardOptions(
         mesh=mesh,
@@ -162,7 +163,8 @@ def reshard(
         overwrite=overwrite,
         verify=verify,
     )
-    return run_job(str(parse(src)), dst, options, engine=engine, worker=worker, progress=progress)
+    with reading_takes_threads(src):
+        return run_job(str(parse(src)), dst, options, engine=engine, worker=worker, progress=progress)
 
 
 def run_job(

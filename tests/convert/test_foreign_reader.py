@@ -120,6 +120,21 @@ def test_a_flipped_bit_is_noticed_in_a_storage_of_several_chunks_that_is_read_at
         read(source, [("w", Box((0, 0), (640, 1024)), np.empty((640, 1024), np.float32))])
 
 
+@pytest.mark.parametrize("place", ["disk", "object store"])
+def test_a_flipped_bit_is_noticed_in_a_storage_of_several_chunks_that_several_tensors_view(tmp_path: Path, place: str) -> None:
+    flat = torch.arange(640 * 1024, dtype=torch.float32)
+    views = {"flat": flat, "square": flat.reshape(640, 1024), "tail": flat[1000:]}
+    torch.save(views, tmp_path / "model.pt")
+    raw = bytearray((tmp_path / "model.pt").read_bytes())
+    raw[raw.index(flat[-2000:].numpy().tobytes())] ^= 1
+    url = str(tmp_path) if place == "disk" else f"memory://{uuid.uuid4().hex}"
+    Store.open(url).write("model.pt", bytes(raw))
+    source = ForeignSpec(f"{url}/model.pt", "torch").open()
+
+    with pytest.raises(CorruptionError, match=r"model\.pt.*CRC-32"):
+        read(source, [(name, Box.full(view.shape), np.empty(view.shape, np.float32)) for name, view in views.items()])
+
+
 def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     url, file = f"memory://{uuid.uuid4().hex}", io.BytesIO()
     state = {name: torch.arange(100, dtype=torch.float32) + i for i, name in enumerate("ab")}
