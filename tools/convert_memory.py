@@ -4,7 +4,8 @@
     python tools/convert_memory.py --gib 1 --directory /dev/shm
 
 1. A checkpoint is saved, cut by rows over 12 devices (`reshard_memory`), and exported by `shardckpt export` to one safetensors file;
-   plain write(2) writes as many bytes, in pieces of 8 MiB, before and after. `shardckpt import` imports the file.
+   plain write(2) writes as many bytes, in pieces of 8 MiB, before and after; once more the checkpoint is exported without reading back what
+   was written, as the peers do. `shardckpt import` imports the file.
 2. The peers start from the same file and write what they then export:
    `load_file` and `torch.distributed.checkpoint.save`, then `dcp_to_torch_save`; `load_file` and DCP's `HuggingFaceStorageWriter`, then
    `consolidate_safetensors_files`; `load_file` and Orbax, then Orbax's restore and `save_file`.
@@ -159,10 +160,12 @@ def measure(directory: Path, gib: float, limit: str, *, peers: bool) -> dict[str
     exported = ours(limit, "export", directory / "source", file)
     after = write_plainly(plain, nbytes)
     plain.unlink()
+    unread = ours(limit, "export", directory / "source", plain.with_suffix(".safetensors"), "--no-verify")
+    plain.with_suffix(".safetensors").unlink(missing_ok=True)
     shutil.rmtree(directory / "source")
     imported = ours(limit, "import", file, directory / "imported")
     shutil.rmtree(directory / "imported", ignore_errors=True)
-    took = {"export: shardckpt": exported, "import: shardckpt": imported}
+    took = {"export: shardckpt": exported, "export: shardckpt, not read back": unread, "import: shardckpt": imported}
     for word, (what, _) in PEERS.items() if peers else ():
         took[what] = run(sys.executable, __file__, "--directory", directory, "--peer", word)
         if word.endswith("export"):
