@@ -2,12 +2,12 @@
 
 import concurrent.futures.thread
 import hashlib
-import sys
 import threading
 from contextlib import closing
 from itertools import count
 
 import pytest
+from interrupting import interrupted
 
 import shardckpt.reading_ahead
 from shardckpt.reading_ahead import read_ahead
@@ -84,31 +84,18 @@ def test_whoever_is_interrupted_at_any_instant_leaves_nothing_being_read():
     data = bytes(1_000_000)
     own, pool, waiting = shardckpt.reading_ahead.__file__, concurrent.futures.thread.__file__, threading.Event.wait.__code__
     for at in count():
-        done, instants = [], count()
+        done = []
 
         def read(_, done=done):
             for _ in range(3):
                 done.append(hashlib.sha256(data).digest())  # lets the other thread run
 
-        def instant(frame, event, _, at=at, instants=instants):
-            ours = frame.f_code.co_filename == own
-            inside = frame.f_code.co_filename == pool or frame.f_code is waiting
-            if event == ("line" if ours else "call" if inside else None) and next(instants) == at:
-                raise KeyboardInterrupt
-            return instant if ours else None
-
-        others, before = set(threading.enumerate()), sys.gettrace()
-        batches = read_ahead(range(3), read, copies=False)
-        sys.settrace(instant)  # of this thread
-        try:
-            with closing(batches):
+        def act(read=read):
+            with closing(read_ahead(range(3), read, copies=False)) as batches:
                 list(batches)
-        except KeyboardInterrupt:
-            left = len(done)
-        else:
-            left = None
-        finally:
-            sys.settrace(before)
+
+        others = set(threading.enumerate())
+        left = interrupted(at, own, lambda code: code.co_filename == pool or code is waiting, act, lambda done=done: len(done))
         for thread in set(threading.enumerate()) - others:
             thread._started.wait(SECONDS)
             thread.join(SECONDS)  # now all have ended that still did something

@@ -5,10 +5,11 @@ from __future__ import annotations
 import concurrent.futures.thread
 import gc
 import hashlib
-import sys
 import threading
 import weakref
 from itertools import count
+
+from interrupting import interrupted
 
 import shardckpt.io.workers
 from shardckpt.io.workers import Workers
@@ -90,28 +91,18 @@ def test_whoever_is_interrupted_at_any_instant_leaves_no_thread_at_work():
     """Ctrl-C in turn before each line that the calling thread comes to, and at each call inside of the pool."""
     data = bytes(200_000)
     for at in count():
-        workers, done, instants = Workers(2, "test"), [], count()
+        workers, done = Workers(2, "test"), []
 
         def work(_, done=done):
             done.append(hashlib.sha256(data).digest())  # lets other threads run
 
-        def instant(frame, event, _, at=at, instants=instants):
-            ours = frame.f_code.co_filename == shardckpt.io.workers.__file__
-            inside = frame.f_code.co_filename == concurrent.futures.thread.__file__
-            if event == ("line" if ours else "call" if inside else None) and next(instants) == at:
-                raise KeyboardInterrupt
-            return instant if ours else None
-
-        before = sys.gettrace()
-        sys.settrace(instant)  # of this thread
-        try:
-            workers.do(work, range(40))
-        except KeyboardInterrupt:
-            left = len(done)
-        else:
-            left = None
-        finally:
-            sys.settrace(before)
+        left = interrupted(
+            at,
+            shardckpt.io.workers.__file__,
+            lambda code: code.co_filename == concurrent.futures.thread.__file__,
+            lambda workers=workers, work=work: workers.do(work, range(40)),
+            lambda done=done: len(done),
+        )
         workers._pool.shutdown()  # now all have ended that still did something
         if left is None:
             assert len(done) == 40
