@@ -80,17 +80,18 @@ class BasedReader:
         for i, group in enumerate(groups):
             for base, some in self._sorted(group).items():
                 of_base[base].append((i, some))
-        calls: list[list[Callable[[], None]]] = [[] for _ in groups]
+        of_group: list[list[tuple[Base | None, Sequence[Request], Callable[[], None]]]] = [[] for _ in groups]
         for base, parts in of_base.items():
             with self._may_be_gone(base, parts[0][1]):
                 planned = self._opened[base][0].reads([some for _, some in parts])
             for (i, some), read in zip(parts, planned, strict=True):
-                calls[i].append(partial(self._read_planned, base, some, read))
-        return [partial(_each, some) for some in calls]
+                of_group[i].append((base, some, read))
+        return [partial(self._read_planned, planned) for planned in of_group]
 
-    def _read_planned(self, base: Base | None, requests: Sequence[Request], read: Callable[[], None]) -> None:
-        with self._may_be_gone(base, requests):
-            read()
+    def _read_planned(self, planned: Iterable[tuple[Base | None, Sequence[Request], Callable[[], None]]]) -> None:
+        for base, some, read in planned:
+            with self._may_be_gone(base, some):
+                read()
 
     @contextmanager
     def _may_be_gone(self, base: Base | None, requests: Sequence[Request]) -> Iterator[None]:
@@ -130,11 +131,6 @@ class BasedReader:
                 at = (self._store, self._record) if base is None else base_record(self._checkpoint, base, shown(tensor.name))
                 self._opened[base] = self._open_one(*at), at[1]
             return tensor if base is None else holder(self._checkpoint, tensor, self._opened[base][1])
-
-
-def _each(calls: Iterable[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def _base(tensor: TensorRecord) -> Base | None:

@@ -140,7 +140,7 @@ class ChunkReader:
             self._refuse_impossible(chunks)
             of_part = np.array([group_of[id(part.request)] for part in chunks.wanted.parts])
             for task in tasks(chunks, self._limits, of_part[chunks.wanted.part]):
-                found[group_of[id(task.chunks.wanted.part_of(task.begin).request)]].append(task)
+                found[of_part[task.chunks.wanted.part[task.begin]]].append(task)
         return [partial(self._read_planned, _needed(group), some) for group, some in zip(groups, found, strict=True)]
 
     def _read_planned(self, needed: int, some: Sequence[Task]) -> None:

@@ -8,7 +8,7 @@ that a thread reads one after another are a *task*: what Python does for them is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,7 +104,6 @@ def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iter
         limits: how far they are joined.
         group: (n,) number of the group that each belongs to.
     """
-    group = np.zeros(len(chunks), np.int64) if group is None else group
     order, begins = join(chunks.file, chunks.offset, chunks.length, limits, group)
     if (order[1:] < order[:-1]).any():
         chunks = chunks.take(order)
@@ -114,7 +113,8 @@ def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iter
     edges = [*bands.tolist(), len(chunks)]
     firsts = [*np.searchsorted(bands, begins).tolist(), len(bands)]
     last = np.append(begins[1:], len(chunks))[: len(begins)] - 1
-    files = zip(group[order][begins].tolist(), chunks.file[begins].tolist(), strict=True)
+    groups = repeat(0) if group is None else group[order][begins].tolist()
+    files = zip(groups, chunks.file[begins].tolist(), strict=False)
     where = zip(files, chunks.offset[begins].tolist(), (chunks.offset + chunks.length)[last].tolist(), strict=True)
     task: list[Run] = []
     nbytes, before = 0, (0, OWN_OBJECT)
