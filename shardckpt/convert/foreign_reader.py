@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, pairwise
 from math import prod
-from threading import local
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,7 +142,7 @@ class ForeignReader:
         self._joined = joined
         self._lies: dict[str, _Lies | None] = {}
         """By path of a piece, as far as that was looked up: small beside the piece itself, which `structure` has."""
-        self._scratch = local()
+        self._scratch = self._workers.local
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers.

@@ -19,11 +19,12 @@ from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.detect import module_of
 from shardckpt.convert.foreign_reader import ForeignReader
 from shardckpt.convert.naming import NameOptions
+from shardckpt.io.codec import largest_chunk
 from shardckpt.io.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.url import parse
 from shardckpt.record import CheckpointRecord
-from shardckpt.reshard.memory import READERS, largest_chunk
+from shardckpt.reshard.memory import READERS
 
 if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign

@@ -27,11 +27,12 @@ from shardckpt.convert.outputs import OutputTensor, check
 from shardckpt.cores import cores
 from shardckpt.errors import BudgetError
 from shardckpt.io.budget import round_up
+from shardckpt.io.codec import largest_chunk
 from shardckpt.names import shown
 from shardckpt.planning.plan import Piece
 from shardckpt.reshard.assembling import BatchMemory, PlannedStep, Target, assembled
 from shardckpt.reshard.cells import Step, cut, steps, steps_in_order
-from shardckpt.reshard.memory import PARTS, READERS, Sizes, largest_chunk
+from shardckpt.reshard.memory import PARTS, Sizes, readers
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.checkpoint import Checkpoint
-    from shardckpt.io.url import Location
 
 __all__ = ["Block", "Blocks", "Put", "Stream", "stream"]
 
@@ -152,7 +152,8 @@ class Stream:
         Raises:
             CorruptionError, ReplacedError, StorageError: the checkpoint could not be read.
         """
-        self._checkpoint.limit_reading(threads=_threads(self._checkpoint.location), memory=self._reading)
+        threads = readers(self._checkpoint.location, cores() - 1)  # one core is the writer's
+        self._checkpoint.limit_reading(threads=threads, memory=self._reading)
         outputs = {id(target): output for output, target, _ in self._targets}
         planned, left_out = _after(self._steps(), skip)
         with closing(assembled(self._checkpoint, planned, self._at_once, BatchMemory())) as batches:
@@ -219,11 +220,6 @@ def stream(
         for batch in batches:
             for block in batch:
                 put(block.output, block.box, block.elements)
-
-
-def _threads(source: Location) -> int | None:
-    """Threads that read there: on a disk one core is the writer's. None: as many as there is memory for requests."""
-    return max(1, min(READERS, cores() - 1)) if source.local is not None else None
 
 
 def _after(planned: Iterator[PlannedStep], skip: int) -> tuple[Iterator[PlannedStep], int]:

@@ -227,22 +227,22 @@ def assembled(source: Source, steps: Iterable[PlannedStep], at_once: int, memory
     """
     reading, coming = _Reading(source), deque[tuple[_Place, Future[Batch]]]()
 
-    def taken(place: _Place) -> bool:
-        return any(place.meets(other) for other, _ in coming)
+    def until_free(place: _Place) -> Iterator[Batch]:
+        """Batches that are read, until none has anything of a place, and there may be one more."""
+        while len(coming) == _AHEAD or any(place.meets(other) for other, _ in coming):
+            yield coming[0][1].result()
+            coming.popleft()
 
     with ThreadPoolExecutor(1, "shardckpt-ahead") as ahead, source.reading():
         try:
             for batches in _together(_batches(steps, at_once), at_once):
                 places = [memory.next(batch.nbytes, at_once) for batch in batches]
-                while batches[0].nbytes > at_once and taken(places[0]):  # for a larger one this memory may be replaced
-                    yield coming[0][1].result()
-                    coming.popleft()
+                if batches[0].nbytes > at_once:  # for which this memory may be replaced
+                    yield from until_free(places[0])
                 for batch, place in zip(batches, places, strict=True):
                     batch.begin(memory.at(place, batch.nbytes, at_once))
                 for batch, place, read in zip(batches, places, reading.plan(batches), strict=True):
-                    while len(coming) == _AHEAD or taken(place):
-                        yield coming[0][1].result()
-                        coming.popleft()
+                    yield from until_free(place)
                     coming.append((place, ahead.submit(reading.read, batch, read)))
             while coming:
                 yield coming[0][1].result()

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 
 from shardckpt.cores import cores
 from shardckpt.errors import BudgetError
-from shardckpt.io.codec import largest_chunk
 
 if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
-__all__ = ["PARTS", "PROCESS_BYTES", "Memory", "Sizes", "largest_chunk", "readers", "share"]
+__all__ = ["PARTS", "PROCESS_BYTES", "Memory", "Sizes", "readers", "share"]
 
 PROCESS_BYTES = 128 << 20
 """What a process takes besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Stated, and tested."""
@@ -138,6 +137,6 @@ def share(limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes
     return Memory(wished, (mine - reading - writing) // 2, reading, writing)
 
 
-def readers(location: Location) -> int | None:
-    """Threads with which a worker reads there. None: as many as the memory for it allows, where a request costs milliseconds."""
-    return READERS if location.local is not None else None
+def readers(location: Location, most: int = READERS) -> int | None:
+    """Threads with which a worker reads there, `most` on a disk. None: as many as memory allows, where a request costs milliseconds."""
+    return max(1, min(READERS, most)) if location.local is not None else None

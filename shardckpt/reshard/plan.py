@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.io.codec import CHECKSUM_BYTES
+from shardckpt.io.codec import CHECKSUM_BYTES, largest_chunk
 from shardckpt.reshard.cells import Cells, cut, read_bytes, steps
-from shardckpt.reshard.memory import Memory, Sizes, largest_chunk, share
+from shardckpt.reshard.memory import Memory, Sizes, share
 from shardckpt.reshard.targets import targets
 
 if TYPE_CHECKING:

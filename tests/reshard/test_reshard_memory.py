@@ -12,9 +12,10 @@ import pytest
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+from shardckpt.io.codec import largest_chunk
 from shardckpt.io.reader import LOCAL_RUN
 from shardckpt.reshard import ReshardOptions, plan_reshard
-from shardckpt.reshard.memory import PROCESS_BYTES, READERS, Sizes, largest_chunk, share
+from shardckpt.reshard.memory import PROCESS_BYTES, READERS, Sizes, share
 from shardckpt.rules import Rules
 
 CHILD = Path(__file__).parents[1] / "children" / "reshard_memory.py"
