@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,9 +56,11 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.base import Sink
     from shardckpt.per_process import PerProcess
     from shardckpt.structure import TensorRecord
+    from shardckpt.tree.document import Node
 
 __all__ = ["chosen_values", "fill", "restore"]
 
+_log = logging.getLogger("shardckpt")
 LARGEST_BATCH = 256 << 20
 """Bytes read in one go where no staging limits it; smaller batches tell less adjacent chunks apart."""
 STAGED_BATCH = 64 << 20
@@ -126,11 +129,12 @@ def restore(
             raise OptionError(f"restore(memory_limit={limit}): must be positive.")
         checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
         run = partial(_run_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
-        return _restored(checkpoint, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+        return _restored(checkpoint, checkpoint.parsed_tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
 
 
 def _restored(
     checkpoint: Checkpoint,
+    tree: Node,
     like: Any,
     run: Callable[..., dict[str, object]],
     *,
@@ -143,6 +147,7 @@ def _restored(
 
     Args:
         checkpoint: where from.
+        tree: its state, in the form that `like` has.
         like: see there, as all that follows.
         run: reads and places what jobs say (`_run_all`).
         only: see there.
@@ -162,14 +167,17 @@ def _restored(
         read = run(_jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), in_place=False)
         return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
     if isinstance(like, TrainState):
-        into = like.like(checkpoint, wanted, lambda: (coordinator or Coordinator.current()).world)
-        like.load_state_dict(_restored(checkpoint, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))
+        tree = like.arranged(tree)
+        into = like.like(tree, checkpoint.tensor, wanted, lambda: (coordinator or Coordinator.current()).world)
+        like.load_state_dict(_restored(checkpoint, tree, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))
         return like
     try:
-        matched = match(like, checkpoint.parsed_tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
+        matched = match(like, tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
         chosen = chosen_values(checkpoint, matched.per_process, coordinator)
     except MismatchError as e:
         raise type(e)(f"{checkpoint.location}: {e}") from None
+    if matched.missing or matched.unexpected:
+        _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
     jobs = _jobs(checkpoint, _sinks(checkpoint, matched.tensors), cast=cast)
     return matched.build({**run(jobs, in_place=True), **chosen})
 

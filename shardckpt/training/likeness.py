@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardckpt.names import PathKey
     from shardckpt.structure import TensorRecord
 
-__all__ = ["LEFT_OUT", "Stored", "child", "fitting", "mirror", "new_tensor"]
+__all__ = ["LEFT_OUT", "Stored", "fitting", "mirror", "new_tensor"]
 
 LEFT_OUT: Any = object()
 """In place of a state of which nothing is asked for."""
@@ -57,13 +57,6 @@ class Stored:
         if len(asked) == 2:
             raise OptionError(f"only=… asks for a part of {shown(node.name)}, which can only be put back whole; ask for all of it.")
         return asked.pop()
-
-
-def child(node: Node | None, key: PathKey) -> Node | None:
-    """The node under a key, where there is one."""
-    if not isinstance(node, Branch):
-        return None
-    return next((found for k, found in zip(node.keys, node.children, strict=True) if type(k) is type(key) and k == key), None)
 
 
 def fitting(record: TensorRecord, own: object) -> object:

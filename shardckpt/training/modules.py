@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardckpt.errors import LeafError
 from shardckpt.names import shown
 from shardckpt.save_plan import SMALL_BYTES
-from shardckpt.training.likeness import LEFT_OUT, child, mirror
+from shardckpt.training.likeness import LEFT_OUT, mirror
+from shardckpt.tree.document import child
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,6 +83,10 @@ class NamedModule:
     def parameter_names(self) -> dict[int, str]:
         """By the id of each Parameter its name; of several the first."""
         return {id(parameter): self._clean(name) for name, parameter in self.module.named_parameters()}
+
+    def arranged(self, node: Node, _state: Node) -> Node:
+        """What is stored, as it is."""
+        return node
 
     def like(self, stored: Stored, node: Node) -> Any:
         """What to restore into; `LEFT_OUT` where nothing of it is asked for."""

@@ -32,7 +32,11 @@ def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimiz
         found = module.parameter_names()
         names = {i: name if key == "model" else f"{key}.{name}" for i, name in found.items()} | names
         module.replica = any(other.replica for other in modules.values())  # averaged weights are under no DDP themselves
-    optimizers = {key: NamedOptimizer(key, of, names) for key, of in objects.items() if isinstance(of, torch.optim.Optimizer)}
+    optimizers = {
+        key: NamedOptimizer(key, of, names, modules.keys() - {"model"})
+        for key, of in objects.items()
+        if isinstance(of, torch.optim.Optimizer)
+    }
     schedulers = {}
     for key, of in objects.items():
         if isinstance(of, torch.optim.lr_scheduler.LRScheduler):

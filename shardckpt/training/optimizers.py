@@ -14,6 +14,9 @@ Putting back
    those had equal settings.
 3. `load_state_dict` then takes it all, in the optimizer's own numbers. It converts state to the parameter's dtype; what
    was stored in another (float32 moments of a bfloat16 parameter) is put back as it was.
+
+What torch or DCP has stored in a form of its own (`optimizer_forms`) is first arranged as above. Numbers there are places in the
+optimizer, so that its groups must be as long as the stored ones.
 """
 
 from __future__ import annotations
@@ -27,11 +30,12 @@ from shardckpt import frameworks
 from shardckpt.errors import LeafError, StructureMismatchError
 from shardckpt.frameworks.base import Target
 from shardckpt.names import child_name, shown
-from shardckpt.training.likeness import LEFT_OUT, Stored, child, fitting, mirror, new_tensor
-from shardckpt.tree.document import Branch
+from shardckpt.training.likeness import LEFT_OUT, Stored, fitting, mirror, new_tensor
+from shardckpt.training.optimizer_forms import OptimizerNodes, read_optimizer
+from shardckpt.tree.document import Branch, child
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from shardckpt.structure import TensorRecord
     from shardckpt.tree.document import Node
@@ -49,13 +53,14 @@ class NamedOptimizer:
 
     turn: ClassVar[int] = 1
 
-    def __init__(self, key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    def __init__(self, key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], modules: Collection[str] = ()) -> None:
         """Find the name of each parameter.
 
         Args:
             key: under which it is saved.
             optimizer: any of torch's kind.
             names: by the id of a Parameter.
+            modules: keys of modules that the names of their parameters begin with.
 
         Raises:
             LeafError: one that has no name.
@@ -79,6 +84,8 @@ class NamedOptimizer:
                     )
                 self.parameters[name] = parameter
                 self.groups[-1].append(name)
+        self._prefix = next((f"{key}." for key in modules if all(name.startswith(f"{key}.") for name in self.parameters)), "")
+        """What the names of all parameters begin with here, and not in forms that know of one module alone."""
 
     def firsts(self) -> list[str]:
         """Of each group the name that it goes by: that of its first parameter."""
@@ -104,8 +111,33 @@ class NamedOptimizer:
         rest = {name: value for name, value in packed.items() if name not in {"state", "param_groups"}}
         return {"state": state, "param_groups": settings, "group_of": group_of, **rest}
 
+    def read(self, node: Node | None) -> OptimizerNodes | None:
+        """What is stored of an optimizer, in any form, by the names that its parameters have here.
+
+        Raises:
+            StructureMismatchError: parameters go by numbers, and the groups are not as long as here.
+        """
+        nodes = read_optimizer(node)
+        if nodes is None or nodes.form == "named":
+            return nodes
+        if nodes.form != "numbered":
+            return nodes.renamed(lambda name: name if name in self.parameters else self._own_name(str(name)))
+        lengths, own = [len(group.members) for group in nodes.groups], [len(members) for members in self.groups]
+        if lengths != own:
+            raise StructureMismatchError(
+                f"{shown(nodes.name)} has its parameters by number, in groups of {lengths}, and the optimizer here has groups of {own}; "
+                f"make the optimizer as it was made for the save, or store what get_optimizer_state_dict gives, which has names."
+            )
+        names = dict(zip(nodes.members(), self.parameters, strict=True))
+        return nodes.renamed(lambda number: names[number])
+
+    def arranged(self, node: Node, _state: Node) -> Node:
+        """The stored state in the form that `collect` makes; one that is no optimizer's, as far as can be told, as it is."""
+        nodes = self.read(node)
+        return node if nodes is None or nodes.form == "named" else nodes.named()
+
     def like(self, stored: Stored, node: Node) -> Any:
-        """What to restore a stored optimizer into; `LEFT_OUT` where nothing of it is asked for.
+        """What to restore a stored optimizer into, as `arranged`; `LEFT_OUT` where nothing of it is asked for.
 
         Raises:
             OptionError: of the groups, or of one parameter's state, a part is asked for.
@@ -160,6 +192,9 @@ class NamedOptimizer:
                 found[name] = part
         return found
 
+    def _own_name(self, name: str) -> str:
+        return self._prefix + name if self._prefix + name in self.parameters else name
+
     def _settings(self, number: int, found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Of one group of the optimizer, given those that its parameters had."""
         for other in found[1:]:
@@ -186,7 +221,7 @@ class NamedOptimizer:
 def _place(parameter: Any, record: TensorRecord, own: object) -> object:
     """What to restore a part of a parameter's state into."""
     fits = fitting(record, own)
-    if fits is own or record.name.endswith(f"/{_NO_MOMENT}"):
+    if fits is own or record.name.replace(".", "/").endswith(f"/{_NO_MOMENT}"):
         return fits
     kind = getattr(torch, record.dtype.name, None)
     if tuple(parameter.shape) == record.shape and kind is not None:
@@ -202,5 +237,7 @@ def _place(parameter: Any, record: TensorRecord, own: object) -> object:
 
 
 def _moved(value: object, own: object) -> object:
-    """A setting, where the optimizer keeps its own."""
+    """A setting, where the optimizer keeps its own; formats without tuples make lists of them."""
+    if isinstance(value, list) and isinstance(own, tuple):
+        return tuple(value)
     return value.to(own.device) if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) else value

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardckpt.errors import StructureMismatchError
 from shardckpt.names import shown
 from shardckpt.training.likeness import LEFT_OUT, mirror
+from shardckpt.training.optimizer_forms import PER_GROUP, keyed_by_ints, map_schedules
+from shardckpt.tree.document import Branch, child
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NamedScheduler"]
 
-_PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
-"""Of all schedulers of torch 2.9."""
 _INNER = "_schedulers"
 """Where schedulers of schedulers (`SequentialLR`, `ChainedScheduler`) have the states of theirs."""
 
@@ -42,6 +42,18 @@ class NamedScheduler:
         """The state, by group where there is something for each."""
         return self._named(self.scheduler.state_dict())
 
+    def arranged(self, node: Node, state: Node) -> Node:
+        """The stored state in the form that `collect` makes, given the whole stored state, which has the optimizer's groups."""
+        stored = self.optimizer.read(child(state, self.optimizer.key))
+        firsts = [] if stored is None else stored.firsts()
+
+        def by_group(of_each: Branch) -> Branch | None:
+            if of_each.form == "dict" or len(of_each.keys) != len(firsts):
+                return None
+            return Branch(of_each.name, "dict", firsts, of_each.children)
+
+        return map_schedules(keyed_by_ints(node, self.scheduler.state_dict()), by_group)
+
     def like(self, stored: Stored, node: Node) -> Any:
         """What to restore into; `LEFT_OUT` where it is not asked for."""
         return mirror(stored, node, self.collect()) if stored.all_or_nothing(node) else LEFT_OUT
@@ -58,7 +70,7 @@ class NamedScheduler:
         found = dict(state)
         firsts = self.optimizer.firsts()
         for name, value in state.items():
-            if name in _PER_GROUP and isinstance(value, list) and len(value) == len(firsts):
+            if name in PER_GROUP and isinstance(value, list) and len(value) == len(firsts):
                 found[name] = dict(zip(firsts, value, strict=True))
             elif name == _INNER:
                 found[name] = [self._named(inner) for inner in value]
@@ -67,8 +79,13 @@ class NamedScheduler:
     def _listed(self, state: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(state)
         for name, value in state.items():
-            if name in _PER_GROUP and isinstance(value, dict):
+            if name in PER_GROUP and isinstance(value, dict):
                 found[name] = [self._of_group(name, value, sources) for sources in self.optimizer.sources()]
+            elif name in PER_GROUP and isinstance(value, list) and len(value) != len(self.optimizer.groups):
+                raise StructureMismatchError(
+                    f"{shown(self.key)}: {name} was saved for {len(value)} groups, and the optimizer has {len(self.optimizer.groups)}; "
+                    f"give it the groups that it had, or leave {self.key} out with only=."
+                )
             elif name == _INNER:
                 found[name] = [self._listed(inner) for inner in value]
         return found

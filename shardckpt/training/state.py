@@ -19,19 +19,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from shardckpt.errors import MismatchError, OptionError, ShardckptError
 from shardckpt.excerpt import excerpt
 from shardckpt.training.generators import Generators, inherited
-from shardckpt.training.likeness import LEFT_OUT, Stored, child, mirror
+from shardckpt.training.likeness import LEFT_OUT, Stored, mirror
+from shardckpt.training.optimizer_forms import keyed_by_ints
 from shardckpt.tree import PerProcess
+from shardckpt.tree.document import Branch, child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardckpt.checkpoint import Checkpoint
+    from shardckpt.structure import TensorRecord
     from shardckpt.tree.document import Node
     from shardckpt.world import World
 
@@ -150,24 +152,39 @@ class TrainState:
         """
         return {**{key: part.collect() for key, part in self._parts().items()}, **self.values}
 
-    def like(self, checkpoint: Checkpoint, wanted: Callable[[str], bool], world: Callable[[], World]) -> dict[str, Any]:
-        """What to restore a checkpoint into, so that `load_state_dict` can take the result.
+    def arranged(self, tree: Node) -> Node:
+        """A stored state in the form that `state_dict` has, where torch or DCP stored it in one of theirs.
+
+        Raises:
+            StructureMismatchError: an optimizer of other groups, with numbers for parameters.
+        """
+        if not isinstance(tree, Branch):
+            return tree
+        parts = self._parts()
+        pairs = zip(tree.keys, tree.children, strict=True)
+        return replace(tree, children=[parts[key].arranged(node, tree) if key in parts else node for key, node in pairs])
+
+    def like(
+        self, tree: Node, tensor: Callable[[str], TensorRecord], wanted: Callable[[str], bool], world: Callable[[], World]
+    ) -> dict[str, Any]:
+        """What to restore a stored state into, so that `load_state_dict` can take the result.
 
         Args:
-            checkpoint: holds the state of such objects.
+            tree: the stored state, as `arranged`.
+            tensor: the record of a tensor, by any of its names.
             wanted: whether a name is to be restored.
             world: which process this is, of how many; asked where other processes saved.
 
         Raises:
             OptionError: a part is asked for of an object that can only be put back whole.
         """
-        stored = Stored(checkpoint.tensor, wanted)
+        stored = Stored(tensor, wanted)
         found: dict[str, Any] = {}
         for key, part in self._parts(world).items():
-            node = child(checkpoint.parsed_tree, key)
+            node = child(tree, key)
             found[key] = part.collect() if node is None else part.like(stored, node)
         for key in dict.fromkeys((*self.values, "step", "metadata")):
-            node = child(checkpoint.parsed_tree, key)
+            node = child(tree, key)
             if node is not None:
                 found[key] = mirror(stored, node, self.values.get(key))
             elif key in self.values:
@@ -231,6 +248,14 @@ class _Part(Protocol):
     def collect(self) -> Any:
         """Its state, named for ever."""
 
+    def arranged(self, node: Node, state: Node) -> Node:
+        """What is stored of it in the form that `collect` makes.
+
+        Args:
+            node: what is stored of it.
+            state: the whole stored state.
+        """
+
     def like(self, stored: Stored, node: Node) -> Any:
         """What to restore a stored state into; `LEFT_OUT` where nothing of it is asked for."""
 
@@ -247,6 +272,9 @@ class _Whole:
 
     def collect(self) -> Any:
         return self.of.state_dict()
+
+    def arranged(self, node: Node, _state: Node) -> Node:
+        return keyed_by_ints(node, self.of.state_dict())
 
     def like(self, stored: Stored, node: Node) -> Any:
         return mirror(stored, node, self.of.state_dict()) if stored.all_or_nothing(node) else LEFT_OUT
@@ -273,6 +301,9 @@ class _Own:
 
     def collect(self) -> Any:
         return PerProcess(self.of.state_dict(), self.choose)
+
+    def arranged(self, node: Node, _state: Node) -> Node:
+        return node
 
     def like(self, stored: Stored, node: Node) -> Any:
         return PerProcess(None, self.choose) if stored.all_or_nothing(node) else LEFT_OUT

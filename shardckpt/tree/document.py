@@ -34,6 +34,7 @@ __all__ = [
     "Tied",
     "Tree",
     "alias_map",
+    "child",
     "is_meaning",
     "iter_leaves",
     "leaf_names",
@@ -283,6 +284,13 @@ def write_dict(keys: Sequence[PathKey], nodes: Sequence[JSON], name: str) -> JSO
 
 
 # --- walking --------------------------------------------------------------------------------------------------------
+
+
+def child(node: Node | None, key: PathKey) -> Node | None:
+    """The node under a key, where there is one."""
+    if not isinstance(node, Branch):
+        return None
+    return next((found for k, found in zip(node.keys, node.children, strict=True) if type(k) is type(key) and k == key), None)
 
 
 def leaves_of(node: Node) -> Iterator[Tensor | Tied | Small | Custom | Owned]:

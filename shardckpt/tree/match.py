@@ -65,6 +65,14 @@ class Matched:
         """
         return self._step(values)
 
+    def skipped(self) -> str:
+        """What `strict=False` left alone, for people."""
+        kept = f"; {_count(self.missing)} in `like` alone, and stay as they were: {_listed(self.missing, [])}" if self.missing else ""
+        left = (
+            f"; {_count(self.unexpected)} in the checkpoint alone, and not read: {_listed(self.unexpected, [])}" if self.unexpected else ""
+        )
+        return f"{kept}{left}".removeprefix("; ") + "."
+
 
 def match(
     like: object,
