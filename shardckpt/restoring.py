@@ -167,7 +167,7 @@ def _restored(
         read = run(_jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), in_place=False)
         return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
     if isinstance(like, TrainState):
-        tree = like.arranged(tree)
+        tree = like.arranged(tree, wanted)
         into = like.like(tree, checkpoint.tensor, wanted, lambda: (coordinator or Coordinator.current()).world)
         like.load_state_dict(_restored(checkpoint, tree, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))
         return like

@@ -40,6 +40,9 @@ def export(
     *,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch, dcp or orbax.")] = "safetensors",
     dtype: Dtypes = None,
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", metavar="FORM", help="Of optimizers in torch and dcp: names (default), numbers or flat.")
+    ] = None,
     include: Include = None,
     exclude: Exclude = None,
     max_shard_size: Annotated[
@@ -67,6 +70,7 @@ def export(
 
     chosen: Any = to
     options = given(
+        optimizer=optimizer,
         include=include,
         exclude=exclude,
         max_shard_size=max_shard_size,

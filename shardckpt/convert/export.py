@@ -73,6 +73,7 @@ def export(
     overwrite: bool = False,
     verify: bool = True,
     progress: Callable[[int, int], None] | None = None,
+    optimizer: Literal["names", "numbers", "flat"] | None = None,
     **choices: Any,
 ) -> ExportReport:
     """Write a checkpoint as another format.
@@ -93,6 +94,9 @@ def export(
         overwrite: replace what is there.
         verify: read back what was written.
         progress: called with bytes of elements written so far, and in all.
+        optimizer: the form of a `train_state`'s optimizers in "torch", "dcp" and "orbax". "names", what torch's `set_optimizer_state_dict`
+            loads: the default of the first two; "numbers", what `Optimizer.load_state_dict` loads; "flat", what
+            `get_optimizer_state_dict(flatten_optimizer_state_dict=True)` makes, for stages of pipelines and other groups.
         choices: what `export_safetensors` takes besides, for that format.
 
     Returns:
@@ -112,6 +116,10 @@ def export(
     common: dict[str, Any] = {"dtype": dtype, "include": include, "exclude": exclude, "memory_limit": memory_limit}
     common |= {"overwrite": overwrite, "verify": verify, "progress": progress}
     if to == "safetensors":
+        if optimizer is not None:
+            raise OptionError(
+                "export(optimizer=…) is for torch, dcp and orbax: a file of safetensors holds no optimizer that is loaded again."
+            )
         return export_safetensors(src, dst, **common, **choices)
     if to not in FORMATS:
         raise OptionError(f"to={excerpt(to)}: give {', '.join(map(repr, ('safetensors', *FORMATS)))}.")
@@ -129,6 +137,7 @@ def export(
         include=include,
         exclude=exclude,
         dtype=dtype,
+        optimizer=optimizer,
         limit=parse_bytes(memory_limit, "memory_limit"),
         overwrite=overwrite,
         verify=verify,

@@ -1,6 +1,7 @@
 """A checkpoint's state written as another format that holds states too: nested containers, tensors and small leaves.
 
-1. What is wanted of the state is selected: names, and the dtypes that tensors are converted to.
+1. What is wanted of the state is selected: names, and the dtypes that tensors are converted to. Optimizers take the form that the
+   format's readers load (`optimizer_states`).
 2. The format's writer lays it out, and refuses what the format cannot hold, before anything is read.
 3. Blocks come from `streaming`. When all are written, the writer publishes them under the final name.
 """
@@ -13,6 +14,7 @@ from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.convert.optimizer_states import check_form, with_optimizers_as
 from shardckpt.convert.outputs import identity
 from shardckpt.convert.streaming import Stream
 from shardckpt.errors import NamesMismatchError, OptionError
@@ -35,6 +37,8 @@ __all__ = ["FORMATS", "WrittenState", "write_state"]
 
 FORMATS = {"torch": ("to_torch", "TorchFile"), "dcp": ("to_dcp", "DcpDirectory"), "orbax": ("to_orbax", "OrbaxDirectory")}
 """By the name that `--to` takes: the module, and its writer."""
+_OPTIMIZERS = {"torch": "names", "dcp": "names"}
+"""The form that optimizers take unless another one is asked for; elsewhere they stay as they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ def write_state(
     include: Patterns = None,
     exclude: Patterns = None,
     dtype: str | Mapping[str, str] | None = None,
+    optimizer: str | None = None,
     limit: int,
     overwrite: bool = False,
     verify: bool = True,
@@ -72,6 +77,7 @@ def write_state(
         include: patterns of the names that are wanted; None: all.
         exclude: patterns of those that are not.
         dtype: what floating-point tensors are converted to, or pattern → dtype.
+        optimizer: the form of optimizers, one of `training.optimizer_forms.FORMS`; None: the format's own.
         limit: bytes of buffers.
         overwrite: whether to replace what is there.
         verify: whether to read back what was written.
@@ -88,7 +94,12 @@ def write_state(
     """
     if to not in FORMATS:
         raise OptionError(f"export(to={excerpt(to)}): states are exported to {', '.join(map(repr, FORMATS))}.")
+    check_form(optimizer)
     structure, outputs = _selected(checkpoint, include, exclude, dtype)
+    form = optimizer or _OPTIMIZERS.get(to)
+    notes: tuple[str, ...] = ()
+    if form is not None:
+        structure, outputs, notes = with_optimizers_as(form, structure, outputs)
     total, done = sum(output.nbytes for output in outputs), 0
     progress(0, total)
     with _writer(to, structure, location, overwrite=overwrite) as writer:
@@ -99,7 +110,7 @@ def write_state(
                 done += block.elements.nbytes
                 progress(done, total)
         writer.finish(verify=verify)
-    return WrittenState(len(outputs), total, stream.read_bytes, tuple(writer.notes))
+    return WrittenState(len(outputs), total, stream.read_bytes, (*notes, *writer.notes))
 
 
 def _selected(

@@ -21,7 +21,7 @@ from shardckpt.names import PathKey, child_name
 from shardckpt.tree.document import Branch, Node, Small, child
 from shardckpt.tree.unflatten import decode_leaf
 
-__all__ = ["FORMS", "PER_GROUP", "Group", "OptimizerNodes", "keyed_by_ints", "map_schedules", "read_named", "read_optimizer"]
+__all__ = ["FORMS", "PER_GROUP", "Group", "OptimizerNodes", "keyed_by_ints", "map_schedules", "read_named", "read_optimizer", "value_of"]
 
 PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
 """What schedulers have for each parameter group; of all of torch 2.9."""
@@ -132,7 +132,7 @@ def read_named(node: Node | None) -> OptimizerNodes | None:
     settings_of = dict(_items(groups))
     members: dict[object, dict[str, Node]] = {first: {} for first in settings_of}
     for name, leaf in _items(group_of):
-        first = _value(leaf)
+        first = value_of(leaf)
         if not isinstance(name, str) or not isinstance(first, str) or first not in members:
             return None
         members[first][name] = leaf
@@ -152,9 +152,9 @@ def _read_listed(node: Node | None) -> OptimizerNodes | None:
         if not _is_dict(group) or not isinstance(members, Branch) or (members.form == "dict" and members.keys):
             return None
         given = child(group, _NAMES)
-        names.extend([_value(leaf) for leaf in given.children] if isinstance(given, Branch) else [])
+        names.extend([value_of(leaf) for leaf in given.children] if isinstance(given, Branch) else [])
         settings = {key: setting for key, setting in _items(group) if key not in {_MEMBERS, _NAMES}}
-        found.append(Group(tuple(_value(leaf) for leaf in members.children), settings, tuple(members.children)))  # type: ignore[misc]
+        found.append(Group(tuple(value_of(leaf) for leaf in members.children), settings, tuple(members.children)))  # type: ignore[misc]
     members_of_all = [member for group in found for member in group.members]
     kinds = {type(member) for member in members_of_all}
     if not (kinds <= {int} or kinds == {str}) or len(set(members_of_all)) < len(members_of_all):
@@ -189,18 +189,18 @@ def _read_flat(node: Node | None) -> OptimizerNodes | None:
     return OptimizerNodes(node.name, "flat", states, groups, rest)
 
 
-def map_schedules(node: Node, change: Callable[[Branch], Node | None]) -> Node:
+def map_schedules(node: Node, change: Callable[[Branch, Branch], Node | None]) -> Node:
     """A scheduler's state with what it has for each group changed, in schedulers inside of it, too.
 
     Args:
         node: the state, or anything that holds such states.
-        change: what becomes of a container of `PER_GROUP`; None: it stays.
+        change: given a scheduler's state and a container of `PER_GROUP` in it, what that becomes; None: it stays.
     """
     if not isinstance(node, Branch):
         return node
     children = []
     for key, below in zip(node.keys, node.children, strict=True):
-        changed = change(below) if key in PER_GROUP and isinstance(below, Branch) else None
+        changed = change(node, below) if key in PER_GROUP and isinstance(below, Branch) else None
         children.append(map_schedules(below, change) if changed is None else changed)
     return replace(node, children=children)
 
@@ -233,7 +233,7 @@ def _items(node: Node | None) -> list[tuple[PathKey, Node]]:
     return list(zip(node.keys, node.children, strict=True)) if isinstance(node, Branch) else []
 
 
-def _value(node: Node) -> object:
+def value_of(node: Node | None) -> object:
     """A small leaf's value; None for anything else."""
     return decode_leaf(node) if isinstance(node, Small) else None
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardckpt.errors import StructureMismatchError
 from shardckpt.names import shown
 from shardckpt.training.likeness import LEFT_OUT, mirror
-from shardckpt.training.optimizer_forms import PER_GROUP, keyed_by_ints, map_schedules
-from shardckpt.tree.document import Branch, child
+from shardckpt.training.optimizer_forms import PER_GROUP, keyed_by_ints, map_schedules, value_of
+from shardckpt.tree.document import Branch, Small, child
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.training.likeness import Stored
+    from shardckpt.training.optimizer_forms import OptimizerNodes
     from shardckpt.training.optimizers import NamedOptimizer
     from shardckpt.tree.document import Node
 
@@ -47,10 +48,12 @@ class NamedScheduler:
         stored = self.optimizer.read(child(state, self.optimizer.key))
         firsts = [] if stored is None else stored.firsts()
 
-        def by_group(of_each: Branch) -> Branch | None:
-            if of_each.form == "dict" or len(of_each.keys) != len(firsts):
+        def by_group(scheduler: Branch, of_each: Branch) -> Branch | None:
+            if of_each.form == "dict" or stored is None:
                 return None
-            return Branch(of_each.name, "dict", firsts, of_each.children)
+            if stored.form == "flat":
+                return self._by_rate(stored, scheduler, of_each)
+            return Branch(of_each.name, "dict", firsts, of_each.children) if len(of_each.keys) == len(firsts) else None
 
         return map_schedules(keyed_by_ints(node, self.scheduler.state_dict()), by_group)
 
@@ -65,6 +68,28 @@ class NamedScheduler:
             StructureMismatchError: the parameters of a group had different values, or a group has none.
         """
         self.scheduler.load_state_dict(self._listed(restored))
+
+    def _by_rate(self, stored: OptimizerNodes, scheduler: Branch, of_each: Branch) -> Branch:
+        """A list by group as a dict, where the optimizer is stored flat: groups are told by the rates that they began with.
+
+        Raises:
+            StructureMismatchError: several groups may be meant, and have different values.
+        """
+        began = {group.first(0): value_of(group.settings.get("initial_lr")) for group in stored.groups}
+        base = child(scheduler, "base_lrs")
+        rates = [value_of(rate) for rate in base.children] if isinstance(base, Branch) else []
+        items = of_each.children
+        found: dict[str, Node] = {}
+        for first in self.optimizer.firsts() if items else ():
+            told = len(rates) == len(items) and began.get(first) in rates
+            fits = [item for i, item in enumerate(items) if not told or rates[i] == began[first]]
+            if any(value_of(item) != value_of(fits[0]) or not isinstance(item, Small) for item in fits[1:]):
+                raise StructureMismatchError(
+                    f"{of_each.name} is a list by group, and {shown(stored.name)} is stored flat, which does not say which group comes "
+                    f"first; restore without {self.key}, with only=, and make it anew."
+                )
+            found[first] = fits[0]
+        return Branch(of_each.name, "dict", list(found), list(found.values()))
 
     def _named(self, state: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(state)

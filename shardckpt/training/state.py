@@ -28,7 +28,7 @@ from shardckpt.training.generators import Generators, inherited
 from shardckpt.training.likeness import LEFT_OUT, Stored, mirror
 from shardckpt.training.optimizer_forms import keyed_by_ints
 from shardckpt.tree import PerProcess
-from shardckpt.tree.document import Branch, child
+from shardckpt.tree.document import Branch, child, leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -152,17 +152,24 @@ class TrainState:
         """
         return {**{key: part.collect() for key, part in self._parts().items()}, **self.values}
 
-    def arranged(self, tree: Node) -> Node:
+    def arranged(self, tree: Node, wanted: Callable[[str], bool]) -> Node:
         """A stored state in the form that `state_dict` has, where torch or DCP stored it in one of theirs.
+
+        Args:
+            tree: the stored state.
+            wanted: whether a name is to be restored; an object of which nothing is asked for is not looked at.
 
         Raises:
             StructureMismatchError: an optimizer of other groups, with numbers for parameters.
         """
         if not isinstance(tree, Branch):
             return tree
-        parts = self._parts()
-        pairs = zip(tree.keys, tree.children, strict=True)
-        return replace(tree, children=[parts[key].arranged(node, tree) if key in parts else node for key, node in pairs])
+        parts: Mapping[Any, _Part] = self._parts()
+        children = [
+            parts[key].arranged(node, tree) if key in parts and any(wanted(leaf.name) for leaf in leaves_of(node)) else node
+            for key, node in zip(tree.keys, tree.children, strict=True)
+        ]
+        return replace(tree, children=children)
 
     def like(
         self, tree: Node, tensor: Callable[[str], TensorRecord], wanted: Callable[[str], bool], world: Callable[[], World]

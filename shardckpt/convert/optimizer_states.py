@@ -1,0 +1,130 @@
+"""Optimizers of a state that is exported, in the forms that torch loads.
+
+`train_state` stores an optimizer by the names of its parameters, in a form of its own (`training.optimizer_forms`). Nobody else loads
+that. Each optimizer in the state takes the form that is asked for; schedulers get lists in the order of the optimizer's groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.names import child_name, component_names, shown
+from shardckpt.structure import Structure
+from shardckpt.training.optimizer_forms import FORMS, map_schedules, read_optimizer
+from shardckpt.tree.document import Branch, Tensor, Tied, child, meanings, parse, write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from shardckpt.convert.outputs import OutputTensor
+    from shardckpt.training.optimizer_forms import OptimizerNodes
+    from shardckpt.tree.document import Node
+
+__all__ = ["check_form", "with_optimizers_as"]
+
+
+def check_form(form: object) -> None:
+    """Raise OptionError unless optimizers have such a form."""
+    if form is not None and form not in FORMS:
+        raise OptionError(f"optimizer={excerpt(form)}: give {', '.join(map(repr, FORMS))}.")
+
+
+def with_optimizers_as(
+    form: str, structure: Structure, outputs: Sequence[OutputTensor]
+) -> tuple[Structure, list[OutputTensor], tuple[str, ...]]:
+    """What is exported, with its optimizers in another form.
+
+    Args:
+        form: one of `FORMS`.
+        structure: what is exported.
+        outputs: the tensors that are written of it, one for each of the structure's.
+
+    Returns:
+        Both in that form, with the names that follow from it, and a note for each optimizer.
+    """
+    root = parse(structure.tree)
+    notes: list[str] = []
+    arranged = _arranged(root, root, form, notes)
+    if not notes:
+        return structure, list(outputs), ()
+    naming = _Naming(meanings(root))
+    tree = write(naming.visit(arranged, ""))
+    new = naming.first_names
+    tensors = {new[name]: replace(tensor, name=new[name]) for name, tensor in structure.tensors.items() if name in new}
+    return Structure(tree, tensors), [replace(output, name=new[output.name]) for output in outputs if output.name in new], tuple(notes)
+
+
+def _arranged(node: Node, root: Node, form: str, notes: list[str]) -> Node:
+    """A part of a state with its optimizers, and what has something for each of their groups, in another form."""
+    if not isinstance(node, Branch):
+        return node
+    found: list[OptimizerNodes] = []
+    children: list[Node] = []
+    for below in node.children:
+        nodes = read_optimizer(below)
+        if nodes is None:
+            children.append(_arranged(below, root, form, notes))
+        elif nodes.form == "numbered" or (nodes.form == "flat" and form != "flat") or (nodes.form == "listed" and form == "names"):
+            children.append(below)  # as it is, or with what is asked for not to be found out
+        else:
+            found.append(nodes)
+            children.append(FORMS[form](_of_its_module(nodes, root)))
+            notes.append(_note(nodes, form))
+    return map_schedules(replace(node, children=children), _listing(found))
+
+
+def _listing(optimizers: Sequence[OptimizerNodes]) -> Callable[[Branch, Branch], Node | None]:
+    """Makes lists of what there is by group, in the order of the groups."""
+
+    def listed(_scheduler: Branch, of_each: Branch) -> Node | None:
+        known = dict(zip(of_each.keys, of_each.children, strict=True)) if of_each.form == "dict" else {}
+        for nodes in optimizers:
+            firsts = nodes.firsts()
+            if known and known.keys() == set(firsts):
+                return Branch(of_each.name, "list", range(len(firsts)), [known[first] for first in firsts])
+        return None
+
+    return listed
+
+
+def _of_its_module(nodes: OptimizerNodes, root: Node) -> OptimizerNodes:
+    """With names as the module has them that all parameters are of, where `train_state` has put the module's keyword before them."""
+    names = [str(member) for member in nodes.members()]
+    keyword, _, first = names[0].partition(".") if names else ("", "", "")
+    if not first or any(not name.startswith(f"{keyword}.") for name in names) or child(child(root, "model"), names[0]) is not None:
+        return nodes
+    if child(child(root, keyword), first) is None:
+        return nodes
+    return nodes.renamed(lambda name: str(name).removeprefix(f"{keyword}."))
+
+
+def _note(nodes: OptimizerNodes, form: str) -> str:
+    empty = sum(not group.members for group in nodes.groups)
+    lost = f"; settings of {empty} groups without parameters are left out" if empty and form == "flat" else ""
+    how = {
+        "names": "as set_optimizer_state_dict loads it, by the names of parameters",
+        "numbers": "as Optimizer.load_state_dict loads it, by the numbers of parameters",
+        "flat": "flat, as set_optimizer_state_dict loads it into any groups and stages",
+    }
+    return f"{shown(nodes.name)} is written {how[form]}{lost}."
+
+
+class _Naming:
+    """Names for the leaves of a state that was rearranged, whose leaves have the names of before."""
+
+    def __init__(self, meaning: Mapping[str, str]) -> None:
+        self.meaning = meaning
+        self.first_names: dict[str, str] = {}
+        """By the name that a tensor was stored under, the first that it has now."""
+
+    def visit(self, node: Node, name: str) -> Node:
+        if isinstance(node, Branch):
+            parts = zip(component_names(node.keys), node.children, strict=True)
+            return replace(node, name=name, children=[self.visit(below, child_name(name, part)) for part, below in parts])
+        if isinstance(node, Tensor | Tied):
+            first = self.first_names.setdefault(node.stored, name)
+            return Tensor(name, self.meaning.get(node.stored)) if first == name else Tied(name, first)
+        return replace(node, name=name)
