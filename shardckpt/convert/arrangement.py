@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardckpt.convert.naming import NameOptions, outputs_of
-from shardckpt.convert.renamed_state import renamed_state
+from shardckpt.convert.renamed_state import end_names, renamed_state
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.names import array_path, piece_path, selector, shown
+from shardckpt.names import array_path, piece_path, shown
 from shardckpt.planning.views import View
 from shardckpt.reshard.targets import renamed
 from shardckpt.structure import Structure, TensorRecord
@@ -45,7 +45,7 @@ class Arrangement:
 
     @classmethod
     def named(cls, structure: Structure, options: NameOptions, where: str) -> Arrangement:
-        """Tensors as options choose, name and make them; other leaves stay where they are, but for those that are not chosen.
+        """Tensors as options choose, name and make them; other leaves as options choose and name them.
 
         Args:
             structure: of the foreign checkpoint.
@@ -61,8 +61,9 @@ class Arrangement:
         outputs = outputs_of(structure, options, where, importing=True)
         made = {output.name: output for output in outputs.tensors}
         made |= {name: made[first] for name, first in outputs.tied.items()}
-        included, excluded = selector(options.include), selector(() if options.exclude is None else options.exclude)
-        state = renamed_state(structure.tree, made, lambda name: included(name) and not excluded(name))
+        leaves = {name: outputs.renamed[name] for name in end_names(structure.tree) if name in outputs.renamed}
+        origins = {new: old for old, new in outputs.renamed.items() if old not in leaves}
+        state = renamed_state(structure.tree, made, leaves, origins)
         known = meanings(structure.tree)
         meaning = {id(output): _meaning(output, structure.tensors, known) for output in outputs.tensors}
         flat = flatten(state, lambda value: id(value) in meaning, id, lambda value: meaning[id(value)])

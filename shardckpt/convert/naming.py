@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from shardckpt.convert import ties as tied
 from shardckpt.convert.mapping import Mapping
 from shardckpt.convert.mapping_file import config_values, read_mapping
+from shardckpt.convert.renamed_state import end_names
 from shardckpt.convert.renaming import Renaming, read_names
 from shardckpt.convert.substitution import Substitution
 from shardckpt.errors import NamesMismatchError, OptionError
@@ -27,7 +28,7 @@ from shardckpt.rules.hf_config import read_config
 from shardckpt.tree import alias_map, leaf_names, meanings
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from collections.abc import Mapping as Named
 
     from shardckpt.convert.outputs import OutputTensor
@@ -98,6 +99,8 @@ class Outputs:
     """Names that are not written → the output that is the same tensor."""
     notes: tuple[str, ...]
     """What was left out or doubled, a line each, for people."""
+    renamed: Named[str, str]
+    """By the names in the source, the new names of what was taken, before a mapping; of an import those of small leaves, too."""
 
 
 def outputs_of(structure: Structure, options: NameOptions, where: str, *, importing: bool = False) -> Outputs:
@@ -115,8 +118,9 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
         ShapeMismatchError, DtypeMismatchError: tensors that a rule does not suit.
     """
     stored = _selected(structure, options, where)
-    new = _renaming(options).apply(stored, keep_slashes=importing)
-    names = {name: stored[old] for old, name in new.items()}
+    leaves = _selected_leaves(structure, options) if importing else []
+    new = _renaming(options).apply([*stored, *leaves], keep_slashes=importing)
+    names = {name: stored[old] for old, name in new.items() if old in stored}
     kept, further = tied.resolve(names, options.ties, _are_tied(options))
     outputs = mapping_of(options).outputs({name: structure.tensors[source] for name, source in kept.items()})
     meaning = meanings(structure.tree)
@@ -133,22 +137,34 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
         tuple(
             _notes(structure, meant, left, {name: first for name, first in further.items() if name in kept}, dtypes, importing=importing)
         ),
+        {old: options.add_prefix + name if old in stored else name for old, name in new.items()},
     )
 
 
 def _selected(structure: Structure, options: NameOptions, where: str) -> dict[str, str]:
     """The names that are taken, and the tensor that each is stored as."""
     further = alias_map(structure.tree)
-    included = selector(options.include)
-    excluded = (lambda _name: False) if options.exclude is None else selector(options.exclude)
+    taken_by = _taken_by(options)
     names = {name: name for name in structure.tensors} | further
-    taken = {name: stored for name, stored in names.items() if included(name) and not excluded(name)}
+    taken = {name: stored for name, stored in names.items() if taken_by(name)}
     if not taken:
         if not names:
             raise NamesMismatchError(f"{where}: there is no tensor in it, and nothing else is written to such files.")
         asked = f"include={options.include!r}, exclude={options.exclude!r}"
         raise NamesMismatchError(f"{where}: {asked} leave none of its {len(names)} tensors; `shardckpt info` lists them.")
     return taken
+
+
+def _selected_leaves(structure: Structure, options: NameOptions) -> list[str]:
+    """The small leaves and empty containers that are taken."""
+    return list(filter(_taken_by(options), end_names(structure.tree)))
+
+
+def _taken_by(options: NameOptions) -> Callable[[str], bool]:
+    """Whether a name is taken."""
+    included = selector(options.include)
+    excluded = selector(() if options.exclude is None else options.exclude)
+    return lambda name: included(name) and not excluded(name)
 
 
 def _renaming(options: NameOptions) -> Renaming:

@@ -1,8 +1,9 @@
-"""Which state is it when tensors have other names?
+"""The state that follows when leaves have other names.
 
-1. The containers of the old state are the skeleton. Leaves that are no tensors stay in it, as far as they are wanted.
-2. Each tensor goes to where its new name says. What is there of the way keeps its keys, with their types; the rest of the way is
-   dicts, with texts for keys.
+1. The containers of the old state are the skeleton. Small leaves and empty containers that keep their names stay in it.
+2. Every other leaf goes to where its new name says. What is there of the way keeps its keys, with their types. Containers that move
+   with what is in them keep their kind and their keys: those whose components a new name and the old one have in common at the end. The
+   rest of the way is dicts, with texts for keys.
 3. A container from which everything went is not there. A list that has lost an item is a dict from index to item, as in `tree.select`.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import NamesMismatchError
@@ -18,34 +20,54 @@ from shardckpt.tree.document import Branch, Custom, Small, Tensor, Tied, parse
 from shardckpt.tree.unflatten import decode_leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardckpt.names import PathKey
     from shardckpt.tree.containers import Form
     from shardckpt.tree.document import Node, Tree
 
-__all__ = ["renamed_state"]
+__all__ = ["end_names", "renamed_state"]
 
 _ESCAPED = re.compile(r"~(?:([01e])|u([0-9a-f]{4}))")
 _PLAIN = {"0": "~", "1": "/", "e": ""}
 
 
-def renamed_state(tree: Tree, tensors: Mapping[str, object], wanted: Callable[[str], bool]) -> Any:
-    """Plain containers with those tensors in them.
+def renamed_state(tree: Tree, tensors: Mapping[str, object], leaves: Mapping[str, str], origins: Mapping[str, str] | None = None) -> Any:
+    """Plain containers with those tensors and leaves in them.
 
     Args:
         tree: the old state.
         tensors: what is to be a leaf, by its name in the new state.
-        wanted: whether a leaf of the old state that is no tensor, or an empty container, is to be there, by its name.
+        leaves: small leaves and empty containers that are to be there, by their names in the old state: their new names.
+        origins: the old names of tensors that have one, by their new names.
 
     Raises:
-        NamesMismatchError: a tensor would lie where something else does, or has no name.
+        NamesMismatchError: a leaf would lie where something else does, or has no name.
     """
     node = parse(tree)
-    root = _skeleton(node, wanted) if isinstance(node, Branch) else _Container("dict")
+    root = _skeleton(node, lambda name: leaves.get(name) == name) if isinstance(node, Branch) else _Container("dict")
+    ways = {end.name: (end, way) for end, way in _ends(node, ())}
     for name, tensor in tensors.items():
-        _put(root, name, tensor)
+        _put(root, name, tensor, ways.get((origins or {}).get(name, ""), (None, ()))[1])
+    for old, name in leaves.items():
+        if name != old:
+            end, way = ways[old]
+            _put(root, name, _Container(end.form, stays=True) if isinstance(end, Branch) else _small(end), way)
     return _state(root)
+
+
+def end_names(tree: Tree) -> list[str]:
+    """The names of small leaves and empty containers."""
+    return [end.name for end, _ in _ends(parse(tree), ()) if not isinstance(end, Tensor | Tied) and end.name]
+
+
+def _ends(node: Node, way: tuple[tuple[str, Branch], ...]) -> Iterator[tuple[Node, tuple[tuple[str, Branch], ...]]]:
+    """Leaves and empty containers, with the components of their names and the containers that these are keys in."""
+    if not isinstance(node, Branch) or not node.children:
+        yield node, way
+        return
+    for component, child in zip(component_names(node.keys), node.children, strict=True):
+        yield from _ends(child, (*way, (component, node)))
 
 
 @dataclass(slots=True)
@@ -76,16 +98,20 @@ def _small(leaf: Node) -> object:
     return decode_leaf(leaf)
 
 
-def _put(root: _Container, name: str, tensor: object) -> None:
+def _put(root: _Container, name: str, tensor: object, way: Sequence[tuple[str, Branch]]) -> None:
+    """Put a leaf where its name says, given the way that led to it in the old state."""
     components = name.split("/")
     if not all(components):
         raise NamesMismatchError(f"{shown(name)}: slashes are between keys; none may be empty. Rename it otherwise.")
+    common = zip(reversed(components), reversed(way), strict=False)
+    moved = [branch for _, (_, branch) in takewhile(lambda pair: pair[0] == pair[1][0], common)]
+    """Containers that move with the leaf, the innermost first."""
     node = root
-    for component in components[:-1]:
+    for left, component in zip(range(len(components) - 2, -1, -1), components, strict=False):
         child = node.children.get(component)
         if child is None and component not in node.children:
             node.keys.setdefault(component, _key(component, node.form))
-            child = node.children[component] = _Container("dict")
+            child = node.children[component] = _like(moved[left]) if left < len(moved) else _Container("dict")
         if not isinstance(child, _Container):
             raise NamesMismatchError(f"{shown(name)} would lie in {shown(component)}, which is a leaf itself; rename one of them.")
         node = child
@@ -95,6 +121,11 @@ def _put(root: _Container, name: str, tensor: object) -> None:
         raise NamesMismatchError(f"{shown(name)}: something else lies there that is no tensor, or contains some; rename it otherwise.")
     node.keys.setdefault(last, _key(last, node.form))
     node.children[last] = tensor
+
+
+def _like(branch: Branch) -> _Container:
+    """A container of that kind and with those keys, with nothing in it yet."""
+    return _Container(branch.form, dict(zip(component_names(branch.keys), branch.keys, strict=True)))
 
 
 def _key(component: str, form: Form) -> PathKey:
