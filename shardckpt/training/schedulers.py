@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NamedScheduler"]
 
+_RATES = {"base_lrs": "initial_lr", "_last_lr": "lr"}
+"""What schedulers have for each group and an optimizer has as a setting of it."""
 _INNER = "_schedulers"
 """Where schedulers of schedulers (`SequentialLR`, `ChainedScheduler`) have the states of theirs."""
 
@@ -75,14 +77,17 @@ class NamedScheduler:
         Raises:
             StructureMismatchError: several groups may be meant, and have different values.
         """
-        began = {group.first(0): value_of(group.settings.get("initial_lr")) for group in stored.groups}
-        base = child(scheduler, "base_lrs")
-        rates = [value_of(rate) for rate in base.children] if isinstance(base, Branch) else []
+        settings = {group.first(0): group.settings for group in stored.groups}
         items = of_each.children
         found: dict[str, Node] = {}
         for first in self.optimizer.firsts() if items else ():
-            told = len(rates) == len(items) and began.get(first) in rates
-            fits = [item for i, item in enumerate(items) if not told or rates[i] == began[first]]
+            fits = list(items)
+            for rates_name, setting in _RATES.items():
+                rates, own = child(scheduler, rates_name), value_of(settings.get(first, {}).get(setting))
+                known = [value_of(rate) for rate in rates.children] if isinstance(rates, Branch) else []
+                if own in known and len(known) == len(items):
+                    fits = [item for item, rate in zip(items, known, strict=True) if rate == own]
+                    break
             if any(value_of(item) != value_of(fits[0]) or not isinstance(item, Small) for item in fits[1:]):
                 raise StructureMismatchError(
                     f"{of_each.name} is a list by group, and {shown(stored.name)} is stored flat, which does not say which group comes "
