@@ -141,7 +141,8 @@ def _is_gone(container: _Container) -> bool:
 
 def _state(container: _Container) -> Any:
     """The container as Python has it."""
-    left = {name: child for name, child in container.children.items() if not (isinstance(child, _Container) and _is_gone(child))}
+    there = {name: container.children[name] for name in container.keys if name in container.children}  # in the order of before
+    left = {name: child for name, child in there.items() if not (isinstance(child, _Container) and _is_gone(child))}
     found = {container.keys[name]: _state(child) if isinstance(child, _Container) else child for name, child in left.items()}
     if len(found) != len(left):
         raise NamesMismatchError(f"two of the new names {', '.join(map(shown, list(left)[:5]))} … are one key; rename one of them.")

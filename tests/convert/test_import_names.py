@@ -152,6 +152,60 @@ def test_other_leaves_and_the_types_of_keys_stay_what_they_are() -> None:
     assert found == [["1"], ["0"]]
 
 
+def test_small_leaves_and_empty_containers_move_as_tensors_do() -> None:
+    state = {
+        "optimizer_states": [{"state": {0: {"m": tensor(), "step": 3}}, "groups": [{"betas": (0.9, 0.95), "params": [0]}], "none": {}}]
+    }
+    _, found = arranged(state, rename="s#^optimizer_states/0#optimizer#")
+    assert found == {
+        "optimizer": {
+            "state": {0: {"m": ["optimizer_states/0/state/0/m"], "step": 3}},
+            "groups": [{"betas": (0.9, 0.95), "params": [0]}],
+            "none": {},
+        }
+    }
+    _, found = arranged(state, strip_prefix="optimizer_states/0/", exclude="**/none")
+    assert found == {
+        "state": {0: {"m": ["optimizer_states/0/state/0/m"], "step": 3}},
+        "groups": [{"betas": (0.9, 0.95), "params": [0]}],
+    }
+
+
+def test_a_file_of_names_moves_and_leaves_out_small_leaves(tmp_path: Path) -> None:
+    (tmp_path / "names.json").write_text('{"global_step": "step", "epoch": null}')
+    _, found = arranged({"w": tensor(), "global_step": 7, "epoch": 1}, rename_file=tmp_path / "names.json")
+    assert found == {"w": ["w"], "step": 7}
+
+
+def test_two_leaves_never_get_one_name() -> None:
+    with pytest.raises(errors.NamesMismatchError, match="'steps' and 'step' would both be called 'step'"):
+        arranged({"w": tensor(), "steps": 7, "step": 1}, rename="s/^steps$/step/")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    state=st.recursive(
+        st.integers() | st.just("tensor"),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text("a0", min_size=1) | st.integers(0, 2), inner)
+        ),
+        max_leaves=12,
+    )
+)
+def test_a_state_that_moves_as_a_whole_is_the_same_elsewhere(state: Any) -> None:
+    def made(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: made(inner) for key, inner in node.items()}
+        if isinstance(node, list | tuple):
+            return type(node)(map(made, node))
+        return tensor() if node == "tensor" else node
+
+    whole = {"there": made(state), "w": tensor()}
+    _, stays = arranged(whole)
+    _, moves = arranged(whole, rename="s#^there#here/x#")
+    assert repr(moves["here"]["x"]) == repr(stays["there"])  # in the same order, too
+
+
 def test_tied_tensors_stay_tied_or_become_copies() -> None:
     state = {"embed": tensor(identity=1), "other": 5, "head": tensor(identity=1)}
     arrangement, found = arranged(state, add_prefix="model/")

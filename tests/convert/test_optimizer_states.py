@@ -96,12 +96,13 @@ def test_torch_goes_on_bit_by_bit_with_an_exported_directory_of_dcp(saved, tmp_p
     assert go_on(model, optimizer, schedule) == expected
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["the same groups", "the groups in another order"])
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_training_goes_on_bit_by_bit_with_what_torch_saved(saved, tmp_path, form, to, order):
-    if form == "numbers" and order == -1:
-        return  # numbers are places; see test_optimizer_forms
+@pytest.mark.parametrize(
+    ("form", "order"),
+    [("names", 1), ("names", -1), ("numbers", 1), ("flat", 1), ("flat", -1)],  # numbers are places in the optimizer
+    ids=["names", "names, groups in another order", "numbers", "flat", "flat, groups in another order"],
+)
+def test_a_training_goes_on_bit_by_bit_with_what_torch_saved(saved, tmp_path, form, order, to):
     checkpoint, scheduler, expected = saved
     run = made(scheduler)
     shardckpt.restore(checkpoint, state_of(*run))
@@ -109,20 +110,13 @@ def test_a_training_goes_on_bit_by_bit_with_what_torch_saved(saved, tmp_path, fo
     state = {"model": of_model, "optimizer": of_optimizer, "scheduler": run[2].state_dict(), "step": 3}
     if form == "numbers":
         state["optimizer"] = run[1].state_dict()
-    dcp.save(state, checkpoint_id=tmp_path / "saved") if to == "dcp" else torch.save(plain(state), tmp_path / "saved")
+    dcp.save(state, checkpoint_id=tmp_path / "saved") if to == "dcp" else torch.save(state, tmp_path / "saved")
     shardckpt.import_checkpoint(tmp_path / "saved", tmp_path / "imported", trust_pickle=True, workers=1)
     fresh = made(scheduler, order=order)
     state = state_of(*fresh)
     shardckpt.restore(tmp_path / "imported", state)
     assert state.step == 3
     assert go_on(*fresh) == expected
-
-
-def plain(value):
-    """Without classes that only torch's own pickles name."""
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    return value
 
 
 def test_an_export_comes_back_as_it_was(saved, tmp_path):
@@ -213,11 +207,8 @@ def test_trainings_under_fsdp2_go_both_ways(ranks, tmp_path, flat):
     expected = ranks("saves", "FSDP2", ours, theirs, flat)
     shardckpt.export(ours, tmp_path / "exported", to="dcp", optimizer="flat" if flat else "names")
     assert ranks("loads_export", "FSDP2", tmp_path / "exported", flat) == expected
-    rename = "s/^scheduler1/ignored/", "s/^scheduler0/scheduler1/"  # the ranks' are equal
     shardckpt.import_checkpoint(theirs, tmp_path / "imported", trust_pickle=True, workers=1)
     assert ranks("restores", "FSDP2", tmp_path / "imported") == expected
-    shardckpt.import_checkpoint(theirs, tmp_path / "renamed", trust_pickle=True, workers=1, rename=rename, exclude="scheduler0")
-    assert shardckpt.restore(tmp_path / "renamed").keys() == {"model", "optimizer", "step", "ignored", "scheduler1"}
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["the same groups", "a group for each parameter"])
