@@ -90,7 +90,8 @@ def restore(
             and `shardckpt.Target`s give new device tensors with that sharding, built from this process's shards alone.
             None: everything, as numpy arrays in plain containers. A `train_state` puts it all back into its objects.
         only: patterns of names (`"model/**"`), or a function of a name; all other leaves keep what `like` holds.
-        strict: names that are missing from the checkpoint, or that it has and `like` has not, are an error.
+        strict: names that are missing from the checkpoint, or that it has and `like` has not, are an error. False: they are skipped,
+            and one warning in the log says which.
         cast: allow stored tensors to be converted to the dtype of their leaf, as `numpy.astype` does: rounded to the nearest,
             and integers wrap. What has no conversion, and complex to real, is refused.
         memory_limit: bytes of host staging. One tensor's shards of this process are the least it takes.

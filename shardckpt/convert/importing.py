@@ -100,8 +100,8 @@ def import_checkpoint(
         only: the names that the new checkpoint has: a pattern, or several.
         include: the source's names that are taken: a pattern, or several (docs/mapping.md has this option and those that follow).
         exclude: of those, the names that are not.
-        strip_prefix: what names of tensors begin with, and shall not any more.
-        rename: `s/regex/replacement/`, one or several.
+        strip_prefix: what names begin with, and shall not any more.
+        rename: `s/regex/replacement/`, one or several; all leaves are renamed, tensors or not.
         rename_file: JSON, TOML or YAML: old name → new name, or null.
         mapping: which tensors are joined, split or transposed: a file, or the name of a mapping that comes along.
         invert_mapping: read the mapping from its `to` to its `from`.
