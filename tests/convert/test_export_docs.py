@@ -47,8 +47,9 @@ def test_the_commands_run(run):
 
 
 def test_the_code_runs(run):
-    (code,) = [block for kind, block in BLOCKS if kind == "python"]
-    exec(compile(code, "docs/export.md", "exec"), {})
+    namespace = {}
+    for code in (block for kind, block in BLOCKS if kind == "python"):
+        exec(compile(code, "docs/export.md", "exec"), namespace)
     assert loaded("weights.safetensors") == dict.fromkeys(NAMES, ((64, 32), torch.bfloat16))
     assert Path("run-dcp/100/.metadata").is_file()
 
