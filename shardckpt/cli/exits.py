@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from shardckpt.cli.project import project_url
 from shardckpt.cli.text import visible
 from shardckpt.errors import ShardckptError
 
@@ -99,7 +100,8 @@ def _answer(action: Callable[[], int | None], *, as_json: bool) -> int:
         for line in traceback.format_exc().splitlines():
             print(visible(line), file=sys.stderr)
         what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
-        return _report("internal", f"{what}. This is a bug in shardckpt; please report it with the lines above.", as_json=as_json)
+        where = f" at {issues}" if (issues := project_url("Issues")) else ""
+        return _report("internal", f"{what}. This is a bug in shardckpt; please report it{where}, with the lines above.", as_json=as_json)
 
 
 def _report(code: str, message: str, *, as_json: bool) -> int:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,22 @@ def test_without_a_command_there_is_help():
     for name in ("ls", "info", "verify", "diff"):
         assert re.search(rf"^  {name} ", plain.stdout, re.MULTILINE)
     assert "..." not in plain.stdout.split("Commands:")[1]  # no summary is cut off
+
+
+@pytest.mark.parametrize("args", [["--help"], ["reshard", "--help"]])
+def test_help_names_the_documentation_that_the_package_names(args):
+    urls = dict(line.split(", ", 1) for line in metadata("shardckpt").get_all("Project-URL"))
+    assert {"Documentation", "Source", "Issues", "Changelog"} <= set(urls)
+    assert command(*args).stdout.endswith(f"\nDocumentation: {urls['Documentation']}\n")
+
+
+def test_the_module_is_the_command(checkpoint):
+    run = subprocess.run(
+        [sys.executable, "-m", "shardckpt", "info", checkpoint], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
+    assert run.stdout == command("info", checkpoint).stdout
+    lost = subprocess.run([sys.executable, "-m", "shardckpt", "info", "nothing"], capture_output=True, check=False)
+    assert lost.returncode == 3
 
 
 def test_the_version_is_the_packages():
