@@ -9,6 +9,7 @@ import typer
 
 from shardckpt.bases import BESIDE
 from shardckpt.cli.duration import duration_text
+from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.screen import Cell, Screen, write_json
 from shardckpt.cli.text import count, file_size, visible
 
@@ -28,7 +29,8 @@ def ls(
     """List the checkpoints below a directory."""
     from shardckpt.catalog import catalog
 
-    entries = catalog(root, everything=everything)
+    with suggesting_import(root):
+        entries = catalog(root, everything=everything)
     if as_json:
         write_json({"checkpoints": [_document(entry) for entry in entries]})
     elif entries:

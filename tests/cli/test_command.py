@@ -122,6 +122,33 @@ sys.exit(main())
     assert (result.returncode, result.stdout, result.stderr) == (128 + signal.SIGINT, "", "")
 
 
+@pytest.mark.parametrize(
+    ("command", "function", "said"),
+    [
+        (["reshard", "a", "b"], "shardckpt.reshard.reshard", "the same command goes on where it was"),
+        (["import", "a", "b"], "shardckpt.convert.importing.import_checkpoint", "the same command goes on where it was"),
+        (["export", "a", "b"], "shardckpt.convert.export.export", "the same command goes on where it was"),
+        (["export", "a", "b", "--to", "torch"], "shardckpt.convert.export.export", "the same command begins anew"),
+    ],
+)
+def test_an_interrupt_of_long_work_says_how_it_is_gone_on_with(command, function, said):
+    module, _, name = function.rpartition(".")
+    code = f"""
+import os, signal, sys, threading, importlib
+from shardckpt.cli import main
+
+def slow(*args, **options):
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(30)
+
+setattr(importlib.import_module("{module}"), "{name}", slow)
+sys.argv = {["shardckpt", *command]}
+sys.exit(main())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", f"interrupted: {said}\n")
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_gets_colours_and_lines_that_fit(checkpoint, columns):
     out = on_terminal("info", checkpoint, columns=columns)
