@@ -128,8 +128,12 @@ def _restores(doc: dict[str, Any]) -> Html:
     rows = [row("As it is stored", "restore"), row("After the reshard", "restore_after")]
     needed = data("restore.bytes_needed", doc["restore"]["bytes_needed"], file_size(doc["restore"]["bytes_needed"]))
     hosts = doc["target"]["hosts"]
+    restore, their = ("restores", "its") if hosts == 1 else ("restore", "their")
     caption = el(
-        "caption", f"{count(hosts, 'host')} {'restores' if hosts == 1 else 'restore'} onto the new layout; their devices need ", needed, "."
+        "caption",
+        f"{count(hosts, 'host')} {restore} onto the new layout; {their} devices need ",
+        needed,
+        ".",
     )
     table = el("table", caption, el("thead", head), el("tbody", rows), id="restores", class_="cards")
     return _section("What a restore reads", el("div", table, class_="scroll", tabindex=0, role="region", aria_label="What a restore reads"))
