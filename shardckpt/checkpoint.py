@@ -62,21 +62,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "TensorInfo", "empty", "open", "open_in_this_process"]
 
-_FOR_USERS = [
-    "bases",
-    "info",
-    "location",
-    "metadata",
-    "names",
-    "read",
-    "record",
-    "stats",
-    "stock_spec",
-    "stock_url",
-    "tree",
-    "verify",
-    "zarr_store",
-]
+_FOR_USERS = (
+    "bases", "info", "location", "metadata", "names", "read", "record", "stats", "stock_spec", "stock_url", "tree", "verify", "zarr_store",
+)  # fmt: skip
 """Members of a `Checkpoint` that docs and users speak of."""
 _opened: WeakSet[Checkpoint] = WeakSet()
 _opening = Lock()

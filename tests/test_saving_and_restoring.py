@@ -241,6 +241,15 @@ def test_a_save_returns_what_it_did(tmp_path):
     assert shardckpt.save_async(tmp_path / "d", state).wait().stored_bytes == report.stored_bytes
 
 
+def test_a_checkpoint_lists_what_is_for_users(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.ones(3)})
+    checkpoint = shardckpt.open(tmp_path / "c")
+    listed = dir(checkpoint)
+    assert {"names", "info", "read", "tree", "metadata", "zarr_store", "verify"} <= set(listed)
+    assert all(hasattr(checkpoint, name) for name in listed)
+    assert not {name for name in listed if name.startswith("_")} | ({"reader", "place", "parsed_tree", "limit_reading"} & set(listed))
+
+
 def test_a_checkpoint_is_there_once(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
     with pytest.raises(errors.AlreadyExistsError, match="overwrite=True"):
