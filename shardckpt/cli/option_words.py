@@ -39,6 +39,8 @@ def with_options(message: str) -> str:
     'replace it with --overwrite, or leave it out with --exclude.'
     >>> with_options("export(to='torch') takes no max_shard_size=, and 'only=x' is a name")
     "--to torch takes no --max-shard-size, and 'only=x' is a name"
+    >>> with_options("only=['a', ...] selects none of its names")
+    "--only a --only '…' selects none of its names"
     """
     return _PATTERN.sub(_in_options, message)
 
@@ -63,4 +65,4 @@ def _typed(value: object) -> list[str]:
         return [f"{key}={one}" for key, one in value.items()]
     if isinstance(value, tuple):  # worker 0 of 8
         return ["/".join(map(str, value))]
-    return [str(one) for one in (value if isinstance(value, list) else [value])]
+    return ["…" if one is Ellipsis else str(one) for one in (value if isinstance(value, list) else [value])]
