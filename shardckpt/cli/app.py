@@ -12,7 +12,7 @@ from shardckpt.cli import commit, diff, exits, export, gc, import_, info, ls, pi
 from shardckpt.cli.project import project_url
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["app"]
 
@@ -88,7 +88,7 @@ def root(
         print(context.get_help())
 
 
-for _name, _function in {
+_COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls.ls,
     "info": info.info,
     "verify": verify.verify,
@@ -102,5 +102,6 @@ for _name, _function in {
     "rm": gc.rm,
     "pin": pin.pin,
     "unpin": pin.unpin,
-}.items():
+}
+for _name, _function in _COMMANDS.items():
     app.command(_name, cls=_Command)(_function)

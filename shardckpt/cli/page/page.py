@@ -176,7 +176,7 @@ def _kind(found: Forecast, key: Any, entries: list[dict[str, Any]], *, by_device
 
 def _on_one_host(doc: dict[str, Any]) -> bool:
     """Whether no byte goes from host to host."""
-    return doc["source"]["hosts"] == doc["target"]["hosts"] == 1
+    return bool(doc["source"]["hosts"] == doc["target"]["hosts"] == 1)
 
 
 def _one_host(doc: dict[str, Any]) -> Html:
