@@ -11,7 +11,7 @@ import contextlib
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,7 @@ from shardckpt.record import open_envelope
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
 __all__ = ["CatalogEntry", "State", "catalog"]
 
@@ -70,6 +71,8 @@ class CatalogEntry:
     """Of an unfinished attempt: how many there are. None while not one has finished: only those know."""
     committable: bool = False
     """Of an unfinished attempt: whether it lacks nothing but its commit, and nothing speaks against that (`io.leftover`)."""
+    metrics: Mapping[str, float | str] = field(default_factory=dict)
+    """Of a checkpoint: what was given to `CheckpointManager.save(metrics=…)`; numbers that are not finite as text."""
     bases: tuple[str, ...] = ()
     """Of a checkpoint: the urls of others in which tensors of it lie, as its record has them: `../0` is the one called 0 beside it."""
     pinned: bool = False
@@ -189,8 +192,20 @@ def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> 
         tensors=_typed(totals, "tensors", int, where),
         nbytes=_typed(totals, "bytes", int, where),
         stored_bytes=_typed(totals, "stored_bytes", int, where),
+        metrics=_metrics(doc),
         bases=tuple(base.url for base in bases_of(doc, where)),
     )
+
+
+def _metrics(doc: dict[str, Any]) -> dict[str, float | str]:
+    """The numbers among the metrics of a record's metadata; the rest is nobody's metric."""
+    metadata = doc.get("metadata")
+    found = metadata.get("metrics") if isinstance(metadata, dict) else None
+    return {
+        name: value
+        for name, value in (found.items() if isinstance(found, dict) else ())
+        if (isinstance(value, int | float) and not isinstance(value, bool)) or value in ("nan", "inf", "-inf")
+    }
 
 
 def _typed(doc: dict[str, Any], key: str, kind: type, where: str) -> Any:

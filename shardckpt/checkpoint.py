@@ -62,6 +62,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "TensorInfo", "empty", "open", "open_in_this_process"]
 
+_FOR_USERS = (
+    "bases", "info", "location", "metadata", "names", "read", "record", "stats", "stock_spec", "stock_url", "tree", "verify", "zarr_store",
+)  # fmt: skip
+"""Members of a `Checkpoint` that docs and users speak of."""
 _opened: WeakSet[Checkpoint] = WeakSet()
 _opening = Lock()
 
@@ -297,6 +301,10 @@ class Checkpoint:
         data, where = self._place.read(host.values.key), f"{self._place}/{host.values.key}"
         host.values.check(data, where)
         return Fields(open_envelope(data, where), where).mapping("values")
+
+    def __dir__(self) -> list[str]:
+        """What is there for users; the rest is for other parts of the library."""
+        return sorted(_FOR_USERS)
 
     def __repr__(self) -> str:
         """Url and size."""

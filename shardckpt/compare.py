@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.compare_values import DEFAULT_MEMORY_LIMIT, Pair, ValueChange, compare_values
 from shardckpt.errors import OptionError, ShardingError
+from shardckpt.excerpt import file_size
 from shardckpt.leaves import describe
 from shardckpt.op_sharding import OpSharding
 from shardckpt.options import parse_bytes
@@ -99,7 +100,7 @@ def compare(
     """
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit < LEAST_MEMORY_LIMIT:
-        raise OptionError(f"memory_limit={limit}: comparing takes at least {LEAST_MEMORY_LIMIT} bytes (1MiB).")
+        raise OptionError(f"memory_limit={file_size(limit)}: comparing takes at least {file_size(LEAST_MEMORY_LIMIT)}.")
     structure = _Structure(a, b)
     structure.compare()
     pairs = list(structure.pairs.values()) if values else []

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeAlias
 from shardckpt import errors
 from shardckpt.coordination import Coordinator
 from shardckpt.errors import CoordinationError, OptionError, ShardckptError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, file_size
 from shardckpt.interconnect import Interconnect, interconnect_of
 from shardckpt.planning.bandwidths import Bandwidths, Estimate
 from shardckpt.planning.shares import fellows
@@ -212,5 +212,5 @@ def _tell(checkpoint: Checkpoint, groups: Sequence[_Group[J]], proposed: Sequenc
         if not together and any(group is other for other in proposed):
             why = " (not all of them restore into the same layouts, with the same options)"
         what = "read together" if together else "each read by itself"
-        sizes = len(group.members), what, len(group.jobs), group.nbytes / 1e6
-        _log.info("%s: %d processes %s %d tensors, %.1f MB%s", checkpoint.location, *sizes, why)
+        sizes = len(group.members), what, len(group.jobs), file_size(group.nbytes)
+        _log.info("%s: %d processes %s %d tensors, %s%s", checkpoint.location, *sizes, why)

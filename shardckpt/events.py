@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from shardckpt.excerpt import file_size
+
 if TYPE_CHECKING:
     from shardckpt.save_handle import SaveReport
 
@@ -97,7 +99,7 @@ class SaveStaged(_Event):
     @property
     def what(self) -> str:
         """What happened, in words."""
-        return f"{self.nbytes / 1e6:.1f} MB copied, training waited {self.seconds:.3f} s"
+        return f"{file_size(self.nbytes)} copied, training waited {self.seconds:.3f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ class SaveCommitted(_Event):
     @property
     def what(self) -> str:
         """What happened, in words."""
-        return f"committed after {self.report.total_s:.2f} s, {self.report.stored_bytes / 1e6:.1f} MB by this process"
+        return f"committed after {self.report.total_s:.2f} s, {file_size(self.report.stored_bytes)} by this process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +189,7 @@ class RestoreFinished(_Event):
     @property
     def what(self) -> str:
         """What happened, in words."""
-        return f"restored in {self.seconds:.2f} s, from a checkpoint of {self.nbytes / 1e6:.1f} MB"
+        return f"restored in {self.seconds:.2f} s, from a checkpoint of {file_size(self.nbytes)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +249,7 @@ class Progressed(_Event):
     @property
     def what(self) -> str:
         """What happened, in words."""
-        return f"{self.doing}: {self.done} of {self.total} bytes"
+        return f"{self.doing}: {file_size(self.done)} of {file_size(self.total)}"
 
 
 Event = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["excerpt", "few", "numbered", "shortened"]
+__all__ = ["excerpt", "few", "file_size", "given", "mebibytes_above", "numbered", "shortened"]
 
 _SHORT = Repr()
 _SHORT.maxlevel = 3
@@ -67,3 +67,36 @@ def numbered(what: str, numbers: Sequence[int]) -> str:
     listed = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:10]]
     plural = ("es" if what.endswith("s") else "s") if len(numbers) != 1 else ""
     return f"{what}{plural} {', '.join(listed)}" + (", …" if len(runs) > len(listed) else "")
+
+
+def given(**arguments: object) -> str:
+    """Arguments of a call that were given, for a message that is about them.
+
+    >>> given(include=["model/**"], exclude=None)
+    "include=['model/**']"
+    """
+    return ", ".join(f"{name}={excerpt(value)}" for name, value in arguments.items() if value is not None)
+
+
+def file_size(nbytes: int) -> str:
+    """Bytes in the largest binary unit below.
+
+    >>> file_size(0), file_size(1536), file_size(13 << 30)
+    ('0 B', '1.5 KiB', '13 GiB')
+    """
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1000 or unit == "TiB":
+            break
+        size /= 1024
+    digits = 0 if unit == "B" or size >= 100 else 1
+    return f"{size:,.{digits}f}".removesuffix(".0") + f" {unit}"
+
+
+def mebibytes_above(nbytes: int) -> str:
+    """A memory limit that is enough for so many bytes, in whole MiB.
+
+    >>> mebibytes_above(8 << 20), mebibytes_above((8 << 20) + 1)
+    ('8 MiB', '9 MiB')
+    """
+    return f"{-(-nbytes >> 20):,} MiB"

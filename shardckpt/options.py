@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, file_size
 
 if TYPE_CHECKING:
     import os
@@ -73,7 +73,7 @@ class SaveOptions:
         _check_shardings(self.shardings)
         object.__setattr__(self, "skip", _patterns(self.skip, self.base))
         if self.budget < LEAST_MEMORY_LIMIT:
-            raise OptionError(f"SaveOptions(memory_limit={self.budget}): at least {LEAST_MEMORY_LIMIT} bytes (16MiB) are needed.")
+            raise OptionError(f"SaveOptions(memory_limit={file_size(self.budget)}): at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
         try:
             same = json.loads(json.dumps(self.metadata, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as e:

@@ -1,6 +1,6 @@
 """A line on the terminal as long as a save or restore goes on: bytes, rate, time that remains.
 
-    saving step 100 ━━━━━━━━━╸━━━━━━━  1.6/2.7 GB 1.1 GB/s 0:00:01
+    saving step 100 ━━━━━━━━━╸━━━━━━━  1.6/2.7 GiB 1.1 GiB/s 0:00:01
 
 It is drawn on standard error, and is gone when the save is over. Where that is no terminal nothing is ever written.
 """
@@ -9,15 +9,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
 from shardckpt.events import Progressed, RestoreFailed, RestoreFinished, RestoreStarted, SaveCommitted, SaveFailed, SaveStaged, SaveStarted
+from shardckpt.excerpt import file_size
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import Task, TaskID
 
     from shardckpt.events import Event
 
-__all__ = ["ProgressLine"]
+__all__ = ["ProgressLine", "transfer_columns"]
+
+
+class _Rate(ProgressColumn):
+    """Bytes per second, in the units of every other size (rich's own column counts in thousands)."""
+
+    def render(self, task: Task) -> Text:
+        """Draw it."""
+        speed = task.finished_speed or task.speed
+        return Text("?" if speed is None else f"{file_size(round(speed))}/s", style="progress.data.speed")
+
+
+def transfer_columns() -> tuple[ProgressColumn, ...]:
+    """Columns of a transfer of bytes: done and in all, rate, and the time that remains."""
+    return DownloadColumn(binary_units=True), _Rate(), TimeRemainingColumn()
 
 
 class ProgressLine:
@@ -58,12 +76,11 @@ class ProgressLine:
             self._end(url)
 
     def _begin(self, event: SaveStarted | RestoreStarted) -> None:
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
         self._end(event.url)
         if self._progress is None:
-            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress = Progress(
+                TextColumn("{task.description}"), BarColumn(), *transfer_columns(), console=self._console, transient=True
+            )
             self._progress.start()
         doing = "saving" if isinstance(event, SaveStarted) else "restoring"
         what = event.url.rsplit("/", 1)[-1] if event.step is None else f"step {event.step}"

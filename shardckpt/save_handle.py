@@ -21,7 +21,8 @@ class SaveReport:
         stall_s = planning_s + copying_s + blocked_s                  for so long the call kept the caller
         total_s = stall_s + writing_s + waiting_s + committing_s      from the call to the commit
 
-    Work of the background during the stall is counted as stall: `writing_s` is what was left to write.
+    Work of the background during the stall is counted as stall: `writing_s` is what was left to write. `save` has no
+    background and keeps its caller for all of `total_s`; it copies while it writes, which is `writing_s`.
     """
 
     url: str

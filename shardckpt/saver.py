@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.attempt import Attempt
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.errors import OptionError
+from shardckpt.excerpt import file_size
 from shardckpt.io.budget import BufferPool
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -63,7 +64,7 @@ class Saver:
         self.memory_limit = parse_bytes(memory_limit, "memory_limit")
         """Bytes."""
         if self.memory_limit < LEAST_MEMORY_LIMIT:
-            raise OptionError(f"memory_limit={self.memory_limit}: at least {LEAST_MEMORY_LIMIT} bytes (16MiB) are needed.")
+            raise OptionError(f"memory_limit={file_size(self.memory_limit)}: at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
         self._coordinator = coordinator
         self._renew()
 

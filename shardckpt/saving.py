@@ -6,6 +6,7 @@ and write them, some MiB at a time. `save_async` leaves all but copying to anoth
 
 from __future__ import annotations
 
+import time
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from shardckpt.cores import cores
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
+from shardckpt.save_handle import SaveReport
 from shardckpt.saver import Saver
 from shardckpt.staging import MOST_COPIES, read
 
@@ -48,7 +50,7 @@ def save(
     options: SaveOptions | None = None,
     skip: str | Sequence[str] | None = None,
     coordinator: Coordinator | None = None,
-) -> None:
+) -> SaveReport:
     """Save `state` as one checkpoint; when this returns it is committed and durable.
 
     In a job of several processes all of them call it, with the same url and each with its own view of the state. They
@@ -61,6 +63,9 @@ def save(
         skip: instead of `SaveOptions(skip=…)`: patterns of tensors that lie in `SaveOptions(base=…)`; `()`: none.
         coordinator: how the processes know of each other; by default found out, once (`Coordinator.current`).
 
+    Returns:
+        What this process did, as `SaveHandle.wait` returns it. Copying goes on while writing does, and counts as that.
+
     Raises:
         LeafError, ShardingError: a leaf, or its layout, that cannot be stored, by name; this process wrote nothing.
         OptionError: a pattern in `shardings` or `skip` that no tensor goes by, or options that cannot be.
@@ -69,6 +74,7 @@ def save(
         CommitError: the processes contradict each other, some did not finish in time, or Python is ending; nothing was published.
         StorageError: the storage failed; what was there before is as it was, or the new checkpoint is there and whole.
     """
+    began = time.monotonic()
     options = checked_options(options, skip)
     check_coordinator(coordinator)
     attempt = Attempt(Store.open(parse(url)), Coordinator.current() if coordinator is None else coordinator, options)
@@ -76,6 +82,7 @@ def save(
     staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
     try:
         share = attempt.take(state)
+        planned = time.monotonic()
 
         def fill(writer: HostWriter) -> None:
             for batch in read(share.plan, share.sources, staging):
@@ -85,17 +92,35 @@ def save(
                 )
 
         threads = _writing_threads(share.plan, 2 * quarter // copies)
-        attempt.write(share.contents, share.values, fill, 2 * quarter, threads=threads)
+        written = attempt.write(share.contents, share.values, fill, 2 * quarter, threads=threads)
+        durable = time.monotonic()
         if attempt.commits:
             attempt.await_hosts()
+        waited = time.monotonic()
         record = attempt.assembled() if attempt.commits else None
     except BaseException as e:
         attempt.give_up(e)
         raise
     if record is None:
         attempt.see_published()
+        waited = time.monotonic()
     else:
         attempt.publish(record)
+    return SaveReport(
+        url=str(attempt.store),
+        attempt=attempt.name,
+        tensors=len(share.plan.tensors),
+        nbytes=share.plan.nbytes,
+        stored_bytes=written.stored_bytes,
+        planning_s=planned - began,
+        copying_s=0.0,
+        blocked_s=0.0,
+        writing_s=durable - planned,
+        waiting_s=waited - durable,
+        committing_s=time.monotonic() - waited if record is not None else 0.0,
+        streamed=False,
+        bases=attempt.bases,
+    )
 
 
 def _writing_threads(plan: SavePlan, memory: int) -> int:

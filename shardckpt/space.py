@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
+from shardckpt.excerpt import file_size
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
@@ -30,7 +31,7 @@ def check_space(store: Store, nbytes: int) -> None:
     free = free_bytes(store)
     if free is not None and free < nbytes:
         raise StorageError(
-            f"{store}: this save takes {nbytes} bytes ({nbytes / 2**30:.1f} GiB) and the disk has {free} ({free / 2**30:.1f} GiB) free; "
+            f"{store}: this save takes {file_size(nbytes)} and the disk has {file_size(free)} free, {file_size(nbytes - free)} too little; "
             f"make room (keep fewer checkpoints, delete what failed saves left with `shardckpt gc`), or save elsewhere."
         )
 

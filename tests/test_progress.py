@@ -55,9 +55,9 @@ def terminal():
 def test_a_save_is_a_line_with_its_step_bytes_and_rate_until_it_is_over(terminal):
     terminal.line(SaveStarted(**AT))
     assert "saving step 100" in terminal.drawn()
-    terminal.line(SaveStaged(**AT, seconds=0.1, nbytes=2_000_000))
-    terminal.line(Progressed(**AT, doing="save", done=500_000, total=2_000_000))
-    assert "0.5/2.0 MB" in terminal.drawn()
+    terminal.line(SaveStaged(**AT, seconds=0.1, nbytes=2 << 20))
+    terminal.line(Progressed(**AT, doing="save", done=1 << 19, total=2 << 20))
+    assert "0.5/2.0 MiB" in terminal.drawn()
     terminal.line(SaveFailed(**AT, error=OSError("disk full")))
     terminal.drawn()
     assert terminal.line._progress is None
@@ -73,10 +73,10 @@ def test_a_save_that_is_committed_leaves_no_line_behind(terminal, tmp_path):
 
 def test_a_restore_is_a_line_too(terminal):
     terminal.line(RestoreStarted(url="gs://bucket/run/7"))
-    terminal.line(Progressed(url="gs://bucket/run/7", doing="restore", done=1_000, total=4_000))
+    terminal.line(Progressed(url="gs://bucket/run/7", doing="restore", done=1 << 10, total=4 << 10))
     drawn = terminal.drawn()
     assert "restoring 7" in drawn
-    assert "1.0/4.0 kB" in drawn
+    assert "1.0/4.0 KiB" in drawn
     terminal.line(RestoreFinished(url="gs://bucket/run/7", seconds=1, nbytes=4_000))
     assert terminal.line._progress is None
 

@@ -14,19 +14,40 @@ import shardckpt
 README = Path(__file__).parents[1] / "README.md"
 
 
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CONTINUES = "In the interpreter of"
+"""Begins a section whose code goes on with what the section before has made."""
+
+
 def python_blocks():
-    return re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    return PYTHON.findall(README.read_text())
+
+
+def interpreters():
+    """What is pasted into one interpreter: the code of a section, and of those that go on with it."""
+    pasted = []
+    for section in re.split(r"^## ", README.read_text(), flags=re.MULTILINE):
+        blocks = [block for block in PYTHON.findall(section) if not block.startswith("# train.py")]
+        if blocks and section.split("\n", 2)[2].startswith(CONTINUES):
+            pasted[-1] += blocks
+        elif blocks:
+            pasted.append(blocks)
+    return pasted
 
 
 @pytest.mark.xla
-def test_the_code_in_the_readme_runs(tmp_path):
-    blocks = [block for block in python_blocks() if not block.startswith("# train.py")]
-    assert len(blocks) >= 6
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(blocks))
-    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.timeout(900)
+def test_the_code_of_each_section_of_the_readme_can_be_pasted_into_a_fresh_interpreter(tmp_path):
+    """The one section uses the checkpoints of those before it, in the same directory."""
+    env = {key: value for key, value in os.environ.items() if key not in {"PJRT_DEVICE", "CPU_NUM_DEVICES", "PYTHONSTARTUP"}}
+    assert len(interpreters()) >= 7
+    for blocks in interpreters():
+        pasted = "\n\n".join([*blocks, "print('at the end')\n"])
+        done = subprocess.run(
+            [sys.executable, "-i", "-q"], input=pasted, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        )
+        assert "at the end" in done.stdout
+        assert not re.search(r"^(Traceback|\w*Error)|  File \"<stdin>\"", done.stderr, re.MULTILINE), (blocks, done.stderr[-3000:])
 
 
 @pytest.mark.slow

@@ -229,6 +229,27 @@ def test_names_that_are_no_file_names_are_stored_and_found(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(LAYOUTS)
 
 
+def test_a_save_returns_what_it_did(tmp_path):
+    state = {"w": np.ones((512, 512), np.float32), "n": np.ones(3), "step": 1}
+    report = shardckpt.save(tmp_path / "c", state)
+    record = shardckpt.open(tmp_path / "c").record
+    assert (report.url, report.attempt) == (str(tmp_path / "c"), record.attempt)
+    assert (report.tensors, report.nbytes, report.stored_bytes) == (2, (1 << 20) + 24, record.totals["stored_bytes"])
+    phases = (report.planning_s, report.writing_s, report.waiting_s, report.committing_s)
+    assert min(phases) >= 0
+    assert report.total_s == pytest.approx(sum(phases))
+    assert shardckpt.save_async(tmp_path / "d", state).wait().stored_bytes == report.stored_bytes
+
+
+def test_a_checkpoint_lists_what_is_for_users(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.ones(3)})
+    checkpoint = shardckpt.open(tmp_path / "c")
+    listed = dir(checkpoint)
+    assert {"names", "info", "read", "tree", "metadata", "zarr_store", "verify"} <= set(listed)
+    assert all(hasattr(checkpoint, name) for name in listed)
+    assert not {name for name in listed if name.startswith("_")} | ({"reader", "place", "parsed_tree", "limit_reading"} & set(listed))
+
+
 def test_a_checkpoint_is_there_once(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
     with pytest.raises(errors.AlreadyExistsError, match="overwrite=True"):

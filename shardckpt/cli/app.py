@@ -6,17 +6,34 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from shardckpt.cli import commit, diff, exits, export, gc, import_, info, ls, pin, plan, reshard, verify
+from shardckpt.cli.project import project_url
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["app"]
 
 
-class _Group(TyperGroup):
+class _Documented:
+    """Help that ends with the address of the documentation."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the epilog of the command, if it has one, and the address."""
+        super().format_epilog(ctx, formatter)  # type: ignore[misc]
+        url = project_url("Documentation")
+        if url is not None:
+            formatter.write_paragraph()
+            formatter.write_text(f"Documentation: {url}")
+
+
+class _Command(_Documented, TyperCommand):
+    """One command."""
+
+
+class _Group(_Documented, TyperGroup):
     """Reports errors our way, also where a test runner calls it."""
 
     def main(
@@ -60,7 +77,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Every command takes --json and prints one document. Exit statuses and keys: docs/cli.md.")
+@app.callback(epilog="Every command takes --json and prints one document.")
 def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
@@ -71,16 +88,20 @@ def root(
         print(context.get_help())
 
 
-app.command("ls")(ls.ls)
-app.command("info")(info.info)
-app.command("verify")(verify.verify)
-app.command("diff")(diff.diff)
-app.command("plan")(plan.plan)
-app.command("reshard")(reshard.reshard)
-app.command("export")(export.export)
-app.command("import")(import_.import_)
-app.command("commit")(commit.commit)
-app.command("gc")(gc.gc)
-app.command("rm")(gc.rm)
-app.command("pin")(pin.pin)
-app.command("unpin")(pin.unpin)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "ls": ls.ls,
+    "info": info.info,
+    "verify": verify.verify,
+    "diff": diff.diff,
+    "plan": plan.plan,
+    "reshard": reshard.reshard,
+    "export": export.export,
+    "import": import_.import_,
+    "commit": commit.commit,
+    "gc": gc.gc,
+    "rm": gc.rm,
+    "pin": pin.pin,
+    "unpin": pin.unpin,
+}
+for _name, _function in _COMMANDS.items():
+    app.command(_name, cls=_Command)(_function)

@@ -74,13 +74,13 @@ def choose(node: Node, wanted: Callable[[str], bool]) -> Node | None:
 # --- for programs ---------------------------------------------------------------------------------------------------
 
 
-def document(checkpoint: Checkpoint, node: Node | None) -> dict[str, Any]:
+def document(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:
     """Everything about a checkpoint, with the tensors and small leaves below `node`."""
     record = checkpoint.record
     structure = record.structure.to_json()
     tensors, leaves = [], []
     tied: dict[str, list[str]] = {}
-    for leaf in leaves_of(node) if node is not None else ():
+    for leaf in leaves_of(node):
         if isinstance(leaf, Tied):
             tied.setdefault(leaf.stored, []).append(leaf.name)
         elif isinstance(leaf, Tensor):
@@ -130,14 +130,11 @@ def _leaf(leaf: Small | Custom | Owned) -> tuple[str, str]:
 # --- for people -----------------------------------------------------------------------------------------------------
 
 
-def lines(screen: Screen, checkpoint: Checkpoint, node: Node | None, *, depth: int | None = None, heading: bool = True) -> Iterator[str]:
+def lines(screen: Screen, checkpoint: Checkpoint, node: Node, *, depth: int | None = None, heading: bool = True) -> Iterator[str]:
     """The checkpoint's facts, and the tree below `node`."""
     if heading:
         yield from _heading(screen, checkpoint)
         yield ""
-    if node is None:
-        yield "nothing matches"
-        return
     yield from _Tree(screen, checkpoint, node, depth).lines()
 
 

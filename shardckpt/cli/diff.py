@@ -27,14 +27,14 @@ def diff(
     *,
     structure: Annotated[bool, typer.Option("--structure", help="Names, shapes, dtypes and small leaves only; read no tensor.")] = False,
     layout: Annotated[bool, typer.Option("--layout", help="Another layout over devices is a difference, too.")] = False,
-    memory_limit: Annotated[str, typer.Option("--memory", metavar="BYTES", help="For elements in memory at once.")] = "256MiB",
+    memory_limit: Annotated[str, typer.Option("--memory-limit", "--memory", metavar="BYTES", help="Of elements in memory.")] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Compare two checkpoints, values bit by bit.
 
     The status is 1 if they differ. How tensors are chunked and packed is never a difference.
     """
-    from shardckpt.checkpoint import open as open_checkpoint
+    from shardckpt.cli.opening import open_checkpoint
     from shardckpt.compare import compare
 
     first, second = open_checkpoint(a), open_checkpoint(b)

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from shardckpt.cli.option_words import with_options
+from shardckpt.cli.project import project_url
 from shardckpt.cli.text import visible
 from shardckpt.errors import ShardckptError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-__all__ = ["STATUS", "ReaderGoneError", "run"]
+__all__ = ["STATUS", "ReaderGoneError", "going_on_later", "run"]
 
 STATUS = {
     "usage": 2,
@@ -92,14 +94,25 @@ def _answer(action: Callable[[], int | None], *, as_json: bool) -> int:
     except (ReaderGoneError, BrokenPipeError, typer.Abort):
         raise
     except ShardckptError as e:
-        return _report(e.code, str(e), as_json=as_json)
+        return _report(e.code, with_options(str(e)), as_json=as_json)
     except _UsageError as e:
         return _report("usage", e.format_message(), as_json=as_json)
     except Exception as e:  # noqa: BLE001  (a mistake of ours: who reports it needs the traceback)
         for line in traceback.format_exc().splitlines():
             print(visible(line), file=sys.stderr)
         what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
-        return _report("internal", f"{what}. This is a bug in shardckpt; please report it with the lines above.", as_json=as_json)
+        where = f" at {issues}" if (issues := project_url("Issues")) else ""
+        return _report("internal", f"{what}. This is a bug in shardckpt; please report it{where}, with the lines above.", as_json=as_json)
+
+
+@contextlib.contextmanager
+def going_on_later(how: str) -> Iterator[None]:
+    """Say on standard error, when Ctrl-C ends the block, that `how` the work is gone on with."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted: {how}", file=sys.stderr)
+        raise
 
 
 def _report(code: str, message: str, *, as_json: bool) -> int:

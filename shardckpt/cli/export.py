@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardckpt.cli.exits import going_on_later
 from shardckpt.cli.naming_options import (
     AddPrefix,
     Config,
@@ -19,6 +20,7 @@ from shardckpt.cli.naming_options import (
     TiesText,
     given,
 )
+from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.reshard_options import Dtypes, parse_dtypes
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
 from shardckpt.cli.text import count, file_size, visible
@@ -83,7 +85,8 @@ def export(
         ties=ties,
         config=config,
     )
-    with transfer_bar("exporting") as progress:
+    again = "goes on where it was" if to == "safetensors" else "begins anew"
+    with suggesting_import(source), going_on_later(f"the same command {again}"), transfer_bar("exporting") as progress:
         report = run(
             source,
             destination,

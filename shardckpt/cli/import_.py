@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardckpt.cli.exits import going_on_later
 from shardckpt.cli.naming_options import (
     AddPrefix,
     Config,
@@ -113,7 +114,7 @@ def import_(
     def show(note: str) -> None:
         screen.show([visible(note)])
 
-    with transfer_bar("importing") as progress:
+    with going_on_later("the same command goes on where it was"), transfer_bar("importing") as progress:
         report = import_checkpoint(
             source,
             destination,

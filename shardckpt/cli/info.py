@@ -22,9 +22,11 @@ def info(
 
     For a tensor there is a picture of which device held which part of it.
     """
-    from shardckpt.checkpoint import open as open_checkpoint
     from shardckpt.cli import contents, tensor
-    from shardckpt.names import selector
+    from shardckpt.cli.opening import open_checkpoint
+    from shardckpt.errors import NamesMismatchError
+    from shardckpt.excerpt import given
+    from shardckpt.names import selector, shown
     from shardckpt.tree.document import Tensor, Tied
 
     checkpoint = open_checkpoint(url)
@@ -37,6 +39,9 @@ def info(
             screen.show(tensor.lines(screen, checkpoint, name))
         return
     wanted = contents.choose(node, selector(only))
+    if wanted is None:
+        below = "" if name is None else f" below {shown(name)}"
+        raise NamesMismatchError(f"{checkpoint.location}: {given(only=only)} selects none of its names{below}; leave it out to list all.")
     if as_json:
         write_json(contents.document(checkpoint, wanted))
     else:

@@ -9,8 +9,10 @@ import typer
 
 from shardckpt.bases import BESIDE
 from shardckpt.cli.duration import duration_text
+from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.screen import Cell, Screen, write_json
 from shardckpt.cli.text import count, file_size, visible
+from shardckpt.excerpt import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from shardckpt.catalog import CatalogEntry
 
 __all__ = ["ls"]
+
+_GAP = 3
+_LEAST_ROOM = _LONGEST_METRICS = 40
+"""Characters; --json has all."""
 
 
 def ls(
@@ -28,7 +34,8 @@ def ls(
     """List the checkpoints below a directory."""
     from shardckpt.catalog import catalog
 
-    entries = catalog(root, everything=everything)
+    with suggesting_import(root):
+        entries = catalog(root, everything=everything)
     if as_json:
         write_json({"checkpoints": [_document(entry) for entry in entries]})
     elif entries:
@@ -50,6 +57,7 @@ def _document(entry: CatalogEntry) -> dict[str, Any]:
         "tensors": entry.tensors,
         "bytes": entry.nbytes,
         "stored_bytes": entry.stored_bytes,
+        "metrics": dict(entry.metrics),
         "reason": entry.reason,
         "finished": entry.finished,
         "hosts": entry.hosts,
@@ -62,23 +70,52 @@ def _document(entry: CatalogEntry) -> dict[str, Any]:
 
 
 def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[str]:
-    headings = ("name", "created", "tensors", "size", "layout", "state")
-    rows = [[Cell(heading, "dim", right=heading in {"tensors", "size"}) for heading in headings], *map(_row, entries)]
-    if not any(_state(entry) for entry in entries):
-        rows = [row[:-1] for row in rows]
-    yield from screen.table(rows, gap=3)
+    metrics, states = any(entry.metrics for entry in entries), any(map(_state, entries))
+    last = [heading for heading, there in (("metrics", metrics), ("state", states)) if there]
+    headings = ("name", "created", "tensors", "size", "layout", *last)
+    rows = [[Cell(heading, "dim", right=heading in {"tensors", "size"}) for heading in headings]]
+    room = max(_LEAST_ROOM, screen.width - max(len("name"), *(len(visible(entry.name)) for entry in entries)) - _GAP)
     for entry in entries:
-        if entry.reason is not None:
-            yield ""
-            yield f"{screen.paint(visible(entry.name), 'bold')} is {entry.state}: {visible(entry.reason)}"
-    unfinished = [entry for entry in entries if entry.state == "uncommitted"]
-    if unfinished:
+        if entry.state == "committed":
+            rows.append(_row(entry, metrics=metrics, states=states))
+        else:
+            rows.extend(_rows_of_none(entry, len(headings), room))
+    yield from screen.table(rows, gap=_GAP)
+    if any(entry.state == "uncommitted" for entry in entries):
         yield ""
-        for entry in unfinished:
-            yield f"{screen.paint(visible(f'{entry.name}/{entry.attempt}'), 'bold')}: {_progress(entry)}"
-            if entry.committable:
-                yield f"  shardckpt commit {visible(quote(str(entry.location)))} makes it a checkpoint"
+        if any(entry.committable for entry in entries):
+            yield f"shardckpt commit {visible(quote(root))} makes checkpoints of those of which no host is missing"
         yield f"shardckpt gc {visible(quote(root))} removes what nobody finishes"
+
+
+def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:
+    """A checkpoint."""
+    created = "" if entry.created is None else entry.created.replace("T", " ").removesuffix("+00:00")
+    cells = [
+        Cell(visible(entry.name), "bold"),
+        Cell(visible(created)),
+        Cell("" if entry.tensors is None else f"{entry.tensors:,}", right=True),
+        Cell("" if entry.nbytes is None else file_size(entry.nbytes), right=True),
+        Cell(visible(entry.layout or "")),
+    ]
+    cells += [Cell(_metrics(entry), "cyan")] if metrics else []
+    return [*cells, Cell(_state(entry), "yellow")] if states else cells
+
+
+def _rows_of_none(entry: CatalogEntry, columns: int, room: int) -> Iterator[list[Cell]]:
+    """What is no checkpoint, and why, over all columns but the first, on as many lines of `room` characters as that takes."""
+    from textwrap import wrap
+
+    why = _progress(entry) if entry.state == "uncommitted" else visible(entry.reason or "")
+    for i, line in enumerate(wrap(f"{entry.state}: {why}", room, break_on_hyphens=False)):
+        style = "red" if entry.state == "unreadable" else "yellow"
+        yield [Cell("" if i else visible(entry.name)), Cell(line, style), *[Cell("")] * (columns - 2)]
+
+
+def _metrics(entry: CatalogEntry) -> str:
+    """The metrics of a step, as many as are read at a glance."""
+    shown = [f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in entry.metrics.items()]
+    return visible(shortened(" ".join(shown), _LONGEST_METRICS))
 
 
 def _progress(entry: CatalogEntry) -> str:
@@ -94,22 +131,8 @@ def _progress(entry: CatalogEntry) -> str:
     return ", ".join(facts)
 
 
-def _row(entry: CatalogEntry) -> list[Cell]:
-    committed = entry.state == "committed"
-    # An attempt that was never committed has no time but in its name.
-    created = entry.created.replace("T", " ").removesuffix("+00:00") if entry.created else f"({entry.attempt})" if entry.attempt else ""
-    return [
-        Cell(visible(entry.name), "bold" if committed else ""),
-        Cell(visible(created), "" if committed else "dim"),
-        Cell("" if entry.tensors is None else f"{entry.tensors:,}", right=True),
-        Cell("" if entry.nbytes is None else file_size(entry.nbytes), right=True),
-        Cell(visible(entry.layout or "")),
-        Cell(_state(entry), "red" if entry.state == "unreadable" else "yellow"),
-    ]
-
-
 def _state(entry: CatalogEntry) -> str:
-    """What is to be said of an entry; nothing of a checkpoint that is like most."""
-    said = (entry.state != "committed" and entry.state, entry.superseded and "superseded", entry.pinned and "pinned")
+    """What is to be said of a checkpoint; nothing of one that is like most."""
+    said = (entry.superseded and "superseded", entry.pinned and "pinned")
     needed = [f"needs {visible(url.removeprefix(BESIDE))}" for url in entry.bases]
     return ", ".join([*(word for word in said if word), *needed])

@@ -66,8 +66,8 @@ def plan(
 
     Nothing is changed. A little is read of SRC, and written beside DST and deleted again, to measure rates.
     """
-    from shardckpt.checkpoint import open as open_checkpoint
     from shardckpt.cli import plan_lines
+    from shardckpt.cli.opening import open_checkpoint
     from shardckpt.forecast.document import document
     from shardckpt.forecast.forecast import forecast, known_places
     from shardckpt.io.url import parse

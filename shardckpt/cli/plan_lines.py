@@ -9,7 +9,7 @@ import numpy as np
 from shardckpt.cli.layouts import spec_text
 from shardckpt.cli.picture import picture
 from shardckpt.cli.plan_words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
-from shardckpt.cli.screen import Cell, Screen
+from shardckpt.cli.screen import Cell, Screen, column_widths
 from shardckpt.cli.text import count, file_size, visible
 from shardckpt.errors import NamesMismatchError
 from shardckpt.excerpt import shortened
@@ -32,7 +32,10 @@ MOST_NOTICES = 8
 MOST_HEAT = 24
 """Rows of the heat map; columns are what the terminal has room for, at most as many."""
 MOST_BARS = 16
-LONGEST_RULE = 40
+LONGEST_RULE = LONGEST_SPEC = 40
+LEAST_SPEC = 8
+_NUMBERS = 33
+"""Columns of the numbers in the table of tensors, and of the gaps in it."""
 SHADES = " ░▒▓█"
 """Of a cell of the heat map: nothing, and up to so many quarters of the most."""
 
@@ -40,9 +43,10 @@ SHADES = " ░▒▓█"
 def lines(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
     """The whole plan."""
     source, target = route(doc)
-    facts = [("from", visible(doc["source"]["url"])), ("", source)]
-    facts += [("to", visible(doc["target"]["url"])), ("", target)] if doc["target"]["url"] else [("to", target)]
-    yield from screen.rows([[Cell(what, "dim"), Cell(text)] for what, text in facts], (8, 0))
+    begins = [visible(doc["source"]["url"]), *_folded(source, screen.width - 10)]
+    ends = [*([visible(doc["target"]["url"])] if doc["target"]["url"] else []), *_folded(target, screen.width - 10)]
+    for what, texts in (("from", begins), ("to", ends)):
+        yield from screen.rows([[Cell("" if i else what, "dim"), Cell(text)] for i, text in enumerate(texts)], (8, 0))
     yield ""
     yield from _wrapped(screen, verdict(doc), "bold")
     yield ""
@@ -60,19 +64,24 @@ def lines(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]
         yield from _wrapped(screen, sentence, "dim")
 
 
-def _wrapped(screen: Screen, text: str, style: str) -> Iterator[str]:
+def _folded(text: str, width: int) -> list[str]:
+    """Lines of at most `width` columns, but for a word that is longer."""
     from textwrap import wrap
 
-    yield from (screen.paint(line, style) for line in wrap(text, max(20, screen.width), break_on_hyphens=False))
+    return wrap(text, max(20, width), break_on_hyphens=False, break_long_words=False)
+
+
+def _wrapped(screen: Screen, text: str, style: str) -> Iterator[str]:
+    yield from (screen.paint(line, style) for line in _folded(text, screen.width))
 
 
 def _costs(screen: Screen, doc: dict[str, Any]) -> Iterator[str]:
     """What is read and written, by the reshard and by a restore without and with it."""
     reshard = doc["reshard"]
-    head = ("", "reads", "writes", "amplification", "requests", "most by a host", "time")
+    head = ("", "reads", "writes", "ampl.", "requests", "largest host", "time")
     rows = [[Cell(text, "dim", right=i > 0) for i, text in enumerate(head)]]
     rows.append(_cost_row("reshard", reshard, file_size(reshard["bytes_written"]), ""))
-    for name, key in (("restore, as stored", "restore"), ("restore, after it", "restore_after")):
+    for name, key in (("restore as is", "restore"), ("restore after", "restore_after")):
         rows.append(_cost_row(name, doc[key], "", file_size(doc[key]["largest_host"])))
     yield from screen.table(rows)
     yield ""
@@ -91,24 +100,37 @@ def _cost_row(name: str, costs: dict[str, Any], written: str, most: str) -> list
 
 def _tensors(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
     """The costly tensors."""
-    heads = ("tensor", "now", "then", "restore reads", "", "after", "rule")
-    rows = [[Cell(text, "dim", right=2 < i < 6) for i, text in enumerate(heads)]]
-    for t in doc["tensors"][:MOST_TENSORS]:
-        before, after = found.plan.sources[t["name"]].layout, found.plan.decisions[t["name"]].layout
-        rows.append(
-            [
-                Cell(visible(t["name"]), "bold"),
-                Cell(shortened(spec_text(before), LONGEST_RULE), "magenta"),
-                Cell(shortened(spec_text(after), LONGEST_RULE), "magenta"),
-                Cell(file_size(t["restore_bytes"]), right=True),
-                Cell(factor(t["restore_amplification"]), right=True),
-                Cell(factor(t["restore_after_amplification"]), right=True),
-                Cell(visible(shortened(t["rule"], LONGEST_RULE)), "cyan"),
-            ]
-        )
+    short = max(LEAST_SPEC, (screen.width - screen.width // 3 - _NUMBERS) // 2)
+    for longest, rule_below in ((LONGEST_SPEC, False), (LONGEST_SPEC, True), (short, True)):
+        rows = [*_tensor_rows(found, doc, longest, rule_below=rule_below)]
+        if sum(column_widths(rows)) + 2 * len(rows[0]) - 2 <= screen.width:
+            break
     yield from screen.table(rows)
     if len(doc["tensors"]) > MOST_TENSORS:
         yield screen.paint(f"… and {len(doc['tensors']) - MOST_TENSORS:,} more, of which less is read", "dim")
+
+
+def _tensor_rows(found: Forecast, doc: dict[str, Any], longest: int, *, rule_below: bool) -> Iterator[list[Cell]]:
+    """The table of them, with specs of at most so many characters; rules in a column, or each below its tensor."""
+    heads = ("tensor", "now", "then", "reads", "ampl.", "after", *(() if rule_below else ("rule",)))
+    yield [Cell(text, "dim", right=2 < i < 6) for i, text in enumerate(heads)]
+    for t in doc["tensors"][:MOST_TENSORS]:
+        before, after = found.plan.sources[t["name"]].layout, found.plan.decisions[t["name"]].layout
+        rule = Cell(visible(shortened(t["rule"], LONGEST_RULE)), "cyan")
+        row = [
+            Cell(visible(t["name"]), "bold"),
+            Cell(shortened(spec_text(before), longest), "magenta"),
+            Cell(shortened(spec_text(after), longest), "magenta"),
+            Cell(file_size(t["restore_bytes"]), right=True),
+            Cell(factor(t["restore_amplification"]), right=True),
+            Cell(factor(t["restore_after_amplification"]), right=True),
+        ]
+        if not rule_below:
+            yield [*row, rule]
+            continue
+        yield row
+        if rule.text:
+            yield [rule._replace(text=f"  rule {rule.text}"), *[Cell("")] * (len(row) - 1)]
 
 
 def _picture(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
@@ -158,7 +180,9 @@ def _heat(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]
     margin = max(map(len, names))
     first, last = hosts_text(readers[0]), hosts_text(readers[-1])
     yield ""
-    yield f"Bytes by the hosts that wrote them (down) and those that read them (across); █ is up to {file_size(most)}"
+    yield from _wrapped(
+        screen, f"Bytes by the hosts that wrote them (down) and those that read them (across); █ is up to {file_size(most)}", ""
+    )
     yield " " * (margin + 3) + (first if len(readers) == 1 else f"{first} … {last}")
     for name, row in zip(names, shades.tolist(), strict=True):
         yield f"  {name:>{margin}} {screen.paint(''.join(SHADES[k] * 2 for k in row), 'blue')}"
@@ -181,7 +205,7 @@ def explained(plan: ReshardPlan, checkpoint: Checkpoint, name: str) -> dict[str,
         there = checkpoint.tensor(name).name
         stored = next((new for new, tensor in plan.sources.items() if tensor.name == there), "")
     if stored not in plan.decisions:
-        raise NamesMismatchError(f"{shown(name)} is not among what only= (--only) selects; name a tensor that is, or leave it out.")
+        raise NamesMismatchError(f"{shown(name)} is not among what --only selects; name a tensor that is, or leave it out.")
     decision = plan.decisions[stored]
     return {
         "name": stored,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardckpt.cli.commit import commit
+from shardckpt.cli.exits import going_on_later
+from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.reshard_options import (
     Compress,
     Dtypes,
@@ -77,7 +79,7 @@ def reshard(
     from shardckpt.rules import parse_mesh
 
     choices: dict[str, Any] = {"layout": layout, "compression": compress, "unmatched": unmatched, "engine": engine}
-    with transfer_bar("resharding") as progress:
+    with suggesting_import(source), going_on_later("the same command goes on where it was"), transfer_bar("resharding") as progress:
         report = run(
             source,
             destination,

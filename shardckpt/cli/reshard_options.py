@@ -92,11 +92,14 @@ def parse_worker(text: str | None) -> tuple[int, int] | None:
     """What `--worker` says.
 
     Raises:
-        OptionError: not two numbers.
+        OptionError: not two numbers, or the first is not less than the second.
     """
     if text is None:
         return None
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
     if found is None:
         raise OptionError(f"--worker {text!r}: write K/N, as in 0/8 to 7/8.")
-    return int(found[1]), int(found[2])
+    worker, workers = int(found[1]), int(found[2])
+    if worker >= workers:
+        raise OptionError(f"--worker {text}: workers are counted from 0, so K is less than N, as in 0/8 to 7/8.")
+    return worker, workers

@@ -18,6 +18,7 @@ from shardckpt.cli.exits import ReaderGoneError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from rich.progress import ProgressColumn
     from rich.style import Style
 
 __all__ = ["Cell", "Screen", "column_widths", "pad", "progress_bar", "transfer_bar", "write_json"]
@@ -139,27 +140,31 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     Yields:
         A function to be called with how much is done and how much there is in all.
     """
-    with _bar(what, "TaskProgressColumn", "TimeRemainingColumn") as progress:
+    from rich.progress import TaskProgressColumn, TimeRemainingColumn
+
+    with _bar(what, TaskProgressColumn(), TimeRemainingColumn()) as progress:
         yield progress
 
 
 @contextmanager
 def transfer_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """The same for bytes, with the rate."""
-    with _bar(what, "DownloadColumn", "TransferSpeedColumn", "TimeRemainingColumn") as progress:
+    from shardckpt.progress import transfer_columns
+
+    with _bar(what, *transfer_columns()) as progress:
         yield progress
 
 
 @contextmanager
-def _bar(what: str, *columns: str) -> Iterator[Callable[[int, int], None] | None]:
+def _bar(what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich import progress as parts
     from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    shown = parts.TextColumn("{task.description}", markup=False), parts.BarColumn(), *(getattr(parts, column)() for column in columns)
-    progress = parts.Progress(*shown, console=Console(stderr=True), transient=True)
+    shown = TextColumn("{task.description}", markup=False), BarColumn(), *columns
+    progress = Progress(*shown, console=Console(stderr=True), transient=True)
     task = progress.add_task(what, total=None)
 
     def show(done: int, total: int) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardckpt.excerpt import file_size
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,21 +26,6 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def file_size(nbytes: int) -> str:
-    """Bytes in the largest binary unit below.
-
-    >>> file_size(0), file_size(1536), file_size(13 << 30)
-    ('0 B', '1.5 KiB', '13 GiB')
-    """
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1000 or unit == "TiB":
-            break
-        size /= 1024
-    digits = 0 if unit == "B" or size >= 100 else 1
-    return f"{size:,.{digits}f}".removesuffix(".0") + f" {unit}"
 
 
 def count(n: int, noun: str) -> str:

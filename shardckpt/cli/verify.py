@@ -28,7 +28,7 @@ def verify(
 
     The status is 1 if anything is damaged or lost.
     """
-    from shardckpt.checkpoint import open as open_checkpoint
+    from shardckpt.cli.opening import open_checkpoint
 
     checkpoint = open_checkpoint(url)
     with progress_bar("verifying") as progress:

@@ -104,7 +104,7 @@ def detect(location: Location) -> Detected:
         return Detected(first[0], seen[first[0]], tuple(f"{name}: {what}" for name, what in seen.items() if name != first[0]))
     if seen:
         found = "; ".join(f"{name}: {what}" for name, what in seen.items())
-        raise OptionError(f"{location} could be several formats ({found}); say which with from_= (--from).")
+        raise OptionError(f"{location} could be several formats ({found}); say which with from_=.")
     there = "a file that begins like none of these" if file is not None else few(names, _NAMED)
     looked_for = "; ".join(FORMATS.values())
     raise FormatError(f"{location} holds no checkpoint that is known. Looked for: {looked_for}. Found: {there}.")

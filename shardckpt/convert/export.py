@@ -297,8 +297,7 @@ def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> 
         others = [name for name in others if name not in left]
     if others and not overwrite:
         raise AlreadyExistsError(
-            f"{directory} holds another model: {shown(others[0])} is there; choose another directory, or replace it with overwrite=True "
-            f"(--overwrite)."
+            f"{directory} holds another model: {shown(others[0])} is there; choose another directory, or replace it with overwrite=True."
         )
     return others
 

@@ -143,7 +143,7 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
         raise OptionError(
             f"{where} is a pickle, as every metadata file of torch.distributed.checkpoint: a program, which Python would run as it loads "
             f"it. shardckpt reads it by a machine of its own that knows DCP's classes alone and calls nothing, and does so only if you "
-            f"say that you know where the file is from: --trust-pickle, or trust_pickle=True."
+            f"say that you know where the file is from: trust_pickle=True."
         )
     version = FileVersion(store, METADATA)
     metadata = parse_metadata(version.read_whole(LARGEST_WHOLE), where)

@@ -27,6 +27,7 @@ import crc32c
 
 from shardckpt.convert.notes import Notes
 from shardckpt.errors import AlreadyExistsError, CorruptionError, StorageError
+from shardckpt.excerpt import file_size
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Store, sync_directory
 from shardckpt.io.vectors import MOST_VECTORS, after
@@ -179,7 +180,7 @@ class LocalFiles:
         if there is not None and there.is_dir():
             raise AlreadyExistsError(f"{there} is a directory; choose another name for the file.")
         if there is not None and not self._overwrite:
-            raise AlreadyExistsError(f"{there} is there already; choose another name, or replace it with overwrite=True (--overwrite).")
+            raise AlreadyExistsError(f"{there} is there already; choose another name, or replace it with overwrite=True.")
 
     def _check_space(self) -> None:
         """Refuse files for which there is no room."""
@@ -188,8 +189,8 @@ class LocalFiles:
         free, needed = free_bytes(Store.open(self._partial)), sum(self._plan.sizes) - held
         if free is not None and free < needed:
             raise StorageError(
-                f"{self._directory}: the export takes {needed} bytes ({needed / 2**30:.1f} GiB) there and the disk has {free} "
-                f"({free / 2**30:.1f} GiB) free; make room or choose another place."
+                f"{self._directory}: the export takes {file_size(needed)} there and the disk has {file_size(free)} free, "
+                f"{file_size(needed - free)} too little; make room or choose another place."
             )
 
     def _put(self, file: int, offset: int, stop: int, run: Sequence[memoryview]) -> None:

@@ -20,7 +20,7 @@ from shardckpt.convert.renamed_state import end_names
 from shardckpt.convert.renaming import Renaming, read_names
 from shardckpt.convert.substitution import Substitution
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, few, given
 from shardckpt.names import selector, shown
 from shardckpt.options import check_flag
 from shardckpt.reshard.dtype_rules import check_dtypes, converted
@@ -150,8 +150,8 @@ def _selected(structure: Structure, options: NameOptions, where: str) -> dict[st
     if not taken:
         if not names:
             raise NamesMismatchError(f"{where}: there is no tensor in it, and nothing else is written to such files.")
-        asked = f"include={options.include!r}, exclude={options.exclude!r}"
-        raise NamesMismatchError(f"{where}: {asked} leave none of its {len(names)} tensors; `shardckpt info` lists them.")
+        asked = given(include=options.include, exclude=options.exclude)
+        raise NamesMismatchError(f"{where}: {asked}: none of its {len(names)} tensors is left; there are {few(list(names))}.")
     return taken
 
 

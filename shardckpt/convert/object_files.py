@@ -156,7 +156,7 @@ class ObjectFiles:
         for name in [] if self._overwrite else self._names:
             if name not in named and self._store.exists(name):
                 raise AlreadyExistsError(
-                    f"{self._store.path_of(name)} is there already; choose another place, or replace it with overwrite=True (--overwrite)."
+                    f"{self._store.path_of(name)} is there already; choose another place, or replace it with overwrite=True."
                 )
         for name in dict.fromkeys([self._names[-1], *named, *(self._names if self._overwrite else ())]):
             abandon(self._directory.join(name))

@@ -90,8 +90,8 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
         if tensor.dtype.name not in DTYPES:
             other = "float32" if castable(tensor.dtype, by_name("float32")) else "complex64"
             raise DtypeError(
-                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, with dtype={{{tensor.name!r}: {other!r}}} "
-                f"(--dtype {tensor.name}={other}), say, or leave it out with exclude= (--exclude)."
+                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, with dtype={{{tensor.name!r}: {other!r}}}, "
+                f"say, or leave it out with exclude=."
             )
         if not _is_unicode(tensor.name):
             raise NamesMismatchError(f"{shown(tensor.name)}: a name in a safetensors file is Unicode, without surrogates; rename it.")
@@ -114,7 +114,7 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
     if len(text) > LARGEST_HEADER:
         raise OptionError(
             f"The header for {len(tensors)} tensors would have {len(text)} bytes, and readers of safetensors take {LARGEST_HEADER}; "
-            f"split the file with max_shard_size= (--max-shard-size)."
+            f"split the file with max_shard_size=."
         )
     header = len(text).to_bytes(8, "little") + text
     return SafetensorsFile(header, tuple(ordered), tuple(len(header) + offset for offset in offsets), len(header) + at)

@@ -26,6 +26,7 @@ from shardckpt.box import Box
 from shardckpt.convert.outputs import OutputTensor, check
 from shardckpt.cores import cores
 from shardckpt.errors import BudgetError
+from shardckpt.excerpt import file_size, mebibytes_above
 from shardckpt.io.budget import round_up
 from shardckpt.io.codec import largest_chunk
 from shardckpt.names import shown
@@ -111,8 +112,8 @@ class Stream:
         spare = limit - sizes.reading - beside
         if spare < 2 * largest:
             raise BudgetError(
-                f"{checkpoint.location}: memory_limit={limit} is too little to read chunks of {largest} bytes; raise it to "
-                f"{sizes.reading + beside + 2 * largest}."
+                f"{checkpoint.location}: memory_limit={file_size(limit)} is too little to read chunks of {file_size(largest)}; "
+                f"raise it to {mebibytes_above(sizes.reading + beside + 2 * largest)}."
             )
         reading = sizes.reading + (0 if sizes.source_local else spare // 4)
         self.room = (limit - reading - beside) // 2
@@ -124,8 +125,8 @@ class Stream:
             least = max(prod(piece.chunks) for piece in target.pieces) * target.dtype.itemsize
             if least > self.room:
                 raise BudgetError(
-                    f"{checkpoint.location}: memory_limit={limit} is too little to make {shown(target.name)} in blocks of {least} bytes; "
-                    f"raise it to {reading + beside + 2 * round_up(least)}."
+                    f"{checkpoint.location}: memory_limit={file_size(limit)} is too little to make {shown(target.name)} in blocks "
+                    f"of {file_size(least)}; raise it to {mebibytes_above(reading + beside + 2 * round_up(least))}."
                 )
 
     @property

@@ -44,26 +44,26 @@ class Substitution:
         """Read it."""
         text = self.text
         if not isinstance(text, str) or len(text) < 2 or text[0] != "s" or text[1].isalnum() or text[1] in "\\\n ":
-            raise OptionError(f"rename {excerpt(text)}: write it as sed does, s/regex/replacement/.")
+            raise OptionError(f"rename={excerpt(text)}: write it as sed does, s/regex/replacement/.")
         if len(text) > LONGEST:
-            raise OptionError(f"rename {excerpt(text)}: it has {len(text)} characters, and at most {LONGEST} are read; use several.")
+            raise OptionError(f"rename={excerpt(text)}: it has {len(text)} characters, and at most {LONGEST} are read; use several.")
         parts = _parts(text[2:], text[1])
         if len(parts) != 3:
-            raise OptionError(f"rename {excerpt(text)}: {text[1]!r} has to stand three times, as in s{text[1]}regex{text[1]}new{text[1]}.")
+            raise OptionError(f"rename={excerpt(text)}: {text[1]!r} has to stand three times, as in s{text[1]}regex{text[1]}new{text[1]}.")
         regex, replacement, flags = parts
         odd = [flag for flag in flags if flag not in _FLAGS or flags.count(flag) > 1]
         if odd:
-            raise OptionError(f"rename {excerpt(text)}: {odd[0]!r} is no flag, or there twice; there are g (everywhere) and i (any case).")
+            raise OptionError(f"rename={excerpt(text)}: {odd[0]!r} is no flag, or there twice; there are g (everywhere) and i (any case).")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of what may mean something else in a later Python
                 compiled = re.compile(regex, sum(_FLAGS[flag] for flag in flags))
         except (re.error, RecursionError, OverflowError) as error:
-            raise OptionError(f"rename {excerpt(text)}: {excerpt(regex)} is no regular expression: {error}.") from error
+            raise OptionError(f"rename={excerpt(text)}: {excerpt(regex)} is no regular expression: {error}.") from error
         tokens = tuple(_token(found) for found in _REPLACED.finditer(replacement))
         group = max((token for token in tokens if isinstance(token, int)), default=0)
         if group > compiled.groups:
-            raise OptionError(f"rename {excerpt(text)}: \\{group} is no group of {excerpt(regex)}, which has {compiled.groups}.")
+            raise OptionError(f"rename={excerpt(text)}: \\{group} is no group of {excerpt(regex)}, which has {compiled.groups}.")
         object.__setattr__(self, "_regex", compiled)
         object.__setattr__(self, "_replacement", tokens)
         object.__setattr__(self, "_count", 0 if "g" in flags else 1)
@@ -75,7 +75,7 @@ class Substitution:
             OptionError: the name is too long to be safe.
         """
         if len(name) > LONGEST:
-            raise OptionError(f"rename {excerpt(self.text)}: a name of {len(name)} characters is too long for it: {excerpt(name)}.")
+            raise OptionError(f"rename={excerpt(self.text)}: a name of {len(name)} characters is too long for it: {excerpt(name)}.")
         renamed, times = self._regex.subn(self._replaced, name, count=self._count)
         return renamed if times else None
 

@@ -18,7 +18,7 @@ from shardckpt.convert.optimizer_states import check_form, with_optimizers_as
 from shardckpt.convert.outputs import identity
 from shardckpt.convert.streaming import Stream
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.excerpt import excerpt
+from shardckpt.excerpt import excerpt, given
 from shardckpt.names import selector
 from shardckpt.reshard.dtype_rules import converted
 from shardckpt.structure import Structure
@@ -121,7 +121,7 @@ def _selected(
     tree, stored = select(checkpoint.parsed_tree, lambda name: wanted(name) and not unwanted(name))
     if not tree and (include is not None or exclude is not None):
         raise NamesMismatchError(
-            f"{checkpoint.location}: include={include!r} and exclude={exclude!r} leave none of its names; `shardckpt info` lists them."
+            f"{checkpoint.location}: {given(include=include, exclude=exclude)}: none of its names is left; `shardckpt info` lists them."
         )
     sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
     types = converted({name: tensor.dtype for name, tensor in sources.items()}, dtype, meanings(tree))

@@ -73,9 +73,9 @@ def given_rates(text: str) -> Rates:
     Raises:
         OptionError: that is no rate.
     """
-    found = [float(parse_bytes(part, "--rate")) for part in text.split(",")]
+    found = [float(parse_bytes(part, "rate")) for part in text.split(",")]
     if not 1 <= len(found) <= 2 or min(found) <= 0:
-        raise OptionError(f"--rate {text!r}: give bytes per second for reading and writing, as in 1GiB,400MiB.")
+        raise OptionError(f"rate={text!r}: give bytes per second for reading and writing, as in 1GiB,400MiB.")
     return Rates(Rate(found[0]), Rate(found[-1]))
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from shardckpt.errors import BudgetError
+from shardckpt.excerpt import file_size, mebibytes_above
 from shardckpt.io import cloud
 from shardckpt.io.budget import BufferPool, Lease
 from shardckpt.io.failures import storage_errors
@@ -59,8 +60,8 @@ def part_size(nbytes: int, memory_limit: int) -> int:
     needed = max(SMALLEST, -(-nbytes // MOST_PARTS // MiB) * MiB)
     if 2 * needed > memory_limit:
         raise BudgetError(
-            f"An upload of {nbytes} bytes has parts of at least {needed}, and two of them in memory, which memory_limit={memory_limit} "
-            f"does not allow; raise it to {2 * needed}."
+            f"An upload of {file_size(nbytes)} has parts of at least {file_size(needed)}, and two of them in memory, which "
+            f"memory_limit={file_size(memory_limit)} does not allow; raise it to {mebibytes_above(2 * needed)}."
         )
     return max(needed, min(LARGEST, memory_limit // BUFFERS // MiB * MiB))
 

@@ -135,7 +135,7 @@ class OpenJob:
                 if self.store.location == self.checkpoint.location
                 else "another checkpoint is committed there already"
             )
-            raise AlreadyExistsError(f"{self.store}: {what}; choose another place, or replace it with overwrite=True (--overwrite).") from e
+            raise AlreadyExistsError(f"{self.store}: {what}; choose another place, or replace it with overwrite=True.") from e
 
     def _attempt(self) -> tuple[str, bool]:
         """The attempt, and whether it is committed."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.cores import cores
 from shardckpt.errors import BudgetError
+from shardckpt.excerpt import file_size, mebibytes_above
 
 if TYPE_CHECKING:
     from shardckpt.io.url import Location
@@ -125,10 +126,11 @@ def share(limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes
     wished = workers or max(1, min(cores(), _MOST_LOCAL, useful, limit // max(_COMFORTABLE, sizes.least)))
     mine = limit // wished
     if mine < sizes.least:
+        several = wished > 1
         raise BudgetError(
-            f"{where}: memory_limit={limit} is too little for {wished} worker{'s' if wished > 1 else ''}: with chunks of "
-            f"{sizes.source_chunk} bytes in the source and {sizes.target_chunk} in the target each needs {sizes.least} bytes, "
-            f"{wished * sizes.least} together; raise the limit{' or use fewer workers' if wished > 1 else ''}."
+            f"{where}: memory_limit={file_size(limit)} is too little for {wished} worker{'s' if several else ''}: with chunks of "
+            f"{file_size(sizes.source_chunk)} in the source and {file_size(sizes.target_chunk)} in the target each needs "
+            f"{file_size(sizes.least)}; raise it to {mebibytes_above(wished * sizes.least)}{', or use fewer workers' if several else ''}."
         )
     spare = mine - sizes.least
     # More requests at a time, and larger data files, are what an object store is fast with.

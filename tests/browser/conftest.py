@@ -55,3 +55,15 @@ def planned(tmp_path_factory):
     result = CliRunner().invoke(app, [str(argument) for argument in command])
     assert result.exit_code == 0, result.output
     return top / "plan.html", json.loads(result.stdout)
+
+
+@pytest.fixture(scope="session")
+def on_one_host(tmp_path_factory):
+    """The page of a plan for one host that one host has written."""
+    top = tmp_path_factory.mktemp("one")
+    sharding = Sharding(Mesh((4, 2), ("data", "model")), PartitionSpec("data", "model"))
+    shardckpt.save(top / "a", {"w": np.ones((256, 256), np.float32)}, options=SaveOptions(shardings={"w": sharding}))
+    command = ["plan", top / "a", "--mesh", "model=4", "--rule", "w=(None,model)", "--rate", "1GiB", "--html", top / "plan.html"]
+    result = CliRunner().invoke(app, [str(argument) for argument in command])
+    assert result.exit_code == 0, result.output
+    return top / "plan.html"

@@ -123,6 +123,17 @@ def test_the_heat_map_is_read_cell_by_cell(chromium, planned):
         assert page.run("document.getElementById('cell').textContent").startswith("host 0 → host 1: ")
 
 
+def test_on_one_host_the_page_shows_devices_and_no_flow_of_which_there_is_none(chromium, on_one_host):
+    with chromium.page(on_one_host) as page:
+        assert page.complaints == []
+        labels = page.run("[...document.querySelectorAll('.grid .label')].map((one) => one.textContent)")
+        assert {str(device) for device in range(8)} <= set(labels)
+        assert page.run("document.querySelectorAll('#heat, .ribbons, .balance').length") == 0
+        assert "--devices-per-host" in page.run("document.querySelector('[aria-labelledby=section-hosts]').textContent")
+        page.run("document.querySelectorAll('#tensors th button')[0].click()")
+        assert page.run("document.querySelector('#tensors th').getAttribute('aria-sort')") == "ascending"
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_can_be_read_in_light_and_dark(chromium, planned, dark):
     path, _ = planned

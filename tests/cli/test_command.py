@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,22 @@ def test_without_a_command_there_is_help():
     for name in ("ls", "info", "verify", "diff"):
         assert re.search(rf"^  {name} ", plain.stdout, re.MULTILINE)
     assert "..." not in plain.stdout.split("Commands:")[1]  # no summary is cut off
+
+
+@pytest.mark.parametrize("args", [["--help"], ["reshard", "--help"]])
+def test_help_names_the_documentation_that_the_package_names(args):
+    urls = dict(line.split(", ", 1) for line in metadata("shardckpt").get_all("Project-URL"))
+    assert {"Documentation", "Source", "Issues", "Changelog"} <= set(urls)
+    assert command(*args).stdout.endswith(f"\nDocumentation: {urls['Documentation']}\n")
+
+
+def test_the_module_is_the_command(checkpoint):
+    run = subprocess.run(
+        [sys.executable, "-m", "shardckpt", "info", checkpoint], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
+    assert run.stdout == command("info", checkpoint).stdout
+    lost = subprocess.run([sys.executable, "-m", "shardckpt", "info", "nothing"], capture_output=True, check=False)
+    assert lost.returncode == 3
 
 
 def test_the_version_is_the_packages():
@@ -103,6 +120,33 @@ sys.exit(main())
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (128 + signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "said"),
+    [
+        (["reshard", "a", "b"], "shardckpt.reshard.reshard", "the same command goes on where it was"),
+        (["import", "a", "b"], "shardckpt.convert.importing.import_checkpoint", "the same command goes on where it was"),
+        (["export", "a", "b"], "shardckpt.convert.export.export", "the same command goes on where it was"),
+        (["export", "a", "b", "--to", "torch"], "shardckpt.convert.export.export", "the same command begins anew"),
+    ],
+)
+def test_an_interrupt_of_long_work_says_how_it_is_gone_on_with(command, function, said):
+    module, _, name = function.rpartition(".")
+    code = f"""
+import os, signal, sys, threading, importlib
+from shardckpt.cli import main
+
+def slow(*args, **options):
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(30)
+
+setattr(importlib.import_module("{module}"), "{name}", slow)
+sys.argv = {["shardckpt", *command]}
+sys.exit(main())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", f"interrupted: {said}\n")
 
 
 @pytest.mark.parametrize("columns", [80, 120])

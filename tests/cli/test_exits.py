@@ -45,7 +45,7 @@ def places(tmp_path, saver):
         (["inof", "x"], "usage", 2, "Did you mean 'info'"),
         (["ls", "--frobnicate"], "usage", 2, "--frobnicate"),
         (["info", "sound", "--depth", "0"], "usage", 2, "--depth"),
-        (["diff", "sound", "sound", "--memory", "1"], "option", 2, "1MiB"),
+        (["diff", "sound", "sound", "--memory", "1"], "option", 2, "1 MiB"),
     ],
 )
 def test_a_mistake_is_one_line_or_one_document_and_a_status(run, places, monkeypatch, args, code, status, said):

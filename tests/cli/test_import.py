@@ -73,7 +73,7 @@ def test_trusting_pickles_says_what_that_means(run, weights, tmp_path):
         ("hf", ["--from", "gguf"], 2, "use 'auto', 'safetensors'"),
         ("hf", ["--into", "/"], 2, "give keys"),
         ("hf", ["--mesh", "model=4", "--rule", "nothing=(model)"], 2, "matches no tensor"),
-        ("hf", ["--memory-limit", "1MiB"], 8, "memory_limit=1048576 is too little"),
+        ("hf", ["--memory-limit", "1MiB"], 8, "--memory-limit 1 MiB is too little"),
     ],
 )
 def test_mistakes_are_one_line_and_a_status(run, weights, tmp_path, place, options, status, why):

@@ -123,7 +123,10 @@ def test_patterns_and_depth_choose_what_is_shown(run, checkpoint):
     shallow = run("info", checkpoint, "--depth", "1").out
     assert "model" in shallow
     assert "embed" not in shallow
-    assert "nothing matches" in run("info", checkpoint, "--only", "nosuch").out
+    for place in ([], ["model"]):
+        answer = run("info", checkpoint, *place, "--only", "nosuch")
+        assert (answer.status, answer.out) == (5, "")
+        assert "--only nosuch selects none of its names" in answer.err
 
 
 @pytest.mark.parametrize("width", [80, 120])

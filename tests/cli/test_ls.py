@@ -1,9 +1,12 @@
 """`shardckpt ls`."""
 
 import os
+import re
 import shutil
 
 import numpy as np
+
+import shardckpt
 
 ATTEMPT = "20260101T000000-00000000"
 
@@ -30,11 +33,10 @@ def test_unfinished_saves_show_on_request(run, saver, tmp_path):
     os.utime(tmp_path / "2" / ATTEMPT / "records" / "00001.json", (0, 0))
     assert "uncommitted" not in run("ls", tmp_path).out
     answer = run("ls", "--all", tmp_path)
-    *table, empty, progress, hint = answer.out.splitlines()
-    assert table[-1].split() == ["2", f"({ATTEMPT})", "uncommitted"]
+    *table, empty, hint = answer.out.splitlines()
+    assert re.fullmatch(r"2 +uncommitted: no host has finished, nothing written for [\d,]+ d", table[-1])
+    assert table[0].split() == ["name", "created", "tensors", "size", "layout"]
     assert empty == ""
-    assert progress.startswith(f"2/{ATTEMPT}: no host has finished, nothing written for ")
-    assert progress.endswith(" d")
     assert hint == f"shardckpt gc {tmp_path} removes what nobody finishes"
     assert max(map(len, table)) <= 80
 
@@ -43,9 +45,9 @@ def test_a_save_that_lacks_nothing_but_its_commit_is_pointed_out(run, saver, tmp
     """Its directory's name can be pasted into a shell."""
     save = saver(tmp_path / "the run" / "1")
     (save / "checkpoint.json").unlink()
-    line, hint, _ = run("ls", "-a", tmp_path / "the run").out.splitlines()[-3:]
+    line, _, hint, _ = run("ls", "-a", tmp_path / "the run").out.splitlines()[-4:]
     assert "1 host finished, none is missing" in line
-    assert hint == f"  shardckpt commit '{save}' makes it a checkpoint"
+    assert hint == f"shardckpt commit '{tmp_path / 'the run'}' makes checkpoints of those of which no host is missing"
 
 
 def test_one_whose_place_has_been_taken_is_not(run, saver, tmp_path):
@@ -73,6 +75,7 @@ def test_json_has_a_document_per_checkpoint(run, saver, tmp_path):
         "tensors": 4,
         "bytes": 3872,
         "stored_bytes": 0,
+        "metrics": {},
         "reason": None,
         "finished": None,
         "hosts": None,
@@ -92,8 +95,41 @@ def test_a_damaged_record_is_listed_with_its_reason(run, saver, tmp_path):
     path.write_bytes(path.read_bytes().replace(b"float32", b"float64"))
     answer = run("ls", tmp_path)
     assert answer.status == 0
-    assert "unreadable" in answer.out
-    assert "digest does not agree" in answer.out
+    assert "unreadable: " in answer.out
+    assert "digest does not agree" in " ".join(answer.out.split())
+
+
+def test_everything_is_one_table_that_fits_the_terminal(run, saver, tmp_path):
+    with shardckpt.CheckpointManager(tmp_path, every=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.ones(9)}, metrics={"loss": 1.5 / step, "grad": float("inf")})
+    begin(tmp_path / "3")
+    run("rm", tmp_path / "1", "--yes")
+    broken = tmp_path / "9"
+    path = saver(broken) / "checkpoint.json"
+    path.write_bytes(path.read_bytes().replace(b"float32", b"float64"))
+    lines = run("ls", "-a", tmp_path).out.splitlines()
+    *table, empty, _ = lines
+    assert max(map(len, table)) <= 80
+    assert "" not in table
+    assert empty == ""
+    assert [line.split()[0] for line in table if not line.startswith(" ")] == ["name", "1", "2", "3", "9", "9"]
+    assert table[0].split() == ["name", "created", "tensors", "size", "layout", "metrics"]
+    assert table[2].endswith("loss=0.75 grad=inf")
+
+
+def test_metrics_are_in_the_document(run, tmp_path):
+    with shardckpt.CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(1, {"w": np.ones(9)}, metrics={"loss": 1.5, "grad": float("inf")})
+    (entry,) = run("ls", tmp_path, "--json").json["checkpoints"]
+    assert entry["metrics"] == {"loss": 1.5, "grad": "inf"}
+
+
+def test_metadata_of_other_kinds_is_no_metric(run, saver, tmp_path):
+    saver(tmp_path / "1", metadata={"metrics": {"loss": [1], "tag": "a", "ok": True, "n": 3}})
+    saver(tmp_path / "2", metadata={"metrics": "low"})
+    first, second = run("ls", tmp_path, "--json").json["checkpoints"]
+    assert (first["metrics"], second["metrics"]) == ({"n": 3}, {})
 
 
 def test_a_directory_without_checkpoints_is_no_error(run, tmp_path):

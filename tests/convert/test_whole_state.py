@@ -52,7 +52,7 @@ def test_a_damaged_checkpoint_is_not_exported_and_nothing_is_left(tmp_path, to):
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_limit_that_does_not_suffice_is_refused_and_nothing_is_left(checkpoint, tmp_path, to):
-    with pytest.raises(errors.BudgetError, match="memory_limit=1024 is too little"):
+    with pytest.raises(errors.BudgetError, match="memory_limit=1 KiB is too little"):
         write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), to, limit=1024)
     assert not list(tmp_path.iterdir())
 

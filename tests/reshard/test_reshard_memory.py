@@ -45,7 +45,7 @@ def test_a_tensor_much_larger_than_the_limit_is_resharded_within_it(source, tmp_
 
 def test_a_limit_that_does_not_suffice_is_refused_before_anything_is_written_with_both_numbers(tmp_path):
     shardckpt.save(tmp_path / "a", {"w": np.zeros((4096, 1024), np.float32)})
-    with pytest.raises(errors.BudgetError, match=r"memory_limit=8388608 is too little for 1 worker: .* each needs \d+ bytes, \d+ together"):
+    with pytest.raises(errors.BudgetError, match=r"memory_limit=8 MiB is too little for 1 worker: .* each needs .* raise it to \d+ MiB"):
         shardckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=Mesh((2,), ("x",)), rules=["w=(x)"], memory_limit="8MiB")
     with pytest.raises(errors.BudgetError, match="too little for 16 workers"):
         shardckpt.reshard(tmp_path / "a", tmp_path / "b", memory_limit="64MiB", workers=16)

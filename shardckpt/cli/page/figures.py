@@ -59,8 +59,10 @@ def svg(title: str, sentence: str, width: float, height: float, *parts: Part, **
 # --- layouts --------------------------------------------------------------------------------------------------------
 
 
-def tile_grid(title: str, layout: StoredLayout | None, shape: tuple[int, ...], hosts: Hosts, chunks: tuple[int, ...], plain: str) -> Html:
-    """Which host holds which tile of a tensor, with the chunks as fine lines; `plain` says what it means that there is no layout."""
+def tile_grid(
+    title: str, layout: StoredLayout | None, shape: tuple[int, ...], hosts: Hosts | None, chunks: tuple[int, ...], plain: str
+) -> Html:
+    """Which host (None: which device) holds which tile of a tensor, with the chunks as fine lines; `plain` says what no layout means."""
     width, height = _sides(shape)
     if layout is None or isinstance(layout, Placements) or not prod(shape):
         what = plain if layout is None else "cut unevenly, as DTensor does" if prod(shape) else "no elements"
@@ -80,7 +82,7 @@ def tile_grid(title: str, layout: StoredLayout | None, shape: tuple[int, ...], h
         for j, column in enumerate(columns):
             at = {down: slice(*row), across: slice(*column)}
             devices = tiles.devices[tuple(at.get(d, slice(0, 1)) for d in range(len(shape)))]
-            of = np.unique(hosts.owners.of_devices(devices.reshape(-1)))
+            of = _holders(hosts, devices)
             several = row[1] - row[0] > 1 or column[1] - column[0] > 1
             w, h = width / len(columns), height / len(rows)
             color = "cj" if several else f"c{int(of[0]) % COLORS}"
@@ -93,9 +95,14 @@ def tile_grid(title: str, layout: StoredLayout | None, shape: tuple[int, ...], h
     sentence = (
         f"{shape_text(shape)} in {count(prod(tiles.devices.shape[:-1]), 'tile')} of {shape_text(tiles.tile)}"
         + (f", each on {count(replicas, 'device')}" if replicas > 1 else "")
-        + f", over {count(len(np.unique(hosts.owners.of_devices(tiles.devices.reshape(-1)))), 'host')}."
+        + f", over {count(len(_holders(hosts, tiles.devices)), 'device' if hosts is None else 'host')}."
     )
     return svg(title, sentence, width + 2, height + 2, parts, class_="grid")
+
+
+def _holders(hosts: Hosts | None, devices: Ints) -> Ints:
+    """The hosts of some devices, or these devices, each once."""
+    return np.unique(devices if hosts is None else hosts.owners.of_devices(devices.reshape(-1)))
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[float, float]:

@@ -34,8 +34,8 @@
     shown.textContent = wanted ? `${n} of ${body.rows.length} shown` : "";
   });
 }
-{
-  const heat = document.getElementById("heat");
+const heat = document.getElementById("heat");
+if (heat) {
   const { source_hosts: writers, target_hosts: readers, bytes } = JSON.parse(document.getElementById("flow").textContent);
   const cursor = heat.querySelector(".cursor");
   const cell = document.getElementById("cell");

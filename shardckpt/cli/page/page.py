@@ -56,8 +56,7 @@ def page(found: Forecast, doc: dict[str, Any]) -> str:
         _facts(doc),
         _restores(doc),
         _layouts(found, doc),
-        _flow(found, doc),
-        _balance(found, doc),
+        *([_one_host(doc)] if _on_one_host(doc) else [_flow(found, doc), _balance(found, doc)]),
         _notices(doc),
         _tensors(found, doc),
     )
@@ -128,7 +127,14 @@ def _restores(doc: dict[str, Any]) -> Html:
     head = el("tr", el("td"), [el("th", text, scope="col", class_="n") for text in heads])
     rows = [row("As it is stored", "restore"), row("After the reshard", "restore_after")]
     needed = data("restore.bytes_needed", doc["restore"]["bytes_needed"], file_size(doc["restore"]["bytes_needed"]))
-    caption = el("caption", f"{count(doc['target']['hosts'], 'host')} restore onto the new layout; their devices need ", needed, ".")
+    hosts = doc["target"]["hosts"]
+    restore, their = ("restores", "its") if hosts == 1 else ("restore", "their")
+    caption = el(
+        "caption",
+        f"{count(hosts, 'host')} {restore} onto the new layout; {their} devices need ",
+        needed,
+        ".",
+    )
     table = el("table", caption, el("thead", head), el("tbody", rows), id="restores", class_="cards")
     return _section("What a restore reads", el("div", table, class_="scroll", tabindex=0, role="region", aria_label="What a restore reads"))
 
@@ -141,14 +147,15 @@ def _layouts(found: Forecast, doc: dict[str, Any]) -> Html:
         key = (tuple(entry["shape"]), entry["dtype"], found.plan.sources[name].layout, found.plan.decisions[name].layout)
         kinds.setdefault(key, []).append(entry)
     ranked = sorted(kinds.items(), key=lambda kind: -sum(entry["restore_bytes"] for entry in kind[1]))
-    figures = [_kind(found, key, entries) for key, entries in ranked[:MOST_KINDS]]
+    by_device = _on_one_host(doc)
+    figures = [_kind(found, key, entries, by_device=by_device) for key, entries in ranked[:MOST_KINDS]]
     rest = len(ranked) - len(figures)
-    note = "A colour is a host, numbered where there is room; fine lines are chunks."
+    note = f"A colour is a {'device' if by_device else 'host'}, numbered where there is room; fine lines are chunks."
     more = f" The {MOST_KINDS} kinds of tensors with most bytes; {rest:,} more are in the table." if rest > 0 else ""
     return _section("Layouts before and after", el("p", note + more, class_="quiet"), el("div", figures, class_="kinds"))
 
 
-def _kind(found: Forecast, key: Any, entries: list[dict[str, Any]]) -> Html:
+def _kind(found: Forecast, key: Any, entries: list[dict[str, Any]], *, by_device: bool) -> Html:
     shape, dtype, before, after = key
     name = entries[0]["name"]
     source, target = found.plan.sources[name], found.plan.target.tensors[name]
@@ -160,11 +167,28 @@ def _kind(found: Forecast, key: Any, entries: list[dict[str, Any]]) -> Html:
         ("Then", after, found.hosts, target, "whole, on every host"),
     ):
         chunks = tensor.pieces[0].chunks
-        grid = tile_grid(f"{title}: {name}", layout, shape, hosts, chunks, plain)
+        grid = tile_grid(f"{title}: {name}", layout, shape, None if by_device else hosts, chunks, plain)
         sides.append(el("div", el("p", f"{title}: {spec_text(layout)}"), grid, el("p", f"chunks {shape_text(chunks)}", class_="quiet")))
     pair = el("div", sides[0], el("div", "→", class_="arrow", aria_hidden="true"), sides[1], class_="pair")
     caption = el("figcaption", f"{shape_text(shape)} {dtype}; a restore reads {file_size(nbytes)} of {'them' if others else 'it'}.")
     return el("figure", el("h3", el("code", name), others), pair, caption)
+
+
+def _on_one_host(doc: dict[str, Any]) -> bool:
+    """Whether no byte goes from host to host."""
+    return bool(doc["source"]["hosts"] == doc["target"]["hosts"] == 1)
+
+
+def _one_host(doc: dict[str, Any]) -> Html:
+    """What there is to say of hosts where there is one."""
+    before, after = (file_size(doc[key]["bytes_read"]) for key in ("restore", "restore_after"))
+    devices = count(doc["target"]["devices"], "device")
+    text = (
+        f"One host wrote everything, and one host, with {devices}, restores it: it reads {before} as it is stored, and {after} "
+        f"after the reshard. No byte goes from host to host."
+    )
+    hint = "With --devices-per-host, a plan for several hosts shows which bytes go where, and who reads most."
+    return _section("Hosts", el("p", text), el("p", hint, class_="quiet"))
 
 
 def _flow(found: Forecast, doc: dict[str, Any]) -> Html:

@@ -1,0 +1,51 @@
+"""Opening what a command is given, with a hint where that is a checkpoint of another format."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from shlex import quote
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardckpt.checkpoint import Checkpoint
+
+__all__ = ["open_checkpoint", "suggesting_import"]
+
+
+def open_checkpoint(url: str) -> Checkpoint:
+    """Open a checkpoint.
+
+    Raises:
+        NotFoundError: there is none; names `shardckpt import` where another format is there.
+    """
+    from shardckpt.checkpoint import open as opened
+
+    with suggesting_import(url):
+        return opened(url)
+
+
+@contextmanager
+def suggesting_import(url: str) -> Iterator[None]:
+    """Name `shardckpt import` where no checkpoint was found, and one of another format is there.
+
+    Raises:
+        NotFoundError: in place of what was raised inside.
+    """
+    from shardckpt.convert.detect import detect
+    from shardckpt.errors import NotFoundError, ShardckptError, StorageError
+    from shardckpt.io.url import parse
+
+    try:
+        yield
+    except (NotFoundError, StorageError) as e:
+        try:
+            location = parse(url)
+            found = detect(location)
+        except ShardckptError:  # nothing there is known: what was raised says more
+            raise e from None
+        command = f"shardckpt import {quote(url)} DST"
+        raise NotFoundError(
+            f"{location}: no checkpoint of shardckpt's, but {found.format} ({found.seen}); `{command}` makes one of it."
+        ) from e

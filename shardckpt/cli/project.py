@@ -1,0 +1,17 @@
+"""Addresses of the project, as the installed package's metadata has them (`[project.urls]` of pyproject.toml)."""
+
+from __future__ import annotations
+
+__all__ = ["project_url"]
+
+
+def project_url(label: str) -> str | None:
+    """The address with a label, such as "Documentation"; None where the package is not installed or names none."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        lines = metadata("shardckpt").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return None
+    urls = dict(line.split(", ", 1) for line in lines)
+    return urls.get(label)
