@@ -189,7 +189,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._manager is None:
             limit = args.save_total_limit if (args.save_total_limit or 0) > 0 else None
             keep = limit if self._keep is None else self._keep
-            self._manager = CheckpointManager(self._root, keep=keep, **self._options)
+            self._manager = CheckpointManager(self._root, keep=keep, **{"every": None, **self._options})
         return self._manager
 
     def _state(self, kwargs: Mapping[str, Any]) -> TrainState:
