@@ -38,7 +38,7 @@ __all__ = ["CatalogEntry", "State", "catalog"]
 State = Literal["committed", "uncommitted", "deleted", "unreadable"]
 """Of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""
 
-_STEP = re.compile(r"(?<!\d)\d{1,18}$", re.ASCII)
+_STEP = re.compile(r"(?<!\d)\d{1,19}$", re.ASCII)
 _AT_ONCE = 16
 """Places that are looked at together: on an object store each question takes a round trip."""
 

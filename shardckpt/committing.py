@@ -24,6 +24,7 @@ from shardckpt.io.attempts import attempts, is_reshard, places
 from shardckpt.io.base_places import check_bases
 from shardckpt.io.commit import publish, read_prior, remove_replaced
 from shardckpt.io.deleted import deleted_steps, step_of
+from shardckpt.io.failures import is_denied
 from shardckpt.io.leftover import check_leftover, run_root
 from shardckpt.io.rollback import Rollback
 from shardckpt.io.store import Store
@@ -33,11 +34,12 @@ from shardckpt.names import natural_key
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from shardckpt.io.commit import Prior
     from shardckpt.io.url import Location
 
-__all__ = ["Outcome", "commit"]
+__all__ = ["Outcome", "commit", "commit_places"]
 
 _AT_ONCE = 16
 """Places that are looked at together: on an object store each takes a few round trips."""
@@ -76,10 +78,19 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     children = store.list_children()
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
-    with reading_takes_threads(store), ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
-        deleted = deleted_steps(store)
-        futures = [pool.submit(_commit_one, name, place) for name, place in places(store, children) if step_of(name) not in deleted]
-    return [outcome for future in futures for outcome in future.result()]  # one that failed keeps none of the others from it
+    deleted = deleted_steps(store)
+    return commit_places(store, [(name, place) for name, place in places(store, children) if step_of(name) not in deleted])
+
+
+def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outcome]:
+    """Commit the complete attempts at some places, by name, below one root.
+
+    Raises:
+        StorageError: the storage failed at one of them, or Python is ending; the others were committed.
+    """
+    with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
+        futures = [pool.submit(_commit_one, name, place) for name, place in named]
+    return [outcome for future in futures for outcome in future.result()]
 
 
 def _commit_one(name: str, store: Store) -> list[Outcome]:
@@ -89,6 +100,8 @@ def _commit_one(name: str, store: Store) -> list[Outcome]:
         return []
     try:
         prior = read_prior(store, overwrite=True)
+    except StorageError:
+        raise
     except ShardckptError as e:
         return [Outcome(name, store.location, attempt, "refused", str(e)) for attempt in found]
     found = [attempt for attempt in found if attempt != prior.attempt]
@@ -140,15 +153,8 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
         lacks = _lacks(place, prior)
         if lacks is not None:
             return outcome(*lacks)
-        record = assemble(place)
-        check_leftover(store, attempt, record.metadata, prior.attempt)
-        check_bases(store.location, record, prior.attempt)
-        root, rollback = run_root(store, attempt, record.metadata), Rollback.of(record.metadata)
-        if root is not None and rollback is not None:
-            rollback.tell(root)
-        publish(store, record, prior)
-        with suppress(ShardckptError):  # what cannot be removed costs room, no more
-            remove_strays(place)
+        if (denied := _publish(store, attempt, prior)) is not None:
+            return outcome("refused", denied)
     except AlreadyExistsError as e:
         return outcome("overtaken", str(e))
     except StorageError:
@@ -158,3 +164,23 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
     if prior.attempt is not None:
         remove_replaced(store, prior.attempt)
     return outcome("committed")
+
+
+def _publish(store: Store, attempt: str, prior: Prior) -> str | None:
+    """Publish an attempt that lacks nothing else; why not, where this process has no right to write there."""
+    place = store.sub(attempt)
+    try:
+        record = assemble(place)
+        check_leftover(store, attempt, record.metadata, prior.attempt)
+        check_bases(store.location, record, prior.attempt)
+        root, rollback = run_root(store, attempt, record.metadata), Rollback.of(record.metadata)
+        if root is not None and rollback is not None:
+            rollback.tell(root)
+        publish(store, record, prior)
+    except StorageError as e:
+        if not is_denied(e):
+            raise
+        return str(e)
+    with suppress(ShardckptError):  # what cannot be removed costs room, no more
+        remove_strays(place)
+    return None

@@ -24,7 +24,19 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable
 
-__all__ = ["AnyOf", "AtSteps", "Continuous", "EverySeconds", "EverySteps", "Moment", "OnPreemption", "Policy", "any_of", "as_policy"]
+__all__ = [
+    "AnyOf",
+    "AtSteps",
+    "Continuous",
+    "EveryCall",
+    "EverySeconds",
+    "EverySteps",
+    "Moment",
+    "OnPreemption",
+    "Policy",
+    "any_of",
+    "as_policy",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,16 @@ class Policy:
     def notices(self) -> tuple[OnPreemption, ...]:
         """Where notices of preemption come from."""
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class EveryCall(Policy):
+    """At each step that is asked about, step 0 included: the loop itself decides when it calls `save`."""
+
+    def due(self, step: int, previous: int | None) -> bool:
+        """Always true."""
+        del step, previous
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,33 @@ def test_its_scalars_are_what_tensorboard_shows(ran):
     assert sum(seconds[f"checkpoint/{phase}_s"] for phase in PHASES) == pytest.approx(seconds["checkpoint/total_s"], rel=1e-4, abs=1e-6)
 
 
+def test_its_logger_of_a_wandb_run_gives_each_commit_its_own_step_and_alerts_of_failures(ran):
+    _, variables = ran
+
+    class Run:
+        """As much of a `wandb.Run` as the recipe uses."""
+
+        def __init__(self):
+            self.axes, self.logged, self.alerts = {}, [], []
+
+        def define_metric(self, name, step_metric):
+            self.axes[name] = step_metric
+
+        def log(self, data):
+            self.logged.append(data)
+
+        def alert(self, title, text):
+            self.alerts.append((title, text))
+
+    run, report = Run(), variables["report"]
+    log = variables["to_wandb"](run)
+    log(events.SaveCommitted(url=report.url, step=30, report=report))
+    log(events.SaveFailed(url=report.url, step=40, error=OSError("no room")))
+    assert run.axes == {"checkpoint/*": "checkpoint/step"}
+    assert run.logged == [{"checkpoint/step": 30, **variables["scalars"](report)}]
+    assert run.alerts == [("step 40 was not saved", "no room")]
+
+
 def test_every_event_is_in_its_table():
     table = DOCUMENT.split("## Logging")[0]
     for kind in typing.get_args(events.Event):

@@ -9,6 +9,11 @@ Saving: model, optimizer, scheduler, random number generators and the Trainer's 
 2. Before the next step begins the callback saves: what the Trainer logs and evaluates at the end of a step is in its state
    by then, and the batch of that next step has been drawn, so that the generators are where the step will find them.
 3. The save goes on in the background; the end of the training waits for it.
+4. `save_strategy="best"` decides after all callbacks have been asked, so it is "no" while training goes on, and the callback saves
+   where the best metric has changed.
+5. With `load_best_model_at_end` the best of the steps that were saved is kept, and its weights are restored at the end.
+
+An exception that leaves `train` finishes the save in flight and closes the manager, if `resume` was called; `close` does so otherwise.
 
 Resuming
 1. `resume` reads the Trainer's state of the latest step into a directory, which is all that `train` then finds there: by
@@ -22,15 +27,18 @@ A `CheckpointManager` does the work, so that any number of processes may resume:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import SaveStrategy
 
 from shardckpt.errors import OptionError
 from shardckpt.manager import CheckpointManager
+from shardckpt.retention import Best, any_of
 from shardckpt.training import Generators, train_state
 from shardckpt.tree import PerProcess
 
@@ -68,7 +76,11 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._due = False
         """Whether the step that was made last is to be saved."""
         self._metrics: dict[str, float] = {}
-        """Of the last evaluation, if that was at this step."""
+        """Of the evaluations at this step."""
+        self._saves_best: TrainingArguments | None = None
+        """The arguments whose `save_strategy` is "best", while it is "no"."""
+        self._best: float | None = None
+        """The best metric that is known, where that decides on saves."""
         self._own = _TrainerValues()
         self._resumed: int | None = None
         """The step that is being resumed, until it is restored."""
@@ -76,7 +88,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Where the random number generators go on, until they have been put back for good."""
         self._directory: TemporaryDirectory[str] | None = None
         self._trainer: Trainer | None = None
-        """Which looks for no weights, until training begins."""
+        """The one that is to resume: it looks for no weights until training begins, and closes the manager when it fails."""
         self._seen: int | None = None
         """The step of which is known whether it is saved."""
 
@@ -96,6 +108,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """
         if self not in trainer.callback_handler.callbacks:
             raise OptionError("resume(trainer): the Trainer has not this callback; give Trainer(callbacks=[callback]) first.")
+        if self._trainer is not trainer:
+            self._trainer = trainer
+            self._close_on_exceptions(trainer)
         found = self._managed(trainer.args).restore({"trainer": PerProcess(None, choose=_first)}, only="trainer")
         if found is None:
             return None
@@ -104,9 +119,49 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._directory = TemporaryDirectory(prefix="shardckpt-")
         TrainerState(**self._own.state).save_to_json(str(Path(self._directory.name, _STATE)))
         # The one thing here that is no callback: without it the Trainer refuses a directory that has no weights.
-        self._trainer = trainer
         trainer._load_from_checkpoint = lambda *_args, **_kwargs: None  # noqa: SLF001
         return self._directory.name
+
+    def close(self) -> None:
+        """Finish the save in flight and restore signal handlers. The end of the training does so, and so does an exception after `resume`.
+
+        Raises:
+            ShardckptError: what went wrong in the background.
+        """
+        self._release()
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
+
+    def _close_on_exceptions(self, trainer: Trainer) -> None:
+        """Close the manager when an exception leaves the Trainer's next `train`, which tells no callback of it."""
+        loop = trainer._inner_training_loop  # noqa: SLF001
+
+        @functools.wraps(loop)
+        def closing(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return loop(*args, **kwargs)
+            except BaseException as error:
+                self._release()
+                manager, self._manager = self._manager, None
+                if manager is not None:
+                    manager.__exit__(type(error), error, error.__traceback__)
+                raise
+            finally:
+                vars(trainer).pop("_inner_training_loop", None)
+
+        trainer._inner_training_loop = closing  # noqa: SLF001
+
+    def _release(self) -> None:
+        """Undo what was changed of the Trainer and its arguments, and forget what one training leaves."""
+        if self._saves_best is not None:
+            self._saves_best.save_strategy = SaveStrategy.BEST
+        if self._trainer is not None:
+            vars(self._trainer).pop("_load_from_checkpoint", None)
+        if self._directory is not None:
+            self._directory.cleanup()
+        self._saves_best = self._trainer = self._directory = self._resumed = self._generators = None
+        self._due, self._metrics = False, {}
 
     # --- what the Trainer calls
 
@@ -116,14 +171,14 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         Raises:
             OptionError: arguments that need the Trainer's own checkpoints; or it resumes from something else.
         """
-        if args.load_best_model_at_end or getattr(args, "deepspeed", None):
-            wrong = "deepspeed" if getattr(args, "deepspeed", None) else "load_best_model_at_end=True"
+        if getattr(args, "deepspeed", None):
             raise OptionError(
-                f"TrainingArguments({wrong}): needs checkpoints of the Trainer's own; leave it out, or the ShardckptCallback. The best "
-                f"step is kept with keep=shardckpt.retention.Best(…)."
+                "TrainingArguments(deepspeed): needs checkpoints of the Trainer's own; leave it out, or the ShardckptCallback."
             )
         manager = self._managed(args)
-        self._due, self._seen = False, self._resumed
+        self._due, self._seen, self._best = False, self._resumed, state.best_metric
+        if args.save_strategy == SaveStrategy.BEST:
+            self._saves_best, args.save_strategy = args, SaveStrategy.NO
         if self._resumed is None:
             return
         vars(self._trainer).pop("_load_from_checkpoint", None)
@@ -165,23 +220,19 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         metrics: Mapping[str, Any] | None = None,
         **_kwargs: Any,
     ) -> None:
-        """Note the metrics of the step, by which the best ones are kept."""
-        self._metrics = {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+        """Note the metrics of the step, by which the best ones are kept; there may be several evaluations."""
+        self._metrics |= {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
-        """Save what the Trainer saves after all (`save_strategy="best"`)."""
-        self._due = True
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
-        """Save what is left to save, and wait for it.
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save what is left to save, wait for it, and restore the best weights if the Trainer is to end with those.
 
         Raises:
             ShardckptError: what went wrong in the background.
         """
         self._save(state, control, kwargs, between_epochs=True)
-        if self._manager is not None:
-            manager, self._manager = self._manager, None
-            manager.close()
+        if args.load_best_model_at_end and self._manager is not None:
+            self._load_best(self._manager, _best_of(args), state, kwargs)
+        self.close()
 
     # --- what it takes
 
@@ -189,7 +240,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._manager is None:
             limit = args.save_total_limit if (args.save_total_limit or 0) > 0 else None
             keep = limit if self._keep is None else self._keep
-            self._manager = CheckpointManager(self._root, keep=keep, **self._options)
+            if keep is not None and args.load_best_model_at_end:
+                keep = any_of(keep, _best_of(args))
+            self._manager = CheckpointManager(self._root, keep=keep, **{"every": None, **self._options})
         return self._manager
 
     def _state(self, kwargs: Mapping[str, Any]) -> TrainState:
@@ -201,6 +254,14 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         own = PerProcess(self._own, choose=_first)
         return train_state(model=kwargs["model"], optimizer=kwargs["optimizer"], scheduler=kwargs["lr_scheduler"], trainer=own)
 
+    def _load_best(self, manager: CheckpointManager, rule: Best, state: TrainerState, kwargs: Mapping[str, Any]) -> None:
+        """Restore the weights of the best step that was saved, if any was saved with the metric."""
+        manager.wait()
+        best = manager.best_step(rule.metric, rule.mode)
+        if best is not None:
+            manager.restore(self._state(kwargs), best, only="model/**", fallback=False)
+            state.best_model_checkpoint = manager.url(best)
+
     def _take_over(self, control: TrainerControl) -> None:
         self._due |= control.should_save
         control.should_save = False
@@ -210,6 +271,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if manager is None or step == self._seen:
             return
         due, self._due, self._seen = self._due, False, step
+        if self._saves_best is not None and state.best_metric != self._best:
+            self._best, state.best_global_step, due = state.best_metric, step, True
         if due or manager.should_save(step):
             self._own.state, self._own.between_epochs = asdict(state), between_epochs
             manager.save(step, self._state(kwargs), self._metrics, force=True)
@@ -235,6 +298,12 @@ class _TrainerValues:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.state, self.between_epochs = state["state"], state["between_epochs"]
+
+
+def _best_of(args: TrainingArguments) -> Best:
+    """The rule by which the Trainer's arguments choose the best model."""
+    metric = args.metric_for_best_model
+    return Best(1, metric if metric.startswith("eval_") else f"eval_{metric}", "max" if args.greater_is_better else "min")
 
 
 def _first(values: list[Any]) -> Any:

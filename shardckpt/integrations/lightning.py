@@ -6,7 +6,11 @@ calls at its end, the next save and a load wait for it, and raise what went wron
 
 1. The dict is made plain: Lightning's and torch's own classes of dict become dicts; what else would be pickled is refused
    by name, most likely a hyperparameter: `save_hyperparameters(ignore=…)`.
-2. A checkpoint that Lightning removes goes when the one that was saved last is committed, and stays if that fails.
+2. A checkpoint that Lightning removes goes when the one that was saved last is committed, and stays if that fails or if it is
+   pinned. Its directory goes too, tombstone included: Lightning gives a later checkpoint another name if the path exists, and no
+   process but this one saves there.
+3. Functions in the state of a scheduler are left out: `LRScheduler.load_state_dict` keeps those of the scheduler that it loads into.
+4. Strategies that shard the model save through no plugin at all, so a `Trainer` of one of them is refused when it is made.
 
 A checkpoint is a directory, whatever its name ends with. `LightningModule.load_from_checkpoint` passes plugins by and wants
 a file: make the module, and give it `shardckpt.restore(path, only="state_dict/**")["state_dict"]`.
@@ -14,13 +18,16 @@ a file: make the module, and give it `shardckpt.restore(path, only="state_dict/*
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, defaultdict
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
 from shardckpt.checkpoint import Checkpoint
 from shardckpt.collecting import delete
@@ -29,6 +36,8 @@ from shardckpt.dtypes import of_numpy
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.frameworks.torch import tensor_of
 from shardckpt.integrations.plain import plain
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.restoring import restore
 from shardckpt.saving import save, save_async
@@ -40,6 +49,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardckptIO"]
 
+_log = logging.getLogger("shardckpt")
+_SCHEDULER = frozenset({"base_lrs", "last_epoch"})
+"""What the state of every scheduler of torch has."""
 _DICTS = (dict, OrderedDict, defaultdict, Counter, AttributeDict)
 """Classes whose objects are loaded as dicts, which those who put them there take as well."""
 
@@ -76,7 +88,7 @@ class ShardckptIO(CheckpointIO):
             raise OptionError(
                 "save_checkpoint(storage_options=…): has no meaning here; give ShardckptIO(options=shardckpt.SaveOptions(…))."
             )
-        state = plain(checkpoint, "", tensors=True, dicts=_DICTS)
+        state = plain(_without_functions(checkpoint), "", tensors=True, dicts=_DICTS)
         self._finish()
         if self._asynchronous:
             self._saving = save_async(path, state, options=self._options, coordinator=SingleProcess())
@@ -103,7 +115,7 @@ class ShardckptIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint: at once, or when the save in flight is committed. One that is not there is no error.
+        """Remove a checkpoint: at once, or when the save in flight is committed. One that is not there is no error, and a pinned one stays.
 
         Raises:
             StorageError: as in `shardckpt.collecting.delete`.
@@ -127,10 +139,34 @@ class ShardckptIO(CheckpointIO):
         if saving is not None:
             saving.wait()
         for path in doomed:
-            try:
-                delete(path, reason="removed by Lightning")
-            except NotFoundError:
-                continue
+            _remove(path)
+
+
+def _remove(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint with its directory; one that is pinned stays, and what is no checkpoint, too. Of a link the link goes."""
+    place = parse(path)
+    if place.local is not None and place.local.is_symlink():
+        place.local.unlink()
+        return
+    try:
+        delete(path, reason="removed by Lightning")
+    except NotFoundError:
+        return
+    except OptionError as e:
+        _log.warning("%s", e)
+        return
+    Store.open(place).delete_prefix()
+
+
+def _without_functions(value: Any) -> Any:
+    """The value, whose schedulers' states have no functions in them (torch's `SWALR` has one)."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(map(_without_functions, value))
+    if kind in _DICTS:
+        scheduler = value.keys() >= _SCHEDULER
+        return {k: _without_functions(inner) for k, inner in value.items() if not (scheduler and isinstance(inner, FunctionType))}
+    return value
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
@@ -142,3 +178,17 @@ def _on_device(value: Any, device: torch.device) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_on_device(inner, device) for inner in value)
     return value
+
+
+def _set_checkpoint_io(strategy: Strategy, io: CheckpointIO) -> None:
+    """Hand a plugin to a strategy; refuse where the strategy would not use it, as Fabric's strategies do by themselves."""
+    if isinstance(io, ShardckptIO) and isinstance(strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
+        raise OptionError(
+            f"ShardckptIO: {type(strategy).__name__} shards the model, and saves and loads without plugins; take the strategy "
+            f'"ddp", or leave the plugin out and save with a shardckpt.CheckpointManager in a callback.'
+        )
+    _of_lightning.fset(strategy, io)
+
+
+_of_lightning: Any = Strategy.checkpoint_io
+Strategy.checkpoint_io = _of_lightning.setter(_set_checkpoint_io)

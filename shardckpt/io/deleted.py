@@ -32,11 +32,13 @@ from shardckpt.record import open_envelope, seal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["DELETED", "deleted_steps", "step_of", "strike", "sum_up"]
+__all__ = ["DELETED", "LARGEST_STEP", "deleted_steps", "step_of", "strike", "sum_up"]
 
 DELETED = "deleted.json"
 """Relative to the run's root."""
-_STEP = re.compile(r"0|[1-9]\d{0,17}", re.ASCII)
+_STEP = re.compile(r"0|[1-9]\d{0,18}", re.ASCII)
+LARGEST_STEP = (1 << 63) - 1
+"""The largest step number that a run can have: a signed 64-bit integer."""
 _ROUNDS = 10
 """How often to begin anew because the file has changed."""
 
@@ -72,7 +74,8 @@ class _Ledger:
 
 def step_of(name: str) -> int | None:
     """The step whose checkpoint's directory has that name: the number in plain decimal; None: it is no step's."""
-    return int(name) if _STEP.fullmatch(name) else None
+    step = int(name) if _STEP.fullmatch(name) else None
+    return step if step is not None and step <= LARGEST_STEP else None
 
 
 def deleted_steps(root: Store) -> frozenset[int]:

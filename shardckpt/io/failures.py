@@ -10,7 +10,10 @@ from shardckpt.errors import ShardckptError, StorageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["storage_errors"]
+__all__ = ["is_denied", "storage_errors"]
+
+_DENIED = ("permission denied", "permission_denied", "read-only file system", "forbidden", "accessdenied")
+"""Parts of the messages of storages that refuse a caller's rights, in lower case."""
 
 _ADVICE = {
     "permission denied": "give this user the right to write there",
@@ -51,3 +54,9 @@ def storage_errors(action: str, place: object) -> Iterator[None]:
         said = str(e).replace("\0", "/") or type(e).__name__
         advice = next((what for part, what in _ADVICE.items() if part in said.lower()), "see the storage's own message")
         raise StorageError(f"cannot {action} {place}: {said}; {advice}.") from e
+
+
+def is_denied(error: StorageError) -> bool:
+    """Whether the storage refused an operation for lack of rights, so that trying it again is of no use."""
+    said = str(error.__cause__ or error).lower()
+    return any(part in said for part in _DENIED)

@@ -12,6 +12,7 @@ last written, `storage_now` what time it is there.
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import os
 import secrets
 import time
@@ -195,9 +196,19 @@ def _directory(path: Path) -> list[str]:
     """A directory's entries, directories with a slash; none where there is no directory."""
     try:
         with os.scandir(path) as entries:
-            return sorted(e.name + "/" if e.is_dir() else e.name for e in entries if not e.name.endswith(LOCK_SUFFIX))
+            return sorted(e.name + "/" if _is_directory(e) else e.name for e in entries if not e.name.endswith(LOCK_SUFFIX))
     except FileNotFoundError:
         return []
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory or a link to one; a link that leads back to itself is neither."""
+    try:
+        return entry.is_dir()
+    except OSError as e:
+        if e.errno == errno.ELOOP:
+            return False
+        raise
 
 
 def _tree(path: Path, prefix: str) -> Iterator[tuple[str, float]]:

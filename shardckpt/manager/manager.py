@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from shardckpt import events, pinning
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
+from shardckpt.io.deleted import LARGEST_STEP
 from shardckpt.io.job import RUN
 from shardckpt.io.rollback import ROLLBACK
 from shardckpt.io.store import Store
@@ -23,7 +25,7 @@ from shardckpt.manager.preemption import Notices
 from shardckpt.manager.resuming import Restored, resume
 from shardckpt.manager.steps import StepInfo, list_steps
 from shardckpt.options import check_flag, checked_options
-from shardckpt.policies import Policy, any_of, as_policy
+from shardckpt.policies import EveryCall, Policy, any_of, as_policy
 from shardckpt.restoring import restore
 from shardckpt.retention import Retention, as_retention, best
 
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointManager"]
 
+_log = logging.getLogger("shardckpt")
+_UNTOLD = EveryCall()
+"""The `every` of a manager that was made without one."""
 _PROTECTED = "the step from before the rollback is pinned, or the base of one that is; `shardckpt unpin` lets it be replaced"
 _managers: Counter[str] = Counter()
 """How many a run has made in this process: all of its processes make equally many, in the same order."""
@@ -71,7 +76,7 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str],
         *,
-        every: Policy | int | None = None,
+        every: Policy | int | None = _UNTOLD,
         keep: Retention | int | None = None,
         options: SaveOptions | None = None,
         coordinator: Coordinator | None = None,
@@ -87,7 +92,8 @@ class CheckpointManager:
 
         Args:
             root: the run's directory, a path or url; it need not exist.
-            every: when to save: every so many steps, a policy (`shardckpt.policies`), or None: with `force` alone.
+            every: when to save: every so many steps, a policy (`shardckpt.policies`), or None: with `force` alone. Left out:
+                at every call of `save`, or where `preemption` is given, when that says so.
             keep: which steps to keep: the latest so many, a rule (`shardckpt.retention`), or None: all.
             options: of every save; `memory_limit` is that of the saves and of a restore.
             coordinator: how the processes know of each other; by default found out.
@@ -116,7 +122,8 @@ class CheckpointManager:
         """Of every save."""
         if taken := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():
             raise OptionError(f"SaveOptions(metadata=…): {min(taken)!r} is a member that a CheckpointManager sets; name yours otherwise.")
-        policy = as_policy(every) if preemption is None else any_of(as_policy(every), preemption)
+        when = None if every is _UNTOLD and preemption is not None else every
+        policy = as_policy(when) if preemption is None else any_of(as_policy(when), preemption)
         self._rule = as_retention(keep)
         self._root = Store.open(parse(root))
         self._coordinator = Coordinator.current() if coordinator is None else coordinator
@@ -147,6 +154,8 @@ class CheckpointManager:
         """The step that was skipped last."""
         self._owed = False
         """Whether a step was due that could not be saved, so that the next one is."""
+        self._warns = when is _UNTOLD and keep is None
+        """Whether the first save warns that every call saves and every step is kept."""
         self._closed = False
 
     # --- saving
@@ -176,7 +185,7 @@ class CheckpointManager:
         returns. All processes call it, with the same step.
 
         Args:
-            step: the step that was completed, 0 or more; not smaller than the one that was asked about, saved or restored last.
+            step: the step that was completed, from 0 to 2**63 - 1; not smaller than the one that was asked about, saved or restored last.
             state: as for `shardckpt.save`, or what `shardckpt.train_state` made.
             metrics: numbers by name, for `best_step` and rules of retention; process 0's count.
             force: save although it is not due.
@@ -203,6 +212,9 @@ class CheckpointManager:
         if self._lineage.protects(step):  # it is forced
             self._skip(step, _PROTECTED)
             return False
+        if self._warns:
+            self._warns = False
+            _log.warning("%s: every call of save() saves and every step is kept; give every= or keep= to CheckpointManager.", self._root)
         options = checked_options(self.options, skip)
         measured = {} if metrics is None else encode_metrics(metrics)
         measured = measured if self._leads else {}
@@ -430,8 +442,8 @@ class CheckpointManager:
             )
 
     def _check(self, step: object) -> None:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise OptionError(f"step={excerpt(step)}: give a whole number, 0 or more.")
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
+            raise OptionError(f"step={excerpt(step)}: give a whole number from 0 to 2**63 - 1.")
         if self._closed:
             raise OptionError(f"{self._root}: this CheckpointManager is closed; make another one.")
 

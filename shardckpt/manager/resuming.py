@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import errors
 from shardckpt.checkpoint import Checkpoint
-from shardckpt.committing import commit
+from shardckpt.committing import commit_places
 from shardckpt.errors import CorruptionError, FormatError, NotFoundError, ReplacedError, ShardckptError, VersionError
-from shardckpt.manager.steps import list_steps
+from shardckpt.manager.steps import list_steps, step_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +34,8 @@ __all__ = ["Restored", "Resumed", "resume"]
 
 T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
+_LEVELS = {"committed": logging.INFO, "refused": logging.WARNING}
+"""Of the log, by what became of an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +178,14 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
 
 
 def _commit_left(root: Store) -> None:
-    """Commit what an earlier run has left complete; who may only read leaves it."""
-    try:
-        for outcome in commit(str(root.location)):
-            level = logging.INFO if outcome.state == "committed" else logging.DEBUG
-            _log.log(level, "%s: an earlier run's attempt %s: %s %s", outcome.location, outcome.attempt, outcome.state, outcome.reason)
-    except NotFoundError:
-        pass  # a new root
-    except errors.StorageError as e:
-        _log.warning("%s: cannot commit what earlier runs may have left: %s", root, e)
+    """Commit the steps that an earlier run has left complete; a process that may only read leaves them.
+
+    Raises:
+        StorageError: the storage failed, so that the latest step may be one that is not known.
+    """
+    for outcome in commit_places(root, [(str(step), root.sub(str(step))) for step in step_numbers(root)]):
+        level = _LEVELS.get(outcome.state, logging.DEBUG)
+        _log.log(level, "%s: an earlier run's attempt %s: %s %s", outcome.location, outcome.attempt, outcome.state, outcome.reason)
 
 
 def _first_failure(coordinator: Coordinator, failure: Exception | None) -> tuple[ShardckptError, bool] | None:

@@ -146,13 +146,61 @@ def refusals(coordinator, directory):
     trainer, callback, _ = made(1, directory, 6)
     callback.resume(trainer)
     attempt("not passed on", trainer.train)
-    best, _, _ = made(1, directory, 3, load_best_model_at_end=True, eval_strategy="steps", eval_steps=3)
-    attempt("best", best.train)
     trainer, callback, _ = made(1, directory, 6)
     damaged = Path(directory, "run", "3", "checkpoint.json")
     damaged.write_bytes(damaged.read_bytes().replace(b"model", b"modul"))
     attempt("damaged", lambda: callback.resume(trainer))
     return found
+
+
+def best(coordinator, directory, steps, resumes_at, arguments):
+    """Train with evaluations whose metric is given by the step, and end with the best weights; perhaps in two runs."""
+    ranks = quiet(coordinator)
+    evals = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": False, "learning_rate": 0.3}
+    weights = {}
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_kwargs):
+            weights[state.global_step] = digest(model.state_dict())
+
+    for until in [steps] if resumes_at is None else [resumes_at, steps]:
+        trainer, callback, _ = made(ranks, directory, until, **evals | arguments)
+        trainer.add_callback(Note())
+        trainer.train(resume_from_checkpoint=callback.resume(trainer))
+    coordinator.share("leave", None)
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    return {
+        "losses": losses,
+        "weights": weights,
+        "final": digest(trainer.model.state_dict()),
+        "best": [trainer.state.best_global_step, str(trainer.state.best_model_checkpoint)],
+        "strategy": str(trainer.args.save_strategy.value),
+    }
+
+
+def raises(coordinator, directory, resumes):
+    """Training that ends by an exception in the step after a save; what is there then."""
+    quiet(coordinator)
+    before = signal.getsignal(signal.SIGTERM)
+
+    class Raise(TrainerCallback):
+        def on_step_end(self, args, state, control, **_kwargs):
+            if state.global_step == 4:
+                raise ZeroDivisionError("mine")
+
+    trainer, callback, _ = made(1, directory, 6, OnPreemption())
+    trainer.add_callback(Raise())
+    try:
+        trainer.train(resume_from_checkpoint=callback.resume(trainer) if resumes else None)
+    except ZeroDivisionError as e:
+        raised = str(e)
+        if not resumes:
+            callback.close()
+    handler_is_back = signal.getsignal(signal.SIGTERM) is before
+    trainer.pop_callback(Raise)
+    trainer.train(resume_from_checkpoint=callback.resume(trainer))
+    own = [name for name in ("_inner_training_loop", "_load_from_checkpoint") if name in vars(trainer)]
+    return {"raised": raised, "handler is back": handler_is_back, "ends at": trainer.state.global_step, "left": own}
 
 
 def weights(coordinator, directory, step):

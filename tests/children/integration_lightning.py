@@ -12,13 +12,15 @@ import s3fs  # noqa: F401
 import torch
 from integration_launch import digest, launch
 from lightning.fabric.accelerators import xla
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardckpt
 from shardckpt import ShardckptError
 from shardckpt.integrations.lightning import ShardckptIO
+from shardckpt.pinning import pin
 
 xla._XLA_AVAILABLE = False  # nor look for a TPU
 ROWS, BATCH = 24, 6
@@ -108,6 +110,37 @@ def train(coordinator, directory, epochs, dies_at=None, resume=None):
     return {"losses": model.losses, "start": watch.start, "best": saving.best_model_score.item(), "kept": kept}
 
 
+def swa(coordinator, directory, epochs, resume):
+    """Train with averaged weights; what it ends with."""
+    ranks = quiet(coordinator)
+    saving = ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    averaging = StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=3)
+    trainer = trainer_for(ranks, directory, epochs, saving, averaging)
+    model = Model()
+    trainer.fit(model, loader_for(ranks), ckpt_path=resume)
+    return {"losses": model.losses, "final": digest(model.state_dict()), "averaged": averaging.n_averaged.item()}
+
+
+def top(coordinator, directory):
+    """Two runs that keep the three best of six checkpoints, with the same names; what lies there after each."""
+    quiet(coordinator)
+    found = []
+    for _ in range(2):
+        saving = ModelCheckpoint(directory, filename="{epoch}", monitor="loss", save_top_k=3, every_n_epochs=1)
+        trainer_for(1, directory, 6, saving).fit(Model(), loader_for(1))
+        found.append(sorted(path.name for path in Path(directory).iterdir() if path.is_dir()))
+    return found
+
+
+def sharded(coordinator, directory):
+    """What a Trainer of a strategy that shards says to the plugin; Lightning takes the other such strategies with CUDA alone."""
+    quiet(coordinator)
+    try:
+        lightning.Trainer(accelerator="cpu", devices=1, strategy=ModelParallelStrategy(), plugins=[ShardckptIO()])
+    except ShardckptError as e:
+        return {"refused": [type(e).__name__, str(e)]}
+
+
 class Own:
     """A hyperparameter that pickle can write."""
 
@@ -150,6 +183,14 @@ def refusals(coordinator, directory):
     io.remove_checkpoint(first)
     loaded = io.load_checkpoint(second, map_location="cpu")
     found["loaded"] = [loaded["state_dict"]["w"].tolist(), str(loaded["state_dict"]["half"].dtype), loaded["n"] == (1, {2: None})]
+    link, pinned = Path(directory, "link.ckpt"), Path(directory, "pinned.ckpt")
+    link.symlink_to("second.ckpt")
+    io.remove_checkpoint(link)
+    io.save_checkpoint(ok, pinned)
+    io.teardown()
+    pin(pinned)
+    io.remove_checkpoint(pinned)
+    found["there"] = sorted(path.name for path in Path(directory).glob("*.ckpt"))
     attempt("removed", lambda: io.load_checkpoint(first))
     blocking = ShardckptIO(asynchronous=False, options=shardckpt.SaveOptions())
     attempt("exists", lambda: blocking.save_checkpoint(ok, second))

@@ -76,12 +76,47 @@ def test_the_weights_alone_are_found_for_inference(job, tmp_path):
     assert found["model"] == trained["final"][0]
 
 
+@pytest.mark.parametrize(("ranks", "resumes_at"), [(1, None), (1, 4), (2, None)])
+def test_training_ends_with_the_best_weights_that_were_saved(job, tmp_path, ranks, resumes_at):
+    arguments = {"load_best_model_at_end": True, "greater_is_better": True, "save_steps": 2, "save_total_limit": 1}
+    found = job("best", ranks, tmp_path, 8, resumes_at, arguments)
+    for one in found:
+        saved = {step: loss for step, loss in one["losses"].items() if int(step) % 2 == 0}
+        best = max(saved, key=saved.get)
+        assert best != "8", "the last step must not be the best, or this shows nothing"
+        assert one["final"] == one["weights"][best]
+        assert one["best"][1] == str(tmp_path / "run" / best)
+    assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == [int(best), 8]
+    assert not list(Path(tmp_path, "trainer").glob("checkpoint-*"))
+
+
+def test_the_strategy_best_saves_where_the_metric_improves_and_the_trainer_writes_nothing(job, tmp_path):
+    arguments = {"save_strategy": "best", "save_total_limit": None, "load_best_model_at_end": True}
+    (found,) = job("best", 1, tmp_path, 8, None, arguments)
+    improved, least = [], float("inf")
+    for step, loss in found["losses"].items():
+        if loss < least:
+            least = loss
+            improved.append(int(step))
+    assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == improved
+    assert not list(Path(tmp_path, "trainer").glob("checkpoint-*"))
+    assert found["best"] == [improved[-1], str(tmp_path / "run" / str(improved[-1]))]
+    assert found["final"] == found["weights"][str(improved[-1])]
+    assert found["strategy"] == "best"
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_an_exception_closes_the_manager_and_training_goes_on_from_the_last_save(job, tmp_path, resumes):
+    (found,) = job("raises", 1, tmp_path, resumes)
+    assert found == {"raised": "mine", "handler is back": True, "ends at": 6, "left": []}
+    assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == [3, 6]
+
+
 def test_what_cannot_be_is_said(job, tmp_path):
     (found,) = job("refusals", 1, tmp_path)
     expected = {
         "another's": ("OptionError", "callbacks=[callback]"),
         "not passed on": ("OptionError", "resume_from_checkpoint="),
-        "best": ("OptionError", "load_best_model_at_end"),
         "damaged": ("FormatError", "digest"),
     }
     for case, (kind, words) in expected.items():

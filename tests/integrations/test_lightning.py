@@ -50,8 +50,30 @@ def test_another_number_of_processes_resumes_with_the_same_bits(job, killed, tmp
 
 def test_only_what_lightning_keeps_is_kept(job, tmp_path):
     (found,) = job("train", 1, tmp_path, EPOCHS)
-    there = [path.name for path in tmp_path.glob("*.ckpt") if _committed(path)]
+    there = [path.name for path in tmp_path.glob("*.ckpt")]
     assert sorted(there) == sorted([*found["kept"], "last.ckpt"])
+
+
+def test_a_second_run_gives_its_checkpoints_the_names_of_those_that_were_removed(job, tmp_path):
+    (first, second), *_ = job("top", 1, tmp_path)
+    assert len(first) == 3
+    versions = [name for name in second if "-v" in name]
+    assert len(second) == 6
+    assert {name.replace("-v1", "") for name in versions} == {*first}  # those alone were in the way
+
+
+def test_averaged_weights_are_saved_and_resumed(job, tmp_path):
+    (whole,) = job("swa", 1, tmp_path, 5, None)
+    (resumed,) = job("swa", 1, tmp_path / "resumed", 5, tmp_path / "epoch=2.ckpt")
+    assert resumed["losses"] == whole["losses"][3 * STEPS :]
+    assert resumed["averaged"] == whole["averaged"]
+
+
+def test_strategies_that_pass_plugins_by_are_refused_when_a_trainer_is_made(job, tmp_path):
+    (found,) = job("sharded", 1, tmp_path)
+    kind, message = found["refused"]
+    assert kind == "OptionError"
+    assert "ModelParallelStrategy shards the model" in message
 
 
 def test_what_would_be_pickled_is_refused_by_name_and_failures_surface_once(job, tmp_path):
@@ -63,19 +85,12 @@ def test_what_would_be_pickled_is_refused_by_name_and_failures_surface_once(job,
         "map_location": ("OptionError", "torch.device"),
         "not there": ("NotFoundError", "odd.ckpt"),
         "in the background": ("StorageError", "inside.ckpt"),
-        "removed": ("NotFoundError", "removed by Lightning"),
+        "removed": ("NotFoundError", "first.ckpt"),
         "exists": ("AlreadyExistsError", "second.ckpt"),
     }
     for case, (kind, words) in expected.items():
         assert found[case][0] == kind, (case, found)
         assert words in found[case][1], (case, found)
     assert found["kept when the next one fails"] == [1.0, 1.0, 1.0]
+    assert found["there"] == ["pinned.ckpt", "second.ckpt"]
     assert found["loaded"] == [[0.0, 0.0, 0.0], "torch.bfloat16", True]
-
-
-def _committed(path):
-    try:
-        shardckpt.open(path)
-    except shardckpt.errors.NotFoundError:
-        return False
-    return True

@@ -13,6 +13,7 @@ from training_runs import state
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from fault_proxy import FaultProxy
+from fault_rules import Rule
 
 import shardckpt
 from shardckpt import errors
@@ -24,12 +25,17 @@ from shardckpt.manager.steps import step_numbers
 
 
 @pytest.fixture(params=["gs", "s3"])
-def root(request):
-    """A place in a bucket, behind a proxy that sees to it that conditions hold."""
+def cloud(request):
+    """A place in a bucket, and the proxy before it, which sees to it that conditions hold."""
     emulator = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
-    with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url)):
+    with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url) | {"SHARDCKPT_RETRY_SECONDS": "2"}):
         shared_context.cache_clear()  # credentials are read once
-        yield f"{emulator.scheme}://{emulator.new_bucket(f'b-{uuid.uuid4().hex}')}/run"
+        yield f"{emulator.scheme}://{emulator.new_bucket(f'b-{uuid.uuid4().hex}')}/run", proxy
+
+
+@pytest.fixture
+def root(cloud):
+    return cloud[0]
 
 
 def test_a_run_in_a_bucket(root):
@@ -72,3 +78,48 @@ def test_steps_that_are_deleted_are_summed_up_until_one_is_saved_again(root):
     shardckpt.save(f"{root}/1", state(1))
     assert step_numbers(place) == [1, 3]
     assert shardckpt.CheckpointManager(root).all_steps() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param({"fault": "status", "status": 403}, id="refused"),
+        pytest.param({"fault": "truncate"}, id="truncated", marks=pytest.mark.slow),  # half a minute, for which the client tries again
+    ],
+)
+@pytest.mark.parametrize("listed", ["run/2/*", "run/2/*/records/*"])
+def test_a_listing_that_fails_while_leftovers_are_committed_makes_restore_fail_and_not_go_further_back(cloud, listed, fault):
+    root, proxy = cloud
+    with shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess()) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    Store.open(f"{root}/2").delete("checkpoint.json")  # complete, and not published
+    with (
+        proxy.rules.during(Rule(**fault, kinds=("list",), objects=f"*/{listed}", times=None)),
+        pytest.raises(errors.StorageError, match="cannot list"),
+    ):
+        shardckpt.CheckpointManager(root).restore()
+    assert shardckpt.CheckpointManager(root).restore().step == 2
+
+
+def test_a_read_that_fails_then_makes_restore_fail_too(cloud):
+    root, proxy = cloud
+    with shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess()) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    Store.open(f"{root}/2").delete("checkpoint.json")
+    rule = Rule("status", status=400, kinds=("read", "stat"), objects="*/run/2/checkpoint.json", times=None)
+    with proxy.rules.during(rule), pytest.raises(errors.StorageError, match="cannot read"):
+        shardckpt.CheckpointManager(root).restore()
+    assert shardckpt.CheckpointManager(root).restore().step == 2
+
+
+def test_a_process_that_may_only_read_restores_the_latest_step_that_is_published_and_says_why(cloud, caplog):
+    root, proxy = cloud
+    with shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess()) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    Store.open(f"{root}/2").delete("checkpoint.json")
+    with proxy.rules.during(Rule("status", status=403, kinds=("upload",), times=None)):
+        assert shardckpt.CheckpointManager(root).restore().step == 1
+    assert "/run/2: an earlier run's attempt" in caplog.text

@@ -1,6 +1,7 @@
 """A training loop saves its steps in the background, and hears of what went wrong."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.catalog import catalog
 from shardckpt.manager.background import Background
-from shardckpt.policies import AtSteps, Continuous, EverySeconds
+from shardckpt.policies import AtSteps, Continuous, EverySeconds, OnPreemption
 from shardckpt.retention import Best
 
 
@@ -75,6 +77,57 @@ def test_a_step_is_saved_without_being_due_only_when_forced(run):
         assert [(e.step, e.reason) for e in run.told("SaveSkipped")] == [(1, "it is saved already")]
         assert not manager.should_save(2)
     assert run.holds(1)
+
+
+def test_a_manager_that_is_not_told_when_saves_every_call_and_warns_once_where_it_keeps_every_step(run, caplog):
+    with shardckpt.CheckpointManager(run.root) as manager:
+        assert [manager.save(step, state(step)) for step in range(3)] == [True] * 3
+    assert [run.holds(step) for step in range(3)] == [True] * 3
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "every step is kept; give every= or keep=" in said[0]
+
+
+def test_it_keeps_what_it_is_told_to_keep_and_says_nothing(run, caplog):
+    with shardckpt.CheckpointManager(run.root, keep=2) as manager:
+        assert all(manager.save(step, state(step)) for step in range(4))
+        manager.wait()
+        assert manager.all_steps() == [2, 3]
+    assert not caplog.records
+
+
+def test_it_saves_with_a_policy_of_preemption_alone_when_that_says_so(run):
+    told = []
+    preemption = OnPreemption(signals=(), when=lambda: bool(told))
+    with shardckpt.CheckpointManager(run.root, preemption=preemption) as manager:
+        assert not manager.save(1, state(1))
+        told.append(1)
+        assert manager.save(2, state(2))
+
+
+def test_a_loop_that_resumes_saves_every_call_after_the_step_that_it_resumed_from(run):
+    run.train(3)
+    with shardckpt.CheckpointManager(run.root, keep=9) as manager:
+        assert manager.restore().step == 3
+        assert [manager.save(step, state(step)) for step in (3, 4)] == [False, True]
+
+
+@pytest.mark.parametrize("step", [10**18, time.time_ns(), 2**63 - 1])
+def test_steps_of_up_to_63_bits_are_found_again(run, step):
+    run.train(step - 1, step, keep=1)
+    with run.manager() as manager:
+        assert manager.all_steps() == [step]
+        assert manager.restore().step == step
+        assert manager.restore(step=step).step == step
+    assert [entry.step for entry in catalog(run.root)] == [step]
+
+
+@pytest.mark.parametrize("step", [2**63, 10**5000], ids=["64 bits", "5001 digits"])
+def test_larger_ones_are_refused(run, step):
+    with run.manager() as manager:
+        for asks in (manager.should_save, lambda step: manager.save(step, state(1)), lambda step: manager.restore(step=step)):
+            with pytest.raises(errors.OptionError, match="2\\*\\*63 - 1"):
+                asks(step)
 
 
 def test_steps_ascend(run):

@@ -1,0 +1,46 @@
+"""What lies in a run's root besides its steps, and what earlier runs have left there."""
+
+from __future__ import annotations
+
+import pytest
+from training_runs import state
+
+from shardckpt import errors
+
+
+@pytest.fixture
+def unpublished(run):
+    """A run whose step 2 is complete and lacks its publication."""
+    run.train(1, 2)
+    (run.root / "2" / "checkpoint.json").unlink()
+    return run
+
+
+@pytest.mark.parametrize(("name", "target"), [("loop", "loop"), ("7", "7"), ("a", "b"), ("latest", "2"), ("nowhere", "gone"), ("dot", ".")])
+def test_symbolic_links_in_the_root_disturb_nothing(unpublished, name, target):
+    (unpublished.root / name).symlink_to(target)
+    (unpublished.root / "b").symlink_to("a")
+    with unpublished.manager(keep=2) as manager:
+        assert manager.all_steps() == [1]
+        assert manager.restore().step == 2
+        assert manager.all_steps() == [1, 2]
+        manager.save(3, state(3))
+        manager.wait()
+        assert manager.all_steps() == [2, 3]
+
+
+def test_a_link_to_itself_where_a_step_would_be_saved_makes_that_save_fail_by_name(run):
+    run.root.mkdir()
+    (run.root / "7").symlink_to("7")
+    with run.manager() as manager:
+        manager.save(7, state(7))
+        with pytest.raises(errors.StorageError, match="/run/7"):
+            manager.wait()
+
+
+def test_nothing_but_steps_is_looked_at(unpublished):
+    foreign = unpublished.root / "lost+found" / "20260101T000000-00000000"
+    foreign.mkdir(parents=True)
+    (foreign / "records").write_text("a file where a directory would be")
+    with unpublished.manager() as manager:
+        assert manager.restore().step == 2
