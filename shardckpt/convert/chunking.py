@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardckpt.planning.chunks import divisors
 from shardckpt.planning.plan import Piece
 from shardckpt.reshard.cells import unbroken, walk
 
@@ -162,5 +163,5 @@ def _suited(most: int, length: int, sides: set[int]) -> int:
 
 def _divisor(side: int, most: int) -> int:
     """The largest divisor of a side up to some number, unless that is a small part of it."""
-    found = next(n for n in range(most, 0, -1) if side % n == 0)
+    found = max((n for n in divisors(side) if n <= most), default=1)
     return found if 8 * found >= most else most

@@ -158,9 +158,9 @@ def settle(leaves: Iterable[object]) -> None:
 def identity(leaf: Any) -> Hashable | None:
     """Equal for tensors over the same memory in the same way, so for detached and `.data` aliases of one parameter too.
 
-    None for tensors without memory: no elements, meta tensors, and kinds that cannot be stored.
+    None for tensors without memory: no elements, meta tensors, freed storages, and kinds that cannot be stored.
     """
-    if type(leaf) not in _KINDS or _unstorable(leaf) is not None or leaf.is_meta or leaf.numel() == 0:
+    if type(leaf) not in _KINDS or _unstorable(leaf) is not None or leaf.is_meta or leaf.numel() == 0 or _without_memory(leaf) is not None:
         return None
     seen = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.is_conj(), leaf.is_neg())
     return "torch", str(leaf.device), leaf.data_ptr(), *seen
@@ -245,9 +245,24 @@ def array_of(tensor: Any, dtype: DType) -> Array:
         tensor: without gradient, conjugation or negation. Its dtype may also be another of the same width.
         dtype: what its bits are.
     """
-    bits = tensor.view(_AS_BITS[tensor.dtype]) if tensor.dtype in _AS_BITS else tensor
-    array: Array = bits.numpy()
-    return array.view(dtype.numpy)
+    return np.asarray(_Memory(tensor)).view(dtype.numpy)
+
+
+class _Memory:
+    """A CPU tensor's memory in numpy's array interface. `Tensor.numpy` would mark the storage as not resizable, for good."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor  # keeps the storage for as long as numpy has arrays of it
+        itemsize = tensor.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(itemsize * stride for stride in tensor.stride()),
+            "typestr": f"|V{itemsize}",
+            "data": (tensor.data_ptr(), False),
+        }
 
 
 def tensor_of(array: Array, dtype: DType) -> Any:
@@ -278,8 +293,28 @@ def _unstorable(leaf: Any) -> str | None:
     return None
 
 
+def _without_memory(leaf: Any) -> str | None:
+    """Why not all elements of a strided tensor are in memory, and what to do, where that is so."""
+    if leaf._is_zerotensor():
+        return "this tensor stands for zeros and has no memory; pass leaf.clone()"
+    try:
+        held = leaf.untyped_storage().nbytes()
+    except NotImplementedError as e:
+        return f"this tensor has no memory of its own ({e}); pass it outside of torch.func transforms"
+    if leaf.numel() == 0:
+        return None
+    last = leaf.storage_offset() + sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    needed = (last + 1) * leaf.itemsize
+    if needed <= held:
+        return None
+    return (
+        f"this tensor's elements take {needed} bytes of its storage, which has {held}: its memory was freed, as FSDP and offloading "
+        f"do with untyped_storage().resize_(0); bring it back first, or pass the tensor that has the data now"
+    )
+
+
 def check_kind(name: str, leaf: Any) -> None:
-    """Raise LeafError unless the leaf is a kind of tensor that is no more than its elements."""
+    """Raise LeafError unless the leaf is a kind of tensor that is no more than its elements, all of them in memory or none (meta)."""
     reason = _unstorable(leaf)
     if reason is None and type(leaf) not in _KINDS:
         if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
@@ -287,5 +322,7 @@ def check_kind(name: str, leaf: Any) -> None:
         else:
             kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
             reason = f"the tensor subclass {kind} is not supported; pass the plain tensors it is made of"
+    if reason is None and not leaf.is_meta:
+        reason = _without_memory(leaf)
     if reason is not None:
         raise LeafError(f"{shown(name)}: {reason}.")

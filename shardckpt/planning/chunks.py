@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from math import isqrt, prod
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,6 +48,7 @@ __all__ = [
     "Chunking",
     "chunk_shape",
     "chunking",
+    "divisors",
     "even_runs",
     "grid_shape",
     "padded_size",
@@ -79,6 +80,8 @@ _EXCESS_COST = 2.0
 _PIECES_COST = 4.0
 """The factor by which a score must improve for each dimension that is stored in pieces: one array is simpler."""
 _MOST_COMBINATIONS = 1 << 18
+_MOST_SIDES = 2048
+"""Sides of one dimension that are compared at most; numbers below 2^32 have at most 1,536 divisors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +233,7 @@ class _Axis:
     def of(cls, length: int, parts: int, apart: bool) -> _Axis:
         """Of a dimension that is split into `parts` tiles, each an array by itself or not."""
         tile = -(-length // parts)
-        sides = _divisors(tile) if parts > 1 and not apart else _free_sides(tile)
+        sides = divisors(tile) if parts > 1 and not apart else _free_sides(tile)
         array = tile if apart else length
         scores = _power(_worst(length, _TENSOR_SPLITS, sides, array), _TENSOR_WEIGHT)
         scores = scores * _worst(length, _ODD_SPLITS, sides, array)
@@ -252,16 +255,44 @@ def _free_sides(length: int) -> tuple[int, ...]:
     sides = {-(-length // n) for n in range(1, min(length, 64) + 1)}
     sides.update(-(-length // (1 << k)) for k in range(length.bit_length() + 1))
     for split in (1, *_TENSOR_SPLITS):
-        sides.update(n for n in _divisors(-(-length // split)) if n * 256 >= length)
+        part = -(-length // split)
+        sides.update(part // n for n in range(1, part * 256 // length + 1) if part % n == 0)
     return tuple(sorted(sides))
 
 
 @lru_cache(maxsize=4096)
-def _divisors(n: int) -> tuple[int, ...]:
-    """All divisors of n, ascending."""
-    small = np.arange(1, isqrt(n) + 1, dtype=np.int64)
-    small = small[n % small == 0]
-    return tuple(sorted({*small.tolist(), *(n // small).tolist()}))
+def divisors(n: int) -> tuple[int, ...]:
+    """Divisors of n, ascending: all of them where n is below 2^32.
+
+    Of a larger number, prime factors above 2^16 stay together, and at most `_MOST_SIDES` divisors are kept, the largest among them.
+    """
+    primes, rest, found = _primes(), n, [1]
+    for prime in primes[n % primes == 0].tolist():
+        powers = [1]
+        while rest % prime == 0:
+            rest //= prime
+            powers.append(powers[-1] * prime)
+        found = _products(found, powers)
+    return tuple(sorted(found if rest == 1 else _products(found, [1, rest])))
+
+
+def _products(some: list[int], others: list[int]) -> list[int]:
+    """All products, the largest first; of more than `_MOST_SIDES` every second, fourth, … one."""
+    products = sorted((a * b for a in some for b in others), reverse=True)
+    while len(products) > _MOST_SIDES:
+        products = products[::2]
+    return products
+
+
+@lru_cache(maxsize=1)
+def _primes() -> NDArray[np.int64]:
+    """The primes below 2^16."""
+    sieve = np.ones(1 << 16, bool)
+    sieve[:2] = False
+    for n in range(2, 1 << 8):
+        if sieve[n]:
+            sieve[n * n :: n] = False
+    return np.flatnonzero(sieve)
 
 
 def _worst(length: int, splits: Sequence[int], sides: tuple[int, ...], array: int) -> NDArray[np.float64]:

@@ -122,7 +122,7 @@ def unbroken(pieces: Sequence[Piece], d: int) -> Ints:
     """Where chunks of some arrays end along dimension d, and none of theirs is straddled."""
     axes = {(p.start[d], p.shape[d], p.chunks[d]) for p in pieces}
     borders = [np.append(np.arange(start, start + length, side, dtype=np.int64), start + length) for start, length, side in axes]
-    return _free(np.unique(np.concatenate(borders)), d, pieces)
+    return _free(borders[0] if len(borders) == 1 else np.unique(np.concatenate(borders)), d, pieces)
 
 
 def _free(borders: Ints, d: int, pieces: Sequence[Piece]) -> Ints:
@@ -147,9 +147,10 @@ def _thinned(borders: Ints, least: int) -> Ints:
     """Some of the borders, so far apart that intervals have `least` elements where they can; the first and the last among them."""
     if len(borders) <= 2 or int(np.diff(borders).min()) >= least:
         return borders
+    following = np.searchsorted(borders, borders[:-1] + least)
     kept, at = [0], 0
     while at < len(borders) - 1:
-        at = min(int(np.searchsorted(borders, borders[at] + least)), len(borders) - 1)
+        at = min(int(following[at]), len(borders) - 1)
         kept.append(at)
     return borders[kept]
 

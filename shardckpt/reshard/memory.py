@@ -23,7 +23,7 @@ from shardckpt.excerpt import file_size, mebibytes_above
 if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
-__all__ = ["PARTS", "PROCESS_BYTES", "Memory", "Sizes", "readers", "share"]
+__all__ = ["PARTS", "PROCESS_BYTES", "Memory", "Sizes", "check_limit", "readers", "share"]
 
 PROCESS_BYTES = 128 << 20
 """What a process takes besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Stated, and tested."""
@@ -124,19 +124,24 @@ def share(limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes
     """
     useful = min(tasks, tasks * length // _WORTHWHILE)
     wished = workers or max(1, min(cores(), _MOST_LOCAL, useful, limit // max(_COMFORTABLE, sizes.least)))
+    check_limit(limit, wished, sizes, where)
     mine = limit // wished
-    if mine < sizes.least:
-        several = wished > 1
-        raise BudgetError(
-            f"{where}: memory_limit={file_size(limit)} is too little for {wished} worker{'s' if several else ''}: with chunks of "
-            f"{file_size(sizes.source_chunk)} in the source and {file_size(sizes.target_chunk)} in the target each needs "
-            f"{file_size(sizes.least)}; raise it to {mebibytes_above(wished * sizes.least)}{', or use fewer workers' if several else ''}."
-        )
     spare = mine - sizes.least
     # More requests at a time, and larger data files, are what an object store is fast with.
     reading = sizes.reading + (0 if sizes.source_local else spare // 4)
     writing = sizes.writing + (0 if sizes.target_local else spare // 4)
     return Memory(wished, (mine - reading - writing) // 2, reading, writing)
+
+
+def check_limit(limit: int, workers: int, sizes: Sizes, where: str) -> None:
+    """Raise BudgetError unless so many workers can do any task within the memory limit; for the arguments see `share`."""
+    if limit // workers < sizes.least:
+        several = workers > 1
+        raise BudgetError(
+            f"{where}: memory_limit={file_size(limit)} is too little for {workers} worker{'s' if several else ''}: with chunks of "
+            f"{file_size(sizes.source_chunk)} in the source and {file_size(sizes.target_chunk)} in the target each needs "
+            f"{file_size(sizes.least)}; raise it to {mebibytes_above(workers * sizes.least)}{', or use fewer workers' if several else ''}."
+        )
 
 
 def readers(location: Location, most: int = READERS) -> int | None:

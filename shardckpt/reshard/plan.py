@@ -19,7 +19,7 @@ import numpy as np
 
 from shardckpt.io.codec import CHECKSUM_BYTES, largest_chunk
 from shardckpt.reshard.cells import Cells, cut, read_bytes, steps
-from shardckpt.reshard.memory import Memory, Sizes, share
+from shardckpt.reshard.memory import Memory, Sizes, check_limit, share
 from shardckpt.reshard.targets import targets
 
 if TYPE_CHECKING:
@@ -177,6 +177,8 @@ def plan_reshard(source: Source, options: ReshardOptions, destination: Location 
         source_compressed=record.compression is not None or bool(record.structure.bases) or not ours,
         target_compressed=compression is not None,
     )
+    # Before cells are cut: there are as many as a file claims to have elements for.
+    check_limit(options.budget, options.workers or 1, sizes, str(source.location))
     least = record.processes if made.values else 1
     length = _task_length(made.structure, options.task_length)
     cells = {

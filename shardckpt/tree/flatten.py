@@ -175,6 +175,10 @@ def unsupported(value: object, name: str) -> LeafError:
         return LeafError(f"{what} Sets have no order: store sorted(…) of it, a list.")
     if base is not None:
         return LeafError(f"{what} Convert it with {base.__name__}(…), or keep its class: call shardckpt.register_leaf for it.")
+    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+        return LeafError(
+            f"{what} Store its state_dict(), or make the state with shardckpt.train_state(model=…), which also restores into it."
+        )
     if callable(value):
         return LeafError(f"{what} Leave functions and classes out of the state, and make them anew when restoring.")
     return LeafError(f"{what} Store what it consists of (its state_dict(), say), or call shardckpt.register_leaf for its class.")

@@ -338,8 +338,12 @@ def refusals(_):
     meta = DTensor.from_local(torch.empty(2, 2, device="meta"), mesh, [Shard(0)], run_check=False)
     conjugate = DTensor.from_local(flat._local_tensor.conj(), mesh, [Shard(0)], run_check=False)
     conjugate_source = frameworks.source("layer/w", conjugate, world())
+    gone = distribute_tensor(numbered((4, 2)), mesh, [Shard(0)])
+    gone._local_tensor.untyped_storage().resize_(0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return {
+        "freed": error(frameworks.source, "layer/w", gone, world()),
+        "freed, restored": error(frameworks.target, "layer/w", gone, (), F32),
         "alone": error(frameworks.source, "layer/w", cut),
         "renumbered": error(frameworks.source, "layer/w", cut, World(ranks - 1 - rank, ranks)),
         "more processes": error(frameworks.source, "layer/w", cut, World(rank, ranks + 1)),

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 import warnings
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 import shardckpt
 from shardckpt.convert.from_torch import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError, ShardckptError
+from shardckpt.errors import BudgetError, CorruptionError, FormatError, MissingDataError, ReplacedError, ShardckptError
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.tree import alias_map
@@ -347,3 +348,16 @@ def test_torch_is_not_imported(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "['w'] False\n"
+
+
+@pytest.mark.parametrize("elements", [1 << 56, 1 << 61, (1 << 61) - 1, (1 << 63) - 1])
+def test_a_small_file_that_claims_exbibytes_is_refused_in_little_memory(tmp_path, elements):
+    import_checkpoint(saved(tmp_path, {"w": torch.ones(1)}), tmp_path / "warm")
+    path = saved(tmp_path, {"w": torch.ones(1).expand(elements)})
+    tracemalloc.start()
+    try:
+        with pytest.raises(BudgetError, match="memory_limit=67108864 is too little"):
+            import_checkpoint(path, tmp_path / "c", memory_limit="64MiB")
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

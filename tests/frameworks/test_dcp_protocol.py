@@ -133,6 +133,12 @@ def test_strided_shards_are_views():
 ONES = torch.ones(2, 3)
 
 
+def freed():
+    shard = torch.ones(2, 3)
+    shard.untyped_storage().resize_(0)
+    return shard
+
+
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
@@ -144,6 +150,7 @@ ONES = torch.ones(2, 3)
         (lambda: Table([ONES], [(0, 0)], (4, 3), [(3, 3)]), r"has the shape \(3, 3\), and its data has \(2, 3\)"),
         (lambda: Table([ONES, ONES.double()], [(0, 0), (2, 0)], (4, 3)), "dtypes .'float32', 'float64'."),
         (lambda: Table([ONES.to("meta")], [(0, 0)], (2, 3)), "meta tensor without data"),
+        (lambda: Table([freed()], [(0, 0)], (2, 3)), "storage, which has 0: its memory was freed"),
         (lambda: Table([ONES.to_sparse()], [(0, 0)], (2, 3)), "layout torch.sparse_coo cannot be stored"),
         (lambda: Table([ONES.as_subclass(Other)], [(0, 0)], (2, 3)), "Other is not supported"),
         (lambda: Contradiction([ONES, ONES], [(0, 0), (2, 0)], (4, 3)), r"the shapes \[\(4, 3\), \(5, 3\)\]"),

@@ -359,6 +359,8 @@ def test_partial_values_are_reduced_by_those_who_ask_for_it_and_all_else_is_left
     ("question", "kind", "words"),
     [
         ("meta", "LeafError", "a meta tensor has no data to save"),
+        ("freed", "LeafError", "its memory was freed"),
+        ("freed, restored", "LeafError", "its memory was freed"),
         ("expanded", "LeafError", "elements of this tensor share memory"),
         ("local subclass", "LeafError", "the tensor subclass __main__.Other is not supported"),
         ("subclass", "LeafError", "the DTensor subclass __main__.Sub is not supported"),

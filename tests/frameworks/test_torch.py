@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import shardckpt
 from shardckpt import frameworks
 from shardckpt.dtypes import by_name
 from shardckpt.errors import DtypeError, LeafError
@@ -170,6 +171,80 @@ def test_kinds_of_tensors_that_cannot_be_stored_are_refused_by_name(make, words)
         frameworks.source("layer/w", leaf)
     with pytest.raises(LeafError, match=f"'layer/w': .*{words}"):
         frameworks.target("layer/w", leaf, (2,), F32)
+
+
+def freed(keep=0, view=lambda tensor: tensor):
+    tensor = view(torch.arange(12.0).reshape(3, 4))
+    tensor.untyped_storage().resize_(keep)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (freed, "take 48 bytes of its storage, which has 0: its memory was freed"),
+        (lambda: torch.nn.Parameter(freed()), "its memory was freed"),
+        (lambda: freed(44), "take 48 bytes of its storage, which has 44"),
+        (lambda: freed(44, lambda tensor: tensor[1:, 2:]), "take 48 bytes of its storage, which has 44"),
+        (lambda: freed(44, torch.t), "take 48 bytes of its storage, which has 44"),
+        (lambda: torch._efficientzerotensor(3), "stands for zeros and has no memory"),
+    ],
+)
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name(make, words):
+    leaf = make()
+    assert frameworks.identity(leaf) is None
+    with pytest.raises(LeafError, match=f"'layer/w': .*{words}"):
+        frameworks.source("layer/w", leaf)
+    with pytest.raises(LeafError, match=f"'layer/w': .*{words}"):
+        frameworks.target("layer/w", leaf, tuple(leaf.shape), F32)
+
+
+def test_a_tensor_within_what_is_left_of_its_storage_is_saved_and_filled():
+    part = freed(32, lambda tensor: tensor[:2])
+    assert fetched(part)[1][0].tolist() == part.tolist()
+    frameworks.target("w", part, (2, 4), F32).destinations[0][...] = 5
+    assert part.tolist() == [[5] * 4] * 2
+
+
+def test_a_tensor_within_a_transform_of_torch_func_is_refused_by_name():
+    with pytest.raises(LeafError, match="'w': this tensor has no memory of its own"):
+        torch.vmap(lambda row: frameworks.source("w", row))(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_storages_can_be_freed_after_a_save_and_a_restore(name):
+    _, tensor = random_bits(name, (4, 6))
+    tensor = tensor.clone()  # of a buffer that torch did not allocate, no storage can be resized
+    arrays = [*fetched(tensor)[1], *frameworks.target("w", tensor, (4, 6), F32).destinations]
+    assert all(array.__array_interface__["data"][0] == tensor.data_ptr() for array in arrays)
+    del arrays
+    assert tensor.untyped_storage().resizable()
+    tensor.untyped_storage().resize_(0)
+
+
+def test_training_that_frees_storages_goes_on_after_saves_and_restores(tmp_path):
+    weight = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
+    state = {"weight": weight, "step": shardckpt.PerProcess(torch.tensor(7))}
+    shardckpt.save(tmp_path / "at once", state)
+    shardckpt.save_async(tmp_path / "behind", state).wait()
+    for saved in "at once", "behind":
+        weight.data.untyped_storage().resize_(0)
+        with pytest.raises(LeafError, match=r"'weight': .* its memory was freed"):
+            shardckpt.save(tmp_path / "never", state)
+        with pytest.raises(LeafError, match=r"'weight': .* its memory was freed"):
+            shardckpt.restore(tmp_path / saved, state)
+        weight.data.untyped_storage().resize_(48)
+        shardckpt.restore(tmp_path / saved, state)
+        assert weight.sum() == 66
+    assert state["step"].value.untyped_storage().resizable()
+
+
+def test_an_array_keeps_the_memory_that_it_shows():
+    tensor = torch.full((1000,), 7.0)
+    array = array_of(tensor, F32)[10:]
+    del tensor
+    assert (torch.zeros(1000) == 0).all()
+    assert (array == 7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.float4_e2m1fn_x2])

@@ -1,7 +1,9 @@
 """Chunks suit the reader that nobody knows yet."""
 
+import tracemalloc
 from math import prod
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from shardckpt.planning.chunks import (
     Chunking,
     chunk_shape,
     chunking,
+    divisors,
     grid_shape,
     smallest_chunk,
 )
@@ -151,3 +154,32 @@ def test_the_chunks_of_llama_8b_are_some_hundred_kib_large(itemsize, most, parts
 def test_many_dimensions_and_unlucky_numbers_are_chosen_for_in_bounded_time_and_memory():
     assert 64 << 10 <= prod(chunk_shape((720, 840, 900, 960), 2, (1, 1, 1, 1))) * 2 <= 2 * LARGEST_CHUNK
     assert chunk_shape((7,) * 9, 1, (1,) * 9) is not None
+
+
+@given(st.one_of(st.integers(1, 1_000_000), st.builds(lambda a, b: a * b, st.integers(1, 65_535), st.integers(1, 8))))
+def test_the_divisors_of_a_number_below_2_to_the_32nd_are_all_of_them(n):
+    assert list(divisors(n)) == (np.flatnonzero(n % np.arange(1, n + 1) == 0) + 1).tolist()
+
+
+HOSTILE = [1 << 56, 1 << 61, 1 << 62, (1 << 61) - 1, 4_294_967_311 * 1_073_741_827, 65_537**3, 897_612_484_786_617_600]
+"""Powers of two, a prime, products of large primes, and the number below 2^60 with the most divisors."""
+
+
+@pytest.mark.parametrize("n", HOSTILE)
+def test_numbers_of_any_size_have_few_divisors_that_are_compared(n):
+    found = divisors(n)
+    assert (found[-1], [d for d in found if n % d]) == (n, [])
+    assert len(found) <= 2048
+    assert list(found) == sorted(set(found))
+
+
+@pytest.mark.parametrize("n", HOSTILE)
+@pytest.mark.parametrize("parts", [1, 8])
+def test_a_tensor_that_claims_any_size_is_planned_for_in_little_memory(n, parts):
+    tracemalloc.start()
+    try:
+        chosen = chunking((n * parts,) if n * parts < 1 << 63 else (n,), 4, (parts,), smallest=smallest_chunk(4 * n))
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert chosen.chunks[0] > 0

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from shardckpt import leaves
 from shardckpt.errors import DtypeError, FormatError, LeafError
@@ -294,12 +295,20 @@ class Settings(dict):
     pass
 
 
+class WithState:
+    def state_dict(self):
+        return {}
+
+
 @pytest.mark.parametrize(
     ("value", "advice"),
     [
         ({1, 2}, "sorted"),
         (frozenset(), "sorted"),
         (object(), "register_leaf"),
+        (WithState(), "Store its state_dict(), or make the state with shardckpt.train_state(model=…)"),
+        (torch.nn.Linear(2, 2), "shardckpt.train_state(model=…)"),
+        (WithState, "Leave functions and classes out"),
         (Color.RED, "register_leaf"),
         (Level.LOW, "int(…)"),
         (Settings(), "dict(…)"),
