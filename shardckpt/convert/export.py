@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.naming import Patterns
     from shardckpt.convert.ties import Ties
     from shardckpt.io.url import Location
+    from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
 __all__ = ["ExportReport", "export", "export_safetensors"]
 
@@ -59,6 +60,8 @@ class ExportReport:
     """What was asked for and is not written as it is, a line each: the format has no place for it."""
     seconds: float
     """That it took."""
+    conversions: tuple[ConvertedSubtree, ...] = ()
+    """How many tensors `dtype` converts and leaves, by subtree; empty where it was not given."""
 
 
 def export(
@@ -85,8 +88,9 @@ def export(
         dst: where to. safetensors: see `export_safetensors`. torch: a file on a local disk; dcp, orbax: a directory there.
         to: which format. "safetensors" holds tensors; "torch", "dcp" and "orbax" hold the state, with its containers and small leaves,
             and begin anew when they were interrupted.
-        dtype: what floating-point tensors are converted to, or pattern → dtype. Elements are rounded to the nearest, ties to even;
-            what is too large becomes infinite.
+        dtype: what tensors are converted to: a dtype, which leaves integers, tensors without dimensions and state of optimizers as they
+            are, or pattern → dtype (docs/reshard.md#dtypes). Elements are rounded to the nearest, ties to even; what is too large becomes
+            infinite.
         include: patterns of the names that are exported; None: all.
         exclude: patterns of those that are not.
         memory_limit: bytes of buffers; the process takes up to 128 MiB besides.
@@ -144,6 +148,7 @@ def export(
         resumed_bytes=0,
         notes=written.notes,
         seconds=time.monotonic() - began,
+        conversions=written.conversions,
     )
 
 
@@ -180,8 +185,7 @@ def export_safetensors(
         src: the checkpoint: a path or url.
         dst: where to: a file, whose name ends in ".safetensors", or a directory, for `model.safetensors` or what `max_shard_size` makes
             of it. On a local disk, `gs://` or `s3://`.
-        dtype: what floating-point tensors are converted to, or pattern of new names → dtype. Elements are rounded to the nearest, ties
-            to even; what is too large becomes infinite.
+        dtype: what tensors are converted to: a dtype, or pattern of new names → dtype, as in `export`.
         include: patterns of the names, as the checkpoint has them, that are exported; None: all.
         exclude: patterns of those that are not.
         strip_prefix: what names begin with, and shall not any more.
@@ -260,6 +264,7 @@ def export_safetensors(
         resumed_bytes=written.resumed_bytes,
         notes=outputs.notes,
         seconds=time.monotonic() - began,
+        conversions=outputs.conversions,
     )
 
 
