@@ -43,6 +43,7 @@ _NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)")
 _NUMBERS = re.compile(r"[biufc][0-9]{1,2}")
 """dtypes of numbers, as numpy pickles them."""
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+_COMPLEX = ("builtins.complex", "__builtin__.complex")
 _DICTS = ("collections.defaultdict", "collections.Counter")
 
 
@@ -144,6 +145,8 @@ class _Walk:
             return self.dictionary(first if type(first) is dict else value.items, name, depth)
         if value.name == "_io.BytesIO" and type(value.state) is tuple and type(value.state[0]) is bytes:
             return value.state[0]
+        if value.name in _COMPLEX and [type(part) for part in value.arguments] == [float, float]:
+            return complex(*value.arguments)  # type: ignore[arg-type]  # they are floats
         if value.name == "torch.device":
             return _torch(lambda torch: torch.device(*value.arguments))
         if _NUMPY.fullmatch(value.name):
