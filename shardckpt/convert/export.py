@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.checkpoint import Checkpoint
+from shardckpt.convert.hf_configs import config_files, without_others
 from shardckpt.convert.hf_index import INDEX, is_of_a_model, split
 from shardckpt.convert.local_files import LocalFiles
 from shardckpt.convert.naming import NameOptions, outputs_of
@@ -21,6 +22,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.names import shown
 from shardckpt.options import check_flag, parse_bytes
+from shardckpt.rules.hf_config import read_config
 
 if TYPE_CHECKING:
     import os
@@ -195,7 +197,7 @@ def export_safetensors(
         invert_mapping: read the mapping from its `to` to its `from`.
         add_prefix: what all names begin with in the end.
         ties: tied tensors "once", or as "copies"; "auto": copies where `config` says that the model does not tie.
-        config: the model's `config.json`.
+        config: the model's `config.json`; in a directory it is written beside the weights, instead of the one that an import kept.
         max_shard_size: bytes of tensors per file, as in "5GB"; None: one file.
         memory_limit: bytes of buffers; the process takes up to 128 MiB besides.
         overwrite: replace what is there; in a directory, all files of the model that it held.
@@ -244,6 +246,12 @@ def export_safetensors(
     files = [lay_out([tensors[name] for name in some], metadata) for some in dealt.files.values()]
     index = dealt.index(sum(prod(output.shape) for output in outputs.tensors))
     written_as = [single] if single is not None else [*dealt.files, *([INDEX] if index is not None else [])]
+    configs: dict[str, bytes] = {}
+    there: list[str] = []
+    if single is None:
+        configs = config_files(checkpoint.metadata, None if config is None else read_config(config)[1])
+        configs, there = (configs, []) if overwrite else without_others(configs, directory, written_as[-1])
+    written_as = [*configs, *written_as]
     obsolete = [] if single is not None else _obsolete(directory, written_as, overwrite=overwrite)
     written = write_safetensors(
         checkpoint,
@@ -251,6 +259,7 @@ def export_safetensors(
         _destination(directory, written_as, obsolete, overwrite=overwrite, memory=limit // 4),
         limit=limit,
         verify=verify,
+        first=list(configs.values()),
         last=None if index is None else index.encode(),
         progress=progress or _nobody,
     )
@@ -262,7 +271,7 @@ def export_safetensors(
         read_bytes=written.read_bytes,
         written_bytes=written.written_bytes,
         resumed_bytes=written.resumed_bytes,
-        notes=outputs.notes,
+        notes=(*outputs.notes, *(f"{name} is there already, and stays as it is." for name in there)),
         seconds=time.monotonic() - began,
         conversions=outputs.conversions,
     )

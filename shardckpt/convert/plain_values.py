@@ -145,11 +145,9 @@ class _Walk:
             return self.dictionary(first if type(first) is dict else value.items, name, depth)
         if value.name == "_io.BytesIO" and type(value.state) is tuple and type(value.state[0]) is bytes:
             return value.state[0]
-        if value.name in _COMPLEX and [type(part) for part in value.arguments] == [float, float]:
-            return complex(*value.arguments)  # type: ignore[arg-type]  # they are floats
         if value.name == "torch.device":
             return _torch(lambda torch: torch.device(*value.arguments))
-        if _NUMPY.fullmatch(value.name):
+        if _NUMPY.fullmatch(value.name) or value.name in _COMPLEX:
             return held(_array(value)) if value.name.endswith("_reconstruct") else _scalar(value)
         return self.leave(name, f"is a {shortened(value.name)}")
 
@@ -176,6 +174,11 @@ def _torch(make: Callable[[Any], object]) -> object:
 
 
 def _scalar(value: Instance) -> object:
+    if value.name in _COMPLEX:
+        real, imaginary = value.arguments
+        if type(real) is float and type(imaginary) is float:
+            return complex(real, imaginary)
+        raise FormatError(f"is a {value.name} of something else than floats")
     dtype, data = value.arguments
     return _numbers(data, dtype, (), value.name)[()]
 

@@ -74,7 +74,7 @@ small = st.one_of(
         [0, -1, 1 << 63, 1 << 64, 1 << 70, True, None, 1.5, float("nan"), float("-inf"), 1j, b"", b"b", np.float16(2), np.int8(3)]
     ),
     st.sampled_from(["", "text", "a/b", "~", "\0", "é", "$tensor", "\ud800"]),
-    st.sampled_from([torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])]),
+    st.sampled_from([torch.bfloat16, torch.device("cpu")]),
 )
 states = st.recursive(
     st.one_of(tensors, tensors, small),
@@ -181,9 +181,7 @@ def orbax_keeps(state, keys=()):
     if type(state) in (list, tuple):
         found = [orbax_keeps(child, (*keys, str(i))) for i, child in enumerate(state)]
         return type(state)(None if child is LOST else child for child in found)
-    lost = isinstance(state, bytes | complex | torch.dtype | torch.device | torch.Size) or (
-        isinstance(state, int) and not -(1 << 63) <= state < 1 << 64
-    )
+    lost = isinstance(state, bytes | complex | torch.dtype | torch.device) or (isinstance(state, int) and not -(1 << 63) <= state < 1 << 64)
     return LOST if lost or (isinstance(state, str) and (state == "\ud800" or re.search("~(?![01])|\ud800", ".".join(keys)))) else state
 
 
@@ -207,7 +205,8 @@ def check(form, state):
             report = shardckpt.export(Path(folder, "before"), place, to=form)
         except REFUSED as e:
             OUTCOMES[f"{form} refused"] += 1
-            assert [path.name for path in Path(folder).iterdir()] == ["before"], e
+            refused = str(e)
+            assert [path.name for path in Path(folder).iterdir()] == ["before"], refused
             return
         OUTCOMES[f"{form} exported"] += 1
         expected = plain(model(state))
