@@ -23,7 +23,7 @@ from shardckpt.cli.naming_options import (
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.reshard_options import Dtypes, parse_dtypes
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
-from shardckpt.cli.text import count, file_size, visible
+from shardckpt.cli.text import conversion_lines, count, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,6 +116,7 @@ def _document(report: ExportReport) -> dict[str, Any]:
         "resumed_bytes": report.resumed_bytes,
         "notes": list(report.notes),
         "seconds": report.seconds,
+        "conversions": [one.to_json() for one in report.conversions],
     }
 
 
@@ -125,6 +126,7 @@ def _lines(screen: Screen, report: ExportReport) -> Iterator[str]:
     what = f"{count(report.tensors, 'tensor')}, {file_size(report.nbytes)}{before}, {report.seconds:.1f} s{rate}"
     place = report.url if report.url.endswith(f"/{report.files[-1]}") else f"{report.url}/{report.files[-1]}"
     yield f"{screen.paint('exported', 'bold green')}  {visible(place)}: {what}"
+    yield from conversion_lines(report.conversions)
     for line in report.notes[:_NAMED]:
         yield f"note      {visible(line)}"
     if len(report.notes) > _NAMED:

@@ -10,7 +10,7 @@ from shardckpt.cli.layouts import spec_text
 from shardckpt.cli.picture import picture
 from shardckpt.cli.plan_words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
 from shardckpt.cli.screen import Cell, Screen, column_widths
-from shardckpt.cli.text import count, file_size, visible
+from shardckpt.cli.text import conversion_lines, count, file_size, visible
 from shardckpt.errors import NamesMismatchError
 from shardckpt.excerpt import shortened
 from shardckpt.forecast.hosts import joined
@@ -53,6 +53,7 @@ def lines(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]
     yield from _costs(screen, doc)
     yield ""
     yield from _tensors(screen, found, doc)
+    yield from conversion_lines(found.plan.conversions)
     yield from _picture(screen, found, doc)
     yield from _balance(screen, found, doc)
     yield from _heat(screen, found, doc)

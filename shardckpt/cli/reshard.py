@@ -32,7 +32,7 @@ from shardckpt.cli.reshard_options import (
     parse_worker,
 )
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
-from shardckpt.cli.text import count, file_size, visible
+from shardckpt.cli.text import conversion_lines, count, file_size, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,6 +115,7 @@ def document(report: ReshardReport) -> dict[str, Any]:
         "read_bytes": report.read_bytes,
         "stored_bytes": report.stored_bytes,
         "seconds": report.seconds,
+        "conversions": [one.to_json() for one in report.conversions],
     }
 
 
@@ -126,5 +127,6 @@ def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:
     what = f"{share}{file_size(report.nbytes)} in {count(report.tasks, 'task')}{before}, {report.seconds:.1f} s{rate}"
     word = screen.paint(done, "bold green") if report.committed else screen.paint("written", "bold")
     yield f"{word}  {visible(report.url)}: {what}"
+    yield from conversion_lines(report.conversions)
     if not report.committed:
         yield f"when all workers are done, shardckpt reshard commit {visible(report.url)} makes it a checkpoint"

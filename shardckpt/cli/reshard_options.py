@@ -45,7 +45,7 @@ Unmatched = Annotated[str | None, typer.Option("--unmatched", metavar="WHAT", he
 StoredAs = Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="packed or zarr; by default the source's.")]
 Compress = Annotated[str | None, typer.Option("--compress", metavar="CODEC", help="zstd or none; by default the source's.")]
 Dtypes = Annotated[
-    list[str] | None, typer.Option("--dtype", metavar="[PATTERN=]DTYPE", help="Convert; floats, or names that match. May be repeated.")
+    list[str] | None, typer.Option("--dtype", metavar="[PATTERN=]DTYPE", help="Convert weights, or what matches; may be repeated.")
 ]
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="PATTERN", help="Names to keep; may be repeated.")]
 Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Processes at once; by default one per core.")]
@@ -72,20 +72,19 @@ def parse_rules(rule: list[str] | None, file: str | None, preset: str | None, hf
     return together
 
 
-def parse_dtypes(texts: list[str] | None) -> str | dict[str, str] | None:
-    """What `--dtype` says: one dtype for all floats, or patterns.
+def parse_dtypes(texts: list[str] | None) -> dict[str, str] | None:
+    """What `--dtype` says: pattern → dtype; a dtype alone is for what no pattern matches (`reshard.dtype_rules`).
 
     Raises:
-        OptionError: both.
+        OptionError: one pattern, or none, twice.
     """
     if not texts:
         return None
-    if len(texts) == 1 and "=" not in texts[0]:
-        return texts[0]
     pairs = [text.rpartition("=") for text in texts]
-    if not all(pattern for pattern, _, _ in pairs):
-        raise OptionError("--dtype: give one dtype for all floating-point tensors, or PATTERN=DTYPE each time.")
-    return {pattern: name for pattern, _, name in pairs}
+    found = {pattern: name for pattern, _, name in pairs}
+    if len(found) < len(pairs):
+        raise OptionError("--dtype: give one dtype alone at most, for what no pattern matches, and each PATTERN=DTYPE once.")
+    return found
 
 
 def parse_worker(text: str | None) -> tuple[int, int] | None:

@@ -12,9 +12,21 @@ from typing import TYPE_CHECKING
 from shardckpt.excerpt import file_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["count", "file_size", "index_range", "shape_text", "visible"]
+    from shardckpt.reshard.dtype_rules import ConvertedSubtree
+
+__all__ = ["conversion_lines", "count", "file_size", "index_range", "shape_text", "visible"]
+
+_MOST_SUBTREES = 8
+
+
+def conversion_lines(conversions: Sequence[ConvertedSubtree]) -> Iterator[str]:
+    """What `--dtype` converts and leaves, a line for each subtree."""
+    for one in conversions[:_MOST_SUBTREES]:
+        yield f"dtype     {visible(str(one))}"
+    if len(conversions) > _MOST_SUBTREES:
+        yield f"dtype     {len(conversions) - _MOST_SUBTREES:,} more subtrees; --json has all"
 
 
 def visible(text: str) -> str:

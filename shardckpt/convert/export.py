@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.checkpoint import Checkpoint
+from shardckpt.convert.hf_configs import config_files, without_others
 from shardckpt.convert.hf_index import INDEX, is_of_a_model, split
 from shardckpt.convert.local_files import LocalFiles
 from shardckpt.convert.naming import NameOptions, outputs_of
@@ -21,6 +22,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.names import shown
 from shardckpt.options import check_flag, parse_bytes
+from shardckpt.rules.hf_config import read_config
 
 if TYPE_CHECKING:
     import os
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.naming import Patterns
     from shardckpt.convert.ties import Ties
     from shardckpt.io.url import Location
+    from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
 __all__ = ["ExportReport", "export", "export_safetensors"]
 
@@ -59,6 +62,8 @@ class ExportReport:
     """What was asked for and is not written as it is, a line each: the format has no place for it."""
     seconds: float
     """That it took."""
+    conversions: tuple[ConvertedSubtree, ...] = ()
+    """How many tensors `dtype` converts and leaves, by subtree; empty where it was not given."""
 
 
 def export(
@@ -86,8 +91,9 @@ def export(
         dst: where to. safetensors: see `export_safetensors`. torch: a file on a local disk; dcp, orbax: a directory there.
         to: which format. "safetensors" holds tensors; "torch", "dcp" and "orbax" hold the state, with its containers and small leaves,
             and begin anew when they were interrupted.
-        dtype: what floating-point tensors are converted to, or pattern → dtype. Elements are rounded to the nearest, ties to even;
-            what is too large becomes infinite.
+        dtype: what tensors are converted to: a dtype, which leaves integers, tensors without dimensions and state of optimizers as they
+            are, or pattern → dtype (docs/reshard.md#dtypes). Elements are rounded to the nearest, ties to even; what is too large becomes
+            infinite.
         include: patterns of the names that are exported; None: all.
         exclude: patterns of those that are not.
         memory_limit: bytes of buffers; the process takes up to 128 MiB besides.
@@ -153,6 +159,7 @@ def export(
         resumed_bytes=0,
         notes=written.notes,
         seconds=time.monotonic() - began,
+        conversions=written.conversions,
     )
 
 
@@ -189,8 +196,7 @@ def export_safetensors(
         src: the checkpoint: a path or url.
         dst: where to: a file, whose name ends in ".safetensors", or a directory, for `model.safetensors` or what `max_shard_size` makes
             of it. On a local disk, `gs://` or `s3://`.
-        dtype: what floating-point tensors are converted to, or pattern of new names → dtype. Elements are rounded to the nearest, ties
-            to even; what is too large becomes infinite.
+        dtype: what tensors are converted to: a dtype, or pattern of new names → dtype, as in `export`.
         include: patterns of the names, as the checkpoint has them, that are exported; None: all.
         exclude: patterns of those that are not.
         strip_prefix: what names begin with, and shall not any more.
@@ -200,7 +206,7 @@ def export_safetensors(
         invert_mapping: read the mapping from its `to` to its `from`.
         add_prefix: what all names begin with in the end.
         ties: tied tensors "once", or as "copies"; "auto": copies where `config` says that the model does not tie.
-        config: the model's `config.json`.
+        config: the model's `config.json`; in a directory it is written beside the weights, instead of the one that an import kept.
         max_shard_size: bytes of tensors per file, as in "5GB"; None: one file.
         memory_limit: bytes of buffers; the process takes up to 128 MiB besides.
         overwrite: replace what is there; in a directory, all files of the model that it held.
@@ -249,6 +255,12 @@ def export_safetensors(
     files = [lay_out([tensors[name] for name in some], metadata) for some in dealt.files.values()]
     index = dealt.index(sum(prod(output.shape) for output in outputs.tensors))
     written_as = [single] if single is not None else [*dealt.files, *([INDEX] if index is not None else [])]
+    configs: dict[str, bytes] = {}
+    there: list[str] = []
+    if single is None:
+        configs = config_files(checkpoint.metadata, None if config is None else read_config(config)[1])
+        configs, there = (configs, []) if overwrite else without_others(configs, directory, written_as[-1])
+    written_as = [*configs, *written_as]
     obsolete = [] if single is not None else _obsolete(directory, written_as, overwrite=overwrite)
     written = write_safetensors(
         checkpoint,
@@ -256,6 +268,7 @@ def export_safetensors(
         _destination(directory, written_as, obsolete, overwrite=overwrite, memory=limit // 4),
         limit=limit,
         verify=verify,
+        first=list(configs.values()),
         last=None if index is None else index.encode(),
         progress=progress or _nobody,
     )
@@ -267,8 +280,9 @@ def export_safetensors(
         read_bytes=written.read_bytes,
         written_bytes=written.written_bytes,
         resumed_bytes=written.resumed_bytes,
-        notes=outputs.notes,
+        notes=(*outputs.notes, *(f"{name} is there already, and stays as it is." for name in there)),
         seconds=time.monotonic() - began,
+        conversions=outputs.conversions,
     )
 
 

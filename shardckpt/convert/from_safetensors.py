@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.convert.foreign import ROWS_BYTES, ForeignTensor, Part, row_chunks, structure_of
+from shardckpt.convert.hf_configs import CONFIGS
 from shardckpt.convert.safetensors_header import LENGTH_BYTES, header_bytes, parse_header
 from shardckpt.convert.span import Entry, Span
 from shardckpt.convert.strict_json import parse_json
@@ -44,7 +45,6 @@ __all__ = ["SafetensorsFiles", "looks_like", "open_foreign"]
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _MODEL = "model"
-_CONFIGS = ("config.json", "generation_config.json")
 _LARGEST_CONFIG = 256 << 10
 """Bytes of such a file that is kept: it goes into every record."""
 _LARGEST_INDEX = 100_000_000
@@ -114,7 +114,7 @@ class SafetensorsFiles:
         state = {tensor: _foreign(self._places[tensor][1], rows) for tensor in ordered}
         self.structure = structure_of(state, str(location))
         self._by_name = dict(zip(component_names(list(state)), (self._places[tensor] for tensor in state), strict=True))
-        configs = {name: doc for name in _CONFIGS if name in beside and (doc := self._config(name)) is not None}
+        configs = {name: doc for name in CONFIGS if name in beside and (doc := self._config(name)) is not None}
         self.metadata = _metadata(headers, configs)
         left = sorted(set(beside) - {*files, *configs, *([] if index is None else [main])})
         self.notes = (

@@ -96,7 +96,7 @@ def import_checkpoint(
         like: another checkpoint: tensors that no rule means are laid out as there.
         layout: "packed" (the default) or "zarr".
         compression: "zstd" or "none" (the default).
-        dtype: what floating-point tensors are converted to, or pattern → dtype.
+        dtype: what tensors are converted to: a dtype, or pattern → dtype, as in `reshard`.
         only: the names that the new checkpoint has: a pattern, or several.
         include: the source's names that are taken: a pattern, or several (docs/mapping.md has this option and those that follow).
         exclude: of those, the names that are not.

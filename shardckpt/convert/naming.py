@@ -23,7 +23,8 @@ from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt, few, given
 from shardckpt.names import selector, shown
 from shardckpt.options import check_flag
-from shardckpt.reshard.dtype_rules import check_dtypes, converted
+from shardckpt.reshard.dtype_rules import check_dtypes, plan_dtypes
+from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.rules.hf_config import read_config
 from shardckpt.tree import alias_map, leaf_names, meanings
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping as Named
 
     from shardckpt.convert.outputs import OutputTensor
+    from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.structure import Structure
 
 __all__ = ["NameOptions", "Outputs", "Patterns", "mapping_of", "outputs_of"]
@@ -61,7 +63,7 @@ class NameOptions:
     add_prefix: str = ""
     """What all names begin with in the end."""
     dtype: str | Named[str, str] | None = None
-    """Name of a dtype, for all floating-point tensors, or pattern of new names → dtype, of which the first that matches counts."""
+    """Name of a dtype, or pattern of new names → dtype, of which the first that matches counts (`dtype_rules`)."""
     ties: tied.Ties = "auto"
     """What becomes of tied names (`ties`)."""
     config: str | os.PathLike[str] | None = None
@@ -101,6 +103,8 @@ class Outputs:
     """What was left out or doubled, a line each, for people."""
     renamed: Named[str, str]
     """By the names in the source, the new names of what was taken, before a mapping; of an import those of small leaves, too."""
+    conversions: tuple[ConvertedSubtree, ...]
+    """How many tensors `dtype` converts and leaves, by subtree of the new names."""
 
 
 def outputs_of(structure: Structure, options: NameOptions, where: str, *, importing: bool = False) -> Outputs:
@@ -125,7 +129,10 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     outputs = mapping_of(options).outputs({name: structure.tensors[source] for name, source in kept.items()})
     meaning = meanings(structure.tree)
     meant = {options.add_prefix + o.name: meaning[v.tensor] for o in outputs for v in o.sources[:1] if v.tensor in meaning}
-    dtypes = converted({options.add_prefix + output.name: output.dtype for output in outputs}, options.dtype, meant)
+    moments = optimizer_state(structure.tree) if options.dtype else frozenset()
+    optimizer = {options.add_prefix + o.name for o in outputs for v in o.sources[:1] if v.tensor in moments}
+    planned = plan_dtypes({options.add_prefix + output.name: output for output in outputs}, options.dtype, meant, optimizer)
+    dtypes = planned.dtypes
     written = tuple(
         output if (output.name, output.dtype) == (name, dtype) else replace(output, name=name, dtype=dtype)
         for output, (name, dtype) in zip(outputs, dtypes.items(), strict=True)
@@ -138,6 +145,7 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
             _notes(structure, meant, left, {name: first for name, first in further.items() if name in kept}, dtypes, importing=importing)
         ),
         {old: options.add_prefix + name if old in stored else name for old, name in new.items()},
+        planned.subtrees,
     )
 
 

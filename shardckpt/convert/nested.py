@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import FormatError
@@ -14,9 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["nested"]
 
+MOST_GAPS = 10_000
+"""Items of lists that may be missing, besides one for each leaf."""
+
 
 def nested(leaves: Mapping[str, Any], paths: Mapping[str, Path] | None, absent: Iterable[str], where: str) -> Any:
     """Containers around the leaves: dicts where the keys are texts, lists where they are ints.
+
+    DCP passes over empty dicts, and stores everything else: an item that is missing in a list, before others, was one.
 
     Args:
         leaves: by name in the flat state.
@@ -25,7 +31,7 @@ def nested(leaves: Mapping[str, Any], paths: Mapping[str, Path] | None, absent: 
         where: the file, for messages.
 
     Raises:
-        FormatError: one leaf lies in another, or a container's keys are of both kinds.
+        FormatError: one leaf lies in another, a container's keys are of both kinds, or lists have more gaps than anybody leaves.
     """
     known = paths or {}
     root: dict[str | int, Any] = {}
@@ -35,7 +41,7 @@ def nested(leaves: Mapping[str, Any], paths: Mapping[str, Path] | None, absent: 
         path = known.get(name, (name,))
         if any(type(key) is int for key in path):
             _put(root, path, _ABSENT, where)
-    return _container(root, where)
+    return _Builder(where, MOST_GAPS + len(leaves)).container(root)
 
 
 class _Absent:
@@ -59,13 +65,30 @@ def _put(root: dict[str | int, Any], path: Path, leaf: Any, where: str) -> None:
         raise FormatError(f"{where}: two leaves lie at {excerpt(path)}; the file is damaged, or nothing that DCP writes.")
 
 
-def _container(branch: dict[str | int, Any], where: str) -> Any:
-    children = {key: _container(child, where) if type(child) is _Branch else child for key, child in branch.items()}
-    kinds = {type(key) for key in children}
-    if kinds == {int}:
-        if sorted(children) != list(range(len(children))):
-            raise FormatError(f"{where}: a list has the places {excerpt(sorted(children))}, and others between them are missing.")
-        return [None if type(child) is _Absent else child for _, child in sorted(children.items())]
-    if kinds > {int}:
-        raise FormatError(f"{where}: the keys {excerpt(list(children))} are those of a list and of a dict at once.")
-    return {key: child for key, child in children.items() if type(child) is not _Absent}
+@dataclass(slots=True)
+class _Builder:
+    """Makes containers of branches."""
+
+    where: str
+    gaps: int
+    """That are still allowed: a short file could name the last item of a very long list."""
+
+    def container(self, branch: dict[str | int, Any]) -> Any:
+        children = {key: self.container(child) if type(child) is _Branch else child for key, child in branch.items()}
+        kinds = {type(key) for key in children}
+        if kinds == {int}:
+            return self._list(children)
+        if kinds > {int}:
+            raise FormatError(f"{self.where}: the keys {excerpt(list(children))} are those of a list and of a dict at once.")
+        return {key: child for key, child in children.items() if type(child) is not _Absent}
+
+    def _list(self, children: dict[Any, Any]) -> list[Any]:
+        length = max(children) + 1
+        self.gaps -= length - len(children)
+        if min(children) < 0 or self.gaps < 0:
+            raise FormatError(
+                f"{self.where}: a list has the places {excerpt(sorted(children))}, and others between them are missing; the file is "
+                f"damaged, or nothing that DCP writes."
+            )
+        found = (children.get(i, {}) for i in range(length))
+        return [None if type(child) is _Absent else child for child in found]

@@ -10,7 +10,11 @@ them (seen in what orbax-checkpoint 0.12 writes):
     array_metadatas/process_0    by array, which of JAX's random keys its elements are
     commit_success.txt           it is whole
 
-An array is called by its keys as text, joined with dots. `int` keys are text there, and lists and tuples are both lists.
+An array is called by its keys as text, joined with dots. `int` keys are text there, and lists and tuples are both lists. A container that
+loses all its leaves is an empty one.
+
+A text is found by a JSON pointer (RFC 6901): its name with "/" before it. So a "/" in a key leads into an object, and a "~" in one stands
+before 0 or 1 only.
 
 Pure: nodes in, JSON out.
 """
@@ -19,18 +23,21 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardckpt.convert.small_leaves import check_text_keys, left_out
 from shardckpt.dtypes import of_numpy
 from shardckpt.errors import DtypeError, FormatError, NamesMismatchError, StructureMismatchError
 from shardckpt.io.url import check_key
 from shardckpt.names import shown
 from shardckpt.placements import Placements
 from shardckpt.sharding import Sharding
-from shardckpt.tree.document import Branch, Small, Tensor, Tied
+from shardckpt.tree.document import Branch, Small, Tensor, Tied, leaves_of
 from shardckpt.tree.unflatten import decode_leaf
 
 if TYPE_CHECKING:
@@ -40,13 +47,29 @@ if TYPE_CHECKING:
     from shardckpt.structure import TensorRecord
     from shardckpt.tree.document import Node
 
-__all__ = ["RESERVED", "Entry", "array_metadatas", "checkpoint_metadata", "entries", "metadata", "refused", "sharding_json", "shardings"]
+__all__ = [
+    "RESERVED",
+    "Entry",
+    "array_metadatas",
+    "checkpoint_metadata",
+    "entries",
+    "left_by_orbax",
+    "metadata",
+    "sharding_json",
+    "shardings",
+    "strings",
+]
 
 RESERVED = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "array_metadatas", "commit_success.txt")
 """What Orbax itself calls files and directories."""
 _SEQUENCE, _DICT = 1, 2
 """Kinds of keys."""
 _HANDLERS = "orbax.checkpoint._src.handlers."
+_LONGEST_NAME = 255
+"""Bytes of a directory's name."""
+_NO_POINTER = re.compile(r"~0(?![01])|~u")
+"""In a leaf's name: a "~" or a lone surrogate in one of its keys that no JSON pointer can have."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _RANDOM_KEY = "jax.key:"
 """What the meaning of a tensor of random keys begins with."""
 
@@ -85,20 +108,13 @@ def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRec
         StructureMismatchError: the state is no dict, list or tuple with something in it.
         NamesMismatchError: two arrays would have one name, or one that no directory can have.
     """
-    if not isinstance(tree, Branch) or not tree.children:
+    check_text_keys(tree, where, "Orbax")
+    meanings = {leaf.name: leaf.meaning for leaf in leaves_of(tree) if isinstance(leaf, Tensor)}
+    found = list(_entries(tree, (), left, tensors, meanings)) if isinstance(tree, Branch) else []
+    if not any(entry.keys for entry in found):
         raise StructureMismatchError(f"{where}: Orbax stores a dict, list or tuple with something in it; export the state otherwise.")
-    meanings = {leaf.name: leaf.meaning for leaf in _tensors(tree)}
-    found = list(_entries(tree, (), left, tensors, meanings))
     _check_names(found, where)
     return found
-
-
-def _tensors(node: Node) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        yield node
-    elif isinstance(node, Branch):
-        for child in node.children:
-            yield from _tensors(child)
 
 
 def _entries(
@@ -109,11 +125,13 @@ def _entries(
     meanings: Mapping[str, str | None],
 ) -> Iterator[Entry]:
     if isinstance(node, Branch):
-        if not node.children:
-            yield Entry(keys, node.form.capitalize())
-        kind = _DICT if node.form == "dict" else _SEQUENCE
+        kind, empty = (_DICT if node.form == "dict" else _SEQUENCE), True
         for key, child in zip(node.keys, node.children, strict=True):
-            yield from _entries(child, (*keys, (str(key), kind)), left, tensors, meanings)
+            for entry in _entries(child, (*keys, (str(key), kind)), left, tensors, meanings):
+                empty = False
+                yield entry
+        if empty:
+            yield Entry(keys, node.form.capitalize())
     elif isinstance(node, Tensor | Tied):
         what = "np.ndarray" if sharding_json(tensors[node.stored]) is None else "jax.Array"
         meaning = meanings[node.stored] or ""
@@ -127,9 +145,19 @@ def _entries(
         yield Entry(keys, "None" if value is None else "string" if isinstance(value, str) else "scalar", value=value)
 
 
-def refused(value: object) -> str | None:
+def left_by_orbax(tree: Node) -> dict[str, str]:
+    """The leaves that Orbax has no place for, by name, with the reason."""
+    left = left_out(tree, _refused)
+    texts = (leaf for leaf in leaves_of(tree) if isinstance(leaf, Small) and leaf.name not in left and _NO_POINTER.search(leaf.name))
+    reason = "Orbax finds no text below a key with a lone surrogate, or a ~ that is not followed by 0 or 1"
+    return left | {leaf.name: reason for leaf in texts if isinstance(decode_leaf(leaf), str)}
+
+
+def _refused(value: object) -> str | None:
     """Why Orbax has no place for a small leaf; None: it has."""
-    if value is None or isinstance(value, str):
+    if isinstance(value, str):
+        return None if value.isascii() or not _SURROGATE.search(value) else "Orbax stores no text with lone surrogates"
+    if value is None:
         return None
     if isinstance(value, np.generic):
         try:
@@ -143,25 +171,48 @@ def refused(value: object) -> str | None:
 
 
 def _check_names(found: list[Entry], where: str) -> None:
-    arrays = sorted(entry.name for entry in found if entry.tensor is not None or entry.what in ("scalar", "string"))
-    for name, following in zip(arrays, [*arrays[1:], ""], strict=True):
-        if following == name:
-            raise NamesMismatchError(f"{where}: Orbax calls two of its arrays {shown(name)}, joining keys with dots; export them apart.")
-        if name.partition("/")[0] in RESERVED:
-            raise NamesMismatchError(f"{where}: {shown(name)} is what Orbax calls a file of its own; export it under another name.")
-        try:
-            check_key(name, where)
-        except FormatError as e:
-            raise NamesMismatchError(f"Orbax stores each array in a directory of its name: {e}") from None
-    # "a/b" lies in the directory of "a", where there are files of its own.
-    inner = next((name for name in arrays if any(name.startswith(f"{other}/") for other in _outer(name, set(arrays)))), None)
-    if inner is not None:
-        raise NamesMismatchError(f"{where}: {shown(inner)} would lie in the directory of another array; export the two apart.")
+    texts = {entry.name for entry in found if entry.what == "string"}
+    arrays = [entry.name for entry in found if entry.tensor is not None or entry.what in ("scalar", "string")]
+    twice = next((name for name, count in Counter(arrays).items() if count > 1), None)
+    if twice is not None:
+        raise NamesMismatchError(f"{where}: Orbax calls two of its arrays {shown(twice)}, joining keys with dots; export them apart.")
+    stored = set(arrays) - texts
+    for name in arrays:
+        if name in stored:
+            _check_directory(name, where)
+        # "a/b" lies in the directory of "a", where there are files of its own; of texts, in what "a" is.
+        inside = "the directory of another array" if name in stored else "another text"
+        if any(outer in (stored if name in stored else texts) for outer in _outer(name)):
+            raise NamesMismatchError(f"{where}: {shown(name)} would lie in {inside}; export the two apart.")
 
 
-def _outer(name: str, names: set[str]) -> list[str]:
+def _check_directory(name: str, where: str) -> None:
+    if name.partition("/")[0] in RESERVED:
+        raise NamesMismatchError(f"{where}: {shown(name)} is what Orbax calls a file of its own; export it under another name.")
+    try:
+        check_key(name, where)
+    except FormatError as e:
+        raise NamesMismatchError(f"Orbax stores each array in a directory of its name: {e}") from None
+    if any(len(part.encode()) > _LONGEST_NAME for part in name.split("/")):
+        raise NamesMismatchError(f"{where}: {shown(name)} would be a directory, whose name has {_LONGEST_NAME} bytes at most; rename it.")
+
+
+def _outer(name: str) -> list[str]:
     parts = name.split("/")
-    return [outer for i in range(1, len(parts)) if (outer := "/".join(parts[:i])) in names]
+    return ["/".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def strings(found: list[Entry]) -> dict[str, Any]:
+    """`_strings.json`."""
+    root: dict[str, Any] = {}
+    for entry in found:
+        if entry.what == "string":
+            *outer, last = (key.replace("~1", "/").replace("~0", "~") for key in entry.name.split("/"))
+            inner = root
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            inner[last] = entry.value
+    return root
 
 
 def sharding_json(tensor: TensorRecord) -> dict[str, Any] | None:

@@ -43,6 +43,7 @@ _NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)")
 _NUMBERS = re.compile(r"[biufc][0-9]{1,2}")
 """dtypes of numbers, as numpy pickles them."""
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+_COMPLEX = ("builtins.complex", "__builtin__.complex")
 _DICTS = ("collections.defaultdict", "collections.Counter")
 
 
@@ -146,7 +147,7 @@ class _Walk:
             return value.state[0]
         if value.name == "torch.device":
             return _torch(lambda torch: torch.device(*value.arguments))
-        if _NUMPY.fullmatch(value.name):
+        if _NUMPY.fullmatch(value.name) or value.name in _COMPLEX:
             return held(_array(value)) if value.name.endswith("_reconstruct") else _scalar(value)
         return self.leave(name, f"is a {shortened(value.name)}")
 
@@ -173,6 +174,11 @@ def _torch(make: Callable[[Any], object]) -> object:
 
 
 def _scalar(value: Instance) -> object:
+    if value.name in _COMPLEX:
+        real, imaginary = value.arguments
+        if type(real) is float and type(imaginary) is float:
+            return complex(real, imaginary)
+        raise FormatError(f"is a {value.name} of something else than floats")
     dtype, data = value.arguments
     return _numbers(data, dtype, (), value.name)[()]
 

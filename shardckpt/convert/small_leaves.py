@@ -1,4 +1,4 @@
-"""Which small leaves of a state can another format hold?
+"""What of a state another format can hold: small leaves, and dict keys that are texts there.
 
 Values that processes owned by themselves, and objects of registered types, belong to no format but ours. Of the others the format
 says itself which it takes. What it does not take is left out, and the export says so, by name.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardckpt.errors import NamesMismatchError
+from shardckpt.excerpt import excerpt
 from shardckpt.names import shown
-from shardckpt.tree.document import Custom, Owned, Small, leaves_of, meanings
+from shardckpt.tree.document import Branch, Custom, Owned, Small, leaves_of, meanings
 from shardckpt.tree.unflatten import decode_leaf
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from shardckpt.tree.document import Node
 
-__all__ = ["left_out", "notes_of"]
+__all__ = ["check_text_keys", "left_out", "notes_of"]
 
 
 def left_out(tree: Node, refuses: Callable[[object], str | None]) -> dict[str, str]:
@@ -52,3 +54,29 @@ def notes_of(tree: Node, left: dict[str, str], *, keys: bool = False) -> list[st
     notes = [f"{shown(name)} is left out: {reason}." for name, reason in left.items()]
     meant = {} if keys else meanings(tree)
     return [*notes, *(f"{shown(name)} means {meaning!r}; its elements are exported as numbers." for name, meaning in meant.items())]
+
+
+def check_text_keys(node: Node, where: str, library: str, *, tuples: bool = True) -> None:
+    """Refuse dicts of which two keys are one text: `1` and `"1"`.
+
+    Args:
+        node: the state.
+        where: the export's place, for messages.
+        library: the format's library, in which all keys are texts.
+        tuples: whether that looks into tuples.
+
+    Raises:
+        NamesMismatchError: there is such a dict; names it and both keys.
+    """
+    if not isinstance(node, Branch) or (node.form == "tuple" and not tuples):
+        return
+    seen: dict[str, object] = {}
+    for key in node.keys:
+        other = seen.setdefault(str(key), key)
+        if other is not key:
+            both = f"{excerpt(other)} and {excerpt(key)}"
+            raise NamesMismatchError(
+                f"{where}: {shown(node.name)} has the keys {both}, which are one text in {library}; rename one, or leave it out (exclude)."
+            )
+    for child in node.children:
+        check_text_keys(child, where, library, tuples=tuples)

@@ -8,7 +8,8 @@ the blocks of each tensor, where each item lies, and for each name the keys that
    are written once, and named in `.metadata` as often as they have names.
 3. DCP's own writer writes `.metadata`, when all is durable. The directory takes its name after that.
 
-DCP does not look into tuples: those with tensors in them become lists.
+DCP does not look into tuples: those with tensors in them become lists. An empty dict is an item of its own, so that a list keeps its
+length: DCP itself drops it, and asks for no such item when it loads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardckpt.convert.blocks import SMALLEST, block_shape
 from shardckpt.convert.chunking import grid
 from shardckpt.convert.draft import Draft
 from shardckpt.convert.read_back import Part
-from shardckpt.convert.small_leaves import left_out, notes_of
+from shardckpt.convert.small_leaves import check_text_keys, left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.to_torch import torch_dtypes
 from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMismatchError
@@ -80,7 +81,9 @@ class DcpDirectory(StateWriter):
         left = left_out(tree, lambda _value: None)
         self.notes: list[str] = notes_of(tree, left)
         """What is not there, or not as it was, in a line each."""
-        self._flatten(_without_tuples(tree, self.notes), left)
+        without = _without_tuples(tree, self.notes)
+        check_text_keys(without, self._where, "DCP", tuples=False)
+        self._flatten(without, left)
         nbytes = sum(tensor.nbytes + _ITEM_BYTES * (1 + tensor.nbytes // SMALLEST) for tensor in self._tensors.values())
         self._items: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {name: {} for name in self._tensors}
         """Of each tensor the blocks that are written: first index → shape and place."""
@@ -135,11 +138,20 @@ class DcpDirectory(StateWriter):
                 f"{self._where}: the state is a {type(state).__name__}, and DCP has dicts only; export it otherwise."
             )
         try:
-            self._flat, self._paths = flatten_state_dict(state)
+            flat, paths = flatten_state_dict(_marked(state))
         except ValueError as e:
-            raise NamesMismatchError(
-                f"{self._where}: two names are one in DCP, which joins keys with dots ({e}); export them apart."
-            ) from e
+            raise self._two_are_one(str(e)) from e
+        self._flat, self._paths = {}, {}
+        for name, value in flat.items():
+            path = paths[name] if value is not _EMPTY else paths[name][:-1]
+            dotted = ".".join(map(str, path))
+            if dotted in self._flat:
+                raise self._two_are_one(dotted)
+            if path:
+                self._flat[dotted], self._paths[dotted] = ({} if value is _EMPTY else value), path
+
+    def _two_are_one(self, name: str) -> NamesMismatchError:
+        return NamesMismatchError(f"{self._where}: two names are one in DCP, which joins keys with dots ({name}); export them apart.")
 
     def _append(self, name: str, value: Any) -> Any:
         """Write one item; its place."""
@@ -234,6 +246,17 @@ def _is_tensor(value: object) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
+
+
+_EMPTY = object()
+_MARK = "\0empty"
+
+
+def _marked(value: Any) -> Any:
+    """The same containers, with something in empty dicts, which DCP passes over otherwise: lists would lose items."""
+    if isinstance(value, dict):
+        return {key: _marked(child) for key, child in value.items()} or {_MARK: _EMPTY}
+    return [_marked(child) for child in value] if isinstance(value, list) else value
 
 
 def _without_tuples(tree: Node, notes: list[str]) -> Node:

@@ -19,7 +19,7 @@ from shardckpt.convert.blocks import LARGEST, block_shape
 from shardckpt.convert.chunking import grid
 from shardckpt.convert.draft import Draft
 from shardckpt.convert.read_back import Part
-from shardckpt.convert.small_leaves import left_out, notes_of
+from shardckpt.convert.small_leaves import notes_of
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.errors import DtypeError, MissingDataError
 from shardckpt.io.codec import CHECKSUM_BYTES, encode
@@ -66,7 +66,7 @@ class OrbaxDirectory(StateWriter):
         self._began = time.time_ns()
         self._tensors = structure.tensors
         tree = parse(structure.tree)
-        left = left_out(tree, documents.refused)
+        left = documents.left_by_orbax(tree)
         self.notes: list[str] = notes_of(tree, left, keys=True)
         """What is not there, or not as it was, in a line each."""
         self._entries = documents.entries(tree, left, self._tensors, str(location))
@@ -132,15 +132,13 @@ class OrbaxDirectory(StateWriter):
         super().abort()
 
     def _write_small_leaves(self) -> None:
-        texts = {}
         for entry in self._entries:
-            if entry.what == "string":
-                texts[entry.name] = str(entry.value)
-            elif entry.what == "scalar":
+            if entry.what == "scalar":
                 dtype = documents.scalar_dtype(entry.value)
                 self._write_json(f"{entry.name}/zarr.json", array_json((), dtype, ()))
                 data, _ = encode(np.asarray(entry.value), (), None)
                 self._writer.put(f"{entry.name}/{chunk_key(())}", data)
+        texts = documents.strings(self._entries)
         if texts:
             self._write_json("_strings.json", texts)
 

@@ -53,6 +53,7 @@ def write_safetensors(
     *,
     limit: int,
     verify: bool = True,
+    first: Sequence[bytes] = (),
     last: bytes | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Written:
@@ -61,9 +62,10 @@ def write_safetensors(
     Args:
         checkpoint: where from; nothing of it has been read yet.
         files: what they hold.
-        destination: where to; it has a name for each, and one more for `last`.
+        destination: where to; it has a name for each of `first`, of `files`, and for `last`.
         limit: bytes of buffers.
         verify: read back what was written.
+        first: what is in small files that come before the others.
         last: what is in the file that names the others; None: there is none.
         progress: called with bytes of elements that are written, and in all.
 
@@ -75,9 +77,10 @@ def write_safetensors(
     how = rows if destination.in_order else blocks
     outputs = [tensor for file in files for tensor in file.tensors]
     stream = Stream(checkpoint, outputs, how, limit=limit, beside=destination.memory, in_order=destination.in_order)
-    placed = _Placed(files)
-    headers = [file.header for file in files] + ([] if last is None else [last])
-    sizes = [file.nbytes for file in files] + ([] if last is None else [len(last)])
+    placed = _Placed(files, len(first))
+    index = [] if last is None else [last]
+    headers = [*first, *(file.header for file in files), *index]
+    sizes = [*map(len, first), *(file.nbytes for file in files), *map(len, index)]
 
     def runs() -> Iterator[Sequence[tuple[str, int, int, int]]]:
         for output, box in stream.order():
@@ -122,10 +125,10 @@ def write_safetensors(
 class _Placed:
     """Where outputs lie in files."""
 
-    def __init__(self, files: Sequence[SafetensorsFile]) -> None:
+    def __init__(self, files: Sequence[SafetensorsFile], first: int) -> None:
         self._at = {
             tensor.name: (number, offset, tensor.shape, tensor.dtype.itemsize)
-            for number, file in enumerate(files)
+            for number, file in enumerate(files, first)
             for tensor, offset in zip(file.tensors, file.offsets, strict=True)
         }
 

@@ -20,7 +20,8 @@ from shardckpt.convert.streaming import Stream
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt, given
 from shardckpt.names import selector
-from shardckpt.reshard.dtype_rules import converted
+from shardckpt.reshard.dtype_rules import check_dtypes, plan_dtypes
+from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.structure import Structure
 from shardckpt.tree import meanings, select
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.outputs import OutputTensor
     from shardckpt.convert.state_writer import StateWriter
     from shardckpt.io.url import Location
+    from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
 __all__ = ["FORMATS", "WrittenState", "write_state"]
 
@@ -52,6 +54,8 @@ class WrittenState:
     """Stored bytes of the checkpoint that were read."""
     notes: tuple[str, ...]
     """What is not there, or not as it was, in a line each."""
+    conversions: tuple[ConvertedSubtree, ...]
+    """How many tensors `dtype` converts and leaves, by subtree."""
 
 
 def write_state(
@@ -76,7 +80,7 @@ def write_state(
         to: one of `FORMATS`.
         include: patterns of the names that are wanted; None: all.
         exclude: patterns of those that are not.
-        dtype: what floating-point tensors are converted to, or pattern → dtype.
+        dtype: what tensors are converted to: a dtype, or pattern → dtype (`dtype_rules`).
         optimizer: the form of optimizers, one of `training.optimizer_forms.FORMS`; None: the format's own.
         limit: bytes of buffers.
         overwrite: whether to replace what is there.
@@ -95,7 +99,8 @@ def write_state(
     if to not in FORMATS:
         raise OptionError(f"export(to={excerpt(to)}): states are exported to {', '.join(map(repr, FORMATS))}.")
     check_form(optimizer)
-    structure, outputs = _selected(checkpoint, include, exclude, dtype)
+    check_dtypes(dtype)
+    structure, outputs, conversions = _selected(checkpoint, include, exclude, dtype)
     form = optimizer or _OPTIMIZERS.get(to)
     notes: tuple[str, ...] = ()
     if form is not None:
@@ -110,13 +115,13 @@ def write_state(
                 done += block.elements.nbytes
                 progress(done, total)
         writer.finish(verify=verify)
-    return WrittenState(len(outputs), total, stream.read_bytes, (*notes, *writer.notes))
+    return WrittenState(len(outputs), total, stream.read_bytes, (*notes, *writer.notes), conversions)
 
 
 def _selected(
     checkpoint: Checkpoint, include: Patterns, exclude: Patterns, dtype: str | Mapping[str, str] | None
-) -> tuple[Structure, list[OutputTensor]]:
-    """The structure of what is wanted, and what its tensors are made of."""
+) -> tuple[Structure, list[OutputTensor], tuple[ConvertedSubtree, ...]]:
+    """The structure of what is wanted, what its tensors are made of, and what is converted."""
     wanted, unwanted = selector(include), selector(exclude if exclude is not None else ())
     tree, stored = select(checkpoint.parsed_tree, lambda name: wanted(name) and not unwanted(name))
     if not tree and (include is not None or exclude is not None):
@@ -124,10 +129,11 @@ def _selected(
             f"{checkpoint.location}: {given(include=include, exclude=exclude)}: none of its names is left; `shardckpt info` lists them."
         )
     sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
-    types = converted({name: tensor.dtype for name, tensor in sources.items()}, dtype, meanings(tree))
+    planned = plan_dtypes(sources, dtype, meanings(tree), optimizer_state(checkpoint.parsed_tree) if dtype else ())
+    types = planned.dtypes
     outputs = [identity(tensor, name, types[name]) for name, tensor in sources.items()]
     tensors = {name: replace(tensor, name=name, dtype=types[name]) for name, tensor in sources.items()}
-    return Structure(tree, tensors), outputs
+    return Structure(tree, tensors), outputs, planned.subtrees
 
 
 def _writer(to: str, structure: Structure, location: Location, *, overwrite: bool) -> StateWriter:

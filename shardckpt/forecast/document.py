@@ -61,6 +61,7 @@ def document(found: Forecast) -> dict[str, Any]:
             "exact": found.before.flow.exact,
         },
         "tensors": sorted((_tensor(found, name) for name in plan.target.tensors), key=lambda t: -t["restore_bytes"]),
+        "conversions": [one.to_json() for one in plan.conversions],
         "notices": _notices(plan),
     }
 

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.checkpoint import Checkpoint
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from shardckpt.mesh import Mesh
     from shardckpt.partition_spec import PartitionSpec
+    from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.engines import Engine
     from shardckpt.reshard.plan import Task
     from shardckpt.reshard.source import Source, SourceSpec
@@ -84,6 +85,8 @@ class ReshardReport:
     """Bytes of chunks that this call wrote."""
     seconds: float
     """That it took."""
+    conversions: tuple[ConvertedSubtree, ...] = field(kw_only=True, default=())
+    """How many tensors `dtype` converts and leaves, by subtree; empty where it was not given."""
 
 
 def reshard(
@@ -120,7 +123,8 @@ def reshard(
         like: another checkpoint: tensors that no rule means are laid out as there.
         layout: "packed" or "zarr"; None: as the source has it.
         compression: "zstd" or "none"; None: as the source has it.
-        dtype: what floating-point tensors are converted to, or pattern → dtype, as `restore(cast=True)` converts.
+        dtype: a dtype, or pattern → dtype: what tensors are converted to, as `restore(cast=True)` converts. A dtype alone leaves integers,
+            tensors without dimensions and state of optimizers as they are (docs/reshard.md#dtypes).
         only: the names that the new checkpoint has: a pattern, or several.
         engine: who does the work: an Executor, or the url of a cluster, as in "ray://head:10001" or "dask://scheduler:8786"; None:
             processes on this machine.
@@ -230,6 +234,7 @@ def run_job(
         read_bytes=sum(report.read_bytes for report in reports),
         stored_bytes=sum(report.stored_bytes for report in reports),
         seconds=time.monotonic() - began,
+        conversions=opened.plan.conversions,
     )
 
 
@@ -248,6 +253,7 @@ def _carried(opened: OpenJob, progress: Callable[[int, int], None], began: float
         read_bytes=0 if done is None else done.read_bytes,
         stored_bytes=0,
         seconds=time.monotonic() - began,
+        conversions=opened.plan.conversions,
     )
 
 

@@ -40,7 +40,7 @@ class ReshardOptions:
     compression: Literal["zstd", "none"] | None = None
     """"zstd" or "none"; None: as the source has it."""
     dtype: str | Mapping[str, str] | None = None
-    """Name of a dtype, for all floating-point tensors, or name pattern → dtype, of which the first that matches counts."""
+    """Name of a dtype, or name pattern → dtype, of which the first that matches counts; `dtype_rules` says what each converts."""
     only: str | Sequence[str] | None = None
     """The names that the new checkpoint has: a pattern, or several; None: all."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.record import CheckpointRecord
     from shardckpt.reshard.cells import Step
+    from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.source import Source
     from shardckpt.rules import Decision
@@ -92,6 +93,8 @@ class ReshardPlan:
     tasks: tuple[Task, ...]
     memory: Memory
     """What each worker may use."""
+    conversions: tuple[ConvertedSubtree, ...] = ()
+    """How many tensors `dtype` converts and leaves, by subtree."""
     _cells: Mapping[str, Cells] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -197,6 +200,7 @@ def plan_reshard(source: Source, options: ReshardOptions, destination: Location 
         compression=compression,
         tasks=tasks,
         memory=share(options.budget, options.workers, len(tasks), length, sizes, str(source.location)),
+        conversions=made.conversions,
         _cells=cells,
     )
 

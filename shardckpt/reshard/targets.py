@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import NamesMismatchError
 from shardckpt.names import array_path, piece_path, selector
 from shardckpt.planning.chunks import smallest_chunk
-from shardckpt.reshard.dtype_rules import converted
+from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.layouts import decide
+from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.save_plan import tensor_record
 from shardckpt.structure import Structure, TensorRecord
 from shardckpt.tree import meanings, per_process_names, select
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.dtypes import DType
+    from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.rules import Decision
 
@@ -41,6 +43,8 @@ class Targets:
     """By name in the new checkpoint, how a tensor is laid out, and why."""
     values: frozenset[str]
     """Names of the places where every process has a value of its own."""
+    conversions: tuple[ConvertedSubtree, ...]
+    """How many tensors `dtype` converts and leaves, by subtree."""
 
 
 def targets(source: Structure, options: ReshardOptions, where: str, *, keep_chunks: bool = True) -> Targets:
@@ -63,7 +67,9 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, keep_chun
         raise NamesMismatchError(f"{where}: only={options.only!r} selects none of its names; `shardckpt info` lists them.")
     sources = {name: source.tensors[old] for name, old in stored.items()}
     decisions = decide(sources, options)
-    types = converted({name: t.dtype for name, t in sources.items()}, options.dtype, meanings(tree))
+    optimizer = optimizer_state(source.tree) if options.dtype else ()
+    planned = plan_dtypes(sources, options.dtype, meanings(tree), optimizer)
+    types = planned.dtypes
     smallest = smallest_chunk(sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()))
     tensors = {}
     for name, old in sources.items():
@@ -72,7 +78,7 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, keep_chun
             tensors[name] = renamed(old, name, dtype)
         else:
             tensors[name] = tensor_record(name, old.shape, dtype, layout, smallest)
-    return Targets(Structure(tree, tensors), sources, decisions, frozenset(per_process_names(tree)))
+    return Targets(Structure(tree, tensors), sources, decisions, frozenset(per_process_names(tree)), planned.subtrees)
 
 
 def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:

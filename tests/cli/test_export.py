@@ -23,7 +23,18 @@ def test_options_choose_and_convert_and_the_answer_is_json(run, saver, tmp_path)
     document = run("export", tmp_path / "1", tmp_path / "a.safetensors", *asked).json
     assert document["tensors"] == 1
     assert document["files"] == ["a.safetensors"]
-    assert set(document) == {"url", "files", "tensors", "bytes", "read_bytes", "written_bytes", "resumed_bytes", "notes", "seconds"}
+    assert set(document) == {
+        "url",
+        "files",
+        "tensors",
+        "bytes",
+        "read_bytes",
+        "written_bytes",
+        "resumed_bytes",
+        "notes",
+        "seconds",
+        "conversions",
+    }
     again = run("export", tmp_path / "1", tmp_path / "a.safetensors", "--exclude", names[0], "--overwrite", "--json").json
     assert again["tensors"] >= 1
 

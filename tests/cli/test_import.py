@@ -52,7 +52,20 @@ def test_as_json_it_is_one_document(run, weights, tmp_path):
     answer = run("import", weights, tmp_path / "out", "--from", "safetensors", *options, "--json")
     document = answer.json
     assert document.keys() == {
-        *("url", "format", "notes", "attempt", "committed", "tasks", "done_before", "bytes", "read_bytes", "stored_bytes", "seconds")
+        *(
+            "url",
+            "format",
+            "notes",
+            "attempt",
+            "committed",
+            "tasks",
+            "done_before",
+            "bytes",
+            "read_bytes",
+            "stored_bytes",
+            "seconds",
+            "conversions",
+        )
     }
     assert (document["format"], document["bytes"], document["committed"]) == ("safetensors", 32, False)
     assert run("commit", tmp_path / "out").status == 0

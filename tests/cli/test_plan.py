@@ -83,6 +83,7 @@ def test_the_document_has_everything_and_adds_up(run, source):
         "rates",
         "flow",
         "tensors",
+        "conversions",
         "notices",
     ]
     assert (doc["target"]["hosts"], doc["target"]["devices_per_host"], doc["target"]["devices"]) == (3, 2, 6)

@@ -149,7 +149,7 @@ def test_what_safetensors_cannot_hold_is_refused_by_name_before_anything_is_writ
         shardckpt.export(tmp_path / "c", to, include="nothing")
     with pytest.raises(errors.DtypeMismatchError, match="'w' has dtype complex128, which cannot be converted to float32"):
         shardckpt.export(tmp_path / "c", to, include="w", dtype={"w": "float32"})
-    with pytest.raises(errors.OptionError, match=r"dtype 'floaty' cannot be stored"):
+    with pytest.raises(errors.OptionError, match=r"unknown dtype 'floaty'"):
         shardckpt.export(tmp_path / "c", to, include="a/b", dtype="floaty")
     with pytest.raises(errors.OptionError, match=r"'x\*' matches no tensor"):
         shardckpt.export(tmp_path / "c", to, include="a/b", dtype={"x*": "float32"})

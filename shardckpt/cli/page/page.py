@@ -57,7 +57,7 @@ def page(found: Forecast, doc: dict[str, Any]) -> str:
         _restores(doc),
         _layouts(found, doc),
         *([_one_host(doc)] if _on_one_host(doc) else [_flow(found, doc), _balance(found, doc)]),
-        _notices(doc),
+        _notices(found, doc),
         _tensors(found, doc),
     )
     # Inside a script element only `<` could end it, or begin a comment.
@@ -235,10 +235,9 @@ def _balance(found: Forecast, doc: dict[str, Any]) -> Html:
     )
 
 
-def _notices(doc: dict[str, Any]) -> Html | None:
-    if not doc["notices"]:
-        return None
-    return _section("Notices", el("ul", [el("li", notice_text(notice)) for notice in doc["notices"]], class_="notices"))
+def _notices(found: Forecast, doc: dict[str, Any]) -> Html | None:
+    items = [f"dtype: {one}" for one in found.plan.conversions] + [notice_text(notice) for notice in doc["notices"]]
+    return _section("Notices", el("ul", [el("li", item) for item in items], class_="notices")) if items else None
 
 
 _COLUMNS = (

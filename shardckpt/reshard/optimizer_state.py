@@ -1,0 +1,50 @@
+"""The tensors of a state that are state of an optimizer, as far as its containers and names say so.
+
+1. What lies below `state` or `param_groups`, in a dict that has both: torch's `Optimizer.state_dict`, and what `train_state` makes of it.
+   DCP and Megatron may have flattened both into names with dots.
+2. What lies below a key such as `optimizer`, `optim` or `opt_state` (optax).
+3. What is called as torch's optimizers call their moments: `exp_avg`, `momentum_buffer`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from shardckpt.tree.document import Branch, Tensor, Tied, leaves_of, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardckpt.tree.document import Node, Tree
+
+__all__ = ["optimizer_state"]
+
+_BY_NAME = re.compile(
+    r"(?:^|[/.])(?:opt(?:im(?:izer)?)?_states?(?:_dict)?|optim(?:izer)?s?)(?:_?\d+)?[/.]"
+    r"|(?:^|[/.])(?:(?:max_)?exp_avg(?:_sq)?(?:_row|_col)?|momentum_buffer|square_avg)$",
+    re.IGNORECASE,
+)
+_GROUPS = re.compile(r"((?:.*\.)?)param_groups(?:\..*)?", re.DOTALL)
+"""A key that says that there is an optimizer's state beside it, below the same dotted prefix."""
+
+
+def optimizer_state(tree: Tree) -> frozenset[str]:
+    """The names of those tensors, further names of tied ones included."""
+    root = parse(tree)
+    below = [leaf.name for branch in _optimizers(root) for leaf in leaves_of(branch)]
+    return frozenset(below) | {leaf.name for leaf in leaves_of(root) if isinstance(leaf, Tensor | Tied) and _BY_NAME.search(leaf.name)}
+
+
+def _optimizers(node: Node) -> Iterator[Node]:
+    """What lies below `state` and `param_groups`, where both are."""
+    if not isinstance(node, Branch):
+        return
+    texts = [key if node.form == "dict" and isinstance(key, str) else "" for key in node.keys]
+    for prefix in {found[1] for text in texts if (found := _GROUPS.fullmatch(text))}:
+        own = re.compile(re.escape(prefix) + r"(?:state|param_groups)(?:\..*)?", re.DOTALL)
+        parts = [(text, child) for text, child in zip(texts, node.children, strict=True) if own.fullmatch(text)]
+        if any(text.startswith(f"{prefix}state") for text, _ in parts):
+            yield from (child for _, child in parts)
+    for child in node.children:
+        yield from _optimizers(child)

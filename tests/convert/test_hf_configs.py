@@ -1,0 +1,84 @@
+"""The configuration beside a model's weights goes into a checkpoint and out again, so that transformers loads what is exported."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import shardckpt
+from shardckpt import errors
+
+CONFIG = {"model_type": "llama", "hidden_size": 32, "eos_token_id": [1, 2], "größe": None}
+
+
+@pytest.fixture
+def imported(tmp_path):
+    (tmp_path / "hf").mkdir()
+    save_file({"a.weight": np.ones((4, 4), np.float32), "b.weight": np.ones(3, np.float32)}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "hf" / "generation_config.json").write_text('{"do_sample": true}')
+    shardckpt.import_checkpoint(tmp_path / "hf", tmp_path / "c", workers=1)
+    return tmp_path / "c"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.timeout(300)
+def test_transformers_loads_an_export_of_an_import(tmp_path):
+    import torch
+    import transformers
+
+    widths = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**widths))
+    model.save_pretrained(tmp_path / "hf")
+    shardckpt.import_checkpoint(tmp_path / "hf", tmp_path / "c", workers=1)
+    shardckpt.export_safetensors(tmp_path / "c", tmp_path / "out", max_shard_size="40KB")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert {"config.json", "generation_config.json", "model.safetensors.index.json"} <= set(names(tmp_path / "out"))
+    tokens = torch.arange(10)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_configurations_come_back_into_a_directory_and_not_beside_a_single_file(imported, tmp_path):
+    report = shardckpt.export_safetensors(imported, tmp_path / "out")
+    assert report.files == ("config.json", "generation_config.json", "model.safetensors")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"do_sample": True}
+    shardckpt.export_safetensors(imported, tmp_path / "one" / "a.safetensors")
+    assert names(tmp_path / "one") == ["a.safetensors"]
+
+
+def test_a_configuration_that_is_there_stays_and_is_replaced_only_with_overwrite(imported, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    report = shardckpt.export_safetensors(imported, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert report.notes[-1] == "config.json is there already, and stays as it is."
+    with pytest.raises(errors.AlreadyExistsError, match="model.safetensors is there already"):
+        shardckpt.export_safetensors(imported, tmp_path / "out")
+    shardckpt.export_safetensors(imported, tmp_path / "out", overwrite=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
+
+
+def test_config_takes_the_place_of_what_was_kept(imported, tmp_path):
+    (tmp_path / "other.json").write_text('{"model_type": "gpt2"}')
+    shardckpt.export_safetensors(imported, tmp_path / "out", config=tmp_path / "other.json")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "gpt2"}
+
+
+def test_an_export_that_was_interrupted_goes_on_with_its_configuration(imported, tmp_path):
+    def stop(done, total):
+        if done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shardckpt.export_safetensors(imported, tmp_path / "out", progress=stop)
+    shardckpt.export_safetensors(imported, tmp_path / "out")
+    assert names(tmp_path / "out") == ["config.json", "generation_config.json", "model.safetensors"]
