@@ -31,7 +31,17 @@ from shardckpt.ending import is_ending
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError
 from shardckpt.io.assemble import assemble, pause, wait_for_hosts
 from shardckpt.io.base_places import base_location, check_base, check_bases
-from shardckpt.io.commit import Prior, discard, new_attempt, publish, published_attempt, read_prior, remove_replaced
+from shardckpt.io.commit import (
+    Prior,
+    clear_place,
+    discard,
+    hold_place,
+    new_attempt,
+    publish,
+    published_attempt,
+    read_prior,
+    remove_replaced,
+)
 from shardckpt.io.host import HostWriter
 from shardckpt.io.url import parse
 from shardckpt.per_process import encode_values
@@ -62,6 +72,8 @@ _FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
 """Seconds between two looks for the committer's word; in between an eighth of the time waited."""
 _STORAGE_LOOK = 10.0
 """Seconds until the first look whether the storage shows what nobody has said; the next ones are as long again apart as all before."""
+_PLACEHOLDER = 4.0
+"""Seconds that a process waits for the committer's placeholder before it writes one itself; on an object store."""
 _COMMITTING = 60.0
 """Seconds that the committer may take after the last host has finished."""
 _WORD, _FAILURE = "word", "failure"
@@ -149,11 +161,14 @@ class Attempt:
             threads: that may write at a time.
         """
         us = self.world.process, self.world.processes
-        self.prior = read_prior(self.store.among(*us), overwrite=self.options.overwrite)
+        store = self.store.among(*us)
+        prior = read_prior(store, overwrite=self.options.overwrite)
         self._check_not_given_up()  # after what may be wrong with this process's own part: it is told that rather
         if self.options.compression is None:  # else nobody knows
             check_space(self.store, self._nbytes)
         contents = self._with_bases(contents)
+        patience = 0.0 if self.commits or store.location.bucket is None else _PLACEHOLDER
+        self.prior = hold_place(store, prior, overwrite=self.options.overwrite, patience=patience)
         self._wrote = True
         writer = HostWriter(
             self.place.among(*us),
@@ -244,6 +259,8 @@ class Attempt:
                 with suppress(ShardckptError):  # what cannot be read may name it
                     if published_attempt(self.store) != self.name:
                         discard(self.place)
+                        if self.prior is not None and self.prior.holds:
+                            clear_place(self.store, self.prior.generation)
         else:  # others may still be writing; `gc` collects what they leave
             self._tell(_WORD if self.commits else _FAILURE, _in_words(error))
 

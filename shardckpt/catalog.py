@@ -22,7 +22,6 @@ from shardckpt.io.ages import last_written
 from shardckpt.io.assemble import finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import RECORD
-from shardckpt.io.deleted import deleted_steps, step_of
 from shardckpt.io.leftover import check_leftover
 from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked
 from shardckpt.io.store import Store
@@ -114,9 +113,8 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
         except StorageError as e:
             return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
 
-    deleted = frozenset() if everything else deleted_steps(store)
     with ThreadPoolExecutor(_AT_ONCE, "shardckpt-catalog") as pool:
-        found = pool.map(at, (named for named in places(store, children) if step_of(named[0]) not in deleted))
+        found = pool.map(at, places(store, children))
         return [entry for some in found for entry in some]
 
 
