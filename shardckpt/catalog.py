@@ -129,7 +129,8 @@ def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:
     if entry is not None and entry.state != "deleted":
         pinned, superseded = (marker in children and is_marked(place, marker, entry.attempt) for marker in (PINNED, SUPERSEDED))
         entry = replace(entry, pinned=pinned, superseded=superseded)
-    entries = [] if entry is None or (entry.state == "deleted" and not everything) else [entry]
+    begun = entry is not None and entry.state == "deleted" and entry.reason is None
+    entries = [] if entry is None or begun or (entry.state == "deleted" and not everything) else [entry]
     if everything:
         published = None if entry is None else entry.attempt
         digest = None if data is None else sha256(data).hexdigest()
@@ -174,6 +175,8 @@ def _committed(data: bytes, place: Store, name: str) -> CatalogEntry:
 
 
 def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> CatalogEntry:
+    if doc.get("begun") is True:
+        return CatalogEntry(name, location, "deleted")  # a placeholder: there never was a checkpoint
     if "tombstone" in doc:
         return CatalogEntry(name, location, "deleted", reason=_typed(doc, "tombstone", str, where))
     totals = _typed(doc, "totals", dict, where)

@@ -106,9 +106,7 @@ class _Record:
     def fence(self, store: Store) -> bool:
         """Make it another version of itself, and of a placeholder a tombstone; whether it was still this one."""
         mark = secrets.token_hex(8)
-        if self.data is None or self.doc is None:
-            return store.create(RECORD, _tombstone(_COLLECTED, mark))
-        if self.is_placeholder:
+        if self.data is None or self.doc is None or self.is_placeholder:
             return store.replace(RECORD, _tombstone(_COLLECTED, mark), self.generation)
         sealed = seal({**self.doc, "nonce" if self.is_tombstone else "fence": mark})
         # All of it stays, be it newer than this reader, and the format version with it, which the host records have, too.

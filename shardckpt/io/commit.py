@@ -136,7 +136,8 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, patience: float =
         if waited < patience:
             time.sleep(min(max(_LEAST_PAUSE, waited), _MOST_PAUSE))
         elif looks == _ROUNDS:
-            raise StorageError(f"cannot begin a save at {store}: its commit record changes all the time; let one job save there.")
+            why = "nothing is there, and the storage refuses; does the bucket exist?" if prior.record is None else "it changes all the time."
+            raise StorageError(f"cannot create {store.path_of(RECORD)}: {why}")
         else:
             looks += 1
             _put_placeholder(store, prior, last=looks == _ROUNDS)
@@ -148,10 +149,7 @@ def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
     """Put a placeholder in place of nothing, or of a tombstone, unless somebody else is first."""
     data = seal(Tombstone("a save was begun here and is not committed", secrets.token_hex(8), begun=True).to_json())
     try:
-        if prior.record is None:
-            store.create(RECORD, data)
-        else:
-            store.replace(RECORD, data, prior.generation)
+        store.replace(RECORD, data, prior.generation)
     except StorageError:
         # On a disk a deletion may remove the empty directory just now.
         if last or store.location.local is None or store.location.local.is_dir():
