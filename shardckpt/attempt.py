@@ -28,7 +28,7 @@ from crc32c import crc32c
 from shardckpt import frameworks
 from shardckpt.contents import Contents
 from shardckpt.ending import is_ending
-from shardckpt.errors import CommitError, CoordinationError, ShardckptError
+from shardckpt.errors import CommitError, CoordinationError, OtherJobError, ShardckptError
 from shardckpt.io.assemble import assemble, pause, wait_for_hosts
 from shardckpt.io.base_places import base_location, check_base, check_bases
 from shardckpt.io.commit import (
@@ -211,7 +211,7 @@ class Attempt:
         try:
             publish(self.store, record, self.prior)
         except BaseException as e:
-            self._tell(_WORD, _in_words(e))
+            self._tell(_WORD, e)
             raise
         self._tell(_WORD, None)
         if self.prior.attempt is not None:
@@ -235,7 +235,8 @@ class Attempt:
             if word is not None and word["error"] is None:
                 return
             if word is not None and word["process"] == COMMITTER:  # another one's is that it has waited in vain
-                raise CommitError(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
+                kind = OtherJobError if word.get("code") == OtherJobError.code else CommitError
+                raise kind(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
             if now > look:
                 # A word gives way to that on a later save; and who calls the place by another name than the committer hears none.
                 with suppress(ShardckptError):
@@ -245,7 +246,7 @@ class Attempt:
             time.sleep(pause(now - began, _FIRST_LOOK, _LAST_LOOK))
         if published_attempt(self.store) != self.name:
             # For who comes too late, or has missed this save and would complete it with what it saves next.
-            self._tell(_WORD, f"process {self.world.process} has given up waiting for it.")
+            self._tell(_WORD, CommitError(f"process {self.world.process} has given up waiting for it."))
             raise CommitError(
                 f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}; if it is gone, "
                 f"`shardckpt commit` publishes what all have written."
@@ -262,7 +263,7 @@ class Attempt:
                         if self.prior is not None and self.prior.holds:
                             clear_place(self.store, self.prior.generation)
         else:  # others may still be writing; `gc` collects what they leave
-            self._tell(_WORD if self.commits else _FAILURE, _in_words(error))
+            self._tell(_WORD if self.commits else _FAILURE, error)
 
     @property
     def _base(self) -> Location:
@@ -300,11 +301,12 @@ class Attempt:
             return None
         return None if heard is None else f"process {heard['process']} could not write its share: {heard['error']}"
 
-    def _tell(self, what: str, error: str | None) -> None:
+    def _tell(self, what: str, error: BaseException | None) -> None:
         """Tell whoever asks; blocks nobody. What it is about has happened, whether anybody can be told or not."""
         if not self.alone:
             with suppress(ShardckptError):
-                self.coordinator.announce(self._key(what), {"save": self._save, "process": self.world.process, "error": error})
+                said = {"error": None if error is None else _in_words(error), "code": getattr(error, "code", None)}
+                self.coordinator.announce(self._key(what), {"save": self._save, "process": self.world.process, **said})
 
     def _heard(self, what: str) -> dict[str, Any] | None:
         """What somebody has said of this attempt."""

@@ -136,7 +136,7 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, patience: float =
         if waited < patience:
             time.sleep(min(max(_LEAST_PAUSE, waited), _MOST_PAUSE))
         elif looks == _ROUNDS:
-            why = "nothing is there, and the storage refuses; does the bucket exist?" if prior.record is None else "it changes all the time."
+            why = "the storage refuses, and nothing is there; is the bucket there?" if prior.record is None else "it changes all the time."
             raise StorageError(f"cannot create {store.path_of(RECORD)}: {why}")
         else:
             looks += 1
