@@ -123,9 +123,7 @@ def _collect(root, url, processes, value):
     assert value_of(url, processes) == value
     if url.exists():
         left = {p.name for p in url.iterdir()}
-        named = {_named(url, value)} - {None}
-        # A tombstone comes to be only where there was something to remove.
-        assert left in ({"checkpoint.json", *named}, named)
+        assert left == {"checkpoint.json", _named(url, value)}
 
 
 def copied(base, place):
