@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from placeholders import put_placeholder
+from placeholders import put_placeholder, undo_commit
 
 import shardckpt
 from shardckpt import SaveOptions
@@ -80,7 +80,7 @@ def test_of_an_unfinished_attempt_is_told_how_far_it_has_come(tmp_path):
 
 def test_an_attempt_of_which_a_host_is_missing_cannot_be_committed(tmp_path):
     save(tmp_path / "1")
-    (tmp_path / "1" / "checkpoint.json").unlink()
+    undo_commit(tmp_path / "1")
     (path,) = tmp_path.rglob("records/00000.json")
     path.write_bytes(seal({**json.loads(path.read_bytes())["record"], "hosts": 4}))
     (entry,) = catalog(tmp_path, everything=True)

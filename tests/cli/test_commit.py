@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from placeholders import undo_commit
+
 import shardckpt
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -9,9 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 
 def uncommitted(place):
     """A save whose committer has died at the last moment; the attempt's name."""
-    (place / "checkpoint.json").unlink()
-    (attempt,) = (p.name for p in place.iterdir())
-    return attempt
+    return undo_commit(place)
 
 
 def begin(place):
