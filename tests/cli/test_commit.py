@@ -56,11 +56,11 @@ def test_json_has_what_became_of_each_attempt(run, saver, tmp_path):
 
 def test_a_collected_attempt_is_committed_no_more(run, saver, tmp_path):
     place = saver(tmp_path / "1")
-    uncommitted(place)
-    (attempt,) = place.iterdir()
+    attempt = place / uncommitted(place)
     away = attempt.rename(tmp_path / attempt.name)
     begin(place)
     assert "removed" in run("gc", "--grace", "0", place).out
+    place.mkdir()
     away.rename(attempt)
     answer = run("commit", place)
     assert answer.status == 1
