@@ -28,10 +28,20 @@ from crc32c import crc32c
 from shardckpt import frameworks
 from shardckpt.contents import Contents
 from shardckpt.ending import is_ending
-from shardckpt.errors import CommitError, CoordinationError, ShardckptError
+from shardckpt.errors import CommitError, CoordinationError, OtherJobError, ShardckptError
 from shardckpt.io.assemble import assemble, pause, wait_for_hosts
 from shardckpt.io.base_places import base_location, check_base, check_bases
-from shardckpt.io.commit import Prior, discard, new_attempt, publish, published_attempt, read_prior, remove_replaced
+from shardckpt.io.commit import (
+    Prior,
+    clear_place,
+    discard,
+    hold_place,
+    new_attempt,
+    publish,
+    published_attempt,
+    read_prior,
+    remove_replaced,
+)
 from shardckpt.io.host import HostWriter
 from shardckpt.io.url import parse
 from shardckpt.per_process import encode_values
@@ -62,6 +72,8 @@ _FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
 """Seconds between two looks for the committer's word; in between an eighth of the time waited."""
 _STORAGE_LOOK = 10.0
 """Seconds until the first look whether the storage shows what nobody has said; the next ones are as long again apart as all before."""
+_PLACEHOLDER = 4.0
+"""Seconds that a process waits for the committer's placeholder before it writes one itself; on an object store."""
 _COMMITTING = 60.0
 """Seconds that the committer may take after the last host has finished."""
 _WORD, _FAILURE = "word", "failure"
@@ -149,11 +161,14 @@ class Attempt:
             threads: that may write at a time.
         """
         us = self.world.process, self.world.processes
-        self.prior = read_prior(self.store.among(*us), overwrite=self.options.overwrite)
+        store = self.store.among(*us)
+        prior = read_prior(store, overwrite=self.options.overwrite)
         self._check_not_given_up()  # after what may be wrong with this process's own part: it is told that rather
         if self.options.compression is None:  # else nobody knows
             check_space(self.store, self._nbytes)
         contents = self._with_bases(contents)
+        patience = 0.0 if self.commits or store.location.bucket is None else _PLACEHOLDER
+        self.prior = hold_place(store, prior, overwrite=self.options.overwrite, patience=patience)
         self._wrote = True
         writer = HostWriter(
             self.place.among(*us),
@@ -196,7 +211,7 @@ class Attempt:
         try:
             publish(self.store, record, self.prior)
         except BaseException as e:
-            self._tell(_WORD, _in_words(e))
+            self._tell(_WORD, e)
             raise
         self._tell(_WORD, None)
         if self.prior.attempt is not None:
@@ -220,7 +235,8 @@ class Attempt:
             if word is not None and word["error"] is None:
                 return
             if word is not None and word["process"] == COMMITTER:  # another one's is that it has waited in vain
-                raise CommitError(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
+                kind = OtherJobError if word.get("code") == OtherJobError.code else CommitError
+                raise kind(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
             if now > look:
                 # A word gives way to that on a later save; and who calls the place by another name than the committer hears none.
                 with suppress(ShardckptError):
@@ -230,7 +246,7 @@ class Attempt:
             time.sleep(pause(now - began, _FIRST_LOOK, _LAST_LOOK))
         if published_attempt(self.store) != self.name:
             # For who comes too late, or has missed this save and would complete it with what it saves next.
-            self._tell(_WORD, f"process {self.world.process} has given up waiting for it.")
+            self._tell(_WORD, CommitError(f"process {self.world.process} has given up waiting for it."))
             raise CommitError(
                 f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}; if it is gone, "
                 f"`shardckpt commit` publishes what all have written."
@@ -244,8 +260,10 @@ class Attempt:
                 with suppress(ShardckptError):  # what cannot be read may name it
                     if published_attempt(self.store) != self.name:
                         discard(self.place)
+                        if self.prior is not None and self.prior.holds:
+                            clear_place(self.store, self.prior.generation)
         else:  # others may still be writing; `gc` collects what they leave
-            self._tell(_WORD if self.commits else _FAILURE, _in_words(error))
+            self._tell(_WORD if self.commits else _FAILURE, error)
 
     @property
     def _base(self) -> Location:
@@ -283,11 +301,12 @@ class Attempt:
             return None
         return None if heard is None else f"process {heard['process']} could not write its share: {heard['error']}"
 
-    def _tell(self, what: str, error: str | None) -> None:
+    def _tell(self, what: str, error: BaseException | None) -> None:
         """Tell whoever asks; blocks nobody. What it is about has happened, whether anybody can be told or not."""
         if not self.alone:
             with suppress(ShardckptError):
-                self.coordinator.announce(self._key(what), {"save": self._save, "process": self.world.process, "error": error})
+                said = {"error": None if error is None else _in_words(error), "code": getattr(error, "code", None)}
+                self.coordinator.announce(self._key(what), {"save": self._save, "process": self.world.process, **said})
 
     def _heard(self, what: str) -> dict[str, Any] | None:
         """What somebody has said of this attempt."""

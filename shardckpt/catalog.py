@@ -22,7 +22,6 @@ from shardckpt.io.ages import last_written
 from shardckpt.io.assemble import finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, places
 from shardckpt.io.commit import RECORD
-from shardckpt.io.deleted import deleted_steps, step_of
 from shardckpt.io.leftover import check_leftover
 from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked
 from shardckpt.io.store import Store
@@ -117,9 +116,8 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
         except StorageError as e:
             return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
 
-    deleted = frozenset() if everything else deleted_steps(store)
     with ThreadPoolExecutor(_AT_ONCE, "shardckpt-catalog") as pool:
-        found = pool.map(at, (named for named in places(store, children) if step_of(named[0]) not in deleted))
+        found = pool.map(at, places(store, children))
         return [entry for some in found for entry in some]
 
 
@@ -134,7 +132,8 @@ def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:
     if entry is not None and entry.state != "deleted":
         pinned, superseded = (marker in children and is_marked(place, marker, entry.attempt) for marker in (PINNED, SUPERSEDED))
         entry = replace(entry, pinned=pinned, superseded=superseded)
-    entries = [] if entry is None or (entry.state == "deleted" and not everything) else [entry]
+    begun = entry is not None and entry.state == "deleted" and entry.reason is None
+    entries = [] if entry is None or begun or (entry.state == "deleted" and not everything) else [entry]
     if everything:
         published = None if entry is None else entry.attempt
         digest = None if data is None else sha256(data).hexdigest()
@@ -179,6 +178,8 @@ def _committed(data: bytes, place: Store, name: str) -> CatalogEntry:
 
 
 def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> CatalogEntry:
+    if doc.get("begun") is True:
+        return CatalogEntry(name, location, "deleted")  # a placeholder: there never was a checkpoint
     if "tombstone" in doc:
         return CatalogEntry(name, location, "deleted", reason=_typed(doc, "tombstone", str, where))
     totals = _typed(doc, "totals", dict, where)

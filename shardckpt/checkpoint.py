@@ -338,7 +338,7 @@ def _read_record(store: Store) -> CheckpointRecord:
     if isinstance(found, CheckpointRecord):
         return found
     children = [child.removesuffix("/") for child in store.list_children() if child.endswith("/")]
-    if isinstance(found, Tombstone):
+    if isinstance(found, Tombstone) and not found.begun:
         raise NotFoundError(f"{store}: the checkpoint was deleted ({found.reason}).")
     if any(is_attempt(store, child) for child in children):
         raise UncommittedError(f"{store}: a save was begun there and never committed; it holds no checkpoint. Look for an earlier one.")

@@ -73,8 +73,7 @@ def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool
 def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: float = GRACE) -> list[Collected]:
     """Delete a checkpoint. Saves to the same place that began before it can publish nothing any more.
 
-    Also collects the attempts there that are older than the grace period. Of the place a tombstone stays. Deleting a checkpoint again
-    is no error.
+    Also collects the attempts there that are older than the grace period; then nothing of it stays.
 
     Args:
         url: where it is.

@@ -22,8 +22,7 @@ from shardckpt.excerpt import numbered
 from shardckpt.io.assemble import assemble, finished_hosts, read_host_record
 from shardckpt.io.attempts import attempts, is_reshard, places
 from shardckpt.io.base_places import check_bases
-from shardckpt.io.commit import publish, read_prior, remove_replaced
-from shardckpt.io.deleted import deleted_steps, step_of
+from shardckpt.io.commit import hold_place, publish, read_prior, remove_replaced
 from shardckpt.io.failures import is_denied
 from shardckpt.io.leftover import check_leftover, run_root
 from shardckpt.io.rollback import Rollback
@@ -78,8 +77,7 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     children = store.list_children()
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
-    deleted = deleted_steps(store)
-    return commit_places(store, [(name, place) for name, place in places(store, children) if step_of(name) not in deleted])
+    return commit_places(store, list(places(store, children)))
 
 
 def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outcome]:
@@ -127,7 +125,8 @@ def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken
     missing = sorted(set(range(first.hosts)) - set(present))
     if missing:
         return "incomplete", f"{numbered('host', missing)} (of {first.hosts}) did not finish"
-    if first.prior != prior.digest:
+    begun_free = first.prior is None and (prior.digest is None or prior.holds)  # by an earlier version, which left no placeholder
+    if first.prior != prior.digest and not begun_free:
         return "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
     return None
 
@@ -151,6 +150,9 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
     place = store.sub(attempt)
     try:
         lacks = _lacks(place, prior)
+        if lacks is None and prior.digest is None:
+            prior = hold_place(store, prior, overwrite=True)  # first: then what was removed since is noticed
+            lacks = _lacks(place, prior)
         if lacks is not None:
             return outcome(*lacks)
         if (denied := _publish(store, attempt, prior)) is not None:

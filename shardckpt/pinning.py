@@ -37,6 +37,7 @@ def pin(url: str | os.PathLike[str]) -> None:
         if renew(store, attempt):
             return
         unmark(store, PINNED)
+        store.remove_empty()
     raise NotFoundError(f"{store}: no checkpoint there to pin; `shardckpt ls` lists those that are.")
 
 

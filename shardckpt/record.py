@@ -348,10 +348,12 @@ class Tombstone:
     reason: str
     nonce: str = ""
     """Makes every tombstone another: storages that know versions by their contents must tell them apart."""
+    begun: bool = False
+    """Whether a save has put it there as it began, to replace it when it is published."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
-        return {"tombstone": self.reason, "nonce": self.nonce}
+        return {"tombstone": self.reason, "nonce": self.nonce, **({"begun": True} if self.begun else {})}
 
 
 def parse_checkpoint(data: bytes, where: str) -> CheckpointRecord | Tombstone:
@@ -359,7 +361,7 @@ def parse_checkpoint(data: bytes, where: str) -> CheckpointRecord | Tombstone:
     doc = open_envelope(data, where)
     if "tombstone" in doc:
         read = Fields(doc, where)
-        return Tombstone(read.string("tombstone"), read.string("nonce") if "nonce" in doc else "")
+        return Tombstone(read.string("tombstone"), read.string("nonce") if "nonce" in doc else "", doc.get("begun") is True)
     return CheckpointRecord.from_json(doc, where)
 
 

@@ -2,23 +2,24 @@
 
 Each actor is a thread that runs the product's own functions over `memory://`, in the plain layout (the packed one's index
 TensorStore writes where nobody can look on); before every operation of the storage, and before every word between the
-hosts of a job, it waits for its turn. The storage knows versions by their contents only, as S3 does, and deletes objects
-one by one. Who sleeps until another host of its job has done something sleeps for too long only if none of them can do
-anything any more. Whatever changes the storage is checked at once:
+hosts of a job, it waits for its turn. The storage knows versions by their contents only, as S3 does, or by numbers that
+never come back, as GCS and disks do, and deletes objects one by one. Who sleeps until another host of its job has done
+something sleeps for too long only if none of them can do anything any more. Whatever changes the storage is checked at once:
 
 - What the commit record names has all that was ever written into it, and loses nothing while it is named.
 - An attempt that was not idle for the grace period since its save began is removed by nobody but that save, and those
   whom the storage has told that it is too late to commit it.
-- An attempt becomes the checkpoint once at most, and only if the record has not changed since any of its hosts began: so
-  not if another one was published, if the checkpoint was deleted, or if the place was collected in between.
+- An attempt becomes the checkpoint once at most, and only in place of the version of the record that each of its hosts had
+  seen before it wrote anything: so not if another one was published, if the checkpoint was deleted, or if the place was
+  collected in between, though nothing be left of that.
+- The record goes only on condition that it is a known version, and never while it names a checkpoint.
 - Nobody deletes a checkpoint that came after the one that was to be deleted.
-- Where the step is said to be deleted for good, it is, and no save that may still publish has anything there.
+- At the end a last collection leaves one whole checkpoint, or nothing at all.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import uuid
 from contextlib import contextmanager
@@ -35,17 +36,17 @@ from shardckpt.io import assemble
 from shardckpt.io import collect as collecting
 from shardckpt.io.attempts import is_attempt
 from shardckpt.io.commit import RECORD
-from shardckpt.io.deleted import DELETED
 from shardckpt.io.markers import PINNED, SUPERSEDED
 from shardckpt.io.store import Store
 from shardckpt.record import Tombstone, parse_checkpoint
 from shardckpt.world import World
 
-__all__ = ["GRACE", "STEP", "Actor", "Host", "Stage", "finish"]
+__all__ = ["GRACE", "VERSIONS", "Actor", "Host", "Stage", "finish"]
 
 GRACE = 100
 MARKERS = (PINNED, SUPERSEDED)
-STEP = 7
+VERSIONS = ("contents", "numbers")
+"""By what a storage knows versions."""
 LONG = 1e9
 """Seconds, longer than anybody waits for another process."""
 
@@ -72,6 +73,8 @@ class Actor:
         """What the action returned or the ShardckptError that it raised; what it should not have raised."""
         self.saw = []
         """How often the commit record had changed, each time that this actor read it."""
+        self.held = None
+        """What it had seen last when it first wrote data: the version that its attempt may replace."""
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         threading.Thread(target=self._run, daemon=True).start()
         self.step()  # up to its first operation
@@ -156,8 +159,12 @@ class Host(Coordinator):
 class Stage:
     """A checkpoint's place, its clock, and everything that has happened there."""
 
-    def __init__(self):
-        self.url = f"memory://{uuid.uuid4().hex}/{STEP}"
+    def __init__(self, versions):
+        self.url = f"memory://{uuid.uuid4().hex}/7"
+        self.versions = versions
+        self.writes = 0
+        self.numbers = {}
+        """Key → the number of its present version."""
         self.jobs = 0
         self.clock = 0.0
         self.local = threading.local()
@@ -176,12 +183,11 @@ class Stage:
 
     @classmethod
     @contextmanager
-    def set(cls):
+    def set(cls, versions="contents"):
         """A stage, for as long as the block runs; every operation of this process's storages goes over it."""
-        stage = cls()
+        stage = cls(versions)
         with pytest.MonkeyPatch.context() as patch:
             stage.store = Store.open(stage.url)
-            stage.root = Store.open(stage.store.location.parent)
             stage.original = SimpleNamespace(**{name: getattr(ts.KvStore, name) for name in ("read", "write", "list")})
             for name in ("read", "write", "list", "delete_range"):
                 patch.setattr(ts.KvStore, name, stage._instead_of(name))
@@ -237,37 +243,40 @@ class Stage:
         found = self.original.read(kv, key, **options).result()
         if self._path(kv, key) == RECORD and (actor := self._actor()) is not None:
             actor.saw.append(self.changes)
-        stamp = SimpleNamespace(generation=_generation(found))
+        stamp = SimpleNamespace(generation=self._generation(self._path(kv, key), found))
         return _Answer(SimpleNamespace(state=found.state, value=found.value, stamp=stamp))
 
     def _write(self, kv, key, value, if_equal=None):
         self.gate()
         present = self.original.read(kv, key).result()
         path = self._path(kv, key)
-        if if_equal not in (None, _generation(present)):
-            if path == RECORD and (actor := self._actor()) is not None:
+        if if_equal not in (None, self._generation(path, present)):
+            if path == RECORD and value is not None and (actor := self._actor()) is not None:
                 actor.lost = _named(value)
             return _Answer(SimpleNamespace(generation=b""))
-        if path.endswith(DELETED):
-            self.original.write(kv, key, value).result()
-            self._check_deleted()
-            return _Answer(SimpleNamespace(generation=_generation(self.original.read(kv, key).result())))
         if value is None:
-            if present.state == "value" and path not in MARKERS:
+            if path == RECORD:
+                assert if_equal is not None, "the record goes on condition"
+                assert self.named is None, "a checkpoint is deleted by a tombstone"
+                self.history.append(None)
+            elif present.state == "value" and path not in MARKERS:
                 self._before_deletion(path)
         elif path == RECORD:
             self._before_publication(bytes(value))
         elif path not in MARKERS:
-            attempt = path.partition("/")[0]
-            self.savers.setdefault(attempt, [*getattr(self._actor(), "job", [])])
+            attempt, actor = path.partition("/")[0], self._actor()
+            self.savers.setdefault(attempt, [*getattr(actor, "job", [])])
+            if actor is not None and actor.held is None and actor.saw:
+                actor.held = actor.saw[-1]
             self.written.setdefault(attempt, set()).add(path)
             self.last[attempt] = self.clock
         self.original.write(kv, key, value).result()
         self.times.pop(path, None)
         if value is not None:
             self.times[path] = self.clock
-        self._check_deleted()
-        return _Answer(SimpleNamespace(generation=_generation(self.original.read(kv, key).result())))
+        self.writes += 1
+        self.numbers[path] = self.writes
+        return _Answer(SimpleNamespace(generation=self._generation(path, self.original.read(kv, key).result())))
 
     def _list(self, kv, *arguments):
         self.gate()
@@ -290,6 +299,11 @@ class Stage:
     def _sleep(self, _seconds):
         self._actor().sleep()
 
+    def _generation(self, path, found):
+        if found.state == "missing":
+            return b"missing"
+        return hashlib.md5(found.value, usedforsecurity=False).digest() if self.versions == "contents" else b"%d" % self.numbers[path]
+
     def gate(self):
         if (actor := self._actor()) is not None:
             actor.wait_for_turn()
@@ -303,11 +317,10 @@ class Stage:
     # --- what must hold
 
     def _before_deletion(self, path):
-        assert path != RECORD
         attempt = path.partition("/")[0]
         assert attempt != self.named, "what the record names loses nothing"
         actor = self._actor()
-        seen = {saver.saw[0] for saver in self.savers[attempt] if saver.saw}
+        seen = {saver.held for saver in self.savers[attempt] if saver.held is not None}
         overtaken = getattr(actor, "commits", False) and bool(seen - {self.changes})
         if actor not in self.savers[attempt] and attempt != getattr(actor, "lost", None) and not overtaken:
             assert attempt in self.was_idle.union(self.history), "a live attempt is left alone"
@@ -316,27 +329,19 @@ class Stage:
         named = _named(data)
         if named not in (None, self.named):
             assert named not in self.history, "an attempt becomes the checkpoint once"
-            assert {saver.saw[0] for saver in self.savers[named]} == {self.changes}, "who publishes had seen all that came before"
+            assert {saver.held for saver in self.savers[named]} == {self.changes}, "who publishes had seen all that came before"
             assert self.written[named] <= self.times.keys(), "what is published is whole"
         elif (actor := self._actor()) is not None:
-            assert actor.saw[-1] == self.changes, "who deletes or collects has seen what it deletes"
+            assert actor.saw[-1] == self.changes or RECORD not in self.times, "who deletes or collects has seen what it deletes"
         self.history.append(named)
 
-    def _check_deleted(self):
-        read = self.original.read(self.root.kvstore(), DELETED).result()
-        if read.state == "value" and STEP in json.loads(read.value)["record"]["done"]:
-            assert self.named is None, "a step that is deleted for good is no checkpoint"
-            assert RECORD in self.times, "its tombstone stays"
-            for attempt in self.attempts():
-                seen = {saver.saw[0] for saver in self.savers[attempt] if saver.saw}
-                assert seen != {self.changes}, "nobody who has written there may still publish"
-
     def check_end(self):
-        """When nobody works any more, a last collection leaves one whole checkpoint, or none."""
+        """When nobody works any more, a last collection leaves one whole checkpoint, or nothing."""
         self.pass_time()
         collecting.collect(self.store, grace=GRACE)
         assert self.attempts() == {self.named} - {None}
         assert all(is_attempt(self.store, attempt) for attempt in self.attempts())
+        assert self.named is not None or not self.times
 
 
 class _Answer:
@@ -359,7 +364,3 @@ def _named(data):
     """The attempt that a commit record names."""
     record = parse_checkpoint(bytes(data), RECORD)
     return None if isinstance(record, Tombstone) else record.attempt
-
-
-def _generation(found):
-    return b"missing" if found.state == "missing" else hashlib.md5(found.value, usedforsecurity=False).digest()

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from placeholders import put_placeholder, undo_commit
 
 import shardckpt
 from shardckpt import SaveOptions
@@ -63,13 +64,13 @@ def test_a_root_that_holds_an_attempt_or_a_tombstone_hides_no_checkpoint_below(t
     assert [entry.name for entry in catalog(tmp_path)] == ["1"]
     assert [(entry.name, entry.state) for entry in catalog(tmp_path, everything=True)] == [(".", "uncommitted"), ("1", "committed")]
     collect(tmp_path, grace=0)
-    assert [entry.name for entry in catalog(tmp_path)] == ["1"]
-    assert [(entry.name, entry.state) for entry in catalog(tmp_path, everything=True)] == [(".", "deleted"), ("1", "committed")]
+    assert [(entry.name, entry.state) for entry in catalog(tmp_path, everything=True)] == [("1", "committed")]
 
 
 def test_of_an_unfinished_attempt_is_told_how_far_it_has_come(tmp_path):
+    put_placeholder(tmp_path / "1")
     save(tmp_path / "1")
-    (tmp_path / "1" / "checkpoint.json").unlink()
+    put_placeholder(tmp_path / "1")
     begin(tmp_path / "2")
     whole, begun = catalog(tmp_path, everything=True)
     assert (whole.finished, whole.hosts, whole.committable) == (1, 1, True)
@@ -79,7 +80,7 @@ def test_of_an_unfinished_attempt_is_told_how_far_it_has_come(tmp_path):
 
 def test_an_attempt_of_which_a_host_is_missing_cannot_be_committed(tmp_path):
     save(tmp_path / "1")
-    (tmp_path / "1" / "checkpoint.json").unlink()
+    undo_commit(tmp_path / "1")
     (path,) = tmp_path.rglob("records/00000.json")
     path.write_bytes(seal({**json.loads(path.read_bytes())["record"], "hosts": 4}))
     (entry,) = catalog(tmp_path, everything=True)
@@ -94,10 +95,11 @@ def test_an_attempt_whose_save_found_another_record_cannot_be_committed(tmp_path
 
 
 def test_an_attempt_that_commit_would_refuse_is_not_recommended_to_it(tmp_path):
+    put_placeholder(tmp_path / "1")
     for step in (1, 2):
         with shardckpt.CheckpointManager(tmp_path, coordinator=SingleProcess()) as manager:
             manager.save(step, {"w": 1}, force=True)
-    (tmp_path / "1" / "checkpoint.json").unlink()  # complete, and of a run that another has taken over from
+    put_placeholder(tmp_path / "1")  # complete, and of a run that another has taken over from
     left, _ = catalog(tmp_path, everything=True)
     assert (left.state, left.finished, left.committable) == ("uncommitted", 1, False)
     assert [outcome.state for outcome in shardckpt.commit(tmp_path)] == ["refused"]

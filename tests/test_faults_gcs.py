@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from emulators import gcs_emulator
 from faults import NOT_LISTINGS, TORTURE, TRANSIENT, Rule, faulty_cloud, make_state, patience_of, random_rules
+from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt.errors import CorruptionError, NotFoundError, StorageError
@@ -91,6 +92,8 @@ def test_a_commit_whose_answer_is_lost_is_not_taken_for_somebody_else_s(cloud, o
     url = cloud.place()
     if overwrite:
         shardckpt.save(url, OTHER)
+    else:
+        put_placeholder(url)
     with cloud.breaking(Rule("lost-answer", kinds=("upload",), objects=RECORD, times=times)):
         assert cloud.attempt_save(url, STATE, overwrite=overwrite) is None
         exchanges = cloud.proxy.traffic.exchanges(cloud.name_of(url, "checkpoint.json"))
@@ -160,7 +163,8 @@ def test_a_save_into_a_bucket_that_goes_down_fails_in_time_and_says_where(cloud,
 
 def test_a_commit_that_is_neither_confirmed_nor_denied_is_left_as_it_is(cloud):
     url = cloud.place()
-    outage = Rule("reset", kinds=NOT_LISTINGS, objects=RECORD, skip=2, times=None)  # after both looks for a record
+    put_placeholder(url)
+    outage = Rule("reset", kinds=NOT_LISTINGS, objects=RECORD, skip=1, times=None)  # after the look for a record
     with cloud.breaking(Rule("lost-answer", kinds=("upload",), objects=RECORD), outage):
         assert isinstance(cloud.attempt_save(url, STATE), StorageError)
     assert cloud.committed(url, STATE) is STATE, "what may be committed is not removed"

@@ -18,6 +18,7 @@ from processes import Processes
 sys.path.insert(0, str(Path(__file__).parent / "children"))
 
 from fault_hosts import own, state
+from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt import collecting, errors
@@ -108,6 +109,7 @@ def test_a_slow_bucket_is_as_good_as_any(cloud, job):
 
 def test_a_commit_whose_answer_is_lost_is_known_to_all(cloud, job):
     url = cloud.place()
+    put_placeholder(url)
     with cloud.breaking(Rule("lost-answer", kinds=("upload",), objects=RECORD)):
         assert job.save(url, processes=3) == ["saved"] * 3
         tries = [e for e in cloud.proxy.traffic.exchanges(cloud.name_of(url, "checkpoint.json")) if e.operation.kind == "upload"]
@@ -168,6 +170,8 @@ def test_a_commit_that_is_refused_for_good_is_known_to_all(cloud, job, fault, ov
     url = cloud.place()
     if overwrite:
         assert job.save(url, 1) == ["saved"] * 2
+    else:
+        put_placeholder(url)
     refusing = FOR_GOOD.get(fault, {"fault": "status", "status": 412})
     with cloud.breaking(outage(refusing, RECORD)):
         answers = job.save(url, 2, overwrite=overwrite)
@@ -210,6 +214,8 @@ def test_a_commit_that_lands_after_all_have_given_up_finds_what_every_host_wrote
     url = cloud.place()
     if overwrite:
         assert job.save(url, 1) == ["saved"] * 2
+    else:
+        put_placeholder(url)
     late = Rule("late", kinds=("upload",), objects=RECORD)
     with cloud.breaking(late, outage(FOR_GOOD["503"], RECORD)):
         answers = job.save(url, 2, overwrite=overwrite)
@@ -261,6 +267,8 @@ TOGETHER = Rule("together", kinds=("upload",), objects=RECORD, times=None)
 @pytest.mark.timeout(240)  # where much else is running
 def test_of_two_that_commit_at_once_exactly_one_wins_and_both_know(cloud, job, record_property):
     urls = [cloud.place() for _ in range(ROUNDS)]
+    for url in urls:
+        put_placeholder(url)
     with cloud.breaking(TOGETHER, Rule("lost-answer", kinds=("upload",), objects=RECORD, times=None, probability=0.2)):
         outcomes = list(zip(*job.run("race", 2, urls, timeout=200), strict=True))
         refusals = cloud.proxy.traffic.summary()["statuses"]["412"]

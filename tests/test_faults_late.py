@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from faults import Rule, faulty_cloud, make_state, patience_of
+from placeholders import put_placeholder
 from processes import Processes
 
 import shardckpt
@@ -49,6 +50,8 @@ def save_without_an_answer(cloud, url, *rules, overwrite):
     """Save; the storage keeps the commit's first try, and answers the others by those rules."""
     if overwrite:
         shardckpt.save(url, OTHER)
+    else:
+        put_placeholder(url)
     with cloud.breaking(LATE, *rules):
         error = cloud.attempt_save(url, STATE, overwrite=overwrite)
     assert isinstance(error, StorageError), error
@@ -65,8 +68,8 @@ def attempts(cloud, url):
 @pytest.mark.parametrize("then", [503, 403, 404, 412, "nothing at all"])
 def test_a_commit_that_lands_after_its_saver_has_given_up_finds_all_that_it_names(cloud, then, overwrite):
     url = cloud.place()
-    # After the looks for a record that come before the write.
-    silence = Rule("reset", kinds=("upload", "read"), objects=RECORD, skip=1 if overwrite else 2, times=None)
+    # After the look for a record that comes before the write.
+    silence = Rule("reset", kinds=("upload", "read"), objects=RECORD, skip=1, times=None)
     save_without_an_answer(cloud, url, silence if then == "nothing at all" else refused(then), overwrite=overwrite)
     assert cloud.proxy.land() == [200]
     cloud.assert_whole(url, STATE)
@@ -77,6 +80,8 @@ def test_a_commit_that_lands_after_its_own_second_try_changes_nothing(cloud, ove
     url = cloud.place()
     if overwrite:
         shardckpt.save(url, OTHER)
+    else:
+        put_placeholder(url)
     with cloud.breaking(LATE):
         assert cloud.attempt_save(url, STATE, overwrite=overwrite) is None
     assert cloud.proxy.land() == [412]
@@ -97,6 +102,7 @@ def test_a_commit_that_lands_after_another_one_changes_nothing(cloud):
 
 def test_a_saver_that_is_overtaken_between_its_tries_removes_what_can_no_longer_land(cloud):
     url = cloud.place()
+    put_placeholder(url)
     # The other saver does not go through the proxy.
     with Processes("fault_hosts", env=cloud.emulator.env()) as others, patience_of("300"), ThreadPoolExecutor(1) as pool:
         assert others.run("save", 1, cloud.place(), 0) == ["saved"], "they have started, however long it took"
@@ -116,7 +122,7 @@ def test_a_commit_that_lands_after_its_attempt_was_collected_publishes_nothing(c
     url = cloud.place()
     save_without_an_answer(cloud, url, refused(), overwrite=overwrite)
     assert [one.outcome for one in collecting.collect(url, grace=0)] == ["removed"]
-    assert cloud.proxy.land() == [412]
+    assert cloud.proxy.land() in ([412], [404])
     assert cloud.committed(url, STATE, OTHER) is (OTHER if overwrite else None)
     assert len(attempts(cloud, url)) == overwrite
     shardckpt.save(url, STATE, options=shardckpt.SaveOptions(overwrite=overwrite))
@@ -127,8 +133,8 @@ def test_a_commit_that_lands_after_its_checkpoint_was_deleted_publishes_nothing(
     url = cloud.place()
     save_without_an_answer(cloud, url, refused(), overwrite=True)
     collecting.delete(url, grace=0)
-    assert cloud.proxy.land() == [412]
-    assert attempts(cloud, url) == set()
+    assert cloud.proxy.land() in ([412], [404])
+    assert cloud.keys(url) == []
     with pytest.raises(NotFoundError):
         shardckpt.open(url)
 
@@ -149,6 +155,8 @@ def test_a_storage_that_refuses_and_shows_what_was_there_before_is_not_believed(
     url = cloud.place()
     if overwrite:
         shardckpt.save(url, OTHER)
+    else:
+        put_placeholder(url)
     with cloud.breaking(refused(status)):
         error = cloud.attempt_save(url, STATE, overwrite=overwrite)
     assert isinstance(error, StorageError), error

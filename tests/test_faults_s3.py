@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from emulators import s3_emulator
 from faults import TORTURE, TRANSIENT, Rule, faulty_cloud, make_state, random_rules
+from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt.errors import AlreadyExistsError, NotFoundError, StorageError
@@ -66,6 +67,8 @@ def test_a_commit_whose_answer_is_lost_is_not_taken_for_somebody_else_s(cloud, o
     url = cloud.place()
     if overwrite:
         shardckpt.save(url, OTHER)
+    else:
+        put_placeholder(url)
     with cloud.breaking(Rule("lost-answer", kinds=("upload",), objects=RECORD)):
         assert cloud.attempt_save(url, STATE, overwrite=overwrite) is None
         exchanges = cloud.proxy.traffic.exchanges(cloud.name_of(url, "checkpoint.json"))

@@ -131,7 +131,7 @@ def test_saved_checkpoints_have_all_that_the_schema_knows(saved):
 
 
 def test_tombstones_conform():
-    for tombstone in (Tombstone("expired"), Tombstone("collected", "1f2e3d4c")):
+    for tombstone in (Tombstone("expired"), Tombstone("collected", "1f2e3d4c"), Tombstone("begun", "1f2e3d4c", begun=True)):
         assert errors(json.loads(seal(tombstone.to_json())), "checkpointFile") == []
     assert not conforms(json.loads(seal({"tombstone": 1})), "checkpointFile")
 

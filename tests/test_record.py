@@ -87,7 +87,7 @@ def test_a_fence_makes_another_version_of_the_same_record():
 
 
 def test_tombstones_come_back_and_no_two_of_them_are_the_same_bytes():
-    for tombstone in (Tombstone("deleted"), Tombstone("collected", "1f2e3d4c")):
+    for tombstone in (Tombstone("deleted"), Tombstone("collected", "1f2e3d4c"), Tombstone("begun", "1f2e3d4c", begun=True)):
         assert parse_checkpoint(seal(tombstone.to_json()), "here") == tombstone
     assert parse_checkpoint(seal({"tombstone": "by an early version"}), "here") == Tombstone("by an early version")
     assert seal(Tombstone("x", "1").to_json()) != seal(Tombstone("x", "2").to_json())

@@ -29,7 +29,7 @@ def idle_seconds(store: Store, prefixes: Iterable[str]) -> dict[str, float | Non
 
     Args:
         store: a place that this process may write to, which shows what time it is there.
-        prefixes: each ends in a slash.
+        prefixes: each ends in a slash, or is the key of an object.
 
     Raises:
         StorageError: the storage failed or refused.

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-__all__ = ["RESHARD", "attempts", "is_attempt", "is_reshard", "places"]
+__all__ = ["LARGEST_STEP", "RESHARD", "attempts", "is_attempt", "is_reshard", "places", "step_of"]
 
 RESHARD = "-reshard-"
 """In the name of an attempt that lays out anew what an earlier save has written, and not in that of a save."""
 
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}(?:[._-][0-9A-Za-z._-]*)?", re.ASCII)
+_STEP = re.compile(r"0|[1-9]\d{0,18}", re.ASCII)
+LARGEST_STEP = (1 << 63) - 1
+"""The largest step number that a run can have: a signed 64-bit integer."""
 _PARTS = frozenset({"contents/", "d/", "hosts/", "manifest.ocdbt", "records/", "small", "table", "zarr/"})
 """All that lies at the top of an attempt (docs/format.md)."""
 
@@ -50,6 +53,12 @@ def is_reshard(name: str) -> bool:
 def attempts(store: Store, children: Sequence[str]) -> list[str]:
     """The attempts among the names directly below a checkpoint (`Store.list_children`), in their order."""
     return [child[:-1] for child in children if child.endswith("/") and is_attempt(store, child[:-1])]
+
+
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint's directory has that name: the number in plain decimal; None: it is no step's."""
+    step = int(name) if _STEP.fullmatch(name) else None
+    return step if step is not None and step <= LARGEST_STEP else None
 
 
 def places(root: Store, children: Sequence[str]) -> Iterator[tuple[str, Store]]:

@@ -4,8 +4,10 @@ An attempt is a directory that is never used again. Data, then the hosts' record
 `checkpoint.json` does not name it, it is no checkpoint. Whoever commits it
 
 1. makes the commit record out of the hosts' records (`io.assemble`);
-2. writes `checkpoint.json` if nobody has (`create`), or instead of the very record that was there when the save
-   began (`replace`, a compare-and-swap). Losing that race publishes nothing.
+2. writes `checkpoint.json` in place of the very version that was there before any host wrote (`replace`, a
+   compare-and-swap). Losing that race publishes nothing. Where there is no checkpoint, that version is a placeholder,
+   which the save puts there first (`hold_place`): nothing is ever published by creating the file, so a committer that
+   has been asleep publishes nothing where `checkpoint.json` was removed.
 
 Several may commit one attempt: the process that saved, and others that found it complete. One of them wins; the
 others find their own attempt published, which is what they wanted. On a local disk, where an attempt that could not
@@ -20,12 +22,13 @@ import fcntl
 import hashlib
 import os
 import secrets
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError, VersionError
-from shardckpt.io.attempts import is_attempt
-from shardckpt.io.deleted import strike
+from shardckpt.io.attempts import attempts, is_attempt
+from shardckpt.io.markers import PINNED, SUPERSEDED, unmark
 from shardckpt.io.store import LARGEST_WHOLE
 from shardckpt.io.table_header import check_sizes
 from shardckpt.record import CheckpointRecord, Tombstone, parse_checkpoint, seal
@@ -35,10 +38,26 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-__all__ = ["RECORD", "Prior", "discard", "new_attempt", "publish", "published_attempt", "read_prior", "remove_replaced"]
+__all__ = [
+    "RECORD",
+    "Prior",
+    "clear_place",
+    "discard",
+    "hold_place",
+    "new_attempt",
+    "publish",
+    "published_attempt",
+    "read_prior",
+    "remove_replaced",
+]
 
 RECORD = "checkpoint.json"
 """The commit record, relative to the checkpoint."""
+_UNREADABLE = Tombstone("unreadable")
+_ROUNDS = 10
+"""How often to look again because somebody else has changed the record."""
+_LEAST_PAUSE, _MOST_PAUSE = 0.1, 1.0
+"""Seconds between two looks for the placeholder of another process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,11 @@ class Prior:
     """The storage's version of it, for the conditional write."""
     digest: str | None
     """SHA-256 of its bytes, by which another process recognises it; None where there is none."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is a placeholder."""
+        return isinstance(self.record, Tombstone) and self.record.begun
 
     @property
     def attempt(self) -> str | None:
@@ -66,8 +90,6 @@ def new_attempt() -> str:
 def read_prior(store: Store, *, overwrite: bool) -> Prior:
     """The present commit record, for who begins a save there or commits one.
 
-    Where it is a tombstone, the step is no longer among those that are deleted for good (`io.deleted`).
-
     Raises:
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is False.
         VersionError: a newer version's checkpoint is there, which is never replaced.
@@ -83,12 +105,76 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
         if not overwrite:
             raise FormatError(f"{e} Save elsewhere, or replace it with SaveOptions(overwrite=True).") from e
         # Nothing can be read through it. Which attempt it named is unknown, so that stays as garbage.
-        record = Tombstone("unreadable")
+        record = _UNREADABLE
     if isinstance(record, CheckpointRecord) and not overwrite:
         raise AlreadyExistsError(f"{store}: a checkpoint is committed there already; save elsewhere, or with SaveOptions(overwrite=True).")
-    if isinstance(record, Tombstone):
-        strike(store)
     return Prior(record, generation, _digest(data))
+
+
+def hold_place(store: Store, prior: Prior, *, overwrite: bool, patience: float = 0.0) -> Prior:
+    """Put a placeholder where there is no checkpoint, before the first byte is written there.
+
+    Whoever removes data changes the commit record first. What the save finds here is replaced when it is published, and
+    every version of it is there only once; so a save publishes nothing of which anything was removed, however late it is.
+
+    Args:
+        store: the checkpoint's place.
+        prior: what `read_prior` has just returned.
+        overwrite: as for `read_prior`.
+        patience: seconds to wait for another process of the same save to do it: one object bears few writes per second.
+
+    Returns:
+        The version to replace: the prior one where that is a checkpoint, or a placeholder.
+
+    Raises:
+        AlreadyExistsError, VersionError, FormatError: as for `read_prior`.
+        StorageError: the storage failed.
+    """
+    began, looks = time.monotonic(), 0
+    while not (prior.holds or isinstance(prior.record, CheckpointRecord) or prior.record is _UNREADABLE):
+        waited = time.monotonic() - began
+        if waited < patience:
+            time.sleep(min(max(_LEAST_PAUSE, waited), _MOST_PAUSE))
+        elif looks == _ROUNDS:
+            why = "the storage refuses, and nothing is there; is the bucket there?" if prior.record is None else "it changes all the time."
+            raise StorageError(f"cannot create {store.path_of(RECORD)}: {why}")
+        else:
+            looks += 1
+            _put_placeholder(store, prior, last=looks == _ROUNDS)
+        prior = read_prior(store, overwrite=overwrite)
+    return prior
+
+
+def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
+    """Put a placeholder in place of nothing, or of a tombstone, unless somebody else is first."""
+    data = seal(Tombstone("a save was begun here and is not committed", secrets.token_hex(8), begun=True).to_json())
+    try:
+        store.replace(RECORD, data, prior.generation)
+    except StorageError:
+        # On a disk a deletion may remove the empty directory just now.
+        if last or store.location.local is None or store.location.local.is_dir():
+            raise
+
+
+def clear_place(store: Store, generation: bytes) -> None:
+    """Remove a tombstone or placeholder that has no attempt beside it, and then the directory if it is empty.
+
+    Where the storage cannot delete on condition, it stays.
+
+    Args:
+        store: the checkpoint's place.
+        generation: of the tombstone; another version stays.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    children = store.list_children()
+    if attempts(store, children):
+        return
+    for marker in {PINNED, SUPERSEDED}.intersection(children):
+        unmark(store, marker)
+    if store.remove(RECORD, generation):
+        store.remove_empty()
 
 
 def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
@@ -103,7 +189,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     Args:
         store: the checkpoint's place.
         record: what `assemble` returned.
-        prior: the commit record when the save began.
+        prior: the version of the commit record that `hold_place` found when the save began.
 
     Returns:
         Whether this call published it; otherwise another committer has published this same attempt.
@@ -119,12 +205,10 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     except CommitError:
         discard(place)
         raise
-    if prior.record is None:  # somebody may have removed a tombstone by hand
-        strike(store)
     try:
         with _locked(place, fcntl.LOCK_SH):
             gone = store.location.local is not None and not place.exists(record.hosts[0].key)
-            published = not gone and (store.create(RECORD, data) if prior.digest is None else store.replace(RECORD, data, prior.generation))
+            published = not gone and store.replace(RECORD, data, prior.generation)
     except StorageError as e:
         if published_attempt(store) == record.attempt:
             raise StorageError(f"{store}: the checkpoint is committed, but a crash of the machine now might undo that ({e})") from e
@@ -136,7 +220,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     there, _ = store.read_versioned(RECORD)
     if _attempt(store, there) == record.attempt:
         return False
-    if there is None or _digest(there) == prior.digest:
+    if _digest(there) == prior.digest:
         if gone:
             raise CommitError(f"{place}: it was removed before it could be published, because publishing it failed elsewhere.")
         raise StorageError(

@@ -10,7 +10,8 @@ root names the run that saves there.
    is of another run than the one that `job.json` names: it may be what a run was not allowed to publish.
 
 That does not keep one save of either from being published between look and publication. What two jobs may do at the same
-time to one step is decided there, by the conditional write of the commit record: nothing of either is lost.
+time to one step is decided there, by the conditional write of the commit record: nothing of either is lost. The job that
+comes second finds the other one's step, and is told of that run (`of_other_job`).
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import datetime as dt
 import socket
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import FormatError, OtherJobError, StorageError
+from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OtherJobError, StorageError
 from shardckpt.fields import Fields
-from shardckpt.record import open_envelope, seal
+from shardckpt.io.commit import RECORD
+from shardckpt.record import CheckpointRecord, open_envelope, parse_checkpoint, seal
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
-__all__ = ["JOB", "RUN", "JobFence", "holder"]
+__all__ = ["JOB", "RUN", "JobFence", "holder", "of_other_job"]
 
 JOB = "job.json"
 """Relative to the root."""
@@ -44,6 +46,36 @@ def holder(root: Store) -> str | None:
     data, _ = root.read_versioned(JOB)
     found = None if data is None else _read(root, data)
     return None if found is None else found[0]
+
+
+def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> OtherJobError | None:
+    """What a save that was to be a new step has failed with, if it is that another job has saved the step.
+
+    Args:
+        root: of the run.
+        step: that was being saved, in place of none.
+        run_id: of this job.
+        error: of the save.
+
+    Raises:
+        FormatError: the step's commit record cannot be read.
+        StorageError: the storage failed.
+    """
+    if not isinstance(error, AlreadyExistsError | CommitError):
+        return None
+    place = root.sub(str(step))
+    data, _ = place.read_versioned(RECORD)
+    record = None if data is None else parse_checkpoint(data, place.path_of(RECORD))
+    if isinstance(record, CheckpointRecord):
+        run = record.metadata.get(RUN)
+    else:  # it was deleted since
+        run = holder(root) if isinstance(error, AlreadyExistsError) else None
+    if run in (None, run_id):
+        return None
+    return OtherJobError(
+        f"{place}: run {run} has saved this step, and run {run_id}, which is this job, saves there, too; end one of the two, or give it a "
+        f"root of its own. If run {run} has ended, go on from its latest step with restore(). Nothing of this save was published."
+    )
 
 
 class JobFence:

@@ -16,6 +16,7 @@ import errno
 import os
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ def keys(location: Location, prefix: str = "") -> Iterator[str]:
 
 
 def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every object below `prefix` ("" or ending in a slash), and when it was last written.
+    """Every object below `prefix` ("", a whole key, or ending in a slash), and when it was last written.
 
     Args:
         store: where.
@@ -87,7 +88,10 @@ def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, fl
     """
     with storage_errors("list", store.path_of(prefix)):
         path = store.local_path(prefix)
-        if path is not None:
+        if path is not None and prefix and not prefix.endswith("/"):
+            with suppress(FileNotFoundError):
+                yield prefix, path.stat(follow_symlinks=False).st_mtime
+        elif path is not None:
             yield from _tree(path, prefix)
         elif store.location.bucket is None:
             yield from ((key, time.time()) for key in store.list(prefix))

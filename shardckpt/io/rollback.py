@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from shardckpt.io.deleted import step_of
+from shardckpt.io.attempts import step_of
 from shardckpt.io.markers import SUPERSEDED, mark, unmark
 
 if TYPE_CHECKING:

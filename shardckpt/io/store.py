@@ -244,6 +244,31 @@ class Store:
         with storage_errors("delete", self.path_of(key)):
             _result(lambda: self._begin_deletion(key))
 
+    def remove(self, key: str, generation: bytes) -> bool:
+        """Delete an object if it still has the generation that `read_versioned` gave.
+
+        Returns:
+            Whether this deleted it. False, too, where it is another one or gone, and where the storage cannot delete on
+            condition: then it stays.
+        """
+        assert generation, "an empty generation would delete whatever is there"
+        check_key(key, self)
+        with storage_errors("delete", self.path_of(key)):
+            if self.location.scheme == "s3":  # TensorStore 0.1.86 looks first, and then deletes whatever is there
+                from shardckpt.io.conditional_delete import delete_if_match  # botocore is there where the extra is
+
+                return delete_if_match(self.location, key, generation)
+            if self.location.bucket is not None:
+                cloud.pace("write", self._share)
+            return bool(self._kv.write(key, None, if_equal=generation).result().generation)
+
+    def remove_empty(self) -> None:
+        """On disk: remove the location's directory, if nothing is in it. Elsewhere there are none."""
+        path = self.local_path("")
+        if path is not None:
+            with suppress(OSError):
+                path.rmdir()
+
     def delete_prefix(self, prefix: str = "") -> None:
         """Delete everything below `prefix`: "" (the whole location) or a name that ends in a slash.
 

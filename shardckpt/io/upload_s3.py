@@ -8,9 +8,6 @@
 
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpuoverview.html, and for the conditional completion
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
-
-botocore is what s3fs signs its requests with. Here it is used directly: on the threads that send, without an event loop between, with
-one try per request, of which `Patience` makes as many as the user wants.
 """
 
 from __future__ import annotations
@@ -18,15 +15,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import threading
-from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
-from botocore.parsers import ResponseParserError
 from crc32c import crc32c
 
-from shardckpt.io import cloud
 from shardckpt.io.patience import Patience
+from shardckpt.io.s3_client import RefusedError, ask
 from shardckpt.io.upload_session import TOKEN, UploadState, already_exists, bucket_and_name, new_token, vanished
 
 if TYPE_CHECKING:
@@ -36,10 +30,6 @@ __all__ = ["S3Session"]
 
 PARALLEL = 3
 """Parts on their way at a time."""
-_PASSING = {408, 409, 429, 500, 502, 503, 504}
-"""Statuses that may be over the next time; 409 is a conflict of two conditional writes."""
-_PASSING_CODES = {"RequestTimeout", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "SlowDown", "InternalError"}
-"""Names of errors, some of which come with status 400."""
 _KNOWS_NO_CHECKSUM = {"NotImplemented", "XNotImplemented", "InvalidArgument", "InvalidRequest"}
 """Names of errors by which services refuse a header that they do not know."""
 
@@ -73,7 +63,7 @@ class S3Session:
         begin: dict[str, Any] = {"Metadata": {TOKEN: session.state.token}, "ContentType": "application/octet-stream"}
         try:
             answer = session._ask("create_multipart_upload", ChecksumAlgorithm="CRC32C", **begin)
-        except _RefusedError as refused:
+        except RefusedError as refused:
             if refused.status != 501 and refused.code not in _KNOWS_NO_CHECKSUM:
                 raise
             answer = session._ask("create_multipart_upload", **begin)
@@ -93,7 +83,7 @@ class S3Session:
             raise already_exists(place)
         try:
             session._find_parts()
-        except _RefusedError as refused:
+        except RefusedError as refused:
             if refused.status != 404:
                 raise
             return None
@@ -120,7 +110,7 @@ class S3Session:
             given = {"ContentMD5": base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()}
         try:
             answer = self._ask("upload_part", body=data, UploadId=self.state.upload, PartNumber=number, **given)
-        except _RefusedError as refused:
+        except RefusedError as refused:
             self._gone(refused)
         else:
             self._confirm(number, len(data), {"ETag": answer["ETag"], **checksum})
@@ -135,7 +125,7 @@ class S3Session:
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if self.state.if_absent else {}
         try:
             self._ask("complete_multipart_upload", UploadId=self.state.upload, MultipartUpload={"Parts": parts}, **condition)
-        except _RefusedError as refused:
+        except RefusedError as refused:
             if refused.status != 412:
                 self._gone(refused)
             elif self._owner() != self.state.token:
@@ -151,7 +141,7 @@ class S3Session:
         self._patience = Patience()
         try:
             self._ask("abort_multipart_upload", UploadId=self.state.upload)
-        except _RefusedError as refused:
+        except RefusedError as refused:
             if refused.status != 404:
                 raise
 
@@ -178,7 +168,7 @@ class S3Session:
                 self._together += 1
                 self._durable += self._sizes[self._together]
 
-    def _gone(self, refused: _RefusedError) -> None:
+    def _gone(self, refused: RefusedError) -> None:
         """The service refuses a request: raise that, unless the upload has ended by becoming the object."""
         if refused.status != 404 or refused.code == "NoSuchBucket":
             raise refused
@@ -190,7 +180,7 @@ class S3Session:
         """The token of the upload that made the object that is there; None: there is no object."""
         try:
             answer = self._ask("head_object")
-        except _RefusedError as refused:
+        except RefusedError as refused:
             if refused.status != 404:
                 raise
             return None
@@ -198,29 +188,9 @@ class S3Session:
 
     def _ask(self, operation: str, body: memoryview | None = None, **parameters: Any) -> dict[str, Any]:
         """The answer to one request about the object."""
-
-        def once() -> dict[str, Any]:
-            cloud.pace("read" if operation in ("head_object", "list_parts") else "write")
-            given = parameters if body is None else {**parameters, "Body": _Body(body)}
-            answer: dict[str, Any] = getattr(client, operation)(Bucket=self._bucket, Key=self._name, **given)
-            return answer
-
-        try:
-            client = _client(cloud.endpoint_of("s3"), cloud.region_of_s3(), cloud.is_anonymous(), cloud.stalled_seconds())
-            return self._patience.ask(once, _is_passing)
-        except ClientError as e:
-            raise _RefusedError(e) from e
-        except BotoCoreError as e:  # no credentials, say; it is no OSError
-            raise OSError(f"{type(e).__name__}: {e}") from e
-
-
-class _RefusedError(OSError):
-    """The service has said no."""
-
-    def __init__(self, error: ClientError) -> None:
-        super().__init__(str(error))
-        self.status: int = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        self.code: str = error.response.get("Error", {}).get("Code", "")
+        kind: Literal["read", "write"] = "read" if operation in ("head_object", "list_parts") else "write"
+        given = parameters if body is None else {**parameters, "Body": _Body(body)}
+        return ask(operation, self._bucket, self._name, kind=kind, patience=self._patience, **given)
 
 
 class _Body:
@@ -247,30 +217,3 @@ class _Body:
         """Go to an offset from the beginning (0), from here (1) or from the end (2)."""
         self._at = (0, self._at, len(self._data))[whence] + offset
         return self._at
-
-
-@cache
-def _client(endpoint: str | None, region: str | None, anonymous: bool, stalled: float) -> Any:
-    """A client, which all threads may use. Credentials are found as AWS documents it."""
-    from botocore import UNSIGNED
-    from botocore.config import Config
-    from botocore.session import Session as Botocore
-
-    config = Config(
-        connect_timeout=stalled,
-        read_timeout=stalled,
-        retries={"total_max_attempts": 1},
-        # Checksums of parts are given; others are of no use.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        signature_version=UNSIGNED if anonymous else None,
-        s3={"addressing_style": "path"} if endpoint else None,
-    )
-    return Botocore().create_client("s3", region_name=region, endpoint_url=endpoint, config=config)
-
-
-def _is_passing(error: Exception) -> bool:
-    if isinstance(error, ClientError):
-        refused = _RefusedError(error)
-        return refused.status in _PASSING or refused.code in _PASSING_CODES
-    return isinstance(error, (HTTPClientError, ResponseParserError))

@@ -13,11 +13,12 @@ import datetime as dt
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt import events
-from shardckpt.errors import OtherJobError, ShardckptError
-from shardckpt.io.job import JobFence
+from shardckpt.errors import FormatError, OtherJobError, StorageError
+from shardckpt.io.job import JobFence, of_other_job
 from shardckpt.manager.cleaning import Cleaner
 from shardckpt.manager.decisions import LEADER
 from shardckpt.manager.lineage import Lineage
@@ -54,6 +55,7 @@ class Background:
         self.lost: int | None = None
         """The step whose save has failed last."""
         self._root = root
+        self._run_id, self._overwrites = coordinator.run_id, options.overwrite
         self._leads = coordinator.world.process == LEADER
         self._tell = tell
         self._saver = Saver(memory_limit=options.budget, coordinator=coordinator)
@@ -161,15 +163,25 @@ class Background:
             e.add_note(f"Step {committed.step} is committed; steps that need not be kept were being deleted in the background.")
             self._failures.append((e, committed.step))
 
-    def _failed(self, step: int, error: BaseException) -> None:
-        if self._leads and not isinstance(error, OtherJobError):
+    def _other_job(self, step: int, error: BaseException) -> OtherJobError | None:
+        """That another job saves to the root, if a save has failed with something else and that is why."""
+        if isinstance(error, OtherJobError):
+            return None
+        with suppress(FormatError, StorageError):
             try:
-                self._job.check()
-            except OtherJobError as other:  # which explains whatever else there is
-                other.__cause__ = error
-                error = other
-            except ShardckptError:
-                pass
+                if self._leads:
+                    self._job.check()
+            except OtherJobError as other:
+                return other
+            if not (self._overwrites or self.lineage.replaces(step)):
+                return of_other_job(self._root, step, self._run_id, error)
+        return None
+
+    def _failed(self, step: int, error: BaseException) -> None:
+        other = self._other_job(step, error)
+        if other is not None:  # which explains whatever else there is
+            other.__cause__ = error
+            error = other
         error.add_note(f"Step {step} was being saved in the background.")
         self.emit(events.SaveFailed, step, error=error)
         self.lost = step

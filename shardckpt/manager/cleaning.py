@@ -5,9 +5,9 @@
    now, what is pinned, which the deletion itself finds out, and the bases of all that is there (`skipping`): a base goes
    after those that name it.
 3. Superseded steps go once training has got past them: until then a rollback can be taken back.
-4. Each deletion puts a tombstone in place of the commit record before data goes (`io.collect`). What a killed process
-   has left is collected later: attempts of no checkpoint into which nothing has been written for a grace period.
-5. What is deleted is summed up once there is enough of it (`io.deleted`), so that a later start need not look at each.
+4. Each deletion puts a tombstone in place of the commit record before data goes, and removes it at the end (`io.collect`).
+   What a killed process, or an earlier version, has left is collected later: attempts of no checkpoint, and tombstones, into
+   which nothing has been written for a grace period.
 
 A step whose deletion failed is tried again after each save.
 """
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from shardckpt.checkpoint import open_in_this_process
 from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
 from shardckpt.io import collect as at_one_place
-from shardckpt.io.deleted import sum_up
 from shardckpt.manager.steps import StepInfo, list_steps, step_numbers
 
 if TYPE_CHECKING:
@@ -36,9 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["Cleaner", "doomed"]
 
 _log = logging.getLogger("shardckpt")
-_LEAST_TOGETHER, _MOST_TOGETHER = 32, 256
-"""Deleted steps that are summed up together. A later start takes as many looks as are too few; each takes three requests, in
-the background."""
+_DELETED = "deleted.json"
+"""In the run's root on an object store: the deleted steps, as earlier versions sum them up, which look at no step named there."""
 
 
 class Cleaner:
@@ -62,8 +60,6 @@ class Cleaner:
         self._deleted = deleted
         self._bases = bases
         self._steps: dict[int, StepInfo] | None = None
-        self._empty: set[int] = set()
-        """Steps that have a directory and no checkpoint: deleted, or begun."""
         self._reading: Counter[int] = Counter()
         self._guard = threading.Lock()
         self._one_at_a_time = threading.Lock()
@@ -97,7 +93,6 @@ class Cleaner:
             try:
                 if steps is None:
                     steps = {info.step: info for info in list_steps(self._root)}
-                    self._empty = {*step_numbers(self._root)} - {*steps}
             except StorageError as e:
                 self._failed(e)
                 return
@@ -119,7 +114,6 @@ class Cleaner:
                         self._delete(step, steps)
             with self._guard:
                 self._steps = steps
-            self._sum_up(committed.step)
             if self._collected is None or time.monotonic() >= self._collected + self._grace:
                 self._collected = time.monotonic()
                 self._collect()
@@ -147,18 +141,7 @@ class Cleaner:
         for one in left:
             if one.outcome == "failed":
                 self._failed(StorageError(f"{place}: deleted, but its data cannot be removed: {one.reason}"))
-        self._empty.add(step)
         self._deleted(step)
-
-    def _sum_up(self, committed: int) -> None:
-        """Sum up what was deleted of the steps before the one that was saved last: at later ones a save may be about to begin."""
-        before = sorted(step for step in self._empty if step < committed)[:_MOST_TOGETHER]
-        if len(before) >= _LEAST_TOGETHER:
-            self._empty.difference_update(before)
-            try:
-                sum_up(self._root, before, at_one_place.fence_tombstone)
-            except StorageError as e:
-                _log.info("%s", e)  # that costs a later start time, and nothing else
 
     def _failed(self, error: StorageError) -> None:
         self.failure = error
@@ -167,12 +150,16 @@ class Cleaner:
     def _collect(self) -> None:
         """Remove what unfinished saves and deletions have left."""
         with suppress(StorageError):
+            if self._root.location.local is None:
+                self._root.delete(_DELETED)
             for step in step_numbers(self._root):
+                place = self._root.sub(str(step))
                 with suppress(FormatError):
-                    found = at_one_place.collect(self._root.sub(str(step)), grace=self._grace)
+                    found = at_one_place.collect(place, grace=self._grace)
                     removed = sum(one.outcome == "removed" for one in found)
                     if removed:
-                        _log.info("%s: %d unfinished saves removed", self._root.sub(str(step)), removed)
+                        _log.info("%s: %d unfinished saves removed", place, removed)
+                place.remove_empty()  # a deletion was killed just before
 
 
 def doomed(steps: dict[int, StepInfo], rule: Retention, committed: int | None = None) -> list[int]:

@@ -13,7 +13,7 @@ from shardckpt import events, pinning
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.deleted import LARGEST_STEP
+from shardckpt.io.attempts import LARGEST_STEP
 from shardckpt.io.job import RUN
 from shardckpt.io.rollback import ROLLBACK
 from shardckpt.io.store import Store

@@ -17,9 +17,9 @@ from urllib.parse import unquote
 from shardckpt.bases import BESIDE, bases_of, names_beside
 from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import FormatError
+from shardckpt.io.attempts import step_of
 from shardckpt.io.base_places import base_url
 from shardckpt.io.commit import RECORD
-from shardckpt.io.deleted import deleted_steps, step_of
 from shardckpt.io.markers import PINNED, SUPERSEDED, is_marked, read_sealed
 from shardckpt.io.url import parse
 from shardckpt.manager.measured import decode_metrics
@@ -67,9 +67,8 @@ class StepInfo:
 
 
 def step_numbers(root: Store) -> list[int]:
-    """The steps that have a directory below `root`, ascending, but for those that are known to be deleted for good."""
-    deleted = deleted_steps(root)
-    return sorted(step for step in _steps(child[:-1] for child in root.list_children() if child.endswith("/")) if step not in deleted)
+    """The steps that have a directory below `root`, ascending."""
+    return sorted(_steps(child[:-1] for child in root.list_children() if child.endswith("/")))
 
 
 def steps_among(root: Store, urls: Iterable[str]) -> frozenset[int]:

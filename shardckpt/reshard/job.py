@@ -23,7 +23,7 @@ from shardckpt.errors import AlreadyExistsError, CommitError, OptionError, Shard
 from shardckpt.io.assemble import finished_hosts, read_host_record
 from shardckpt.io.attempts import RESHARD
 from shardckpt.io.carrying import way
-from shardckpt.io.commit import read_prior
+from shardckpt.io.commit import hold_place, read_prior
 from shardckpt.io.host import describe
 from shardckpt.io.host_files import read_table
 from shardckpt.io.store import Store
@@ -86,7 +86,7 @@ class OpenJob:
         self.store = Store.open(location)
         self.carries = False
         """Whether the source's files are taken over as they are (`carry`)."""
-        self.prior: Prior = read_prior(self.store, overwrite=True)
+        self.prior: Prior = hold_place(self.store, read_prior(self.store, overwrite=True), overwrite=True)
         self.attempt, self.committed = self._attempt()
         """The second: whether the job is done, for what is committed at the destination is what it makes of what was there before."""
         ours = isinstance(self.checkpoint, Checkpoint)
@@ -94,7 +94,7 @@ class OpenJob:
             begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers that others started: go on there
             self.carries = not begun
             self.attempt, self.committed = self._attempt()
-        if not self.committed and not job.options.overwrite and self.prior.digest is not None:
+        if not self.committed and not job.options.overwrite and not self.prior.holds:
             self._refuse_to_replace()
         if not self.committed and any(base.attempt == self.prior.attempt for base in self.plan.source.structure.bases):
             raise OptionError(
@@ -126,7 +126,7 @@ class OpenJob:
         return describe(self.place, Contents(self.plan.target, small, record.metadata, processes=saved_by))
 
     def _refuse_to_replace(self) -> None:
-        """Raise, unless what is there is a tombstone."""
+        """Raise, because there is a checkpoint, or what is left of one."""
         try:
             read_prior(self.store, overwrite=False)
         except AlreadyExistsError as e:

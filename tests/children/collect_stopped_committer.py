@@ -18,7 +18,7 @@ from shardckpt.io.commit import RECORD
 
 
 def write(store, key, *arguments, **options):
-    if key == RECORD:
+    if key == RECORD and b'"tombstone"' not in arguments[0]:
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # of the process this thread might go on for a moment
     return original(store, key, *arguments, **options)
 

@@ -13,6 +13,8 @@ import tensorstore as ts
 import shardckpt
 import shardckpt.manager.manager
 from shardckpt import PerProcess, SaveOptions, policies, retention
+from shardckpt.io.job import JobFence
+from shardckpt.io.store import Store
 
 OPERATIONS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime")
 
@@ -247,3 +249,17 @@ def train_and_die(coordinator, root, every, steps, victim, k):
     if coordinator.world.process == victim:
         Killer(k).arm()
     return train(coordinator, root, every, steps, options={"keep": 3, "commit_timeout": 1})
+
+
+def save_steps(coordinator, root, steps, taken_over=None):
+    """Save steps, one after the other; before one of them another run takes the root over. The error's class, if there is one."""
+    with manager(coordinator, root, []) as mgr:
+        try:
+            for step in steps:
+                if step == taken_over and coordinator.world.process == 0:
+                    JobFence(Store.open(root), "another").hold()
+                mgr.save(step, state(coordinator, step), force=True)
+                mgr.wait()
+        except shardckpt.ShardckptError as e:
+            return type(e).__name__
+    return "saved"

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from placeholders import undo_commit
+
 import shardckpt
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -9,9 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 
 def uncommitted(place):
     """A save whose committer has died at the last moment; the attempt's name."""
-    (place / "checkpoint.json").unlink()
-    (attempt,) = (p.name for p in place.iterdir())
-    return attempt
+    return undo_commit(place)
 
 
 def begin(place):
@@ -56,11 +56,11 @@ def test_json_has_what_became_of_each_attempt(run, saver, tmp_path):
 
 def test_a_collected_attempt_is_committed_no_more(run, saver, tmp_path):
     place = saver(tmp_path / "1")
-    uncommitted(place)
-    (attempt,) = place.iterdir()
+    attempt = place / uncommitted(place)
     away = attempt.rename(tmp_path / attempt.name)
     begin(place)
     assert "removed" in run("gc", "--grace", "0", place).out
+    place.mkdir()
     away.rename(attempt)
     answer = run("commit", place)
     assert answer.status == 1

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import numpy as np
+from placeholders import undo_commit
 
 import shardckpt
 
@@ -44,7 +45,7 @@ def test_unfinished_saves_show_on_request(run, saver, tmp_path):
 def test_a_save_that_lacks_nothing_but_its_commit_is_pointed_out(run, saver, tmp_path):
     """Its directory's name can be pasted into a shell."""
     save = saver(tmp_path / "the run" / "1")
-    (save / "checkpoint.json").unlink()
+    undo_commit(save)
     line, _, hint, _ = run("ls", "-a", tmp_path / "the run").out.splitlines()[-4:]
     assert "1 host finished, none is missing" in line
     assert hint == f"shardckpt commit '{tmp_path / 'the run'}' makes checkpoints of those of which no host is missing"
@@ -52,7 +53,7 @@ def test_a_save_that_lacks_nothing_but_its_commit_is_pointed_out(run, saver, tmp
 
 def test_one_whose_place_has_been_taken_is_not(run, saver, tmp_path):
     save = saver(tmp_path / "1")
-    (save / "checkpoint.json").unlink()
+    undo_commit(save)
     other = saver(tmp_path / "2")
     shutil.copytree(other, save, dirs_exist_ok=True)
     answer = run("ls", "-a", save)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import zarr
+from placeholders import undo_commit
 
 import shardckpt
 from shardckpt import SaveOptions, ShardckptError
@@ -125,7 +126,7 @@ class Forgery:
 
     def unpublish(self):
         """Leave the attempt as its hosts do, before anybody commits it."""
-        (self.url / "checkpoint.json").unlink()
+        undo_commit(self.url)
         shutil.rmtree(self.attempt / "d", ignore_errors=True)
         for path in ("table", "small", "hosts/small/table", "manifest.ocdbt"):
             (self.attempt / path).unlink(missing_ok=True)

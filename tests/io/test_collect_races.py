@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from interleaving import GRACE, STEP, Actor, Stage, finish
+from interleaving import GRACE, VERSIONS, Actor, Stage, finish
 
 import shardckpt
 from shardckpt import SaveOptions, committing
 from shardckpt.errors import AlreadyExistsError, CommitError, MissingDataError, NotFoundError, ReplacedError
 from shardckpt.io import collect as collecting
-from shardckpt.io.deleted import deleted_steps, sum_up
+from shardckpt.io.commit import RECORD, hold_place, read_prior
+from shardckpt.record import Tombstone, seal
 
 HOSTS = 2
 """Of a job, where it has several."""
@@ -81,11 +82,6 @@ def delete(stage):
     return [stage.begin(lambda: collecting.delete(stage.store, reason="test", grace=GRACE))]
 
 
-def summing_up(stage):
-    """What a run's manager does with steps that are deleted."""
-    return [stage.begin(lambda: sum_up(stage.root, [STEP], collecting.fence_tombstone))]
-
-
 def read(stage):
     """Whoever reads gets all of what was the checkpoint at some time meanwhile, or an error that is true."""
 
@@ -114,10 +110,10 @@ def leave_behind(stage, attempt):
 
 
 def prepare(stage, before):
-    """Nothing, a tombstone, a checkpoint, or a whole save of several hosts that lacks its commit; and what others have left behind.
+    """Nothing, a tombstone of an earlier version, a placeholder, a checkpoint, or a whole save of several hosts that lacks its commit.
 
-    All of it is old. A tombstone and a checkpoint have been fenced before. Where a step is deleted, or said to be so for good,
-    nothing is left behind.
+    All of it is old. Others have left something behind, but where all was "deleted" by an earlier version. A checkpoint has been
+    fenced before.
     """
     if before == "a checkpoint":
         finish(save(stage))
@@ -128,14 +124,15 @@ def prepare(stage, before):
                 actor.step()
         for actor in job:
             actor.kill()
-    if before in ("a tombstone", "a checkpoint", "deleted", "deleted for good"):
+    if before == "a checkpoint":
         stage.begin(partial(leave_behind, stage, "20260101T000000-0000000a")).finish()
         stage.pass_time()
         finish(collect(stage))
-    if before == "deleted for good":
-        finish(summing_up(stage))
-        assert deleted_steps(stage.root) == {STEP}
-    elif before != "deleted":
+    if before in ("a tombstone", "deleted"):
+        stage.store.write(RECORD, seal(Tombstone("deleted", "1").to_json()))
+    if before == "a placeholder":
+        hold_place(stage.store, read_prior(stage.store, overwrite=False), overwrite=False)
+    if before != "deleted":
         stage.begin(partial(leave_behind, stage, "20260101T000000-0000000b")).finish()
     stage.pass_time()
 
@@ -198,16 +195,16 @@ def all_end(stage, *parties):
         (commit, commit, "a whole save", 2),
         (commit, overwrite, "a whole save", 2),
         (commit, read, "a whole save", 2),
-        (overwrite, summing_up, "deleted", 1),
-        (summing_up, overwrite, "deleted", 1),
-        (hosts_overwrite, summing_up, "deleted", 2),
-        (summing_up, hosts_overwrite, "deleted", 2),
-        (summing_up, summing_up, "deleted", 1),
-        (collect, summing_up, "a tombstone", 1),
-        (delete, summing_up, "a checkpoint", 2),
-        (overwrite, summing_up, "deleted for good", 1),
-        (hosts_overwrite, summing_up, "deleted for good", 3),
-        (overwrite, commit, "deleted for good", 2),
+        (overwrite, collect, "deleted", 1),
+        (collect, overwrite, "deleted", 1),
+        (hosts_overwrite, collect, "deleted", 2),
+        (collect, hosts_overwrite, "deleted", 2),
+        (collect, collect, "deleted", 1),
+        (save, collect, "a placeholder", 1),
+        (collect, save, "a placeholder", 1),
+        (hosts_save, collect, "nothing", 2),
+        (hosts_save, save, "nothing", 2),
+        (save, delete, "nothing", 1),
     ],
 )
 def test_two_at_once_do_no_harm_wherever_each_of_them_is_interrupted(first, second, before, stride, record_property):
@@ -273,16 +270,15 @@ def test_a_host_killed_at_any_operation_leaves_the_old_or_the_new_and_a_collecti
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    kinds=st.lists(
-        st.sampled_from([save, overwrite, hosts_save, hosts_overwrite, commit, collect, delete, summing_up, read]), min_size=2, max_size=4
-    ),
-    before=st.sampled_from(["nothing", "a tombstone", "a checkpoint", "a whole save", "deleted", "deleted for good"]),
+    kinds=st.lists(st.sampled_from([save, overwrite, hosts_save, hosts_overwrite, commit, collect, delete, read]), min_size=2, max_size=4),
+    versions=st.sampled_from(VERSIONS),
+    before=st.sampled_from(["nothing", "a tombstone", "a placeholder", "a checkpoint", "a whole save", "deleted"]),
     schedule=st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=40),
     ends=st.lists(st.sampled_from([None, Actor.kill]), min_size=8, max_size=8),
 )
-def test_any_number_at_once_do_no_harm_in_any_order_killed_or_not(kinds, before, schedule, ends):
+def test_any_number_at_once_do_no_harm_in_any_order_killed_or_not(kinds, versions, before, schedule, ends):
     """The schedule says who does how many operations; at the end some are killed where they are, the others go on."""
-    with Stage.set() as stage:
+    with Stage.set(versions) as stage:
         prepare(stage, before)
         actors = [actor for kind in kinds for actor in kind(stage)]
         for who, operations in schedule:

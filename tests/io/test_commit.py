@@ -177,16 +177,18 @@ class Answers:
     """A storage that writes the commit record and then says something else about it."""
 
     def __init__(self, monkeypatch, answer, *, write=True):
-        original = Store.create
+        original = Store.replace
 
-        def create(store, key, data):
+        def replace(store, key, data, generation):
+            if b'"tombstone"' in data:
+                return original(store, key, data, generation)
             if write:
-                original(store, key, data)
+                original(store, key, data, generation)
             if isinstance(answer, BaseException):
                 raise answer
             return answer
 
-        monkeypatch.setattr(Store, "create", create)
+        monkeypatch.setattr(Store, "replace", replace)
 
 
 def test_an_answer_that_says_lost_is_not_believed_when_the_record_is_ours(tmp_path, monkeypatch):

@@ -9,11 +9,6 @@ from pathlib import Path
 import jsonschema
 from training_runs import state
 
-from shardckpt.io.collect import fence_tombstone
-from shardckpt.io.deleted import sum_up
-from shardckpt.io.store import Store
-from shardckpt.record import Tombstone, seal
-
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -37,15 +32,6 @@ def test_the_code_of_the_guide_runs_and_does_what_it_says(tmp_path):
 def validate(document, kind):
     schema = json.loads((DOCS / "format.schema.json").read_text())
     jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{kind}"}).validate(document)
-
-
-def test_the_file_of_deleted_steps_conforms_to_the_schema():
-    root = Store.open("memory://documents")
-    root.sub("3").write("checkpoint.json", seal(Tombstone("deleted").to_json()))
-    sum_up(root, [3, 4], fence_tombstone)
-    document = json.loads(root.read("deleted.json"))
-    validate(document, "deletedFile")
-    assert (document["record"]["done"], document["record"]["begun"]) == ([3], [])
 
 
 def test_markers_and_the_file_of_the_job_conform_to_the_schema(run):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from emulators import environment
+from placeholders import undo_commit
 from training_runs import state
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -18,10 +19,8 @@ from fault_rules import Rule
 import shardckpt
 from shardckpt import errors
 from shardckpt.coordination.single import SingleProcess
-from shardckpt.io.collect import fence_tombstone
-from shardckpt.io.deleted import sum_up
 from shardckpt.io.store import Store, shared_context
-from shardckpt.manager.steps import step_numbers
+from shardckpt.record import Tombstone, seal
 
 
 @pytest.fixture(params=["gs", "s3"])
@@ -66,18 +65,28 @@ def test_a_run_in_a_bucket(root):
     assert shardckpt.CheckpointManager(root).restore().step == 6
 
 
-def test_steps_that_are_deleted_are_summed_up_until_one_is_saved_again(root):
-    with shardckpt.CheckpointManager(root, every=1, keep=1, coordinator=SingleProcess()) as manager:
-        for step in (1, 2, 3):
+def test_nothing_is_left_of_steps_that_are_not_kept(root):
+    place = Store.open(root)
+    place.sub("100").write("checkpoint.json", seal(Tombstone("deleted by an earlier version", "1").to_json()))
+    place.write("deleted.json", b"of an earlier version")
+    with shardckpt.CheckpointManager(root, every=1, keep=3, coordinator=SingleProcess()) as manager:
+        for step in range(10):
             manager.save(step, state(step))
         manager.wait()
-    place = Store.open(root)
-    assert step_numbers(place) == [1, 2, 3]
-    sum_up(place, [1, 2, 3], fence_tombstone)
-    assert step_numbers(place) == [3]
-    shardckpt.save(f"{root}/1", state(1))
-    assert step_numbers(place) == [1, 3]
-    assert shardckpt.CheckpointManager(root).all_steps() == [1, 3]
+    assert place.list_children() == ["7/", "8/", "9/", "job.json"]
+    shardckpt.save(f"{root}/5", state(5))
+    assert shardckpt.CheckpointManager(root).all_steps() == [5, 7, 8, 9]
+
+
+def test_a_start_asks_for_what_is_kept_and_nothing_of_what_was_deleted(root, monkeypatch):
+    looks, fetch = [], Store._fetch
+    with shardckpt.CheckpointManager(root, every=1, keep=1, coordinator=SingleProcess()) as manager:
+        for step in range(6):
+            manager.save(step, state(step))
+        manager.wait()
+    monkeypatch.setattr(Store, "_fetch", lambda store, key, *span: looks.append(store.path_of(key)) or fetch(store, key, *span))
+    assert shardckpt.CheckpointManager(root, coordinator=SingleProcess()).restore().step == 5
+    assert {key.removeprefix(f"{root}/").partition("/")[0] for key in looks} <= {"5", "job.json"}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,7 @@ def test_a_listing_that_fails_while_leftovers_are_committed_makes_restore_fail_a
     with shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess()) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
-    Store.open(f"{root}/2").delete("checkpoint.json")  # complete, and not published
+    undo_commit(f"{root}/2")  # complete, and not published
     with (
         proxy.rules.during(Rule(**fault, kinds=("list",), objects=f"*/{listed}", times=None)),
         pytest.raises(errors.StorageError, match="cannot list"),
@@ -107,7 +116,7 @@ def test_a_read_that_fails_then_makes_restore_fail_too(cloud):
     with shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess()) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
-    Store.open(f"{root}/2").delete("checkpoint.json")
+    undo_commit(f"{root}/2")
     rule = Rule("status", status=400, kinds=("read", "stat"), objects="*/run/2/checkpoint.json", times=None)
     with proxy.rules.during(rule), pytest.raises(errors.StorageError, match="cannot read"):
         shardckpt.CheckpointManager(root).restore()
@@ -119,7 +128,7 @@ def test_a_process_that_may_only_read_restores_the_latest_step_that_is_published
     with shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess()) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
-    Store.open(f"{root}/2").delete("checkpoint.json")
+    undo_commit(f"{root}/2")
     with proxy.rules.during(Rule("status", status=403, kinds=("upload",), times=None)):
         assert shardckpt.CheckpointManager(root).restore().step == 1
     assert "/run/2: an earlier run's attempt" in caplog.text

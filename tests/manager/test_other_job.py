@@ -1,10 +1,11 @@
 """Two live jobs on one root: the older one is told, and nothing of either is lost."""
 
 import pytest
+from processes import Processes
 from training_runs import state
 
 import shardckpt
-from shardckpt import errors
+from shardckpt import attempt, errors
 from shardckpt.coordination.single import SingleProcess
 from shardckpt.io.job import JobFence
 from shardckpt.io.store import Store
@@ -71,9 +72,64 @@ def test_a_save_that_fails_takes_nothing_over(run):
         writer.save(1, state(1))
         writer.wait()
         careless.save(1, state(1))
-        with pytest.raises(errors.AlreadyExistsError):
+        with pytest.raises(errors.OtherJobError):
             careless.wait()
         writer.save(2, state(2))
+
+
+def test_of_two_jobs_at_the_same_pace_the_second_is_told_of_the_other_at_every_step(run):
+    with run.manager(coordinator=SingleProcess()) as first, run.manager(coordinator=SingleProcess()) as second:
+        for step in (1, 2):
+            first.save(step, state(step))
+            first.wait()
+            second.save(step, state(step))
+            with pytest.raises(errors.OtherJobError) as caught:
+                second.wait()
+            assert first._coordinator.run_id in str(caught.value)
+            assert second._coordinator.run_id in str(caught.value)
+            assert "overwrite" not in str(caught.value)
+            assert isinstance(caught.value.__cause__, errors.AlreadyExistsError)
+
+
+def test_of_two_jobs_that_publish_the_first_step_at_once_both_are_told(run, monkeypatch):
+    """The second takes the root over and finds the step published: both have to end, and neither is told to overwrite."""
+    first, second = (run.manager(coordinator=SingleProcess()) for _ in range(2))
+    publish = attempt.publish
+
+    def overtaken(*arguments):
+        monkeypatch.undo()
+        first.save(1, state(1))
+        first.wait()
+        return publish(*arguments)
+
+    monkeypatch.setattr(attempt, "publish", overtaken)
+    second.save(1, state(1))
+    with pytest.raises(errors.OtherJobError, match=first._coordinator.run_id):
+        second.wait()
+    assert run.holds(1)
+
+
+def test_a_step_that_this_run_has_saved_itself_exists(run):
+    job = SingleProcess()
+    with run.manager(coordinator=job) as manager, run.manager(coordinator=job) as again:
+        manager.save(1, state(1))
+        manager.wait()
+        again.save(1, state(1))
+        with pytest.raises(errors.AlreadyExistsError):
+            again.wait()
+
+
+def test_every_process_of_the_second_job_is_told_of_the_other(tmp_path):
+    with Processes("manager_jobs") as jobs:
+        assert jobs.run("save_steps", 2, tmp_path, [1]) == ["saved"] * 2
+        assert jobs.run("save_steps", 2, tmp_path, [1]) == ["OtherJobError"] * 2
+
+
+def test_every_process_of_a_job_is_told_that_another_took_over(tmp_path):
+    """Process 0 sees it; the others hear it from there."""
+    with Processes("manager_jobs") as jobs:
+        assert jobs.run("save_steps", 2, tmp_path, [1, 2], 2) == ["OtherJobError"] * 2
+    assert shardckpt.CheckpointManager(tmp_path).all_steps() == [1]
 
 
 def test_a_damaged_claim_is_none(tmp_path):

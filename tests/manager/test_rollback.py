@@ -1,6 +1,7 @@
 """Training goes back to an earlier step; what came after it is superseded, and replaced when training gets there again."""
 
 import pytest
+from placeholders import undo_commit
 from training_runs import state
 
 import shardckpt
@@ -196,7 +197,7 @@ def test_a_part_of_a_training_checkpoint_is_restored_by_itself(run):
 
 def test_what_an_earlier_run_left_complete_is_committed_and_resumed_from(run):
     run.train(1, 2)
-    (run.root / "2" / "checkpoint.json").unlink()
+    undo_commit(run.root / "2")
     assert run.manager().all_steps() == [1]
     assert run.manager().restore().step == 2
 
@@ -204,7 +205,7 @@ def test_what_an_earlier_run_left_complete_is_committed_and_resumed_from(run):
 def test_what_a_run_left_complete_that_another_has_taken_over_from_is_not(run):
     run.train(1, 2)
     run.train(3, coordinator=SingleProcess())
-    (run.root / "2" / "checkpoint.json").unlink()  # complete, and of the run before the last
+    undo_commit(run.root / "2")  # complete, and of the run before the last
     assert run.manager(coordinator=SingleProcess()).restore().step == 3
     assert run.manager().all_steps() == [1, 3]
     (outcome,) = shardckpt.commit(run.root)

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from fault_proxy import FaultProxy
 from fault_rules import Rule
+from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
@@ -77,9 +78,9 @@ def test_nothing_is_uploaded_and_everything_is_read_back_once(cloud, layout):
 
 def test_an_interrupted_copy_goes_on_where_it_was(cloud):
     source, made = cloud.saved(), cloud.place()
+    put_placeholder(made)
     first = shardckpt.reshard(source, made)
-    store = Store.open(made)
-    store.delete("checkpoint.json")
+    put_placeholder(made)
     cloud.proxy.traffic.reset()
     again = shardckpt.reshard(source, made)
     assert (again.attempt, again.done_before, again.read_bytes) == (first.attempt, first.tasks, 0)

@@ -9,6 +9,7 @@ import numpy as np
 
 import shardckpt
 from shardckpt import collecting, errors
+from shardckpt.io.interrupted import LOCK_SUFFIX
 
 __all__ = ["LAYOUTS", "assert_goes_on", "attempts", "contents", "copied", "prepare", "saved", "value_of"]
 
@@ -122,10 +123,8 @@ def _collect(root, url, processes, value):
     assert all(one.outcome == "removed" for one in collected), collected
     assert value_of(url, processes) == value
     if url.exists():
-        left = {p.name for p in url.iterdir()}
-        named = {_named(url, value)} - {None}
-        # A tombstone comes to be only where there was something to remove.
-        assert left in ({"checkpoint.json", *named}, named)
+        left = {p.name for p in url.iterdir() if not p.name.endswith(LOCK_SUFFIX)}
+        assert left == ({"checkpoint.json", _named(url, value)} if value is not None else set())
 
 
 def copied(base, place):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from aftermath import LAYOUTS, attempts, prepare, saved, value_of
+from placeholders import put_placeholder
 from test_sleepers import asleep
 
 import shardckpt
@@ -92,6 +93,7 @@ def test_a_collector_with_a_wrong_clock_takes_nothing_of_a_save_under_way_and_ev
 
 def test_of_two_whole_attempts_one_is_committed_whichever_clock_named_them(tmp_path, jobs):
     url = tmp_path / "root" / "checkpoint"
+    put_placeholder(url)
     for value, ahead in ((2, HOUR), (3, 0)):
         before_the_commit = {"process": 0, "act": "kill", "before": "checkpoint.json"}
         options = {"commit_timeout": 30}

@@ -12,6 +12,7 @@ import struct
 import pytest
 import tensorstore as ts
 from aftermath import LAYOUTS, attempts, prepare, saved, value_of
+from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt import collecting
@@ -89,6 +90,7 @@ def test_a_committer_killed_in_the_write_of_its_record_harms_no_save_collection_
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_committer_killed_in_any_write_leaves_what_another_can_commit(tmp_path, jobs, layout):
     url = tmp_path / "checkpoint"
+    put_placeholder(url)
     before_the_record = {"process": 0, "act": "kill", "before": "checkpoint.json"}
     jobs.run("save", PROCESSES, url, 2, {"layout": layout, "commit_timeout": 30}, before_the_record)
     (attempt,) = attempts(url)

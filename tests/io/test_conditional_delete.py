@@ -1,0 +1,58 @@
+"""An object goes only while it is the version that is meant."""
+
+from __future__ import annotations
+
+import pytest
+from emulators import environment
+
+import shardckpt
+from shardckpt.io import conditional_delete
+from shardckpt.io.collect import delete
+from shardckpt.io.commit import RECORD
+from shardckpt.io.store import Store, shared_context
+
+
+def test_an_object_is_removed_only_if_it_is_still_that_version(store):
+    store.write("key", b"first")
+    _, first = store.read_versioned("key")
+    store.write("key", b"second")
+    data, second = store.read_versioned("key")
+    assert not store.remove("key", first)
+    assert store.read("key") == data
+    assert store.remove("key", second)
+    assert not store.exists("key")
+    assert not store.remove("key", second)
+    assert store.list() == [], "the object on which the storage was tried is gone, too"
+
+
+def test_a_directory_goes_only_if_it_is_empty(tmp_path):
+    store = Store.open(tmp_path / "c")
+    store.write("key", b"precious")
+    store.remove_empty()
+    assert store.read("key") == b"precious"
+    store.delete("key")
+    store.remove_empty()
+    store.remove_empty()
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_service_that_ignores_the_condition_keeps_the_tombstone(s3_server, monkeypatch):
+    """As some do that speak S3's protocol: the header gets lost on the way."""
+    asked = conditional_delete.ask
+
+    def ask(*what, **options):
+        options.pop("IfMatch", None)
+        return asked(*what, **options)
+
+    monkeypatch.setattr(conditional_delete, "ask", ask)
+    monkeypatch.setattr(conditional_delete, "_honours", {})
+    url = s3_server.url("ignores", "c")
+    with environment(s3_server.env()):
+        shared_context.cache_clear()
+        shardckpt.save(url, {"w": 1})
+        assert delete(Store.open(url), reason="test", grace=0) == []
+        assert Store.open(url).list() == [RECORD]
+        with pytest.raises(shardckpt.errors.NotFoundError, match="deleted"):
+            shardckpt.open(url)
+        shardckpt.save(url, {"w": 2})
+        assert shardckpt.restore(url) == {"w": 2}
