@@ -13,6 +13,7 @@ from shardckpt.attempt import Attempt
 from shardckpt.blocks import parts_of
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.cores import cores
+from shardckpt.ending import saving_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.io.host import HostWriter
+    from shardckpt.record import CheckpointRecord
     from shardckpt.save_handle import SaveHandle
     from shardckpt.save_plan import SavePlan
 
@@ -72,30 +74,37 @@ def save(
     options = checked_options(options, skip)
     check_coordinator(coordinator)
     attempt = Attempt(Store.open(parse(url)), Coordinator.current() if coordinator is None else coordinator, options)
-    quarter, copies = options.budget // 4, _COPIES[options.compression]
+    with saving_takes_threads(attempt.store):
+        try:
+            record = _written(attempt, state)
+        except BaseException as e:
+            attempt.give_up(e)
+            raise
+        if record is None:
+            attempt.see_published()
+        else:
+            attempt.publish(record)
+
+
+def _written(attempt: Attempt, state: Any) -> CheckpointRecord | None:
+    """Write this process's share; on the process that commits, what is to be published when all have."""
+    quarter, copies = attempt.options.budget // 4, _COPIES[attempt.options.compression]
     staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
-    try:
-        share = attempt.take(state)
+    share = attempt.take(state)
 
-        def fill(writer: HostWriter) -> None:
-            for batch in read(share.plan, share.sources, staging):
-                writer.put_all(
-                    ((block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)),
-                    at_a_time,
-                )
+    def fill(writer: HostWriter) -> None:
+        for batch in read(share.plan, share.sources, staging):
+            writer.put_all(
+                ((block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)),
+                at_a_time,
+            )
 
-        threads = _writing_threads(share.plan, 2 * quarter // copies)
-        attempt.write(share.contents, share.values, fill, 2 * quarter, threads=threads)
-        if attempt.commits:
-            attempt.await_hosts()
-        record = attempt.assembled() if attempt.commits else None
-    except BaseException as e:
-        attempt.give_up(e)
-        raise
-    if record is None:
-        attempt.see_published()
-    else:
-        attempt.publish(record)
+    threads = _writing_threads(share.plan, 2 * quarter // copies)
+    attempt.write(share.contents, share.values, fill, 2 * quarter, threads=threads)
+    if not attempt.commits:
+        return None
+    attempt.await_hosts()
+    return attempt.assembled()
 
 
 def _writing_threads(plan: SavePlan, memory: int) -> int:
