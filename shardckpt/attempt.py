@@ -219,9 +219,9 @@ class Attempt:
             try:
                 word, silent = self._heard(_WORD), ""
             except SilentStoreError as e:  # the committer may have stopped, or only the store: the storage knows
-                word, silent = None, f" ({e})"
+                word, silent = None, f" ({str(e).rstrip('.')})"
             except CoordinationError as e:  # the committer's process has ended, perhaps with all done; likewise
-                why = f"and cannot be asked ({e})"
+                why = f"and cannot be asked ({str(e).rstrip('.')})"
                 break
             if word is not None and word["error"] is None:
                 return

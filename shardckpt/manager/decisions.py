@@ -221,7 +221,7 @@ class Decisions:
             try:
                 said = self._coordinator.peek(self._name("timeline"))
             except SilentStoreError as e:  # it may answer before the time is up
-                silent = f" ({e})"
+                silent = f" ({str(e).rstrip('.')})"
             if said is not None:
                 line = Timeline.from_json(said)
                 if line.until >= step:

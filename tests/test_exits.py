@@ -1,0 +1,40 @@
+"""Programs that end while a manager is open: the last save is finished or given up, and the exit status is the program's own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from processes import CHILDREN
+
+import shardckpt
+
+OWN = {
+    "returns": {0},
+    "exits": {7},
+    "raises": {1},
+    "exits_in_a_thread": {0},
+    "is_terminated": {-15},
+    "exits_when_terminated": {143},
+    "is_interrupted": {-2},
+    "is_interrupted_as_it_ends": {0, -2, -14},  # -14 where Python has put the default action of SIGALRM back already
+}
+"""Exit statuses by the way in which a program ends."""
+FINISHED = ("returns", "exits", "raises", "exits_in_a_thread", "exits_when_terminated", "is_interrupted")
+
+
+@pytest.mark.parametrize("way", OWN)
+@pytest.mark.parametrize("times", [8, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_a_program_that_leaves_its_manager_open_has_the_exit_status_of_its_own(tmp_path, way, times):
+    command = [sys.executable, CHILDREN / "exits.py", tmp_path, way, str(times)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr[-2000:]
+    statuses = {int(status): count for status, count in json.loads(done.stdout).items()}
+    assert set(statuses) <= OWN[way], f"{statuses}\n{done.stderr[-2000:]}"
+    for number in range(times):
+        steps = {int(path.name): path for path in (tmp_path / str(number)).iterdir() if path.name.isdecimal()}
+        if way in FINISHED:
+            assert shardckpt.restore(steps[3])["w"][0, 0] == 3
+        else:  # what is there is whole
+            whole = shardckpt.CheckpointManager(tmp_path / str(number)).restore()
+            assert whole is None or whole.state["w"][0, 0] == whole.step
