@@ -8,6 +8,7 @@ import pytest
 from processes import CHILDREN
 
 import shardckpt
+from shardckpt import errors
 
 OWN = {
     "returns": {0},
@@ -38,3 +39,26 @@ def test_a_program_that_leaves_its_manager_open_has_the_exit_status_of_its_own(t
         else:  # what is there is whole
             whole = shardckpt.CheckpointManager(tmp_path / str(number)).restore()
             assert whole is None or whole.state["w"][0, 0] == whole.step
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_save_that_waits_for_others_is_given_up_when_the_program_ends(tmp_path, process):
+    program = """if True:
+        import sys, numpy, shardckpt
+        from one_of_several import OneOfSeveral
+        from shardckpt import saver
+        class Silent(OneOfSeveral):
+            def _set(self, key, value):
+                pass
+            def _get(self, key):
+                return None
+        saver._PATIENCE = 0.1
+        manager = shardckpt.CheckpointManager(sys.argv[1], every=1, coordinator=Silent(int(sys.argv[2]), 2))
+        manager.save(1, {"w": numpy.ones(9)})
+        sys.exit(7)"""
+    command = [sys.executable, "-c", program, tmp_path, str(process)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=CHILDREN.parent)
+    assert done.returncode == 7
+    assert "the program ends: `shardckpt commit` publishes what all have written." in done.stderr
+    with pytest.raises(errors.NotFoundError):
+        shardckpt.open(tmp_path / "1")
