@@ -62,3 +62,20 @@ def test_a_save_that_waits_for_others_is_given_up_when_the_program_ends(tmp_path
     assert "the program ends: `shardckpt commit` publishes what all have written." in done.stderr
     with pytest.raises(errors.NotFoundError):
         shardckpt.open(tmp_path / "1")
+
+
+def test_what_is_first_used_when_python_ends_is_refused(tmp_path):
+    program = """if True:
+        import atexit, sys, threading, numpy, shardckpt
+        def late():
+            for name, given in (("save", {"w": numpy.ones(9)}), ("save_async", {"w": numpy.ones(9)}), ("restore", None)):
+                try:
+                    getattr(shardckpt, name)(sys.argv[1] + "/late", given)
+                except shardckpt.ShardckptError as error:
+                    print(type(error).__name__, error)
+        atexit.register(late)"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["CommitError", "CommitError", "StorageError"]
+    assert done.stdout.count("Python is ending and starts no threads any more") == 3
+    assert not list(tmp_path.iterdir())
