@@ -120,7 +120,17 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
     from importlib import import_module
 
-    home = import_module(f"shardckpt.{_HOME[name]}")
+    try:
+        home = import_module(f"shardckpt.{_HOME[name]}")
+    except RuntimeError as e:
+        if "after shutdown" not in str(e):
+            raise
+        from shardckpt.errors import CommitError, StorageError
+
+        raise (CommitError if name.startswith("save") else StorageError)(
+            f"shardckpt.{name} cannot be used: Python is ending and starts no threads any more ({e}). "
+            f"Save and read before the program ends, not in a function that `atexit` calls."
+        ) from e
     value = globals()[name] = home if _HOME[name] == name else getattr(home, name)  # a package that can be called is itself
     return value
 

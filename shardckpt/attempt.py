@@ -27,6 +27,7 @@ from crc32c import crc32c
 
 from shardckpt import frameworks
 from shardckpt.contents import Contents
+from shardckpt.coordination import SilentStoreError
 from shardckpt.ending import is_ending
 from shardckpt.errors import CommitError, CoordinationError, OtherJobError, ShardckptError
 from shardckpt.io.assemble import assemble, pause, wait_for_hosts
@@ -118,6 +119,8 @@ class Attempt:
         """What it has said of the checkpoint, and in which file, where nobody says anything else."""
         self._wrote = False
         """Whether anything of the attempt may be there."""
+        self._stopped = ""
+        """Why other processes are not waited for any more."""
         self._vouches = False
         """Whether this process's record may be there, by which others may commit the attempt."""
         if is_ending():
@@ -223,27 +226,32 @@ class Attempt:
         Raises:
             CommitError: it could not commit, or says nothing for too long.
         """
-        timeout = self.options.commit_timeout + _COMMITTING
-        began, why = time.monotonic(), f"within {timeout:g} s"
-        deadline, look = began + timeout, began + _STORAGE_LOOK
-        while (now := time.monotonic()) < deadline:
+        began, silent = time.monotonic(), ""
+        look = began + _STORAGE_LOOK
+        while (waited := time.monotonic() - began) < (timeout := self.options.commit_timeout + (0 if silent else _COMMITTING)):
+            if self._stopped:
+                raise CommitError(f"{self.store}: process {COMMITTER} has not committed yet, and {self._stopped}")
             try:
-                word = self._heard(_WORD)
-            except CoordinationError as e:  # the committer's process has ended, perhaps with all done; the storage knows
-                why = f"and cannot be asked ({e})"
+                word, silent = self._heard(_WORD), ""
+            except SilentStoreError as e:  # the committer may have stopped, or only the store: the storage knows
+                word, silent = None, f" ({str(e).rstrip('.')})"
+            except CoordinationError as e:  # the committer's process has ended, perhaps with all done; likewise
+                why = f"and cannot be asked ({str(e).rstrip('.')})"
                 break
             if word is not None and word["error"] is None:
                 return
             if word is not None and word["process"] == COMMITTER:  # another one's is that it has waited in vain
                 kind = OtherJobError if word.get("code") == OtherJobError.code else CommitError
                 raise kind(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
-            if now > look:
+            if (now := time.monotonic()) > look:
                 # A word gives way to that on a later save; and who calls the place by another name than the committer hears none.
                 with suppress(ShardckptError):
                     if published_attempt(self.store) == self.name:
                         return
                 look = now + (now - began)
-            time.sleep(pause(now - began, _FIRST_LOOK, _LAST_LOOK))
+            time.sleep(pause(waited, _FIRST_LOOK, _LAST_LOOK))
+        else:
+            why = f"within {timeout:g} s{silent}"
         if published_attempt(self.store) != self.name:
             # For who comes too late, or has missed this save and would complete it with what it saves next.
             self._tell(_WORD, CommitError(f"process {self.world.process} has given up waiting for it."))
@@ -251,6 +259,10 @@ class Attempt:
                 f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}; if it is gone, "
                 f"`shardckpt commit` publishes what all have written."
             )
+
+    def stop_waiting(self, why: str) -> None:
+        """Wait for no other process any more, on whichever thread that is done; `why` is the end of a sentence."""
+        self._stopped = why
 
     def give_up(self, error: BaseException) -> None:
         """This process's part has failed, and it publishes nothing."""
@@ -295,6 +307,8 @@ class Attempt:
             )
 
     def _failure(self) -> str | None:
+        if self._stopped:
+            return f"not all hosts have finished, and {self._stopped}"
         try:
             heard = self._heard(_FAILURE)
         except CoordinationError:  # nobody can say so; the records say who has finished

@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.bases import bases_of
+from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError
 from shardckpt.fields import LARGEST_DIMENSION
 from shardckpt.io.ages import last_written
@@ -116,7 +117,7 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
         except StorageError as e:
             return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
 
-    with ThreadPoolExecutor(_AT_ONCE, "shardckpt-catalog") as pool:
+    with reading_takes_threads(store), ThreadPoolExecutor(_AT_ONCE, "shardckpt-catalog") as pool:
         found = pool.map(at, places(store, children))
         return [entry for some in found for entry in some]
 

@@ -11,6 +11,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 from shardckpt.bases import bases_of, names_beside
+from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, OptionError, StorageError
 from shardckpt.excerpt import excerpt
 from shardckpt.io import collect as at_one_place
@@ -66,7 +67,7 @@ def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool
         except StorageError as e:
             return [Collected(place.location, None, "failed", reason=str(e))]
 
-    with ThreadPoolExecutor(_AT_ONCE, "shardckpt-collect") as pool:
+    with reading_takes_threads(store), ThreadPoolExecutor(_AT_ONCE, "shardckpt-collect") as pool:
         return [one for some in pool.map(at, [place for _, place in places(store, children)]) for one in some]
 
 
@@ -120,7 +121,7 @@ def _check_no_base(store: Store) -> None:
         return location.name in names_beside(base for base in bases if attempt in (None, base.attempt))
 
     others = [name for name, _ in places(root, root.list_children()) if name not in (".", location.name)]
-    with ThreadPoolExecutor(_AT_ONCE, "shardckpt-bases") as pool:
+    with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-bases") as pool:
         naming = [name for name, found in zip(others, pool.map(names_it, others), strict=True) if found]
     if naming:
         raise OptionError(

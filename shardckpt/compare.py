@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.compare_values import DEFAULT_MEMORY_LIMIT, Pair, ValueChange, compare_values
+from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import OptionError, ShardingError
 from shardckpt.excerpt import file_size
 from shardckpt.leaves import describe
@@ -104,12 +105,14 @@ def compare(
     structure = _Structure(a, b)
     structure.compare()
     pairs = list(structure.pairs.values()) if values else []
+    with reading_takes_threads(a.location):
+        differing = tuple(compare_values(a.reader, b.reader, pairs, limit, progress) if pairs else ())
     return Comparison(
         only_a=tuple(structure.only_a),
         only_b=tuple(structure.only_b),
         changes=tuple(structure.changes),
         layouts=tuple(structure.layouts),
-        values=tuple(compare_values(a.reader, b.reader, pairs, limit, progress) if pairs else ()),
+        values=differing,
         tensors_compared=len(pairs),
         bytes_compared=sum(pair.a.nbytes for pair in pairs),
     )

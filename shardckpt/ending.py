@@ -1,22 +1,95 @@
-"""What Python no longer does while it ends: once what `atexit` has is run, it starts no threads for anybody."""
+"""The end of the interpreter: threads that have to come to their end before, and what cannot be done any more.
+
+Python ends daemon threads wherever they are. One that is inside a C++ library then takes the process with it ("terminate called
+without an active exception", SIGABRT), and launchers count the job as failed. So what goes on in the background is begun by
+`start_background`, and ended in order before the interpreter is: `threading._register_atexit` calls back before the pools of
+`concurrent.futures`, which the background needs, are ended. Once what `atexit` has is run, Python starts no threads for anybody.
+"""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from threading import main_thread
+import atexit
+import concurrent.futures.thread  # noqa: F401  (registers its own end, which has to come after ours)
+import os
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import ShardckptError, StorageError
+from shardckpt.errors import CommitError, ShardckptError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["is_ending", "reading_takes_threads"]
+__all__ = ["is_ending", "reading_takes_threads", "saving_takes_threads", "start_background"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What goes on in the background."""
+
+    finish: Callable[[], None]
+    stop: Callable[[], None]
+    ended: SimpleQueue[None]
+
+
+_tasks: dict[threading.Thread, _Task] = {}
+
+
+def start_background(
+    thread: threading.Thread, *, finish: Callable[[], None] = lambda: None, stop: Callable[[], None] = lambda: None
+) -> None:
+    """Start a thread that the end of the interpreter waits for.
+
+    Args:
+        thread: a daemon that has not been started; its `run` is called.
+        finish: called, on another thread, when the interpreter ends first: waits as long as waiting is worth it.
+        stop: called after all `finish`, or after Ctrl-C: the thread has to come to its end soon.
+
+    Raises:
+        RuntimeError: Python starts no thread.
+    """
+    task, run = _Task(finish, stop, SimpleQueue()), thread.run
+
+    def run_and_tell() -> None:
+        try:
+            run()
+        finally:
+            _tasks.pop(thread, None)
+            task.ended.put(None)
+
+    thread.run = run_and_tell  # type: ignore[method-assign]
+    _tasks[thread] = task
+    try:
+        thread.start()
+    except RuntimeError:
+        del _tasks[thread]
+        raise
+
+
+def _end_all() -> None:
+    """At the end of the interpreter: finish all, then stop all; however often Ctrl-C comes, nothing is left at work."""
+    tasks = [*_tasks.items()]
+    with suppress(BaseException):
+        for _, task in tasks:
+            task.finish()
+    for _, task in tasks:
+        task.stop()
+    for thread, task in tasks:
+        while thread.ident is not None:  # else Ctrl-C came before it was started
+            with suppress(KeyboardInterrupt):
+                task.ended.get()
+                break
+
+
+getattr(threading, "_register_atexit", atexit.register)(_end_all)
+os.register_at_fork(after_in_child=_tasks.clear)
 
 
 def is_ending() -> bool:
-    """Whether it is so."""
-    return not main_thread().is_alive()
+    """Whether the interpreter is shutting down."""
+    return not threading.main_thread().is_alive()
 
 
 @contextmanager
@@ -24,14 +97,38 @@ def reading_takes_threads(place: object) -> Iterator[None]:
     """Goes around what reads from a place; little may be read without threads.
 
     Raises:
-        StorageError: in place of the RuntimeError of a thread that cannot be started any more.
+        StorageError: in place of the RuntimeError of a thread that cannot be started.
     """
     try:
         yield
     except RuntimeError as e:
-        if isinstance(e, ShardckptError) or not is_ending():
+        if (why := _without_threads(e)) is None:
             raise
-        raise StorageError(
-            f"cannot read {place}: Python is ending and starts no threads any more ({e}). "
-            f"Read before the program ends, not in a function that `atexit` calls."
-        ) from e
+        advice = "Read before the program ends, not in a function that `atexit` calls." if is_ending() else _ADVICE
+        raise StorageError(f"cannot read {place}: {why}. {advice}") from e
+
+
+@contextmanager
+def saving_takes_threads(place: object) -> Iterator[None]:
+    """Goes around what saves to a place.
+
+    Raises:
+        CommitError: in place of the RuntimeError of a thread that cannot be started.
+    """
+    try:
+        yield
+    except RuntimeError as e:
+        if (why := _without_threads(e)) is None:
+            raise
+        raise CommitError(f"{place}: the save was given up: {why}. {_ADVICE}") from e
+
+
+_ADVICE = "Allow this process more threads (ulimit -u, the container's limit of pids), or end some, and try again."
+_MESSAGES = "can't start new thread", "can't create new thread", "cannot schedule new futures"
+
+
+def _without_threads(error: RuntimeError) -> str | None:
+    """Why there are no threads, if that is what an error says."""
+    if isinstance(error, ShardckptError) or not (is_ending() or str(error).startswith(_MESSAGES)):
+        return None
+    return f"{'Python is ending and' if is_ending() else 'Python'} starts no threads any more ({error})"

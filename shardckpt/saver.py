@@ -4,14 +4,13 @@ On the thread that saves: plan, copy all blocks to the stage (`staging`). On the
 off, write them and the record, commit or wait for the commit. What is asked of a storage, or of another process, is asked
 there.
 
-When the interpreter ends, saves in flight are finished first: what this process has to write without a limit of time, what
-others have to do for `_PATIENCE` seconds. A process that is killed leaves an attempt that is not published, or one that is.
-A fork of this process knows nothing of the saves in flight.
+When the interpreter ends, saves in flight are finished first (`ending`): what this process has to write without a limit of time, what
+others have to do for `_PATIENCE` seconds. After that, and after Ctrl-C, the save is given up in order, and a warning is logged. A process
+that is killed leaves an attempt that is not published, or one that is. A fork of this process knows nothing of the saves in flight.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -21,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.attempt import Attempt
 from shardckpt.coordination import Coordinator, check_coordinator
-from shardckpt.errors import OptionError
+from shardckpt.ending import is_ending, saving_takes_threads, start_background
+from shardckpt.errors import CommitError, OptionError
 from shardckpt.excerpt import file_size
 from shardckpt.io.budget import BufferPool
 from shardckpt.io.store import Store
@@ -107,7 +107,8 @@ class Saver:
         if os.getpid() != self._process:
             self._renew()
         save = _Save(self.pool, Attempt(Store.open(parse(url)), coordinator, options), began, before_publish, progress)
-        save.run(state, self._plans)
+        with saving_takes_threads(save.outcome.url):
+            save.run(state, self._plans)
         return SaveHandle(save.outcome)
 
     def close(self) -> None:
@@ -183,7 +184,17 @@ class _Save:
         # Known before it runs: who gives up waits for it, and takes nothing away under it.
         self._thread = threading.Thread(target=self._finish, name="shardckpt-save", daemon=True)
         _in_flight.add(self)
-        self._thread.start()
+        start_background(self._thread, finish=self._wait_at_exit, stop=self._stop)
+
+    def _wait_at_exit(self) -> None:
+        with suppress(Exception):  # the handle's to tell
+            self.outcome.wait("local", None)
+            self.outcome.wait("commit", _PATIENCE)
+
+    def _stop(self) -> None:
+        if not self.outcome.ended:
+            self.attempt.stop_waiting("the program ends: `shardckpt commit` publishes what all have written.")
+            self._stage.fail(CommitError(f"{self.outcome.url}: the save was given up because the program ends."))
 
     def join(self, timeout: float | None) -> None:
         """Wait until the save's thread has ended."""
@@ -194,9 +205,12 @@ class _Save:
 
     def _finish(self) -> None:
         try:
-            self.outcome.end(self._report())
+            with saving_takes_threads(self.outcome.url):
+                self.outcome.end(self._report())
         except BaseException as e:  # noqa: BLE001  (whoever waits for the save is told)
             self.outcome.end(e)
+            if is_ending():
+                _log.warning("%s: the program ended before the save: %s", self.outcome.url, e)
         finally:
             _in_flight.discard(self)
 
@@ -254,21 +268,4 @@ class _Save:
 
 
 _in_flight: set[_Save] = set()
-
-
-def _finish_all() -> None:
-    """At the end of the interpreter."""
-    for save in [*_in_flight]:
-        with suppress(BaseException):
-            save.outcome.wait("local", None)
-        save.join(_PATIENCE)
-        if not save.outcome.ended:
-            _log.warning(
-                "%s: the interpreter ends before the save is committed; `shardckpt commit` publishes what all have written.",
-                save.outcome.url,
-            )
-
-
-# Before the threads of concurrent.futures are ended, which a save needs: `atexit` itself comes after that.
-getattr(threading, "_register_atexit", atexit.register)(_finish_all)
 os.register_at_fork(after_in_child=_in_flight.clear)

@@ -14,6 +14,7 @@ from shardckpt.attempt import Attempt
 from shardckpt.blocks import parts_of
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.cores import cores
+from shardckpt.ending import saving_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
+    from shardckpt.attempt import Share
     from shardckpt.io.host import HostWriter
+    from shardckpt.record import HostRecord
     from shardckpt.save_handle import SaveHandle
     from shardckpt.save_plan import SavePlan
 
@@ -78,34 +81,24 @@ def save(
     options = checked_options(options, skip)
     check_coordinator(coordinator)
     attempt = Attempt(Store.open(parse(url)), Coordinator.current() if coordinator is None else coordinator, options)
-    quarter, copies = options.budget // 4, _COPIES[options.compression]
-    staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
-    try:
-        share = attempt.take(state)
-        planned = time.monotonic()
-
-        def fill(writer: HostWriter) -> None:
-            for batch in read(share.plan, share.sources, staging):
-                writer.put_all(
-                    ((block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)),
-                    at_a_time,
-                )
-
-        threads = _writing_threads(share.plan, 2 * quarter // copies)
-        written = attempt.write(share.contents, share.values, fill, 2 * quarter, threads=threads)
-        durable = time.monotonic()
-        if attempt.commits:
-            attempt.await_hosts()
-        waited = time.monotonic()
-        record = attempt.assembled() if attempt.commits else None
-    except BaseException as e:
-        attempt.give_up(e)
-        raise
-    if record is None:
-        attempt.see_published()
-        waited = time.monotonic()
-    else:
-        attempt.publish(record)
+    with saving_takes_threads(attempt.store):
+        try:
+            share = attempt.take(state)
+            planned = time.monotonic()
+            written = _write(attempt, share)
+            durable = time.monotonic()
+            if attempt.commits:
+                attempt.await_hosts()
+            waited = time.monotonic()
+            record = attempt.assembled() if attempt.commits else None
+        except BaseException as e:
+            attempt.give_up(e)
+            raise
+        if record is None:
+            attempt.see_published()
+            waited = time.monotonic()
+        else:
+            attempt.publish(record)
     return SaveReport(
         url=str(attempt.store),
         attempt=attempt.name,
@@ -121,6 +114,21 @@ def save(
         streamed=False,
         bases=attempt.bases,
     )
+
+
+def _write(attempt: Attempt, share: Share) -> HostRecord:
+    """Write this process's share straight from its tensors; what its host record says."""
+    quarter, copies = attempt.options.budget // 4, _COPIES[attempt.options.compression]
+    staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
+
+    def fill(writer: HostWriter) -> None:
+        for batch in read(share.plan, share.sources, staging):
+            writer.put_all(
+                ((block.piece, box, elements[index]) for block, elements, _ in batch for box, index in parts_of(block, at_a_time)),
+                at_a_time,
+            )
+
+    return attempt.write(share.contents, share.values, fill, 2 * quarter, threads=_writing_threads(share.plan, 2 * quarter // copies))
 
 
 def _writing_threads(plan: SavePlan, memory: int) -> int:

@@ -16,6 +16,7 @@ from shardckpt.convert.object_files import ObjectFiles, begun
 from shardckpt.convert.safetensors_layout import lay_out
 from shardckpt.convert.to_safetensors import write_safetensors
 from shardckpt.convert.whole_state import FORMATS, write_state
+from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import AlreadyExistsError, OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
@@ -136,19 +137,21 @@ def export(
     check_flag(verify, "verify")
     checkpoint, location = Checkpoint(src), parse(dst)
     _refuse_within(location, checkpoint)
-    written = write_state(
-        checkpoint,
-        location,
-        to,
-        include=include,
-        exclude=exclude,
-        dtype=dtype,
-        optimizer=optimizer,
-        limit=parse_bytes(memory_limit, "memory_limit"),
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress or _nobody,
-    )
+    limit = parse_bytes(memory_limit, "memory_limit")
+    with reading_takes_threads(src):
+        written = write_state(
+            checkpoint,
+            location,
+            to,
+            include=include,
+            exclude=exclude,
+            dtype=dtype,
+            optimizer=optimizer,
+            limit=limit,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress or _nobody,
+        )
     return ExportReport(
         url=str(location),
         files=(location.name,),
@@ -262,16 +265,17 @@ def export_safetensors(
         configs, there = (configs, []) if overwrite else without_others(configs, directory, written_as[-1])
     written_as = [*configs, *written_as]
     obsolete = [] if single is not None else _obsolete(directory, written_as, overwrite=overwrite)
-    written = write_safetensors(
-        checkpoint,
-        files,
-        _destination(directory, written_as, obsolete, overwrite=overwrite, memory=limit // 4),
-        limit=limit,
-        verify=verify,
-        first=list(configs.values()),
-        last=None if index is None else index.encode(),
-        progress=progress or _nobody,
-    )
+    with reading_takes_threads(src):
+        written = write_safetensors(
+            checkpoint,
+            files,
+            _destination(directory, written_as, obsolete, overwrite=overwrite, memory=limit // 4),
+            limit=limit,
+            verify=verify,
+            first=list(configs.values()),
+            last=None if index is None else index.encode(),
+            progress=progress or _nobody,
+        )
     return ExportReport(
         url=str(location),
         files=tuple(written_as),

@@ -11,9 +11,11 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.coordination.agreement import Get, Set, Steps, await_answer, decode, encode, gather, join, lead, listen
+from shardckpt.coordination.calls import SilentStoreError
 from shardckpt.coordination.devices import found_devices, owners, told_devices
 from shardckpt.errors import CoordinationError, OptionError
 from shardckpt.world import World
@@ -131,7 +133,8 @@ class Coordinator(ABC):
                 published = encode({"failure": f"{type(error).__name__}: {error}"})
                 raise
             finally:
-                self._set(f"{_PREFIX}{question}/all", published)
+                seconds = self._timeout if timeout is None else timeout
+                self._until(seconds, lambda: self._set(f"{_PREFIX}{question}/all", published))
                 self._asked["agree", key] += 1
             return decode(published)["value"]
         answer = self._run(await_answer(question, self.world.process), timeout)
@@ -141,22 +144,24 @@ class Coordinator(ABC):
         return answer["value"]
 
     def announce(self, key: str, value: Any) -> None:
-        """Let every process of this round that peeks at the key see a value, in place of an earlier one. Never blocks.
+        """Let every process of this round that peeks at the key see a value, in place of an earlier one.
+
+        Waits for no process. A store that is silent, since the process that holds it is stopped, is given up after 5 seconds.
 
         Args:
             key: what it is about.
             value: JSON.
 
         Raises:
-            CoordinationError: the store is gone.
+            CoordinationError: the store is gone, or silent.
         """
         self._set(f"{_PREFIX}{self.run_id}/announce/{key}", encode(value))
 
     def peek(self, key: str) -> Any:
-        """What was last announced under a key, by whichever process, or None. Never blocks.
+        """What was last announced under a key, by whichever process, or None. Waits no longer than `announce`.
 
         Raises:
-            CoordinationError: the store is gone.
+            CoordinationError: the store is gone, or silent.
         """
         value = self._get(f"{_PREFIX}{self.run_id}/announce/{key}")
         return None if value is None else decode(value)
@@ -203,14 +208,26 @@ class Coordinator(ABC):
                 return answer
             result = None
             if isinstance(step, Get):
-                result = self._get(_PREFIX + step.key)
+                result = self._until(deadline - time.monotonic(), partial(self._get, _PREFIX + step.key))
             elif isinstance(step, Set):
-                self._set(_PREFIX + step.key, step.value)
+                self._until(deadline - time.monotonic(), partial(self._set, _PREFIX + step.key, step.value))
             elif (left := deadline - time.monotonic()) > 0:
                 time.sleep(min(pause, left))
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
             else:
                 result = seconds
+
+    @staticmethod
+    def _until(seconds: float, ask: Callable[[], T]) -> T:
+        """Ask a store that may be silent for so many seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return ask()
+            except SilentStoreError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_LONGEST_PAUSE)
 
 
 def check_coordinator(coordinator: object) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardckpt.coordination.base import Coordinator
+from shardckpt.coordination.calls import StoreCalls
 from shardckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 __all__ = ["TorchStore"]
+
+T = TypeVar("T")
 
 
 class TorchStore(Coordinator):
@@ -25,7 +27,9 @@ class TorchStore(Coordinator):
         """Agree with the other ranks; see `Coordinator`."""
         # Neither the group nor its store is held: both go when the program destroys the group.
         self._group = weakref.ref(dist.group.WORLD)
-        self._store = _own_connection(_get_default_store())
+        self._calls = StoreCalls("torch.distributed's store")
+        store = _get_default_store()
+        self._store = self._until(timeout, lambda: self._calls.make(lambda: _own_connection(store)))
         super().__init__(dist.get_rank(), dist.get_world_size(), devices=devices, timeout=timeout)
 
     @property
@@ -35,21 +39,18 @@ class TorchStore(Coordinator):
         return group is not None and group is dist.group.WORLD
 
     def _set(self, key: str, value: bytes) -> None:
-        with self._reached() as store:
-            store.set(key, value.decode("ascii"))
+        self._ask(lambda store: store.set(key, value.decode("ascii")))
 
     def _get(self, key: str) -> bytes | None:
         # `get` waits for a missing key, up to the group's timeout; `check` does not, and no key of ours is ever deleted.
-        with self._reached() as store:
-            return bytes(store.get(key)) if store.check([key]) else None
+        return self._ask(lambda store: bytes(store.get(key)) if store.check([key]) else None)
 
-    @contextmanager
-    def _reached(self) -> Iterator[Any]:
+    def _ask(self, question: Callable[[Any], T]) -> T:
         store = self._store()
         if store is None:
             raise CoordinationError("the torch.distributed process group of this run was destroyed; call Coordinator.current() again.")
         try:
-            yield store
+            return self._calls.make(lambda: question(store))
         except RuntimeError as error:  # torch's DistError is one
             raise CoordinationError(
                 f"torch.distributed's store does not answer ({_first_line(error)}); the process that holds it has ended, or was never "

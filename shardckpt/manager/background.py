@@ -1,6 +1,7 @@
 """The half of a manager that works behind the training: one save at a time, what follows it, and what went wrong.
 
-1. `begin` copies the state (`Saver`) and starts a thread that waits for the save to end.
+1. `begin` starts a thread that waits for the save to end, and copies the state (`Saver`). The interpreter waits
+   for that thread (`ending`).
 2. Just before a step is published, the process that commits sees that the root is still this run's, and tells the storage of
    a rollback.
 3. When the save has ended, the next one may begin. Where the step is there, the leader deletes what is not kept any more.
@@ -14,15 +15,18 @@ import os
 import threading
 import time
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt import events
+from shardckpt.ending import saving_takes_threads, start_background
 from shardckpt.errors import FormatError, OtherJobError, StorageError
 from shardckpt.io.job import JobFence, of_other_job
 from shardckpt.manager.cleaning import Cleaner
 from shardckpt.manager.decisions import LEADER
 from shardckpt.manager.lineage import Lineage
 from shardckpt.manager.steps import StepInfo, steps_among
+from shardckpt.save_handle import SaveHandle
 from shardckpt.saver import Saver
 
 if TYPE_CHECKING:
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.options import SaveOptions
     from shardckpt.retention import Retention
-    from shardckpt.save_handle import SaveHandle, SaveReport
+    from shardckpt.save_handle import SaveReport
 
 __all__ = ["Background"]
 
@@ -84,21 +88,24 @@ class Background:
         self._ended.wait()
         failed, url = len(self._failures), self.url(step)
         self.emit(events.SaveStarted, step)
-        began = time.monotonic()
+        began, handle = time.monotonic(), None
+        ended, begun = threading.Event(), SimpleQueue[SaveHandle | None]()
+        thread = threading.Thread(target=self._follow, args=(begun, step, metrics, ended), name=f"shardckpt-step-{step}", daemon=True)
         try:
+            with saving_takes_threads(url):  # before the save, which nobody would follow if no thread can be started after it
+                start_background(thread)
             handle = self._saver.begin(
                 url, state, options, before_publish=lambda: self._before_publish(step), progress=self._tell.progress("save", url, step)
             )
+            self._ended = ended
+            self._threads = [*(before for before in self._threads if before.is_alive()), thread]
+            self.emit(events.SaveStaged, step, seconds=time.monotonic() - began, nbytes=handle.nbytes)
         except BaseException as e:
-            self.emit(events.SaveFailed, step, error=e)
+            if handle is None:
+                self.emit(events.SaveFailed, step, error=e)
             raise
-        ended = threading.Event()
-        # A daemon: when the interpreter ends, the saver sees to it that saves end well.
-        thread = threading.Thread(target=self._follow, args=(handle, step, metrics, ended), name=f"shardckpt-step-{step}", daemon=True)
-        thread.start()  # before anybody waits for it, should Ctrl-C come in between
-        self._ended = ended
-        self._threads = [*(before for before in self._threads if before.is_alive()), thread]
-        self.emit(events.SaveStaged, step, seconds=time.monotonic() - began, nbytes=handle.nbytes)
+        finally:
+            begun.put(handle)
         return failed
 
     def join(self) -> None:
@@ -135,8 +142,10 @@ class Background:
         self._job.hold()
         self.lineage.tell_storage(step)
 
-    def _follow(self, handle: SaveHandle, step: int, metrics: Mapping[str, float], ended: threading.Event) -> None:
-        """See how a save ends, and do what is to be done then."""
+    def _follow(self, begun: SimpleQueue[SaveHandle | None], step: int, metrics: Mapping[str, float], ended: threading.Event) -> None:
+        """See how a save ends that was begun, and do what is to be done then."""
+        if (handle := begun.get()) is None:
+            return
         try:
             report = handle.wait()
             assert report is not None

@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.coordination import SilentStoreError
 from shardckpt.errors import CoordinationError
 from shardckpt.manager.timeline import Timeline
 from shardckpt.policies import Moment
@@ -117,6 +118,7 @@ class Decisions:
         self._timeline = Timeline(0 if step is None else step + 1)
         self._saved_at: int | None = None
         self._told: str | None = None
+        self._unannounced = False
         self._acted = False
         self._asked = self._decided = time.monotonic()
 
@@ -193,9 +195,11 @@ class Decisions:
         elif runs_out:
             until = max(line.until + stride, step + lead)
             line = line.extended(until, busy=self._skips and busy, apart=self._skips and self._policy.due(until, line.until))
-        if line is not before:
-            self._timeline = line
-            self._coordinator.announce(self._name("timeline"), line.to_json())
+        if line is not before or self._unannounced:
+            self._timeline, self._unannounced = line, True
+            with suppress(SilentStoreError):  # announced at the next step; the others wait for it, for a bounded time
+                self._coordinator.announce(self._name("timeline"), line.to_json())
+                self._unannounced = False
 
     def _will_save(self, line: Timeline) -> bool:
         """Whether a step that is decided and still to come is due by its number, and will be saved."""
@@ -206,22 +210,26 @@ class Decisions:
     def _follow(self, step: int, source: str | None) -> None:
         """Wait for a timeline that reaches this step."""
         if source is not None and self._told is None and self._timeline.notice is None:
-            self._told = source
             with suppress(CoordinationError):  # the leader's process has ended; that shows when its decision is missing
                 self._coordinator.announce(self._name("notice"), {"source": f"{source}, process {self._coordinator.world.process}"})
+                self._told = source
         if step <= self._timeline.until:
             return
         deadline, pause = time.monotonic() + self._timeout, _FIRST_LOOK
         while True:
-            said: Any = self._coordinator.peek(self._name("timeline"))
+            said, silent = None, ""
+            try:
+                said = self._coordinator.peek(self._name("timeline"))
+            except SilentStoreError as e:  # it may answer before the time is up
+                silent = f" ({str(e).rstrip('.')})"
             if said is not None:
                 line = Timeline.from_json(said)
                 if line.until >= step:
                     break
             if time.monotonic() >= deadline:
                 raise CoordinationError(
-                    f"step {step}: process {LEADER} has not decided within {self._timeout:g} s whether it is saved; see whether that runs, "
-                    f"and asks about the same steps as process {self._coordinator.world.process}."
+                    f"step {step}: process {LEADER} has not decided within {self._timeout:g} s whether it is saved{silent}; see whether "
+                    f"that runs, and asks about the same steps as process {self._coordinator.world.process}."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK)
@@ -234,7 +242,9 @@ class Decisions:
 
     def _heard(self) -> str | None:
         """Where another process's notice came from."""
-        said: Any = self._coordinator.peek(self._name("notice"))
+        said: Any = None
+        with suppress(SilentStoreError):  # looked for again when the timeline is lengthened next
+            said = self._coordinator.peek(self._name("notice"))
         return None if said is None else str(said["source"])
 
     def _name(self, what: str) -> str:

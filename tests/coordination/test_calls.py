@@ -1,0 +1,81 @@
+"""Calls of a store, here of functions that return when the test lets them."""
+
+import gc
+import os
+import threading
+import weakref
+from queue import SimpleQueue
+
+import pytest
+
+from shardckpt.coordination import SilentStoreError, calls
+from shardckpt.coordination.calls import StoreCalls
+from shardckpt.errors import CoordinationError
+
+
+@pytest.fixture
+def store(monkeypatch):
+    monkeypatch.setattr(calls, "ANSWER_SECONDS", 0.05)
+    return StoreCalls("the store")
+
+
+def test_a_call_returns_or_raises_what_it_would_by_itself(store):
+    assert store.make(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        store.make(lambda: 1 / 0)
+    assert store.make(lambda: 8) == 8
+
+
+def test_while_a_call_has_not_returned_others_are_refused_and_not_made(store):
+    answers, made = SimpleQueue(), []
+    with pytest.raises(SilentStoreError, match=r"the store has not answered for 0\.05 s; process 0 "):
+        store.make(answers.get)
+    with pytest.raises(SilentStoreError, match="the store has not answered an earlier question yet; process 0 "):
+        store.make(lambda: made.append(1))
+    answers.put("at last")
+    while True:  # until the first call has returned
+        try:
+            assert store.make(lambda: 9) == 9
+            break
+        except SilentStoreError:
+            pass
+    assert made == []
+
+
+def test_a_fork_is_refused(store):
+    child = os.fork()
+    if not child:
+        try:
+            store.make(lambda: 1)
+        except CoordinationError as error:
+            os._exit("was forked" not in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_nothing_of_a_call_is_held_and_the_thread_ends_with_its_calls():
+    class Client:
+        def ask(self):
+            return threading.current_thread()
+
+    store, client = StoreCalls("the store"), Client()
+    held, thread = weakref.ref(client), store.make(client.ask)
+    del client
+    store.make(lambda: None)  # the thread has come round
+    gc.collect()
+    assert held() is None
+    del store
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_where_no_thread_can_be_started_the_error_says_so(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(
+        CoordinationError, match=r"the store cannot be asked: Python starts no thread for it \(can't start new thread\); allow"
+    ):
+        StoreCalls("the store")
