@@ -22,6 +22,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
 from crc32c import crc32c
 
@@ -273,4 +274,4 @@ def _is_passing(error: Exception) -> bool:
     if isinstance(error, ClientError):
         refused = _RefusedError(error)
         return refused.status in _PASSING or refused.code in _PASSING_CODES
-    return isinstance(error, (HTTPClientError, ResponseParserError))
+    return isinstance(error, (HTTPClientError, NoConnection, ResponseParserError))
