@@ -20,7 +20,7 @@ import tensorstore as ts
 
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.plain import PLAIN_ROOT
+from shardckpt.io.keys import PLAIN_ROOT, plain_key
 from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context, storage_errors
 from shardckpt.io.zarr_meta import group_json, parent_groups
 
@@ -125,8 +125,9 @@ def packed_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, by
 
 def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
     """The same as objects of the attempt, the root's with consolidated metadata and last: who sees it sees everything."""
-    groups = {path: group_json() for path in parent_groups(documents) if path}
-    members: dict[str, Any] = {**groups, **documents}
+    arrays = {plain_key(path).removeprefix(f"{PLAIN_ROOT}/"): document for path, document in documents.items()}
+    groups = {path: group_json() for path in parent_groups(arrays) if path}
+    members: dict[str, Any] = {**groups, **arrays}
     everything = [*members.items(), ("", group_json(members=members))]
     return {f"{PLAIN_ROOT}/{_document_key(path)}": _encode(document) for path, document in everything}
 
@@ -170,7 +171,7 @@ def stock_spec(location: Location, attempt: str, array_path: str, layout: str = 
     strict = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
     if layout == "packed":
         return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": place.kvstore(), "path": f"{array_path}/"}, **strict}
-    return {"driver": "zarr3", "kvstore": place.join(PLAIN_ROOT, array_path).kvstore(), **strict}
+    return {"driver": "zarr3", "kvstore": place.join(plain_key(array_path)).kvstore(), **strict}
 
 
 def stock_url(location: Location, attempt: str, array_path: str, layout: str = "packed") -> str:
@@ -178,7 +179,7 @@ def stock_url(location: Location, attempt: str, array_path: str, layout: str = "
     place = location.join(attempt)
     if layout == "packed":
         return f"{place.url}/|ocdbt:|zarr3:{quote(array_path)}/"
-    return f"{place.join(PLAIN_ROOT, array_path).url}/|zarr3:"
+    return f"{place.join(plain_key(array_path)).url}/|zarr3:"
 
 
 def _database(place: Store, config: Mapping[str, Any] | None = None) -> Any:

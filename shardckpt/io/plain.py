@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io.datafile import DataFile, create_data_file
 from shardckpt.io.extents import ExtentLog, Extents
+from shardckpt.io.keys import plain_key
 from shardckpt.io.store import Data, Store, byte_view
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["PLAIN_ROOT", "PlainWriter"]
+__all__ = ["PlainWriter"]
 
-PLAIN_ROOT = "zarr"
-"""The zarr group of the plain layout, relative to the attempt."""
 _THREADS = 16
 _MOST_OPEN = 256
 """Files waiting to be made durable; each is open on a local disk."""
@@ -32,7 +31,9 @@ _MOST_OPEN = 256
 class PlainWriter:
     """Writes one host's chunks; `finish` or `abort` ends it. For one thread."""
 
-    def __init__(self, store: Store, *, in_flight_bytes: int = 64 << 20, drafts: str | None = None, root: str = PLAIN_ROOT) -> None:
+    def __init__(
+        self, store: Store, *, in_flight_bytes: int = 64 << 20, drafts: str | None = None, place: Callable[[str], str] = plain_key
+    ) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
 
         Args:
@@ -40,12 +41,12 @@ class PlainWriter:
             in_flight_bytes: see the module's docstring; a chunk larger than that goes alone.
             drafts: directory, relative to the attempt, where chunks are written on a local disk before they take the place of
                 whatever is there under their names; None: nothing may be there.
-            root: what keys are below, relative to `store`; "" for the place itself.
+            place: the object of each key, relative to `store`.
         """
         self._store = store
         self._limit = in_flight_bytes
         self._drafts = drafts
-        self._root = f"{root}/" if root else ""
+        self._place = place
         self._log = ExtentLog()
         self._pool = ThreadPoolExecutor(_THREADS, "shardckpt-plain")
         self._waiting: deque[tuple[Future[None], DataFile, int]] = deque()
@@ -69,7 +70,7 @@ class PlainWriter:
         while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= _MOST_OPEN):
             self._settle_one()
         draft = None if self._drafts is None else f"{self._drafts}/{len(self._log)}"
-        file = create_data_file(self._store, f"{self._root}{key}", draft=draft)
+        file = create_data_file(self._store, self._place(key), draft=draft)
         try:
             file.append(data)
             file.seal()
