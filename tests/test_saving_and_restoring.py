@@ -74,6 +74,19 @@ STATES = st.recursive(
 )
 
 
+def test_the_plain_layout_has_a_file_per_mebibyte_or_tensor_and_the_packed_one_its_own_chunks(tmp_path):
+    state = {str(i): np.full((300, 300), float(i)) for i in range(5)}
+    for layout in LAYOUTS:
+        shardckpt.save(tmp_path / layout, state, options=SaveOptions(layout=layout))
+    shardckpt.reshard(tmp_path / "packed", tmp_path / "unpacked", layout="zarr")
+    shardckpt.reshard(tmp_path / "unpacked", tmp_path / "repacked", layout="packed")
+    for place, chunks in {"packed": (38, 60), "zarr": (300, 300), "unpacked": (300, 300), "repacked": (38, 60)}.items():
+        opened = shardckpt.open(tmp_path / place)
+        assert {piece.chunks for tensor in opened.record.structure.tensors.values() for piece in tensor.pieces} == {chunks}
+        assert same(shardckpt.restore(opened), state)
+    assert len(list((tmp_path / "zarr").glob("*/zarr/*/c/*/*"))) == len(state)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_keys_that_end_like_a_lock_file_are_stored_as_all_others(tmp_path, layout):
     """TensorStore's file driver keeps the ending `.__lock` for itself."""

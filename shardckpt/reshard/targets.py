@@ -43,13 +43,14 @@ class Targets:
     """Names of the places where every process has a value of its own."""
 
 
-def targets(source: Structure, options: ReshardOptions, where: str, *, keep_chunks: bool = True) -> Targets:
+def targets(source: Structure, options: ReshardOptions, where: str, *, files: bool = False, keep_chunks: bool = True) -> Targets:
     """What a reshard makes of a checkpoint with that structure.
 
     Args:
         source: of the checkpoint.
         options: the job's.
         where: the checkpoint's place, for messages.
+        files: whether each chunk becomes a file of its own.
         keep_chunks: whether a tensor that can keep its arrays and chunks does.
 
     Raises:
@@ -64,7 +65,7 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, keep_chun
     sources = {name: source.tensors[old] for name, old in stored.items()}
     decisions = decide(sources, options)
     types = converted({name: t.dtype for name, t in sources.items()}, options.dtype, meanings(tree))
-    smallest = smallest_chunk(sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()))
+    smallest = smallest_chunk(sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()), files=files)
     tensors = {}
     for name, old in sources.items():
         layout, dtype = decisions[name].layout, types[name]
