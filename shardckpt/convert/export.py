@@ -15,7 +15,7 @@ from shardckpt.convert.object_files import ObjectFiles, begun
 from shardckpt.convert.safetensors_layout import lay_out
 from shardckpt.convert.to_safetensors import write_safetensors
 from shardckpt.convert.whole_state import FORMATS, write_state
-from shardckpt.errors import AlreadyExistsError, OptionError
+from shardckpt.errors import AlreadyExistsError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -61,6 +61,7 @@ class ExportReport:
     """That it took."""
 
 
+@out_of_memory_is_typed
 def export(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -147,6 +148,7 @@ def export(
     )
 
 
+@out_of_memory_is_typed
 def export_safetensors(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

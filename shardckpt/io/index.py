@@ -20,6 +20,7 @@ import tensorstore as ts
 
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.excerpt import excerpt
+from shardckpt.io import ocdbt
 from shardckpt.io.keys import PLAIN_ROOT, plain_key
 from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context, storage_errors
 from shardckpt.io.zarr_meta import group_json, parent_groups
@@ -90,7 +91,7 @@ def merge_lanes(
         with ts.Transaction() as copies:
             within = database.with_transaction(copies)
             _await(_database(attempt.sub(lane)).experimental_copy_range_to(within) for lane in lanes)
-        found = _root(attempt)["statistics"]
+        found = ocdbt.newest_statistics(attempt.read(_MANIFEST))
     # A document of more than 1 MiB is stored as chunks are.
     if found["num_keys"] != expected_chunks + len(written) or found["num_indirect_value_bytes"] < expected_bytes:
         raise CommitError(
@@ -188,11 +189,6 @@ def _database(place: Store, config: Mapping[str, Any] | None = None) -> Any:
     if config is not None:
         spec["config"] = config
     return ts.KvStore.open(spec, context=shared_context()).result()
-
-
-def _root(place: Store) -> dict[str, Any]:
-    """The newest version's root, as `ts.ocdbt.dump` describes it."""
-    return _roots(place)[-1]
 
 
 def _roots(place: Store) -> list[dict[str, Any]]:
