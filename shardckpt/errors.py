@@ -66,7 +66,6 @@ __all__ = [
     "UncommittedError",
     "UrlError",
     "VersionError",
-    "out_of_memory_is_typed",
 ]
 
 P = ParamSpec("P")

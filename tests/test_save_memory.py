@@ -71,3 +71,23 @@ def test_what_the_system_gives_no_memory_for_is_an_error_of_ours(tmp_path):
     assert [(name, kind) for name, kind, _ in told] == [("export_safetensors", "BudgetError"), ("restore", "BudgetError")]
     assert told[0][2].startswith(f"{tmp_path}/large: the system gave this process no more memory")
     assert told[1][2].startswith("w: there is no memory for an array")
+
+
+FEW_DESCRIPTORS = """
+import resource, sys
+import numpy as np
+import shardckpt
+state = {str(i): np.full((300, 300), float(i)) for i in range(100)}
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+shardckpt.save(sys.argv[1], state, options=shardckpt.SaveOptions(layout=sys.argv[2]))
+restored = shardckpt.restore(sys.argv[1])
+assert all(np.array_equal(restored[name], value) for name, value in state.items())
+"""
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_forty_descriptors_are_enough(tmp_path, layout):
+    run = subprocess.run(
+        [sys.executable, "-c", FEW_DESCRIPTORS, tmp_path / "c", layout], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert run.returncode == 0, run.stderr

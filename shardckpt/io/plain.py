@@ -8,6 +8,7 @@ returns); elsewhere `in_flight_bytes`, the copies of chunks that are on their wa
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -25,7 +26,13 @@ __all__ = ["PlainWriter"]
 
 _THREADS = 16
 _MOST_OPEN = 256
-"""Files waiting to be made durable; each is open on a local disk."""
+"""Files waiting to be made durable; each is open on a local disk, and so is the directory of each that a thread has."""
+
+
+def most_open() -> int:
+    """Files that may wait: of the descriptors that this process may have a quarter, so that those and their directories take half."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(_MOST_OPEN, allowed // 4))
 
 
 class PlainWriter:
@@ -48,7 +55,8 @@ class PlainWriter:
         self._drafts = drafts
         self._place = place
         self._log = ExtentLog()
-        self._pool = ThreadPoolExecutor(_THREADS, "shardckpt-plain")
+        self._most_open = most_open()
+        self._pool = ThreadPoolExecutor(min(_THREADS, self._most_open), "shardckpt-plain")
         self._waiting: deque[tuple[Future[None], DataFile, int]] = deque()
         self._in_flight = 0
         self._failed = False
@@ -67,7 +75,7 @@ class PlainWriter:
         self._begin()
         length = byte_view(data).nbytes
         self._log.add([key], 0, [length])
-        while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= _MOST_OPEN):
+        while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= self._most_open):
             self._settle_one()
         draft = None if self._drafts is None else f"{self._drafts}/{len(self._log)}"
         file = create_data_file(self._store, self._place(key), draft=draft)
