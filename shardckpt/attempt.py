@@ -12,10 +12,10 @@ The first is for the thread that saves. The others may be done by another thread
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from threading import Lock
@@ -146,7 +146,7 @@ class Attempt:
         if self._skipped:
             check_base(self.store.location, self._base)
         values = encode_values(flat.per_process)
-        structure, metadata = Structure(flat.tree, planned.tensors), deepcopy(dict(self.options.metadata))
+        structure, metadata = Structure(flat.tree, planned.tensors), json.loads(json.dumps(self.options.metadata))
         contents = Contents(structure, _small(planned, sources), metadata, _samples(planned, sources))
         written = {name: source for name, source in sources.items() if name not in self._skipped}
         return Share(planned, written, contents, seal({"values": values}) if values else None)

@@ -108,7 +108,7 @@ class Contents:
                 read.fail(f"chunks of {shown(name)} are larger than the tensor")  # the committer would have to fill them up
         samples = Fields(read.mapping("samples") if "samples" in read.doc else {}, where)
         processes = read.integer("processes") if "processes" in read.doc else None
-        return cls(structure, small, read.mapping("metadata"), {name: samples.integer(name) for name in samples.doc}, processes)
+        return cls(structure, small, read.metadata(), {name: samples.integer(name) for name in samples.doc}, processes)
 
 
 def _agreed(parts: Sequence[tuple[Sequence[int], Mapping[str, T]]], contradiction: Callable[[str, str, str], str]) -> dict[str, T]:

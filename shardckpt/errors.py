@@ -20,7 +20,7 @@ ShardckptError
 ├── LeafError                (TypeError)           "leaf"              a leaf that cannot be stored
 │   └── DtypeError                                 "unsupported-dtype" a dtype that cannot be stored
 ├── OptionError              (ValueError)          "option"            an option that cannot be
-├── BudgetError              (ValueError)          "memory"            does not fit the memory limit
+├── BudgetError              (ValueError)          "memory"            does not fit the memory limit, or there is none
 ├── CommitError              (RuntimeError)        "commit"            the attempt is not whole: nothing published
 ├── OtherJobError            (RuntimeError)        "other-job"         another live job saves to the same root
 ├── CoordinationError        (TimeoutError)        "coordination"      processes of the job that do not answer
@@ -34,7 +34,11 @@ to do next. `code` is stable: the command line maps it to `--json` output and to
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import wraps
+from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = [
     "AlreadyExistsError",
@@ -63,6 +67,9 @@ __all__ = [
     "UrlError",
     "VersionError",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ShardckptError(Exception):
@@ -223,3 +230,20 @@ def by_code(code: object) -> type[ShardckptError]:
     """The class with a code, as another process has told it; a CoordinationError where there is none."""
     kinds = (globals()[name] for name in __all__)
     return next((kind for kind in kinds if kind.code == code), CoordinationError)
+
+
+def out_of_memory_is_typed(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function raise BudgetError where the system gives this process no memory."""
+
+    @wraps(function)
+    def typed(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except MemoryError as e:
+            place = next(iter([*args, *kwargs.values()]), "")
+            raise BudgetError(
+                f"{place}: the system gave this process no more memory ({e or 'MemoryError'}); lower memory_limit, end other programs, "
+                f"or raise the limit that the process runs under (ulimit -v, its container's)."
+            ) from e
+
+    return typed

@@ -10,9 +10,9 @@ from shardckpt.errors import FormatError
 from shardckpt.excerpt import excerpt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["COMPRESSIONS", "LARGEST_DIMENSION", "LAYOUTS", "MOST_DIMENSIONS", "Fields"]
+__all__ = ["COMPRESSIONS", "DEEPEST_METADATA", "LARGEST_DIMENSION", "LAYOUTS", "MOST_DIMENSIONS", "Fields", "is_deeper"]
 
 _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 LAYOUTS = ("packed", "zarr")
@@ -22,6 +22,27 @@ MOST_DIMENSIONS = 32
 """Of a tensor."""
 LARGEST_DIMENSION = 1 << 62
 """Elements or bytes: beyond it, sizes do not fit 64-bit arithmetic."""
+DEEPEST_METADATA = 200
+"""Objects and lists of a user's metadata, one within the other, as for states: more is a mistake."""
+DEEPEST_READ = 500
+"""The same of what is read: earlier versions stored whatever Python's stack had room for, which was less than this."""
+
+
+def is_deeper(value: object, most: int) -> bool:
+    """Whether more than `most` dicts and lists lie one within the other, or one within itself; takes no stack.
+
+    >>> is_deeper([[], {"a": [1]}], 3), is_deeper([[], {"a": [1]}], 2)
+    (False, True)
+    """
+    level = _containers([value])
+    for _ in range(most):
+        level = _containers(child for one in level for child in (one.values() if isinstance(one, dict) else one))
+    return bool(level)
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """The dicts, lists and tuples among values, each once."""
+    return [*{id(value): value for value in values if isinstance(value, (dict, list, tuple))}.values()]
 
 
 def _unfit(name: str) -> bool:
@@ -69,6 +90,13 @@ class Fields:
     def mapping(self, key: str) -> dict[str, Any]:
         """An object."""
         return dict(self._typed(key, dict, "an object"))
+
+    def metadata(self) -> dict[str, Any]:
+        """What the user gave to `SaveOptions(metadata=…)`."""
+        found = self.mapping("metadata")
+        if is_deeper(found, DEEPEST_READ):
+            self.fail(f"its metadata has more than {DEEPEST_READ} objects and lists, one within the other")
+        return found
 
     def sequence(self, key: str) -> list[Any]:
         """A list."""

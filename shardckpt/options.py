@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt, file_size
+from shardckpt.fields import DEEPEST_METADATA, is_deeper
 
 if TYPE_CHECKING:
     import os
@@ -74,6 +75,8 @@ class SaveOptions:
         object.__setattr__(self, "skip", _patterns(self.skip, self.base))
         if self.budget < LEAST_MEMORY_LIMIT:
             raise OptionError(f"SaveOptions(memory_limit={file_size(self.budget)}): at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
+        if is_deeper(self.metadata, DEEPEST_METADATA):
+            raise OptionError(f"SaveOptions(metadata=…): more than {DEEPEST_METADATA} dicts and lists, one within the other; flatten it.")
         try:
             same = json.loads(json.dumps(self.metadata, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as e:

@@ -332,7 +332,7 @@ class CheckpointRecord:
             compression=read.one_of("compression", COMPRESSIONS),
             hosts=tuple(FileReference.from_fields(Fields({"host": h}, where), "host") for h in hosts),
             structure=Structure.from_json(doc, where),
-            metadata=read.mapping("metadata"),
+            metadata=read.metadata(),
             totals={k: totals.integer(k) for k in ("tensors", "bytes", "stored_bytes", "chunks")},
             table=TableReference.from_fields(read, "table") if "table" in read.doc else None,
             small_table=TableReference.from_fields(read, "small_table") if "small_table" in read.doc else None,

@@ -37,6 +37,7 @@ from shardckpt.errors import (
     ShapeMismatchError,
     ShardckptError,
     StructureMismatchError,
+    out_of_memory_is_typed,
 )
 from shardckpt.io.arena import Arena
 from shardckpt.io.budget import BufferPool, Lease, round_up
@@ -69,6 +70,7 @@ most of a state; from an object store many requests at a time matter more."""
 Array = NDArray[np.generic]
 
 
+@out_of_memory_is_typed
 def restore(
     source: str | os.PathLike[str] | Checkpoint,
     like: Any = None,

@@ -30,7 +30,7 @@ from shardckpt.errors import LeafError, OptionError, ShardingError
 from shardckpt.fields import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.names import array_path, matches, piece_path, shown
 from shardckpt.placements import Placements
-from shardckpt.planning.chunks import chunking, even_runs, smallest_chunk
+from shardckpt.planning.chunks import Floor, chunking, even_runs, smallest_chunk
 from shardckpt.planning.plan import Piece, count_chunks
 from shardckpt.planning.writers import Part, deal
 from shardckpt.structure import StoredLayout, TensorRecord
@@ -202,7 +202,9 @@ def tensor_records(
     sources: Mapping[str, Source], options: SaveOptions, world: World, skipped: frozenset[str] = frozenset()
 ) -> dict[str, TensorRecord]:
     """How each tensor will be stored; those that are skipped have no pieces yet."""
-    smallest = _smallest_chunks({name: source for name, source in sources.items() if name not in skipped}, world)
+    smallest = _smallest_chunks(
+        {name: source for name, source in sources.items() if name not in skipped}, world, files=options.layout == "zarr"
+    )
     records: dict[str, TensorRecord] = {}
     known: dict[Hashable, TensorRecord] = {}
     for (name, source), layout in zip(sources.items(), _layouts(sources, options.shardings), strict=True):
@@ -228,7 +230,7 @@ def tensor_records(
 
 
 def tensor_record(
-    name: str, shape: tuple[int, ...], dtype: DType, layout: StoredLayout | None, smallest: int, *, own_boxes: BoxArray | None = None
+    name: str, shape: tuple[int, ...], dtype: DType, layout: StoredLayout | None, smallest: Floor, *, own_boxes: BoxArray | None = None
 ) -> TensorRecord:
     """How one tensor will be stored.
 
@@ -237,7 +239,7 @@ def tensor_record(
         shape: in elements.
         dtype: of its elements.
         layout: how it is laid out over devices; None: a plain host tensor.
-        smallest: bytes below which none of its chunks is cut.
+        smallest: what none of its chunks is cut below.
         own_boxes: boxes of it, each to be stored as an array of its own, where nothing else is known of it.
 
     Raises:
@@ -269,8 +271,8 @@ def _check_storable(name: str, shape: tuple[int, ...], dtype: DType) -> None:
         raise LeafError(f"{shown(name)} has no elements, and with its shape {shape} more bytes than can be addressed; reshape it.")
 
 
-def _smallest_chunks(sources: Mapping[str, Source], world: World) -> dict[str, int]:
-    """By tensor, bytes below which none of its chunks is cut.
+def _smallest_chunks(sources: Mapping[str, Source], world: World, *, files: bool) -> dict[str, Floor]:
+    """By tensor, what none of its chunks is cut below; `files`: each chunk is a file of its own.
 
     Processes that know a tensor must cut it alike. A tensor that lies on some devices is known to all of their processes,
     and so are all others on the very same devices; which tensors others know besides, nobody can say.
@@ -279,7 +281,7 @@ def _smallest_chunks(sources: Mapping[str, Source], world: World) -> dict[str, i
     sizes: Counter[bytes | None] = Counter()
     for name, source in sources.items():
         sizes[groups[name]] += prod(source.shape) * source.dtype.storage.itemsize
-    return {name: smallest_chunk(0 if group == _PLAIN else sizes[group]) for name, group in groups.items()}
+    return {name: smallest_chunk(0 if group == _PLAIN else sizes[group], files=files) for name, group in groups.items()}
 
 
 _PLAIN = b""
@@ -321,7 +323,9 @@ _Block: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
 """A box of a tensor that is cut into equal tiles: its first index, its shape, and tiles per dimension."""
 
 
-def _pieces(name: str, shape: tuple[int, ...], itemsize: int, blocks: Iterable[_Block], smallest: int, *, apart: bool) -> tuple[Piece, ...]:
+def _pieces(
+    name: str, shape: tuple[int, ...], itemsize: int, blocks: Iterable[_Block], smallest: Floor, *, apart: bool
+) -> tuple[Piece, ...]:
     """One array for the whole tensor, or several where no useful common grid exists, or they are to be kept `apart`."""
     pieces = []
     for start, extent, parts in blocks:

@@ -15,6 +15,7 @@ from shardckpt.blocks import parts_of
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.cores import cores
 from shardckpt.ending import saving_takes_threads
+from shardckpt.errors import out_of_memory_is_typed
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
@@ -46,6 +47,7 @@ _LEAST_MEAN = 512 << 10
 """Bytes of a block on average, from which on copying and writing, which leave Python to the others, take far longer than Python."""
 
 
+@out_of_memory_is_typed
 def save(
     url: str | os.PathLike[str],
     state: Any,

@@ -2,11 +2,35 @@
 
 import pytest
 
+import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.errors import OptionError
 from shardckpt.options import parse_bytes
 
 LAYOUT = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
+
+
+def nested(levels, kind):
+    value = {"k": 1}
+    for _ in range(levels - 2):
+        value = {"k": value} if kind is dict else [value]
+    return {"k": value}
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_metadata_of_more_than_200_levels_is_refused_before_anything_is_saved(tmp_path, kind):
+    shardckpt.save(tmp_path / "c", {"step": 1}, options=SaveOptions(metadata=nested(200, kind)))
+    assert shardckpt.open(tmp_path / "c").metadata == nested(200, kind)
+    for levels in (201, 300, 500, 550, 600, 900, 5000):
+        with pytest.raises(OptionError, match="more than 200 dicts and lists"):
+            SaveOptions(metadata=nested(levels, kind))
+
+
+def test_metadata_that_contains_itself_is_refused():
+    inner = {}
+    inner |= {"a": inner, "b": [inner]}
+    with pytest.raises(OptionError, match="more than 200 dicts and lists"):
+        SaveOptions(metadata=inner)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a save takes of host memory beside the state, as the peak of a process of its own; on a disk and on an object store."""
 
+import gc
 import json
 import os
 import subprocess
@@ -45,3 +46,48 @@ def test_what_threads_lay_out_and_compress_is_inside_the_limit_together(tmp_path
         assert tracemalloc.get_traced_memory()[1] <= 16 * MiB
     finally:
         tracemalloc.stop()
+
+
+def test_no_objects_stay_for_each_save(tmp_path):
+    """`ts.ocdbt.dump` would keep some of what it returns for good (0.1.86)."""
+    state = {str(i): np.zeros(10, np.float32) for i in range(20)}
+
+    def objects_after(saves):
+        for _ in range(saves):
+            shardckpt.save(tmp_path / "c", state, options=shardckpt.SaveOptions(overwrite=True))
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(5)
+    assert objects_after(20) - before < 20
+
+
+def test_what_the_system_gives_no_memory_for_is_an_error_of_ours(tmp_path):
+    shardckpt.save(tmp_path / "large", {"w": np.zeros(64 << 20, np.uint8)})
+    child = Path(__file__).parent / "children" / "out_of_memory.py"
+    run = subprocess.run([sys.executable, child, tmp_path], capture_output=True, text=True, check=False, timeout=100)
+    assert run.returncode == 0, run.stderr
+    told = [line.split(" ", 2) for line in run.stdout.splitlines()]
+    assert [(name, kind) for name, kind, _ in told] == [("export_safetensors", "BudgetError"), ("restore", "BudgetError")]
+    assert told[0][2].startswith(f"{tmp_path}/large: the system gave this process no more memory")
+    assert told[1][2].startswith("w: there is no memory for an array")
+
+
+FEW_DESCRIPTORS = """
+import resource, sys
+import numpy as np
+import shardckpt
+state = {str(i): np.full((300, 300), float(i)) for i in range(100)}
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+shardckpt.save(sys.argv[1], state, options=shardckpt.SaveOptions(layout=sys.argv[2]))
+restored = shardckpt.restore(sys.argv[1])
+assert all(np.array_equal(restored[name], value) for name, value in state.items())
+"""
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_forty_descriptors_are_enough(tmp_path, layout):
+    run = subprocess.run(
+        [sys.executable, "-c", FEW_DESCRIPTORS, tmp_path / "c", layout], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert run.returncode == 0, run.stderr

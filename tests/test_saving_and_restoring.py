@@ -75,6 +75,38 @@ STATES = st.recursive(
 )
 
 
+def test_the_plain_layout_has_a_file_per_mebibyte_or_tensor_and_the_packed_one_its_own_chunks(tmp_path):
+    state = {str(i): np.full((300, 300), float(i)) for i in range(5)}
+    for layout in LAYOUTS:
+        shardckpt.save(tmp_path / layout, state, options=SaveOptions(layout=layout))
+    shardckpt.reshard(tmp_path / "packed", tmp_path / "unpacked", layout="zarr")
+    shardckpt.reshard(tmp_path / "unpacked", tmp_path / "repacked", layout="packed")
+    for place, chunks in {"packed": (38, 60), "zarr": (300, 300), "unpacked": (300, 300), "repacked": (38, 60)}.items():
+        opened = shardckpt.open(tmp_path / place)
+        assert {piece.chunks for tensor in opened.record.structure.tensors.values() for piece in tensor.pieces} == {chunks}
+        assert same(shardckpt.restore(opened), state)
+    assert len(list((tmp_path / "zarr").glob("*/zarr/*/c/*/*"))) == len(state)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_that_end_like_a_lock_file_are_stored_as_all_others(tmp_path, layout):
+    """TensorStore's file driver keeps the ending `.__lock` for itself."""
+    large = np.arange(40_000, dtype=np.float32).reshape(200, 200)
+    state = {"a.__lock": {"w": large}, "w.__lock": large + 1, "small.__lock": large[0, :3], ".__lock": large + 2, "cut.__lock": large + 3}
+    options = SaveOptions(layout=layout, shardings={"cut*": Sharding(Mesh((7,), ("x",)), PartitionSpec("x"))})
+    shardckpt.save(tmp_path / "c", state, options=options)
+    shardckpt.reshard(tmp_path / "c", tmp_path / "d", mesh=Mesh((2,), ("x",)), rules=["**=(x)"])
+    for place in (tmp_path / "c", tmp_path / "d"):
+        opened = shardckpt.open(place)
+        assert opened.verify().ok
+        assert same(shardckpt.restore(place), state)
+        for name in opened.names():
+            assert np.array_equal(ts.open(opened.stock_spec(name)).result().read().result(), opened.read(name))
+    if layout == "zarr":
+        group = zarr.open_group(next((tmp_path / "c").glob("*/zarr")), mode="r")
+        assert np.array_equal(group["a=2E__lock/w"][...], large)
+
+
 @given(STATES, st.sampled_from(LAYOUTS), st.sampled_from([None, "zstd"]))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_save_restore_save_is_a_fixed_point(state, layout, compression):

@@ -17,7 +17,7 @@ from shardckpt.convert.safetensors_layout import lay_out
 from shardckpt.convert.to_safetensors import write_safetensors
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.ending import reading_takes_threads
-from shardckpt.errors import AlreadyExistsError, OptionError
+from shardckpt.errors import AlreadyExistsError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -67,6 +67,7 @@ class ExportReport:
     """How many tensors `dtype` converts and leaves, by subtree; empty where it was not given."""
 
 
+@out_of_memory_is_typed
 def export(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -166,6 +167,7 @@ def export(
     )
 
 
+@out_of_memory_is_typed
 def export_safetensors(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

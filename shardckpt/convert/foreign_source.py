@@ -19,6 +19,7 @@ from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.detect import module_of
 from shardckpt.convert.foreign_reader import ForeignReader
 from shardckpt.convert.naming import NameOptions
+from shardckpt.fields import DEEPEST_METADATA, is_deeper
 from shardckpt.io.codec import largest_chunk
 from shardckpt.io.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS
 from shardckpt.io.stats import ReadStats
@@ -126,7 +127,7 @@ def _is_json(value: object) -> bool:
         json.dumps(value, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError):
         return False
-    return True
+    return not is_deeper(value, DEEPEST_METADATA - 1)
 
 
 def _text(view: View) -> str:

@@ -12,7 +12,7 @@ from shardckpt.convert.detect import AUTO, detect, module_of
 from shardckpt.convert.foreign_source import ForeignSpec
 from shardckpt.convert.naming import NameOptions
 from shardckpt.ending import reading_takes_threads
-from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.errors import NotFoundError, OptionError, out_of_memory_is_typed
 from shardckpt.io.file_version import file_at
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -46,6 +46,7 @@ class ImportReport(ReshardReport):
     """What was seen, and what is left behind, in a line each."""
 
 
+@out_of_memory_is_typed
 def import_checkpoint(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

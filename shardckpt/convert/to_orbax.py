@@ -87,7 +87,7 @@ class OrbaxDirectory(StateWriter):
         nbytes = sum(tensor.nbytes * len(self._arrays[name]) for name, tensor in self._tensors.items())
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks=documents.RESERVED)
         try:
-            self._writer = PlainWriter(Store.open(parse_url(self._draft.path)), root="")
+            self._writer = PlainWriter(Store.open(parse_url(self._draft.path)), place=str)
         except BaseException:
             self._draft.abandon()
             raise

@@ -30,8 +30,7 @@ from shardckpt.io import index
 from shardckpt.io.codec import encode
 from shardckpt.io.documents import zarr_documents
 from shardckpt.io.host_files import read_table, write_table
-from shardckpt.io.keys import chunk_object_key
-from shardckpt.io.plain import PLAIN_ROOT
+from shardckpt.io.keys import chunk_object_key, plain_key
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.io.together import together
 from shardckpt.names import shown
@@ -150,7 +149,7 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
         index.merge_lanes(place, lanes, documents, values=values, expected_chunks=chunks, expected_bytes=nbytes)
     else:
         for piece, position, stored, _ in small:
-            place.write(f"{PLAIN_ROOT}/{chunk_object_key(piece, position)}", stored)
+            place.write(plain_key(chunk_object_key(piece, position)), stored)
         index.write_plain_documents(place, documents)
     return CheckpointRecord(
         attempt=first.attempt,

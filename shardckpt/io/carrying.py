@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import FormatError
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.keys import chunk_object_key
+from shardckpt.io.keys import chunk_object_key, plain_key
 from shardckpt.io.object_copies import can_copy, copy_objects
-from shardckpt.io.plain import PLAIN_ROOT
 from shardckpt.io.store import sync_directory
 from shardckpt.io.table import OWN_OBJECT
 
@@ -98,7 +97,7 @@ def carry_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table
 def carry_chunks(source: Store, target: Store, table: Table, pieces: Mapping[str, Piece], drafts: str) -> None:
     """Take over the chunks of a host that are objects of their own; `drafts` is a folder for files that are not whole yet."""
     keys = (
-        f"{PLAIN_ROOT}/{chunk_object_key(pieces[path], position)}"
+        plain_key(chunk_object_key(pieces[path], position))
         for path, rows in table.arrays().items()
         for position in rows.chunk[rows.file == OWN_OBJECT].tolist()
     )

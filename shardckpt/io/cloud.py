@@ -24,7 +24,7 @@ Both:
 - `SHARDCKPT_RETRY_SECONDS` (300): how long a request is tried again, with growing pauses, when the service answers
   408, 429 or 5xx, or breaks off. A connection on which nothing moves is given up after
   `TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` (30, unless it is set) and counts as broken off.
-  Listings are not TensorStore's: gcsfs and s3fs try them again for about half a minute.
+  Listings and server-side copies are not TensorStore's: `patience` repeats them by the same rule.
 - `SHARDCKPT_READS_PER_SECOND`, `SHARDCKPT_WRITES_PER_SECOND`: at most how many reads and listings, and how many writes
   and deletions, this process begins per second. By default 4000 and 800 (`BUCKET`), of which each process of a save has
   its share. Tries after the first are not counted, their pauses spread them; nor are the few requests for an OCDBT index.
@@ -52,12 +52,14 @@ __all__ = [
     "endpoint_of",
     "filesystem",
     "is_anonymous",
+    "is_passing",
     "kvstore",
     "pace",
     "pauses",
     "prepare",
     "region_of_s3",
     "stalled_seconds",
+    "status_of",
 ]
 
 _EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
@@ -66,6 +68,8 @@ _RETRY_SECONDS = 300.0
 _STALLED_SECONDS = 30
 _AWS_SOURCES = ("aws_access_key_id", "role_arn", "credential_process")
 """Options of a profile, one of which it needs."""
+_PASSING = {408, 429, 500, 502, 503, 504}
+"""HTTP statuses of refusals that may be over the next time."""
 _RATES = {"read": "SHARDCKPT_READS_PER_SECOND", "write": "SHARDCKPT_WRITES_PER_SECOND"}
 BUCKET = {"read": 4000.0, "write": 800.0}
 """Requests per second to one bucket: four fifths of what a new one of GCS bears. (S3 bears 5,500 and 3,500 per prefix.)
@@ -161,37 +165,83 @@ def pauses() -> list[float]:
 
 
 def filesystem(scheme: str) -> Any:
-    """The fsspec file system that lists buckets: TensorStore knows no delimiter and no times.
+    """The fsspec file system that lists buckets: TensorStore knows no delimiter and no times. It makes each request once.
 
     And what it says of GCS is not to be relied on: a listing that is refused comes back empty (0.1.86).
     """
     prepare(scheme)
-    return _gcs(endpoint_of("gs")) if scheme == "gs" else _s3(endpoint_of("s3"), region_of_s3(), is_anonymous())
+    if scheme == "gs":
+        return _gcs(endpoint_of("gs"), stalled_seconds())
+    return _s3(endpoint_of("s3"), region_of_s3(), is_anonymous(), stalled_seconds())
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether what a client of `filesystem` has raised may be over the next time."""
+    if isinstance(error, TimeoutError):
+        return True
+    status = status_of(error)
+    if status is not None:
+        return status in _PASSING or (status == 401 and "Invalid Credentials" in str(error))  # gcsfs then asks for others
+    # What has no status is of a connection, or of an answer that broke off; which kinds those are, each client knows.
+    module = type(error).__module__.partition(".")[0]
+    if module in ("botocore", "aiobotocore", "urllib3"):
+        from botocore.exceptions import ConnectionError as NoConnection
+        from s3fs.core import S3_RETRYABLE_ERRORS
+
+        return isinstance(error, (NoConnection, *S3_RETRYABLE_ERRORS))
+    if module in ("aiohttp", "requests", "google", "gcsfs"):
+        from gcsfs.retry import is_retriable
+
+        return bool(is_retriable(error))
+    return False
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status of an answer that a client of `filesystem` has made an error of; None: there was no answer, or it does not say."""
+    answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)  # of botocore, of which s3fs makes an OSError
+    if isinstance(answer, dict):
+        return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+    code = getattr(error, "code", None)  # of gcsfs, a number or its digits
+    return int(code) if str(code).isdecimal() else None  # type: ignore[arg-type]
 
 
 @cache
-def _gcs(endpoint: str | None) -> Any:
+def _gcs(endpoint: str | None, stalled: float) -> Any:
+    from aiohttp import ClientTimeout
+
     # Not gcsfs's default, which asks another service over gRPC what kind of bucket each one is, before anything else.
     from gcsfs.core import GCSFileSystem
 
+    class OneTry(GCSFileSystem):  # type: ignore[misc]  # it has no types
+        """Makes each request once; gcsfs makes it six times, after pauses that it does not let anyone set."""
+
+        _request = GCSFileSystem._request.__wrapped__  # noqa: SLF001  (the one place where it repeats requests)
+
     # It logs a traceback of every error that it also raises: not to stderr, unless the program says so.
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
-    token = "anon" if endpoint is not None and endpoint.startswith("http:") else None
-    return GCSFileSystem(token=token, endpoint_url=endpoint, skip_instance_cache=True, use_listings_cache=False)
-
-
-@cache
-def _s3(endpoint: str | None, region: str | None, anonymous: bool) -> Any:
-    from s3fs import S3FileSystem
-
-    return S3FileSystem(
-        anon=anonymous,
+    return OneTry(
+        token="anon" if endpoint is not None and endpoint.startswith("http:") else None,
         endpoint_url=endpoint,
-        client_kwargs={"region_name": region} if region else {},
-        config_kwargs={"retries": {"mode": "standard", "max_attempts": 8}},
+        requests_timeout=ClientTimeout(sock_connect=stalled, sock_read=stalled),
         skip_instance_cache=True,
         use_listings_cache=False,
     )
+
+
+@cache
+def _s3(endpoint: str | None, region: str | None, anonymous: bool, stalled: float) -> Any:
+    from s3fs import S3FileSystem
+
+    filesystem = S3FileSystem(
+        anon=anonymous,
+        endpoint_url=endpoint,
+        client_kwargs={"region_name": region} if region else {},
+        config_kwargs={"retries": {"total_max_attempts": 1}, "connect_timeout": stalled, "read_timeout": stalled},
+        skip_instance_cache=True,
+        use_listings_cache=False,
+    )
+    filesystem.retries = 1
+    return filesystem
 
 
 def _aws_credentials() -> dict[str, str]:

@@ -37,6 +37,7 @@ _ADVICE = {
     "permission_denied": "give these credentials the right to do that there, or use others",
     "forbidden": "give these credentials the right to do that there, or use others",
     "accessdenied": "give these credentials the right to do that there, or use others",
+    "permissionerror": "give these credentials the right to do that there, or use others",
     "not_found": "what it needs is not there: it was removed meanwhile, or there is no such bucket; check its name and the endpoint",
 }
 """A part of the storage's message, in lower case → what to do. The first that is found counts: TensorStore's codes come last,

@@ -13,8 +13,7 @@ import numpy as np
 
 from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.io.codec import CHECKSUM_BYTES
-from shardckpt.io.keys import chunk_object_key
-from shardckpt.io.plain import PLAIN_ROOT
+from shardckpt.io.keys import chunk_object_key, plain_key
 from shardckpt.io.table import OWN_OBJECT, ArrayChunks
 from shardckpt.io.wanted import Wanted
 from shardckpt.planning.plan import chunk_boxes, touched
@@ -78,7 +77,7 @@ class Located:
         """The file of a chunk, relative to the attempt."""
         if not self.is_own_object(row):
             return self.files[int(self.file[row])]
-        return f"{PLAIN_ROOT}/{chunk_object_key(self.wanted.part_of(row).piece, int(self.wanted.position[row]))}"
+        return plain_key(chunk_object_key(self.wanted.part_of(row).piece, int(self.wanted.position[row])))
 
     def stop(self, row: int) -> int:
         """One past a chunk's last byte."""

@@ -20,7 +20,8 @@ import tensorstore as ts
 
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.plain import PLAIN_ROOT
+from shardckpt.io import ocdbt
+from shardckpt.io.keys import PLAIN_ROOT, plain_key
 from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context, storage_errors
 from shardckpt.io.zarr_meta import group_json, parent_groups
 
@@ -90,7 +91,7 @@ def merge_lanes(
         with ts.Transaction() as copies:
             within = database.with_transaction(copies)
             _await(_database(attempt.sub(lane)).experimental_copy_range_to(within) for lane in lanes)
-        found = _root(attempt)["statistics"]
+        found = ocdbt.newest_statistics(attempt.read(_MANIFEST))
     # A document of more than 1 MiB is stored as chunks are.
     if found["num_keys"] != expected_chunks + len(written) or found["num_indirect_value_bytes"] < expected_bytes:
         raise CommitError(
@@ -125,8 +126,9 @@ def packed_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, by
 
 def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
     """The same as objects of the attempt, the root's with consolidated metadata and last: who sees it sees everything."""
-    groups = {path: group_json() for path in parent_groups(documents) if path}
-    members: dict[str, Any] = {**groups, **documents}
+    arrays = {plain_key(path).removeprefix(f"{PLAIN_ROOT}/"): document for path, document in documents.items()}
+    groups = {path: group_json() for path in parent_groups(arrays) if path}
+    members: dict[str, Any] = {**groups, **arrays}
     everything = [*members.items(), ("", group_json(members=members))]
     return {f"{PLAIN_ROOT}/{_document_key(path)}": _encode(document) for path, document in everything}
 
@@ -170,7 +172,7 @@ def stock_spec(location: Location, attempt: str, array_path: str, layout: str = 
     strict = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
     if layout == "packed":
         return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": place.kvstore(), "path": f"{array_path}/"}, **strict}
-    return {"driver": "zarr3", "kvstore": place.join(PLAIN_ROOT, array_path).kvstore(), **strict}
+    return {"driver": "zarr3", "kvstore": place.join(plain_key(array_path)).kvstore(), **strict}
 
 
 def stock_url(location: Location, attempt: str, array_path: str, layout: str = "packed") -> str:
@@ -178,7 +180,7 @@ def stock_url(location: Location, attempt: str, array_path: str, layout: str = "
     place = location.join(attempt)
     if layout == "packed":
         return f"{place.url}/|ocdbt:|zarr3:{quote(array_path)}/"
-    return f"{place.join(PLAIN_ROOT, array_path).url}/|zarr3:"
+    return f"{place.join(plain_key(array_path)).url}/|zarr3:"
 
 
 def _database(place: Store, config: Mapping[str, Any] | None = None) -> Any:
@@ -187,11 +189,6 @@ def _database(place: Store, config: Mapping[str, Any] | None = None) -> Any:
     if config is not None:
         spec["config"] = config
     return ts.KvStore.open(spec, context=shared_context()).result()
-
-
-def _root(place: Store) -> dict[str, Any]:
-    """The newest version's root, as `ts.ocdbt.dump` describes it."""
-    return _roots(place)[-1]
 
 
 def _roots(place: Store) -> list[dict[str, Any]]:

@@ -1,7 +1,13 @@
-"""The zarr key of a chunk, and back: `model/w/c/0/1`."""
+"""The zarr key of a chunk, and back: `model/w/c/0/1`.
+
+The plain layout has an object for each, and a directory for each component: there `.__lock` at the end of one is written `=2E__lock`,
+because TensorStore keeps that ending for its lock files. No array path has that in it otherwise. (In the packed layout keys are in an
+index, and stay as they are.)
+"""
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -10,7 +16,20 @@ from shardckpt.io.zarr_meta import chunk_key
 if TYPE_CHECKING:
     from shardckpt.planning.plan import Piece
 
-__all__ = ["chunk_object_key", "split_chunk_key"]
+__all__ = ["PLAIN_ROOT", "chunk_object_key", "plain_key", "split_chunk_key"]
+
+PLAIN_ROOT = "zarr"
+"""The zarr group of the plain layout, relative to the attempt."""
+_LOCK = re.compile(r"\.__lock(?=/|\Z)")
+
+
+def plain_key(key: str) -> str:
+    """Where the plain layout has a chunk, a document or an array, relative to the attempt.
+
+    >>> plain_key("model/w.__lock/c/0/1")
+    'zarr/model/w=2E__lock/c/0/1'
+    """
+    return f"{PLAIN_ROOT}/{_LOCK.sub('=2E__lock', key) if '.__lock' in key else key}"
 
 
 def chunk_object_key(piece: Piece, position: int) -> str:

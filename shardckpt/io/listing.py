@@ -18,11 +18,13 @@ import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.io import cloud
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.interrupted import LOCK_SUFFIX
+from shardckpt.io.patience import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,7 +165,7 @@ def _pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[_Pa
     while True:
         cloud.pace("read")
         try:
-            objects, prefixes, token = ask(filesystem, location.bucket, query, token)
+            objects, prefixes, token = Patience().ask(partial(ask, filesystem, location.bucket, query, token), cloud.is_passing)
         except FileNotFoundError as e:
             raise OSError(f"there is no such bucket ({e})") from e
         except Exception as e:  # the clients' own kinds, which have no root in common

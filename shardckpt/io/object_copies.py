@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.io import cloud
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.patience import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,9 +67,9 @@ def _copy(source: Store, target: Store, old: str, new: str) -> None:
     found, made = ((at.location.bucket, at.location.object_prefix + key) for at, key in ((source, old), (target, new)))
     cloud.pace("write")
     try:
-        ask(filesystem, found, made)
+        Patience().ask(lambda: ask(filesystem, found, made), cloud.is_passing)
     except Exception as e:  # the clients' own kinds, which have no root in common
-        if _is_unknown(e):
+        if cloud.status_of(e) in _UNKNOWN:
             raise NotImplementedError(f"{target}: the service cannot copy objects ({e})") from e
         with storage_errors("copy", f"{source.path_of(old)} to {target.path_of(new)}"):
             raise OSError(f"{type(e).__name__}: {e}") from e
@@ -89,9 +90,3 @@ def _copy_object(filesystem: Any, found: tuple[str | None, str], made: tuple[str
     """https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html."""
     source = {"Bucket": found[0], "Key": found[1]}
     filesystem.call_s3("copy_object", Bucket=made[0], Key=made[1], CopySource=source)
-
-
-def _is_unknown(error: Exception) -> bool:
-    """Whether a service says that it knows of no such request, as some that speak a part of the protocol do."""
-    answer = getattr(error.__cause__, "response", None) or {}  # of botocore, of which s3fs makes an OSError
-    return getattr(error, "code", answer.get("ResponseMetadata", {}).get("HTTPStatusCode")) in _UNKNOWN

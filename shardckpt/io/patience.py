@@ -1,8 +1,8 @@
 """How often is a request to an object store made again?
 
-TensorStore repeats its own requests. This repeats ours by the same rule (`cloud.pauses`): one that fails in passing is made again,
-after pauses that grow, until those of `SHARDCKPT_RETRY_SECONDS` are used up. Each pause is cut short by up to half, at random, so that
-requests which failed together do not come back together.
+TensorStore repeats its own requests. This repeats ours (uploads, listings, copies) by the same rule (`cloud.pauses`): one that
+fails in passing is made again, after pauses that grow, until those of `SHARDCKPT_RETRY_SECONDS` are used up. Each pause is cut
+short by up to half, at random, so that requests which failed together do not come back together.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ returns); elsewhere `in_flight_bytes`, the copies of chunks that are on their wa
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -15,24 +16,31 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io.datafile import DataFile, create_data_file
 from shardckpt.io.extents import ExtentLog, Extents
+from shardckpt.io.keys import plain_key
 from shardckpt.io.store import Data, Store, byte_view
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["PLAIN_ROOT", "PlainWriter"]
+__all__ = ["PlainWriter"]
 
-PLAIN_ROOT = "zarr"
-"""The zarr group of the plain layout, relative to the attempt."""
 _THREADS = 16
 _MOST_OPEN = 256
-"""Files waiting to be made durable; each is open on a local disk."""
+"""Files waiting to be made durable; each is open on a local disk, and so is the directory of each that a thread has."""
+
+
+def most_open() -> int:
+    """Files that may wait: of the descriptors that this process may have a quarter, so that those and their directories take half."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(_MOST_OPEN, allowed // 4))
 
 
 class PlainWriter:
     """Writes one host's chunks; `finish` or `abort` ends it. For one thread."""
 
-    def __init__(self, store: Store, *, in_flight_bytes: int = 64 << 20, drafts: str | None = None, root: str = PLAIN_ROOT) -> None:
+    def __init__(
+        self, store: Store, *, in_flight_bytes: int = 64 << 20, drafts: str | None = None, place: Callable[[str], str] = plain_key
+    ) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
 
         Args:
@@ -40,14 +48,15 @@ class PlainWriter:
             in_flight_bytes: see the module's docstring; a chunk larger than that goes alone.
             drafts: directory, relative to the attempt, where chunks are written on a local disk before they take the place of
                 whatever is there under their names; None: nothing may be there.
-            root: what keys are below, relative to `store`; "" for the place itself.
+            place: the object of each key, relative to `store`.
         """
         self._store = store
         self._limit = in_flight_bytes
         self._drafts = drafts
-        self._root = f"{root}/" if root else ""
+        self._place = place
         self._log = ExtentLog()
-        self._pool = ThreadPoolExecutor(_THREADS, "shardckpt-plain")
+        self._most_open = most_open()
+        self._pool = ThreadPoolExecutor(min(_THREADS, self._most_open), "shardckpt-plain")
         self._waiting: deque[tuple[Future[None], DataFile, int]] = deque()
         self._in_flight = 0
         self._failed = False
@@ -66,10 +75,10 @@ class PlainWriter:
         self._begin()
         length = byte_view(data).nbytes
         self._log.add([key], 0, [length])
-        while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= _MOST_OPEN):
+        while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= self._most_open):
             self._settle_one()
         draft = None if self._drafts is None else f"{self._drafts}/{len(self._log)}"
-        file = create_data_file(self._store, f"{self._root}{key}", draft=draft)
+        file = create_data_file(self._store, self._place(key), draft=draft)
         try:
             file.append(data)
             file.seal()

@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
 
 from shardckpt.io import cloud
@@ -88,4 +89,4 @@ def _is_passing(error: Exception) -> bool:
     if isinstance(error, ClientError):
         refused = RefusedError(error)
         return refused.status in _PASSING or refused.code in _PASSING_CODES
-    return isinstance(error, (HTTPClientError, ResponseParserError))
+    return isinstance(error, (HTTPClientError, NoConnection, ResponseParserError))

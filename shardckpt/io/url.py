@@ -156,7 +156,7 @@ def parse(url: str | os.PathLike[str]) -> Location:
             `./~`), or a `file://`, `gs://`, `s3://` or `memory://` url. A url is percent-decoded, a path is not.
 
     Raises:
-        UrlError: empty, not text, an unknown scheme, or a name that cannot be stored to.
+        UrlError: empty, not text, an unknown scheme, a name that cannot be stored to, or relative to a directory that is gone.
 
     >>> parse("file:///data/a%20b").path
     '/data/a b'
@@ -213,7 +213,10 @@ def _of_url(scheme: str, rest: str, text: str) -> Location:
 
 def _absolute(path: str) -> str:
     """Absolute and without `.`, `..` and doubled slashes; symbolic links stay as they are."""
-    absolute = os.path.abspath(path)  # noqa: PTH100  (Path.resolve would follow links)
+    try:
+        absolute = os.path.abspath(path)  # noqa: PTH100  (Path.resolve would follow links)
+    except FileNotFoundError as e:
+        raise UrlError(f"{path!r} is relative to the working directory, which was removed; change to another, or give a whole path.") from e
     return "/" + absolute.lstrip("/")
 
 

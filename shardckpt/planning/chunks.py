@@ -21,7 +21,7 @@ needs. Over several dimensions that multiplies. So, per tensor:
    that are equal (`even_runs`), and each run is stored by itself.
 
 A checkpoint of very many bytes gets larger chunks (`smallest_chunk`), so that it has at most about 4 million, or as
-many as there are shards.
+many as there are shards. Where each chunk is a file, none is cut below 1 MiB.
 
 Every host chooses by itself and all must agree. Scores are therefore made of IEEE additions, multiplications and
 divisions alone, in one order: the same on every machine, as logarithms and powers are not.
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,7 @@ __all__ = [
     "LARGEST_CHUNK",
     "MOST_CHUNKS",
     "Chunking",
+    "Floor",
     "chunk_shape",
     "chunking",
     "divisors",
@@ -61,6 +62,8 @@ SMALLEST_CHUNK = 64 << 10
 """Bytes below which no chunk is cut."""
 SMALL_TENSOR_CHUNK = 16 << 10
 """The same for tensors too small to have 64 chunks of `SMALLEST_CHUNK`."""
+SMALLEST_FILE = 1 << 20
+"""The same, of any tensor, where each chunk is a file or an object."""
 MOST_CHUNKS = 4_000_000
 """About how many chunks a checkpoint has at most."""
 OVERHEAD = 64 << 10
@@ -82,6 +85,17 @@ _PIECES_COST = 4.0
 _MOST_COMBINATIONS = 1 << 18
 _MOST_SIDES = 2048
 """Sides of one dimension that are compared at most; numbers below 2^32 have at most 1,536 divisors."""
+
+
+class Floor(NamedTuple):
+    """Bytes below which no chunk is cut."""
+
+    nbytes: int = SMALLEST_CHUNK
+    in_small_tensors: int = SMALL_TENSOR_CHUNK
+    """In those that cannot have 64 chunks of `nbytes`."""
+
+
+_FLOOR = Floor()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,24 +127,24 @@ def padded_size(shape: tuple[int, ...], chunks: tuple[int, ...]) -> int:
     return prod([-(-n // c) * c for n, c in zip(shape, chunks, strict=True)])
 
 
-def smallest_chunk(total_bytes: int) -> int:
-    """Bytes a chunk should not go below in a checkpoint of that many bytes (a power of two ≥ 64 KiB).
+def smallest_chunk(total_bytes: int, *, files: bool = False) -> Floor:
+    """The floor in a checkpoint of that many bytes, a power of two; `files`: each chunk is a file of its own.
 
-    >>> smallest_chunk(10**9), smallest_chunk(2 * 10**12)
-    (65536, 524288)
+    >>> smallest_chunk(10**9).nbytes, smallest_chunk(2 * 10**12).nbytes, smallest_chunk(10**9, files=True).nbytes
+    (65536, 524288, 1048576)
     """
-    needed = -(-total_bytes // MOST_CHUNKS)
-    return max(SMALLEST_CHUNK, 1 << max(0, needed - 1).bit_length())
+    needed = 1 << max(0, -(-total_bytes // MOST_CHUNKS) - 1).bit_length()
+    return Floor(max(SMALLEST_FILE, needed), SMALLEST_FILE) if files else Floor(max(SMALLEST_CHUNK, needed))
 
 
-def chunk_shape(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: int = SMALLEST_CHUNK) -> tuple[int, ...]:
+def chunk_shape(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: Floor = _FLOOR) -> tuple[int, ...]:
     """The chunk shape of a tensor that is stored as one array, split into `parts` tiles per dimension.
 
     Args:
         shape: the tensor's shape, elements.
         itemsize: stored bytes per element.
         parts: tiles per dimension; each tile is ceil(n / parts) long (XLA's and torch.chunk's rule).
-        smallest: bytes below which no chunk is cut, see `smallest_chunk`.
+        smallest: see `smallest_chunk`.
 
     Returns:
         One side per dimension, at least 1. Where `parts[d] > 1` it divides the tile of dimension d.
@@ -144,7 +158,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *
 
 
 @lru_cache(maxsize=4096)
-def chunking(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: int = SMALLEST_CHUNK) -> Chunking:
+def chunking(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: Floor = _FLOOR) -> Chunking:
     """Pieces and chunks of a tensor split into `parts` tiles per dimension; for the arguments see `chunk_shape`.
 
     >>> chunking((32000, 4096), 4, (8, 1))
@@ -200,7 +214,7 @@ def even_runs(cuts: NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 @lru_cache(maxsize=4096)
 def _best(
-    shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], apart: tuple[bool, ...], smallest: int
+    shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], apart: tuple[bool, ...], smallest: Floor
 ) -> tuple[float, tuple[int, ...]]:
     """The smallest score, and the chunk shape that has it; `apart` says which dimensions are stored in pieces."""
     axes = _thinned([_Axis.of(*args) for args in zip(shape, parts, apart, strict=True)])
@@ -211,9 +225,9 @@ def _best(
         sizes = sizes * np.array(axis.sides, np.float64).reshape(along)
         scores = scores * axis.scores.reshape(along)
     scores = scores * _power(1.0 + OVERHEAD / sizes, _OVERHEAD_WEIGHT)
-    excess = sizes / max(LARGEST_CHUNK, 2 * smallest)
+    excess = sizes / max(LARGEST_CHUNK, 2 * smallest.nbytes)
     scores = np.where(excess > 1.0, scores * _EXCESS_COST * _power(excess, _EXCESS_WEIGHT), scores)
-    floor = smallest if prod(shape) * itemsize >= 64 * smallest else min(SMALL_TENSOR_CHUNK, smallest)
+    floor = smallest.nbytes if prod(shape) * itemsize >= 64 * smallest.nbytes else smallest.in_small_tensors
     scores[sizes < min(floor, float(sizes.max()))] = np.inf
     # Sides ascend, so of equal scores the one with the longest rows is taken: they are contiguous in memory.
     at = np.unravel_index(int(np.argmin(scores)), scores.shape)

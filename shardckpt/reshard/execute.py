@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.checkpoint import Checkpoint
 from shardckpt.ending import reading_takes_threads
-from shardckpt.errors import CommitError, OptionError, ShardckptError
+from shardckpt.errors import CommitError, OptionError, ShardckptError, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
 from shardckpt.io.assemble import assemble
 from shardckpt.io.commit import publish, published_attempt, remove_replaced
@@ -89,6 +89,7 @@ class ReshardReport:
     """How many tensors `dtype` converts and leaves, by subtree; empty where it was not given."""
 
 
+@out_of_memory_is_typed
 def reshard(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

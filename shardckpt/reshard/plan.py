@@ -169,7 +169,9 @@ def plan_reshard(source: Source, options: ReshardOptions, destination: Location 
     """
     record = source.record
     ours = bool(record.hosts)  # what no host of a save has written is cut as somebody else cut it
-    made = targets(record.structure, options, str(source.location), keep_chunks=ours)
+    layout = options.layout or record.layout
+    keep_chunks = ours and layout == record.layout
+    made = targets(record.structure, options, str(source.location), files=layout == "zarr", keep_chunks=keep_chunks)
     compression = record.compression if options.compression is None else None if options.compression == "none" else options.compression
     sizes = Sizes(
         source_chunk=largest_chunk(made.sources.values()),
@@ -196,7 +198,7 @@ def plan_reshard(source: Source, options: ReshardOptions, destination: Location 
         sources=made.sources,
         decisions=made.decisions,
         values=made.values,
-        layout=options.layout or record.layout,
+        layout=layout,
         compression=compression,
         tasks=tasks,
         memory=share(options.budget, options.workers, len(tasks), length, sizes, str(source.location)),

@@ -17,13 +17,14 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from queue import SimpleQueue
 from threading import Lock, Thread, local
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["LocalProcesses", "serve"]
 
@@ -83,6 +84,13 @@ class LocalProcesses(Executor):
         return answer
 
 
+def _module_paths() -> Iterator[str]:
+    """Where this process finds modules; not in a working directory that was removed."""
+    for path in sys.path:
+        with suppress(FileNotFoundError):
+            yield path or os.getcwd()  # noqa: PTH109
+
+
 class _Process:
     """One process, and the pipe to it."""
 
@@ -91,7 +99,7 @@ class _Process:
         with theirs:
             code = f"from shardckpt.reshard.processes import serve; serve({theirs.fileno()})"
             # BLAS has a thread for each core, which takes a third of the time in which numpy is imported, and nothing for it to do.
-            own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OPENBLAS_NUM_THREADS": "1"}  # noqa: PTH109
+            own = {"PYTHONPATH": os.pathsep.join(_module_paths()), "OPENBLAS_NUM_THREADS": "1"}
             command = [sys.executable, "-c", code]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | own)  # noqa: S603
 

@@ -47,13 +47,14 @@ class Targets:
     """How many tensors `dtype` converts and leaves, by subtree."""
 
 
-def targets(source: Structure, options: ReshardOptions, where: str, *, keep_chunks: bool = True) -> Targets:
+def targets(source: Structure, options: ReshardOptions, where: str, *, files: bool = False, keep_chunks: bool = True) -> Targets:
     """What a reshard makes of a checkpoint with that structure.
 
     Args:
         source: of the checkpoint.
         options: the job's.
         where: the checkpoint's place, for messages.
+        files: whether each chunk becomes a file of its own.
         keep_chunks: whether a tensor that can keep its arrays and chunks does.
 
     Raises:
@@ -70,7 +71,7 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, keep_chun
     optimizer = optimizer_state(source.tree) if options.dtype else ()
     planned = plan_dtypes(sources, options.dtype, meanings(tree), optimizer)
     types = planned.dtypes
-    smallest = smallest_chunk(sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()))
+    smallest = smallest_chunk(sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()), files=files)
     tensors = {}
     for name, old in sources.items():
         layout, dtype = decisions[name].layout, types[name]

@@ -39,6 +39,16 @@ def test_a_tree_that_is_too_deep_is_refused(forgery):
             shardckpt.open(forgery.url)
 
 
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_metadata_that_is_too_deep_is_refused_and_what_earlier_versions_stored_is_read(forgery, kind):
+    forgery.write_raw(seal({**forgery.commit, "metadata": {"k": deep(450, kind)}}))
+    assert sorted(shardckpt.restore(forgery.url)) == sorted(TRUTH)
+    for levels in (500, 700):
+        forgery.write_raw(seal({**forgery.commit, "metadata": {"k": deep(levels, kind)}}))
+        with pytest.raises(errors.FormatError, match="more than 500 objects and lists"):
+            shardckpt.open(forgery.url)
+
+
 def test_a_newer_major_version_is_refused_by_name_and_a_newer_minor_one_is_read(forgery):
     forgery.write_raw(seal(forgery.commit, version=(3, 0)))
     with pytest.raises(errors.VersionError, match=r"format version 3\.0 is newer than this shardckpt reads \(2\.0\); upgrade"):

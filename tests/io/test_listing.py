@@ -12,6 +12,7 @@ from fault_proxy import FaultProxy
 from fault_rules import Rule
 
 from shardckpt.errors import StorageError
+from shardckpt.io import cloud as settings
 from shardckpt.io import listing
 from shardckpt.io.store import Store
 
@@ -148,6 +149,28 @@ def test_a_listing_that_fails_for_a_moment_is_asked_for_again(place, proxy):
     place.write("records/0", b"")
     with proxy.rules.during(Rule("status", status=503, kinds=("list",))):
         assert place.list() == ["records/0"]
+
+
+@pytest.mark.parametrize("rule", [Rule(fault, kinds=("list",), times=None) for fault in ("status", "reset")], ids=lambda rule: rule.fault)
+def test_a_listing_that_fails_for_good_is_asked_for_as_often_as_the_environment_says(place, proxy, rule):
+    place.write("records/0", b"")
+    for seconds in ("0.05", "0.5"):
+        with environment({"SHARDCKPT_RETRY_SECONDS": seconds}), proxy.rules.during(rule):
+            tries = len(settings.pauses()) + 1
+            proxy.traffic.reset()
+            with pytest.raises(StorageError, match=f"{place}.* {tries - 1} retry attempts failed.*SHARDCKPT_RETRY_SECONDS"):
+                place.list()
+            if rule.fault == "status":  # a client of HTTP may repeat by itself what a connection that it had kept has lost
+                assert len(proxy.traffic.exchanges()) == tries
+    assert place.list() == ["records/0"]
+
+
+def test_a_refused_listing_is_asked_for_once(place, proxy):
+    with proxy.rules.during(Rule("status", status=403, kinds=("list",), times=None)):
+        proxy.traffic.reset()
+        with pytest.raises(StorageError, match="right"):
+            place.list()
+    assert len(proxy.traffic.exchanges()) == 1
 
 
 def test_a_bucket_that_is_not_there_is_an_error_that_says_so(cloud):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.io import ocdbt
-from shardckpt.io.ocdbt import leaf_node, manifest, varints
+from shardckpt.io.ocdbt import leaf_node, manifest, newest_statistics, varints
 
 numbers = st.one_of(st.integers(0, 300), st.integers(0, 2**62), st.sampled_from([2**k + d for k in range(1, 62) for d in (-1, 0)]))
 places = st.tuples(st.integers(0, 2), numbers, st.integers(1, 2**40))
@@ -76,3 +76,31 @@ def test_shared_prefixes_are_as_long_as_keys_agree(keys, at_a_time):
         found = ocdbt.shared_prefixes(ordered)
     agree = [takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)) for a, b in pairwise(ordered)]
     assert found.tolist() == [len([*pairs]) for pairs in agree]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=5), min_size=1, max_size=20),
+    st.sampled_from([None, {"id": "zstd"}]),
+)
+def test_the_newest_version_s_statistics_are_what_tensorstore_says(commits, compression):
+    spec = {"driver": "ocdbt", "base": "memory://", "config": {"compression": compression, "max_inline_value_bytes": 2}}
+    database = ts.KvStore.open(spec, context=ts.Context()).result()
+    for keys in commits:
+        with ts.Transaction() as together:
+            for pending in [database.with_transaction(together).write(key, key) for key in keys]:
+                pending.result()
+    encoded = database.base.read("manifest.ocdbt").result().value
+    assert newest_statistics(encoded) == ts.ocdbt.dump(database.base).result()["versions"][-1]["root"]["statistics"]
+
+
+def test_a_damaged_manifest_is_refused():
+    encoded = bytearray(manifest("d/tree", 100, 2, 10))
+    assert newest_statistics(bytes(encoded)) == {"num_keys": 2, "num_tree_bytes": 100, "num_indirect_value_bytes": 10}
+    for i in range(len(encoded)):
+        encoded[i] ^= 1
+        with pytest.raises(ValueError, match=r"no such file|checksum"):
+            newest_statistics(bytes(encoded))
+        encoded[i] ^= 1
+    with pytest.raises(ValueError, match="no such file"):
+        newest_statistics(b"")

@@ -399,6 +399,15 @@ def test_a_service_that_never_answers_is_given_up(monkeypatch, url, variable):
             open_upload(parse(url), part_bytes=PART)
 
 
+@pytest.mark.parametrize(("url", "variable"), [("s3://bucket/x", "AWS_ENDPOINT_URL"), ("gs://bucket/x", "TENSORSTORE_GCS_HTTP_URL")])
+def test_a_service_that_refuses_connections_is_asked_again_and_given_up(url, variable):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "SHARDCKPT_RETRY_SECONDS": "0.05"}
+    with environment({variable: endpoint, **keys}), pytest.raises(StorageError, match=r"retry attempts failed.*SHARDCKPT_RETRY_SECONDS"):
+        open_upload(parse(url), part_bytes=PART)
+
+
 @pytest.mark.parametrize(("scheme", "package"), [("gs", "gcsfs"), ("s3", "s3fs")])
 def test_what_is_not_installed_is_named(monkeypatch, scheme, package):
     monkeypatch.setitem(sys.modules, package, None)

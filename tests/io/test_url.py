@@ -62,6 +62,16 @@ def test_a_relative_path_is_below_the_working_directory(tmp_path, monkeypatch):
     assert parse(".").local == Path.cwd()
 
 
+def test_a_relative_path_in_a_working_directory_that_was_removed_is_refused_and_others_are_not(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UrlError, match="'ckpt/1' is relative to the working directory, which was removed"):
+        parse("ckpt/1")
+    assert parse(tmp_path / "here").local == tmp_path / "here"
+    monkeypatch.chdir(tmp_path)
+
+
 def test_symbolic_links_stay_in_the_path(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to("target")

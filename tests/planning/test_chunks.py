@@ -87,6 +87,12 @@ def test_the_number_of_chunks_of_a_whole_checkpoint_is_bounded():
     assert chunks <= 1.5 * MOST_CHUNKS
 
 
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=3), st.sampled_from([1, 2, 4, 8]))
+def test_where_each_chunk_is_a_file_none_is_cut_below_a_mebibyte(shape, itemsize):
+    chunks = chunk_shape(tuple(shape), itemsize, (1,) * len(shape), smallest=smallest_chunk(0, files=True))
+    assert min(prod(shape) * itemsize, 1 << 20) <= prod(chunks) * itemsize
+
+
 def test_scalars_and_empty_tensors_have_a_chunk_shape():
     assert chunk_shape((), 4, ()) == ()
     assert chunk_shape((0, 5), 4, (1, 1)) == (1, 5)
