@@ -36,6 +36,7 @@ from shardckpt.io.attempts import is_attempt
 from shardckpt.io.base_places import base_location
 from shardckpt.io.based_reader import BasedReader
 from shardckpt.io.commit import RECORD
+from shardckpt.io.forking import check_fork
 from shardckpt.io.host_files import read_host_files
 from shardckpt.io.opening import open_reader
 from shardckpt.io.reader import OBJECT_MEMORY, ChunkReader, Request
@@ -234,6 +235,7 @@ class Checkpoint:
     @property
     def reader(self) -> ChunkReader | BasedReader:
         """Reads chunks by the chunk table, whose header is read when this is first asked for; all threads share it."""
+        check_fork(self.location)
         with self._opening:
             if self._opened is None:
                 threads, memory = self._reading

@@ -78,9 +78,9 @@ def meaning(leaf: object) -> str | EllipsisType | None:
 
 
 def settle(leaves: Iterable[object]) -> None:
-    """Compute what is still pending among the leaves, in one program per framework.
+    """Compute the pending leaves whose layout is not known before, in one program per framework.
 
-    `sources` does so itself. Call it before `target` on many leaves, which otherwise runs a program per pending leaf.
+    Call it before `target` on many leaves, which otherwise runs a program per such leaf. (`sources` computes all that is pending.)
     """
     pending: dict[str, list[object]] = {}
     for leaf in leaves:

@@ -92,8 +92,17 @@ def accepts(wanted: Target) -> bool:
 
 
 def settle(leaves: Iterable[Any]) -> None:
-    """Compute those leaves that are pending, in one program; kinds that cannot be stored are left alone."""
-    tensors = [tensor for tensor in map(_unwrapped, leaves) if type(tensor) in _KINDS]
+    """Compute those pending leaves whose sharding only their program tells, in one program.
+
+    A pending leaf that was marked has its sharding already; without SPMD there is none. Kinds that cannot be stored are left alone.
+    """
+    tensors = [tensor for tensor in map(_unwrapped, leaves) if type(tensor) in _KINDS] if xr.is_spmd() else []
+    marked = _XLAC._get_xla_sharding_specs(tensors)
+    _compute([tensor for tensor, spec in zip(tensors, marked, strict=True) if not spec])
+
+
+def _compute(tensors: Sequence[Any]) -> None:
+    """Compute the pending ones, in one program."""
     pending = [t for t, needed in zip(tensors, _XLAC._check_tensor_need_materialization(tensors), strict=True) if needed]
     if pending:
         # No devices: the default one. Wait, and (False) touch no other live tensor, nor donate any buffer.
@@ -195,7 +204,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
                 f"{shown(name)}: torch_xla 2.9 reads complex128 from a device without its imaginary parts; "
                 f"save torch.view_as_real(leaf), or complex64."
             )
-    settle(tensors.values())
+    _compute([*tensors.values()])
     if not xr.is_spmd():
         return {name: _XlaSource(name, tensor, dtypes[name], None, None, None) for name, tensor in tensors.items()}
     found: dict[str, Source] = {}

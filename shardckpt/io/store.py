@@ -40,7 +40,7 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError
-from shardckpt.io import cloud, listing
+from shardckpt.io import cloud, forking, listing
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.interrupted import forget_interrupted_write
 from shardckpt.io.pace import ALONE, Share
@@ -82,7 +82,7 @@ class Store:
 
     location: Location
     """What keys are relative to."""
-    _kv: Any
+    _opened: Any
     """The `ts.KvStore` of that location."""
     _top: Path | None
     """On disk: the location that was opened first; directories from here down are always synced."""
@@ -117,6 +117,12 @@ class Store:
     def kvstore(self) -> Any:
         """The `ts.KvStore` itself, for what only TensorStore can do (OCDBT)."""
         return self._kv
+
+    @property
+    def _kv(self) -> Any:
+        """The same, about to be used."""
+        forking.begin_use(self.location)
+        return self._opened
 
     def __str__(self) -> str:
         """The location, as a user recognises it."""

@@ -14,6 +14,7 @@ from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.attempts import LARGEST_STEP
+from shardckpt.io.forking import check_fork
 from shardckpt.io.job import RUN
 from shardckpt.io.rollback import ROLLBACK
 from shardckpt.io.store import Store
@@ -339,6 +340,7 @@ class CheckpointManager:
         Raises:
             StorageError: the storage failed, or Python is ending.
         """
+        check_fork(self._root)
         return self._lineage.seen(list_steps(self._root))
 
     def all_steps(self, *, superseded: bool = False) -> list[int]:
@@ -393,8 +395,9 @@ class CheckpointManager:
         """Wait until nothing is in flight: the last save is committed, and what is not kept is deleted.
 
         Raises:
-            ShardckptError: what made a save fail.
+            ShardckptError: what made a save fail; or this process was forked while one may have been in flight.
         """
+        check_fork(self._root)
         self._background.join()
         self._background.raise_failures(self._on_failure)
 
@@ -406,6 +409,7 @@ class CheckpointManager:
         """
         if self._closed:
             return
+        check_fork(self._root)
         try:
             self._background.join()
         finally:
@@ -442,6 +446,7 @@ class CheckpointManager:
             )
 
     def _check(self, step: object) -> None:
+        check_fork(self._root)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
             raise OptionError(f"step={excerpt(step)}: give a whole number from 0 to 2**63 - 1.")
         if self._closed:

@@ -190,6 +190,16 @@ def pending(_):
     after = compiles() - before
     whole = {name: assembled(s, a)[0].tolist() for (name, s), a in zip(found.items(), frameworks.fetch(list(found.values())), strict=True)}
     lazy = base * 7
+    marked = base * 9
+    xs.mark_sharding(marked, mesh, (None, "y"))
+    changed = torch.zeros(8, 8).to("xla")
+    xs.mark_sharding(changed, mesh, ("x", None))
+    changed.add_(base)
+    before = compiles()
+    frameworks.settle([marked, changed])
+    annotated = [frameworks.target("w", leaf, (), by_name("float32")) for leaf in (marked, changed)]
+    annotated_programs = compiles() - before
+    still = _XLAC._check_tensor_need_materialization([marked, changed])
     sink = frameworks.target("w", lazy, (), by_name("float32"))
     return {
         "programs": after,
@@ -199,6 +209,8 @@ def pending(_):
         "bystander": bystander.cpu().tolist(),
         "base": base.cpu().tolist(),
         "lazy boxes": len(sink.boxes),
+        "annotated": [annotated_programs, still, [len(sink.boxes) for sink in annotated], [str(sink.dtype) for sink in annotated]],
+        "annotated computed": [marked.cpu().tolist() == (base.cpu() * 9).tolist(), changed.cpu().tolist() == base.cpu().tolist()],
     }
 
 

@@ -206,6 +206,12 @@ def test_a_pending_leaf_in_like_says_where_to_restore_to(answers):
     assert answers["pending"][0]["lazy boxes"] == 8
 
 
+def test_a_pending_leaf_that_was_marked_is_not_computed_to_be_replaced(answers):
+    (found,) = answers["pending"]
+    assert found["annotated"] == [0, [True, True], [2, 4], ["float32", "float32"]]
+    assert found["annotated computed"] == [True, True], "it is still there for others to compute"
+
+
 def test_tensors_that_nobody_marked_are_replicated_over_all_devices(answers):
     (found,) = answers["unmarked"]
     assert found == {"layouts": ["{replicated}"] * 3, "devices": [8] * 3, "elements": [True] * 3, "restored": "{replicated}"}
