@@ -19,6 +19,7 @@ a file: make the module, and give it `shardckpt.restore(path, only="state_dict/*
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter, OrderedDict, defaultdict
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -126,12 +127,18 @@ class ShardckptIO(CheckpointIO):
             self._finish()
 
     def teardown(self) -> None:
-        """Wait for the save in flight.
+        """Wait for the save in flight. A `Trainer` calls it when training raises, too; what failed is then told in a note.
 
         Raises:
             ShardckptError: what went wrong with it.
         """
-        self._finish()
+        raised = sys.exception()
+        try:
+            self._finish()
+        except Exception as failure:
+            if raised is None:
+                raise
+            raised.add_note(f"Besides, a checkpoint was not saved: {failure}")
 
     def _finish(self) -> None:
         saving, self._saving = self._saving, None
@@ -191,4 +198,4 @@ def _set_checkpoint_io(strategy: Strategy, io: CheckpointIO) -> None:
 
 
 _of_lightning: Any = Strategy.checkpoint_io
-Strategy.checkpoint_io = _of_lightning.setter(_set_checkpoint_io)
+Strategy.checkpoint_io = _of_lightning.setter(_set_checkpoint_io)  # type: ignore[method-assign]

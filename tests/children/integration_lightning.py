@@ -132,6 +132,28 @@ def top(coordinator, directory):
     return found
 
 
+def raises(coordinator, directory):
+    """Two trainings that raise after a save has begun, which the second one's storage refuses; what they say."""
+    quiet(coordinator)
+
+    class Raise(Callback):
+        def __init__(self, path):
+            self.path = path
+
+        def on_train_epoch_end(self, trainer, _module):
+            trainer.save_checkpoint(self.path)
+            raise ZeroDivisionError("mine")
+
+    Path(directory, "file").write_text("in the way")
+    found = []
+    for path in (Path(directory, "saved.ckpt"), Path(directory, "file", "inside.ckpt")):
+        try:
+            trainer_for(1, directory, 1, Raise(path)).fit(Model(), loader_for(1))
+        except ZeroDivisionError as e:
+            found.append([str(e), *getattr(e, "__notes__", [])])
+    return found
+
+
 def sharded(coordinator, directory):
     """What a Trainer of a strategy that shards says to the plugin; Lightning takes the other such strategies with CUDA alone."""
     quiet(coordinator)

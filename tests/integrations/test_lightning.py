@@ -69,6 +69,14 @@ def test_averaged_weights_are_saved_and_resumed(job, tmp_path):
     assert resumed["averaged"] == whole["averaged"]
 
 
+def test_an_exception_finishes_the_save_in_flight_and_is_not_hidden_by_one_that_fails(job, tmp_path):
+    ((saved, failed),) = job("raises", 1, tmp_path)
+    assert saved == ["mine"]
+    assert shardckpt.open(tmp_path / "saved.ckpt").verify().ok
+    assert failed[0] == "mine"
+    assert "a checkpoint was not saved" in failed[1]
+
+
 def test_strategies_that_pass_plugins_by_are_refused_when_a_trainer_is_made(job, tmp_path):
     (found,) = job("sharded", 1, tmp_path)
     kind, message = found["refused"]
