@@ -209,7 +209,7 @@ class OtherJobError(ShardckptError, RuntimeError):
 
 
 class CoordinationError(ShardckptError, TimeoutError):
-    """Processes of the job do not answer each other, so nothing can be agreed on."""
+    """Processes of the job do not answer each other, so nothing can be agreed on; or this one was forked from one of them."""
 
     code = "coordination"
 

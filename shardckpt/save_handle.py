@@ -138,7 +138,10 @@ class Outcome:
     def wait(self, until: str, timeout: float | None) -> SaveReport | None:
         """See `SaveHandle.wait`."""
         if not self.ended and os.getpid() != self._process:
-            raise CoordinationError(f"{self.url}: the save goes on in the process that began it, and this one was forked from that.")
+            raise CoordinationError(
+                f"{self.url}: the save goes on in the process that began it, and this one was forked from that; wait for it there, and "
+                f'start processes that save themselves with multiprocessing.get_context("spawn").'
+            )
         with self._changed:
             self._changed.wait_for(lambda: self.ended or (until == "local" and self._durable), timeout)
         if self._error is not None:

@@ -126,6 +126,10 @@ def test_ctrl_c_at_any_moment_of_a_save_leaves_nothing_half_visible(run, interru
                 interrupted(0)
             except KeyboardInterrupt:
                 begun += 1
+            except RuntimeError as e:
+                # Python's own: `Event.wait`, and so `Thread.start`, release a lock that Ctrl-C kept them from taking again.
+                assert (str(e), type(e.__context__)) == ("release unlocked lock", KeyboardInterrupt)  # noqa: PT017
+                begun += 1
     assert begun
     steps = run.manager().all_steps()
     assert steps[0] == 1
