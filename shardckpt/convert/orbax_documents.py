@@ -94,6 +94,11 @@ class Entry:
         """What the array is called."""
         return ".".join(text for text, _ in self.keys)
 
+    @property
+    def path(self) -> tuple[str | int, ...]:
+        """The keys, those of lists and tuples as numbers."""
+        return tuple(int(text) if kind == _SEQUENCE else text for text, kind in self.keys)
+
 
 def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRecord], where: str) -> list[Entry]:
     """All places of a state, in order.

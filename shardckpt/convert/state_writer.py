@@ -74,14 +74,22 @@ class StateWriter(ABC):
 
         Raises:
             MissingDataError: blocks are missing.
-            CorruptionError: it does not read back as it was written.
+            CorruptionError, StructureMismatchError: it does not read back as it was written.
             AlreadyExistsError, StorageError: it cannot be published.
         """
         parts = self.complete()
         if verify:
             read_back(parts, self.checksum)
+            self.check_tree()
         self._draft.publish()
         self._published = True
+
+    def check_tree(self) -> None:  # noqa: B027  # torch.save itself describes the state
+        """Read the state's tree back, where it was written by us.
+
+        Raises:
+            StructureMismatchError: a tensor is not where it was.
+        """
 
     def abort(self) -> None:
         """Remove what is written."""

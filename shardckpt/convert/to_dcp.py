@@ -8,8 +8,8 @@ the blocks of each tensor, where each item lies, and for each name the keys that
    are written once, and named in `.metadata` as often as they have names.
 3. DCP's own writer writes `.metadata`, when all is durable. The directory takes its name after that.
 
-DCP does not look into tuples: those with tensors in them become lists. An empty dict is an item of its own, so that a list keeps its
-length: DCP itself drops it, and asks for no such item when it loads.
+DCP does not look into tuples: those with tensors in them become lists. It passes over empty dicts, and so does this: an item of
+one makes `dcp.load` take the directory for one that was saved before torch 2.4.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ import crc32c
 from shardckpt.convert.blocks import SMALLEST, block_shape
 from shardckpt.convert.chunking import grid
 from shardckpt.convert.draft import Draft
+from shardckpt.convert.from_dcp import open_foreign
 from shardckpt.convert.read_back import Part
 from shardckpt.convert.small_leaves import check_text_keys, left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.to_torch import torch_dtypes
+from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMismatchError
 from shardckpt.io.store import storage_errors, sync_directory
+from shardckpt.io.url import parse as parse_url
 from shardckpt.names import shown
 from shardckpt.tree import parse, unflatten
 from shardckpt.tree.document import Branch, Tensor, Tied, leaves_of
@@ -120,6 +123,13 @@ class DcpDirectory(StateWriter):
             sync_directory(self._draft.path)
         return self._parts
 
+    def check_tree(self) -> None:
+        """Compare the tree with what our reader of DCP finds."""
+        leaves = [
+            (self._paths[name], self._tensors[self._stored[id(value)]] if _is_tensor(value) else None) for name, value in self._flat.items()
+        ]
+        check_tree(leaves, open_foreign(parse_url(self._draft.path), trust_pickle=True).structure, self._where)
+
     def abort(self) -> None:
         """Remove what is written."""
         self._file.close()
@@ -138,20 +148,11 @@ class DcpDirectory(StateWriter):
                 f"{self._where}: the state is a {type(state).__name__}, and DCP has dicts only; export it otherwise."
             )
         try:
-            flat, paths = flatten_state_dict(_marked(state))
+            self._flat, self._paths = flatten_state_dict(state)
         except ValueError as e:
-            raise self._two_are_one(str(e)) from e
-        self._flat, self._paths = {}, {}
-        for name, value in flat.items():
-            path = paths[name] if value is not _EMPTY else paths[name][:-1]
-            dotted = ".".join(map(str, path))
-            if dotted in self._flat:
-                raise self._two_are_one(dotted)
-            if path:
-                self._flat[dotted], self._paths[dotted] = ({} if value is _EMPTY else value), path
-
-    def _two_are_one(self, name: str) -> NamesMismatchError:
-        return NamesMismatchError(f"{self._where}: two names are one in DCP, which joins keys with dots ({name}); export them apart.")
+            raise NamesMismatchError(
+                f"{self._where}: two names are one in DCP, which joins keys with dots ({e}); export them apart."
+            ) from e
 
     def _append(self, name: str, value: Any) -> Any:
         """Write one item; its place."""
@@ -246,17 +247,6 @@ def _is_tensor(value: object) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
-
-
-_EMPTY = object()
-_MARK = "\0empty"
-
-
-def _marked(value: Any) -> Any:
-    """The same containers, with something in empty dicts, which DCP passes over otherwise: lists would lose items."""
-    if isinstance(value, dict):
-        return {key: _marked(child) for key, child in value.items()} or {_MARK: _EMPTY}
-    return [_marked(child) for child in value] if isinstance(value, list) else value
 
 
 def _without_tuples(tree: Node, notes: list[str]) -> Node:

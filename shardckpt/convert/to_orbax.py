@@ -18,9 +18,11 @@ from shardckpt.convert import orbax_documents as documents
 from shardckpt.convert.blocks import LARGEST, block_shape
 from shardckpt.convert.chunking import grid
 from shardckpt.convert.draft import Draft
+from shardckpt.convert.from_orbax import open_foreign
 from shardckpt.convert.read_back import Part
 from shardckpt.convert.small_leaves import notes_of
 from shardckpt.convert.state_writer import StateWriter
+from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import DtypeError, MissingDataError
 from shardckpt.io.codec import CHECKSUM_BYTES, encode
 from shardckpt.io.plain import PlainWriter
@@ -125,6 +127,11 @@ class OrbaxDirectory(StateWriter):
         self._writer.put("commit_success.txt", f"Checkpoint commit was successful to {self._draft.final}".encode())
         self._writer.finish()
         return self._parts
+
+    def check_tree(self) -> None:
+        """Compare the tree with what our reader of Orbax finds."""
+        leaves = [(entry.path, None if entry.tensor is None else self._tensors[entry.tensor]) for entry in self._entries]
+        check_tree(leaves, open_foreign(parse_url(self._draft.path)).structure, str(self._draft.final))
 
     def abort(self) -> None:
         """Remove what is written."""

@@ -61,7 +61,7 @@ def test_a_configuration_that_is_there_stays_and_is_replaced_only_with_overwrite
     report = shardckpt.export_safetensors(imported, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_text() == "{}"
     assert report.notes[-1] == "config.json is there already, and stays as it is."
-    with pytest.raises(errors.AlreadyExistsError, match="model.safetensors is there already"):
+    with pytest.raises(errors.AlreadyExistsError, match=r"model\.safetensors is there already"):
         shardckpt.export_safetensors(imported, tmp_path / "out")
     shardckpt.export_safetensors(imported, tmp_path / "out", overwrite=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG

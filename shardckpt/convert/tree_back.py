@@ -1,0 +1,55 @@
+"""The tensors of a state that was exported, as our own reader of the format finds them: each at its place, and no others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
+from shardckpt.convert.nested import nested
+from shardckpt.errors import StructureMismatchError
+from shardckpt.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from shardckpt.structure import Structure, TensorRecord
+
+__all__ = ["Path", "check_tree"]
+
+Path = tuple[str | int, ...]
+"""The keys on the way to a leaf: texts in dicts, ints in lists."""
+
+
+def check_tree(leaves: Iterable[tuple[Path, TensorRecord | None]], found: Structure, where: str) -> None:
+    """Compare what was written with what a reader finds.
+
+    Args:
+        leaves: all leaves that were written, in any order; None stands for one that is no tensor.
+        found: by the reader.
+        where: the export's place, for messages.
+
+    Raises:
+        StructureMismatchError: a tensor is missing, is another one, or was never written; names it.
+    """
+    paths: dict[str, Path] = {}
+    values: dict[str, ForeignTensor | None] = {}
+    for number, (path, tensor) in enumerate(leaves):
+        paths[str(number)] = path
+        values[str(number)] = None if tensor is None else _standing_for(tensor)
+    wanted = _described(structure_of(nested(values, paths, (), where), where).tensors)
+    there = _described(found.tensors)
+    odd = next((name for name in [*wanted, *there] if wanted.get(name) != there.get(name)), None)
+    if odd is not None:
+        raise StructureMismatchError(
+            f"{where}: {shown(odd)} reads back as {there.get(odd, 'no tensor')}, where {wanted.get(odd, 'no tensor')} was written; nothing "
+            f"was published. Export another format, or leave it out (exclude)."
+        )
+
+
+def _standing_for(tensor: TensorRecord) -> ForeignTensor:
+    part = Part((0,) * len(tensor.shape), tensor.shape, tuple(max(1, n) for n in tensor.shape))
+    return ForeignTensor(tensor.shape, tensor.dtype, (part,))
+
+
+def _described(tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
+    return {name: f"{tensor.dtype} of shape {tensor.shape}" for name, tensor in tensors.items()}
