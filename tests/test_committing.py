@@ -27,7 +27,7 @@ from shardckpt.io.documents import zarr_documents
 from shardckpt.io.index import dump_index, packed_documents, read_values
 from shardckpt.io.store import Store
 from shardckpt.names import natural_key
-from shardckpt.record import open_envelope
+from shardckpt.record import open_envelope, seal
 
 CHILDREN = Path(__file__).parent / "children"
 LAYOUTS = ["packed", "zarr"]
@@ -295,3 +295,15 @@ def test_where_the_commit_record_cannot_be_read_all_attempts_are_refused(tmp_pat
     assert (outcome.attempt, outcome.state) == (attempt, "refused")
     assert "newer than this shardckpt reads" in outcome.reason
     assert (tmp_path / "c" / "checkpoint.json").read_bytes() == newer
+
+
+@pytest.mark.parametrize("commit_killed", [False, True])
+def test_what_an_earlier_version_left_whole_is_committed(tmp_path, commit_killed):
+    """Its hosts found no commit record, and put no placeholder there; a commit that was killed has."""
+    attempt = save_without_commit(tmp_path / "c", 2)
+    (record,) = (tmp_path / "c" / attempt / "records").iterdir()
+    record.write_bytes(seal({**open_envelope(record.read_bytes(), ""), "prior": None}))
+    if not commit_killed:
+        (tmp_path / "c" / "checkpoint.json").unlink()
+    assert [outcome.state for outcome in shardckpt.commit(tmp_path / "c")] == ["committed"]
+    assert value_of(tmp_path / "c") == 2
