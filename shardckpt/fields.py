@@ -36,6 +36,8 @@ def is_deeper(value: object, most: int) -> bool:
     """
     level = _containers([value])
     for _ in range(most):
+        if not level:
+            break
         level = _containers(child for one in level for child in (one.values() if isinstance(one, dict) else one))
     return bool(level)
 
