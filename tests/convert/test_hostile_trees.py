@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faults import TORTURE
 from foreign_states import without_torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -228,7 +229,7 @@ def check(form, state):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("form", MODELS)
-@settings(max_examples=20, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000 if TORTURE else 20, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(states)
 def test_a_hostile_tree_comes_back_from_the_format_s_own_library_and_from_our_import(form, state):
     check(form, state)
