@@ -52,8 +52,8 @@ from shardckpt.skipping import left_in_base
 from shardckpt.space import check_space
 from shardckpt.staging import stored
 from shardckpt.structure import Structure
-from shardckpt.training import collected
 from shardckpt.tree import flatten
+from shardckpt.tree.stateful import plain_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -138,7 +138,7 @@ class Attempt:
             state: as in `shardckpt.save`.
             plan: plans it, or remembers having done so.
         """
-        flat = flatten(collected(state), frameworks.is_tensor, frameworks.identity, frameworks.meaning)
+        flat = flatten(plain_state(state), frameworks.is_tensor, frameworks.identity, frameworks.meaning)
         tensors = frameworks.reduce_partial(flat.tensors) if self.options.reduce_partial else flat.tensors
         sources = frameworks.sources(tensors, self.world, unread=skipped_names(tensors, self.options.skip))
         planned = plan(sources, self.options, self.world)

@@ -47,8 +47,8 @@ from shardckpt.names import Only, selector
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.per_process import choose_value, decode_value
 from shardckpt.reading_ahead import read_ahead
-from shardckpt.training import TrainState
 from shardckpt.tree import leaf_names, match, per_process_names, stored_names, unflatten
+from shardckpt.tree.stateful import StateOwner
 
 if TYPE_CHECKING:
     import os
@@ -169,7 +169,7 @@ def _restored(
         own = _all_values(checkpoint, per_process_names(checkpoint.parsed_tree, wanted))
         read = run(_jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), in_place=False)
         return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
-    if isinstance(like, TrainState):
+    if isinstance(like, StateOwner):
         tree = like.arranged(tree, wanted)
         into = like.like(tree, checkpoint.tensor, wanted, lambda: (coordinator or Coordinator.current()).world)
         like.load_state_dict(_restored(checkpoint, tree, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))

@@ -33,7 +33,7 @@ import numpy as np
 from shardckpt.convert.small_leaves import check_text_keys, left_out
 from shardckpt.dtypes import of_numpy
 from shardckpt.errors import DtypeError, FormatError, NamesMismatchError, StructureMismatchError
-from shardckpt.io.url import check_key
+from shardckpt.io.keys import check_key
 from shardckpt.names import shown
 from shardckpt.placements import Placements
 from shardckpt.sharding import Sharding

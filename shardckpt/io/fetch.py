@@ -17,7 +17,7 @@ import numpy as np
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
 from shardckpt.io.bands import places_of
 from shardckpt.io.codec import CHECKSUM_BYTES
-from shardckpt.io.vectors import MOST_VECTORS, after
+from shardckpt.io.vectors import scatter_read
 
 if TYPE_CHECKING:
     import threading
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch", "scatter_read"]
+__all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +188,3 @@ def _said(error: Exception, task: Task, run: Run, place: Store) -> ShardckptErro
             f"or leave the tensor out with only= (an export: exclude=)."
         )
     return StorageError(f"{first} cannot be read ({error}).")
-
-
-def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview]) -> None:
-    """Fill all vectors from one place of a file; EOFError where it ends before."""
-    while length:
-        got = os.preadv(fd, vectors[:MOST_VECTORS], offset)
-        if got == 0:
-            raise EOFError
-        offset, length = offset + got, length - got
-        if length:
-            vectors = after(vectors, got)

@@ -16,8 +16,8 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.fetch import scatter_read
 from shardckpt.io.store import Store
+from shardckpt.io.vectors import scatter_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

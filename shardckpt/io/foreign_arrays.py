@@ -23,8 +23,8 @@ from shardckpt import dtypes
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, MissingDataError
 from shardckpt.fields import LARGEST_DIMENSION
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.keys import check_key
 from shardckpt.io.store import shared_context
-from shardckpt.io.url import check_key
 from shardckpt.names import shown
 
 if TYPE_CHECKING:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import FormatError
-from shardckpt.io.lookup import WholeTable
 from shardckpt.io.store import LARGEST_WHOLE
-from shardckpt.io.table import ArrayChunks, Table, merge_tables
+from shardckpt.io.table import ArrayChunks, Table
 from shardckpt.io.table_header import ROW, TableHeader, check_sizes
-from shardckpt.io.together import together
-from shardckpt.record import CheckpointRecord, FileReference, HostFiles, TableReference, open_envelope
+from shardckpt.record import FileReference, HostFiles, TableReference, open_envelope
 
 if TYPE_CHECKING:
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
 
-__all__ = ["read_host_files", "read_host_tables", "read_table", "write_table"]
+__all__ = ["read_host_files", "read_table", "write_table"]
 
 PART_BLOCKS = 1 << 13
 """Blocks of a large table that are read at a time; 28 MiB of those that are written."""
@@ -67,12 +64,3 @@ def write_table(place: Store, key: str, table: Table) -> TableReference:
     data = table.encode()
     place.write(key, data)
     return TableReference.of(key, data, len(data) - table.body_bytes)
-
-
-def read_host_tables(place: Store, record: CheckpointRecord, stats: ReadStats) -> WholeTable:
-    """The chunks of all hosts, from each host's own table, and the committer's of small tensors."""
-    references = [host.table for host in together(partial(read_host_files, place), record.hosts)]
-    if record.small_table is not None:
-        references.append(record.small_table)
-    merged = merge_tables(together(partial(read_table, place, stats=stats), references))
-    return WholeTable(merged.files, merged.arrays())

@@ -11,12 +11,14 @@ import re
 from math import prod
 from typing import TYPE_CHECKING
 
+from shardckpt.errors import FormatError
+from shardckpt.excerpt import excerpt
 from shardckpt.io.zarr_meta import chunk_key
 
 if TYPE_CHECKING:
     from shardckpt.planning.plan import Piece
 
-__all__ = ["PLAIN_ROOT", "chunk_object_key", "plain_key", "split_chunk_key"]
+__all__ = ["PLAIN_ROOT", "check_key", "chunk_object_key", "plain_key", "split_chunk_key", "unfit"]
 
 PLAIN_ROOT = "zarr"
 """The zarr group of the plain layout, relative to the attempt."""
@@ -72,3 +74,33 @@ def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | N
         position = position * n + i
     # One key per chunk: "w/c/01" is none.
     return (piece, position) if prod(piece.grid) and chunk_object_key(piece, position) == key else None
+
+
+def check_key(key: str, where: object) -> None:
+    """Refuse a key that could leave the place it is relative to; a stranger's checkpoint may have given it to us.
+
+    Raises:
+        FormatError: it names nothing below `where`.
+    """
+    why = unfit(key)
+    if why:
+        raise FormatError(f"{excerpt(key)} names nothing below {where}: {why}.")
+
+
+def unfit(path: str) -> str | None:
+    """Why a slash-separated name cannot be kept by every store, None if it can."""
+    if "\\" in path:
+        return "TensorStore turns a backslash into a slash"
+    if "\0" in path:
+        return "it has a NUL in it"
+    if not path.isascii():
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            return "it is not UTF-8"
+    for name in path.split("/"):
+        if name in ("", ".", ".."):
+            return f"one of the names between its slashes is {name!r}"
+        if name.endswith(".__lock"):
+            return "names that end in .__lock are TensorStore's lock files"
+    return None

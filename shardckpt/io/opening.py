@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.io.based_reader import BasedReader
 from shardckpt.io.codec import largest_chunk
-from shardckpt.io.host_files import read_host_tables
+from shardckpt.io.host_files import read_host_files, read_table
+from shardckpt.io.lookup import WholeTable
 from shardckpt.io.reader import OBJECT_MEMORY, ChunkReader, reading_limits
 from shardckpt.io.stats import ReadStats
+from shardckpt.io.table import merge_tables
 from shardckpt.io.table_blocks import TableBlocks
+from shardckpt.io.together import together
 from shardckpt.io.workers import Workers
 
 if TYPE_CHECKING:
@@ -54,7 +57,7 @@ def memory_of_runs(location: Location, record: CheckpointRecord, threads: int | 
 
 def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
     """The one table of all; where that is damaged or missing, each host's own, and the committer's of small tensors."""
-    of_hosts = partial(read_host_tables, place, record, stats)
+    of_hosts = partial(_read_host_tables, place, record, stats)
     if record.table is None:
         return of_hosts()
     try:
@@ -63,3 +66,12 @@ def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
         if not record.hosts:
             raise
         return of_hosts()
+
+
+def _read_host_tables(place: Store, record: CheckpointRecord, stats: ReadStats) -> WholeTable:
+    """The chunks of all hosts, from each host's own table, and the committer's of small tensors."""
+    references = [host.table for host in together(partial(read_host_files, place), record.hosts)]
+    if record.small_table is not None:
+        references.append(record.small_table)
+    merged = merge_tables(together(partial(read_table, place, stats=stats), references))
+    return WholeTable(merged.files, merged.arrays())

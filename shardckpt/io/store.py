@@ -43,8 +43,9 @@ from shardckpt.errors import CorruptionError, FormatError, MissingDataError, Sto
 from shardckpt.io import cloud, forking, listing
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.interrupted import forget_interrupted_write
+from shardckpt.io.keys import check_key
 from shardckpt.io.pace import ALONE, Share
-from shardckpt.io.url import Location, check_key, parse
+from shardckpt.io.url import Location, parse
 
 if TYPE_CHECKING:
     import builtins

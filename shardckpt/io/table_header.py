@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import FormatError
-from shardckpt.io.url import check_key
+from shardckpt.io.keys import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

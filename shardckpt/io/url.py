@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from shardckpt.errors import FormatError, UrlError
-from shardckpt.excerpt import excerpt
+from shardckpt.errors import UrlError
 from shardckpt.io import cloud
+from shardckpt.io.keys import unfit
 
-__all__ = ["UNQUOTED", "Location", "check_key", "parse"]
+__all__ = ["UNQUOTED", "Location", "parse"]
 
 _SCHEMES = ("file", "gs", "s3", "memory")
 _LABEL = r"[a-z0-9](?:[a-z0-9{}]{{0,61}}[a-z0-9])?"
@@ -75,7 +75,7 @@ class Location:
                 )
         if self.scheme == "file" and not self.path.startswith("/"):
             raise UrlError(f"{self.path!r}: a location on disk is an absolute path; go through parse().")
-        why = _unfit(self.path.removeprefix("/") if self.scheme == "file" else self.path)
+        why = unfit(self.path.removeprefix("/") if self.scheme == "file" else self.path)
         if why and self.path != "/":
             raise UrlError(f"{self.path!r} cannot be stored to: {why}. Choose another name.")
 
@@ -86,7 +86,7 @@ class Location:
             UrlError: a part is empty, absolute, or goes up with `..`.
         """
         for part in parts:
-            why = _unfit(part)
+            why = unfit(part)
             if why:
                 raise UrlError(f"{part!r} is no place below {self}: {why}.")
         return Location(self.scheme, "/".join([self.path.rstrip("/"), *parts]))
@@ -178,17 +178,6 @@ def parse(url: str | os.PathLike[str]) -> Location:
     return Location("file", _absolute(os.path.expanduser(text)))  # noqa: PTH111  (Path.expanduser raises where it knows no such home)
 
 
-def check_key(key: str, where: object) -> None:
-    """Refuse a key that could leave the place it is relative to; a stranger's checkpoint may have given it to us.
-
-    Raises:
-        FormatError: it names nothing below `where`.
-    """
-    why = _unfit(key)
-    if why:
-        raise FormatError(f"{excerpt(key)} names nothing below {where}: {why}.")
-
-
 def _of_url(scheme: str, rest: str, text: str) -> Location:
     """The location of `scheme://rest`."""
     if scheme not in _SCHEMES:
@@ -218,25 +207,6 @@ def _absolute(path: str) -> str:
     except FileNotFoundError as e:
         raise UrlError(f"{path!r} is relative to the working directory, which was removed; change to another, or give a whole path.") from e
     return "/" + absolute.lstrip("/")
-
-
-def _unfit(path: str) -> str | None:
-    """Why a slash-separated name cannot be kept by every store, None if it can."""
-    if "\\" in path:
-        return "TensorStore turns a backslash into a slash"
-    if "\0" in path:
-        return "it has a NUL in it"
-    if not path.isascii():
-        try:
-            path.encode()
-        except UnicodeEncodeError:
-            return "it is not UTF-8"
-    for name in path.split("/"):
-        if name in ("", ".", ".."):
-            return f"one of the names between its slashes is {name!r}"
-        if name.endswith(".__lock"):
-            return "names that end in .__lock are TensorStore's lock files"
-    return None
 
 
 def _unknown(scheme: str, text: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["MOST_VECTORS", "after"]
+__all__ = ["MOST_VECTORS", "after", "scatter_read"]
 
 MOST_VECTORS = 1000
 """Pieces per call, below the kernel's IOV_MAX of 1024."""
@@ -24,3 +25,14 @@ def after(vectors: Sequence[memoryview], nbytes: int) -> list[memoryview]:
             return [vector[nbytes:], *vectors[i + 1 :]]
         nbytes -= len(vector)
     return []
+
+
+def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview]) -> None:
+    """Fill all vectors from one place of a file; EOFError where it ends before."""
+    while length:
+        got = os.preadv(fd, vectors[:MOST_VECTORS], offset)
+        if got == 0:
+            raise EOFError
+        offset, length = offset + got, length - got
+        if length:
+            vectors = after(vectors, got)

@@ -9,6 +9,6 @@ containers, and import this package. It imports torch only for a program that ha
 from __future__ import annotations
 
 from shardckpt.training.generators import Generators
-from shardckpt.training.state import Stateful, TrainState, collected, train_state
+from shardckpt.training.state import Stateful, TrainState, train_state
 
-__all__ = ["Generators", "Stateful", "TrainState", "collected", "train_state"]
+__all__ = ["Generators", "Stateful", "TrainState", "train_state"]

@@ -29,6 +29,7 @@ from shardckpt.training.likeness import LEFT_OUT, Stored, mirror
 from shardckpt.training.optimizer_forms import keyed_by_ints
 from shardckpt.tree import PerProcess
 from shardckpt.tree.document import Branch, child, leaves_of
+from shardckpt.tree.stateful import StateOwner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from shardckpt.tree.document import Node
     from shardckpt.world import World
 
-__all__ = ["Stateful", "TrainState", "collected", "train_state"]
+__all__ = ["Stateful", "TrainState", "train_state"]
 
 log = logging.getLogger("shardckpt")
 
@@ -111,7 +112,7 @@ def train_state(
     return TrainState(given, values, rng=rng)
 
 
-class TrainState:
+class TrainState(StateOwner):
     """The objects and values of one training; see `train_state`."""
 
     def __init__(self, objects: Mapping[str, Any], values: Mapping[str, Any], *, rng: bool | Literal["exact"]) -> None:
@@ -238,11 +239,6 @@ class TrainState:
     def __repr__(self) -> str:
         """Its entries."""
         return f"<shardckpt.TrainState of {', '.join((*self._objects, *self.values))}>"
-
-
-def collected(state: Any) -> Any:
-    """The plain containers of a state: those of a `TrainState`, and any other as it is."""
-    return state.state_dict() if isinstance(state, TrainState) else state
 
 
 class _Part(Protocol):

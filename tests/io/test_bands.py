@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import shardckpt.io.fetch
 from shardckpt.box import Box, BoxArray
-from shardckpt.io.fetch import scatter_read
 from shardckpt.io.lookup import WholeTable
 from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.io.store import Store
 from shardckpt.io.table import ArrayChunks
+from shardckpt.io.vectors import scatter_read
 from shardckpt.planning.plan import Piece
 
 DTYPES = ("bool", "uint8", "float16", ml_dtypes.bfloat16, "float64", "complex128")
