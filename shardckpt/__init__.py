@@ -16,30 +16,29 @@ from typing import TYPE_CHECKING
 from shardckpt._version import __version__
 
 if TYPE_CHECKING:
-    from shardckpt.box import Box
-    from shardckpt.checkpoint import Checkpoint, open  # noqa: A004
-    from shardckpt.committing import commit
+    from shardckpt.commit.committing import commit
     from shardckpt.convert.export import ExportReport, export, export_safetensors
     from shardckpt.convert.importing import ImportReport, import_checkpoint
-    from shardckpt.coordination import Coordinator
     from shardckpt.errors import ShardckptError
     from shardckpt.frameworks.base import Target
-    from shardckpt.hybrid_mesh import HybridMesh
-    from shardckpt.leaves import register_leaf
-    from shardckpt.manager import CheckpointManager, Restored
-    from shardckpt.mesh import Mesh
-    from shardckpt.op_sharding import OpSharding
+    from shardckpt.frameworks.coordination import Coordinator
+    from shardckpt.frameworks.per_process import PerProcess
+    from shardckpt.layout.box import Box
+    from shardckpt.layout.hybrid_mesh import HybridMesh
+    from shardckpt.layout.mesh import Mesh
+    from shardckpt.layout.op_sharding import OpSharding
+    from shardckpt.layout.partition_spec import PartitionSpec
+    from shardckpt.layout.sharding import Sharding
     from shardckpt.options import SaveOptions
-    from shardckpt.partition_spec import PartitionSpec
-    from shardckpt.per_process import PerProcess
-    from shardckpt.planning.bandwidths import Bandwidths
+    from shardckpt.plan.bandwidths import Bandwidths
+    from shardckpt.reading.checkpoint import Checkpoint, open  # noqa: A004
+    from shardckpt.reading.restore import restore
     from shardckpt.reshard.execute import reshard
-    from shardckpt.restoring import restore
-    from shardckpt.rules import Rules
-    from shardckpt.save_handle import SaveHandle, SaveReport
-    from shardckpt.saving import save, save_async
-    from shardckpt.sharding import Sharding
-    from shardckpt.training import TrainState, train_state
+    from shardckpt.reshard.rules import Rules
+    from shardckpt.state.leaves import register_leaf
+    from shardckpt.training import CheckpointManager, Restored, TrainState, train_state
+    from shardckpt.writing.save import save, save_async
+    from shardckpt.writing.save_handle import SaveHandle, SaveReport
 
 __all__ = [
     "Bandwidths",
@@ -78,37 +77,37 @@ __all__ = [
 ]
 
 _HOME = {
-    "Bandwidths": "planning.bandwidths",
-    "Box": "box",
-    "Checkpoint": "checkpoint",
-    "CheckpointManager": "manager",
-    "Coordinator": "coordination",
+    "Bandwidths": "plan.bandwidths",
+    "Box": "layout.box",
+    "Checkpoint": "reading.checkpoint",
+    "CheckpointManager": "training",
+    "Coordinator": "frameworks.coordination",
     "ExportReport": "convert.export",
-    "HybridMesh": "hybrid_mesh",
+    "HybridMesh": "layout.hybrid_mesh",
     "ImportReport": "convert.importing",
-    "Mesh": "mesh",
-    "OpSharding": "op_sharding",
-    "PartitionSpec": "partition_spec",
-    "PerProcess": "per_process",
-    "Restored": "manager",
-    "Rules": "rules",
-    "SaveHandle": "save_handle",
+    "Mesh": "layout.mesh",
+    "OpSharding": "layout.op_sharding",
+    "PartitionSpec": "layout.partition_spec",
+    "PerProcess": "frameworks.per_process",
+    "Restored": "training",
+    "Rules": "reshard.rules",
+    "SaveHandle": "writing.save_handle",
     "SaveOptions": "options",
-    "SaveReport": "save_handle",
+    "SaveReport": "writing.save_handle",
     "ShardckptError": "errors",
-    "Sharding": "sharding",
+    "Sharding": "layout.sharding",
     "Target": "frameworks.base",
     "TrainState": "training",
-    "commit": "committing",
+    "commit": "commit",
     "export": "convert.export",
     "export_safetensors": "convert.export",
     "import_checkpoint": "convert.importing",
-    "open": "checkpoint",
-    "register_leaf": "leaves",
+    "open": "reading.checkpoint",
+    "register_leaf": "state.leaves",
     "reshard": "reshard",
-    "restore": "restoring",
-    "save": "saving",
-    "save_async": "saving",
+    "restore": "reading.restore",
+    "save": "writing.save",
+    "save_async": "writing.save",
     "train_state": "training",
 }
 """The module that each name comes from."""

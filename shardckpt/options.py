@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt, file_size
-from shardckpt.fields import DEEPEST_METADATA, is_deeper
+from shardckpt.format.fields import DEEPEST_METADATA, is_deeper
 
 if TYPE_CHECKING:
     import os
 
-    from shardckpt.sharding import Layout
+    from shardckpt.layout.sharding import Layout
 
 __all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "checked_options", "parse_bytes"]
 

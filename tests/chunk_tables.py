@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.io.table import Table
+from shardckpt.format.table import Table
 
 __all__ = ["decode_table", "encode_table"]
 

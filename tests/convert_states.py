@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 import shardckpt
-from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, dtypes
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt.layout import dtypes
 
 MiB = 1 << 20
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.planning.plan import chunk_boxes
-from shardckpt.tree import unflatten
+from shardckpt.plan.plan import chunk_boxes
+from shardckpt.state import unflatten
 
 if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardckpt.dtypes import by_name
+from shardckpt.layout.dtypes import by_name
 
 
 def described(value):

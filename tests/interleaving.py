@@ -29,17 +29,17 @@ from types import SimpleNamespace
 import pytest
 import tensorstore as ts
 
-from shardckpt import attempt
-from shardckpt.coordination import Coordinator
+from shardckpt.commit import assemble
+from shardckpt.commit import collect as collecting
+from shardckpt.commit.attempts import is_attempt
+from shardckpt.commit.markers import PINNED, SUPERSEDED
+from shardckpt.commit.publish import RECORD
 from shardckpt.errors import ShardckptError
-from shardckpt.io import assemble
-from shardckpt.io import collect as collecting
-from shardckpt.io.attempts import is_attempt
-from shardckpt.io.commit import RECORD
-from shardckpt.io.markers import PINNED, SUPERSEDED
+from shardckpt.format.record import Tombstone, parse_checkpoint
+from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.io.store import Store
-from shardckpt.record import Tombstone, parse_checkpoint
-from shardckpt.world import World
+from shardckpt.layout.world import World
+from shardckpt.writing import attempt
 
 __all__ = ["GRACE", "VERSIONS", "Actor", "Host", "Stage", "finish"]
 

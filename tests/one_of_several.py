@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardckpt import Coordinator
-from shardckpt.world import World
+from shardckpt.layout.world import World
 
 
 class OneOfSeveral(Coordinator):

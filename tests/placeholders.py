@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
-from shardckpt.io.assemble import finished_hosts
-from shardckpt.io.commit import RECORD, published_attempt
+from shardckpt.commit.assemble import finished_hosts
+from shardckpt.commit.publish import RECORD, published_attempt
+from shardckpt.format.record import Tombstone, format_version, open_envelope, seal
 from shardckpt.io.store import Store
-from shardckpt.record import Tombstone, format_version, open_envelope, seal
 
 __all__ = ["put_placeholder", "undo_commit"]
 

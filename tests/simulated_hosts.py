@@ -7,11 +7,11 @@ from math import prod
 
 import numpy as np
 
-from shardckpt.box import BoxArray, distinct_boxes
-from shardckpt.dtypes import by_name
 from shardckpt.frameworks.base import whole
-from shardckpt.planning.writers import box_holders
-from shardckpt.world import DeviceOwners, World
+from shardckpt.layout.box import BoxArray, distinct_boxes
+from shardckpt.layout.dtypes import by_name
+from shardckpt.layout.world import DeviceOwners, World
+from shardckpt.plan.writers import box_holders
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import shardckpt
-from shardckpt.planning.readers import host_boxes
-from shardckpt.restoring import fill
+from shardckpt.plan.readers import host_boxes
+from shardckpt.reading.restore import fill
 
 if TYPE_CHECKING:
-    from shardckpt.dtypes import DType
+    from shardckpt.layout.dtypes import DType
 
 
 @dataclass
@@ -44,7 +44,7 @@ def read_by_host(url, layouts, hosts) -> list:
     Args:
         url: the checkpoint.
         layouts: tensor's name → the layout to restore onto.
-        hosts: `shardckpt.forecast.hosts.Hosts`.
+        hosts: `shardckpt.reshard.forecast.hosts.Hosts`.
     """
     counted = []
     for host in range(hosts.number):

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
-from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks, save_plan
-from shardckpt.io.codec import CHECKSUM_BYTES
-from shardckpt.world import World
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks
+from shardckpt.format.codec import CHECKSUM_BYTES
+from shardckpt.layout.world import World
+from shardckpt.writing import save_plan
 
 TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))

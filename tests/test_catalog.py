@@ -8,11 +8,11 @@ from placeholders import put_placeholder, undo_commit
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.catalog import catalog
-from shardckpt.collecting import collect
-from shardckpt.coordination.single import SingleProcess
+from shardckpt.commit.collecting import collect
 from shardckpt.errors import NotFoundError, UrlError
-from shardckpt.record import Tombstone, seal
+from shardckpt.format.record import Tombstone, seal
+from shardckpt.frameworks.coordination.single import SingleProcess
+from shardckpt.reading.catalog import catalog
 
 
 def save(place, **options):

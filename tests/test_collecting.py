@@ -17,7 +17,7 @@ import pytest
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.collecting import GRACE, collect, delete
+from shardckpt.commit.collecting import GRACE, collect, delete
 from shardckpt.errors import NotFoundError, OptionError, UrlError
 from shardckpt.io.store import Store
 

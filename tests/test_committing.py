@@ -19,15 +19,15 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.collecting import collect, delete
+from shardckpt.commit.assemble import assemble
+from shardckpt.commit.collecting import collect, delete
+from shardckpt.commit.index import dump_index, packed_documents, read_values
+from shardckpt.commit.publish import discard, publish, read_prior
 from shardckpt.errors import CommitError, NotFoundError
-from shardckpt.io.assemble import assemble
-from shardckpt.io.commit import discard, publish, read_prior
-from shardckpt.io.documents import zarr_documents
-from shardckpt.io.index import dump_index, packed_documents, read_values
+from shardckpt.format.documents import zarr_documents
+from shardckpt.format.record import open_envelope, seal
 from shardckpt.io.store import Store
-from shardckpt.names import natural_key
-from shardckpt.record import open_envelope, seal
+from shardckpt.state.names import natural_key
 
 CHILDREN = Path(__file__).parent / "children"
 LAYOUTS = ["packed", "zarr"]

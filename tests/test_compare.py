@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding
-from shardckpt.compare import compare
-from shardckpt.compare_values import Pair, block_shape, compare_values
 from shardckpt.errors import CorruptionError, OptionError
-from shardckpt.io.reader import LOCAL_RUN
+from shardckpt.reading.compare import compare
+from shardckpt.reading.compare_values import Pair, block_shape, compare_values
+from shardckpt.reading.reader import LOCAL_RUN
 
 MESH = Mesh((4, 2), ("data", "model"))
 

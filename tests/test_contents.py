@@ -2,10 +2,10 @@
 
 import pytest
 
-from shardckpt.contents import Contents
 from shardckpt.errors import CommitError
-from shardckpt.structure import Structure
-from shardckpt.tree import flatten
+from shardckpt.format.contents import Contents
+from shardckpt.format.structure import Structure
+from shardckpt.state import flatten
 
 
 def says(**metadata):

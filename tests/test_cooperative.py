@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from simulated_hosts import Hosts
 
 import shardckpt
-from shardckpt import Bandwidths, Coordinator, Mesh, PartitionSpec, Sharding, cooperative
+from shardckpt import Bandwidths, Coordinator, Mesh, PartitionSpec, Sharding
 from shardckpt.errors import OptionError
-from shardckpt.restoring import _jobs
-from shardckpt.world import World
+from shardckpt.layout.world import World
+from shardckpt.reading import cooperative
+from shardckpt.reading.restore import _jobs
 
 SHAPES = {"w": (64, 48), "v": (48, 64), "b": (50,), "s": (), "e": (0, 3)}
 

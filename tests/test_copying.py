@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt import copying
-from shardckpt.copying import copy_all
+from shardckpt.io import copying
+from shardckpt.io.copying import copy_all
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=8), st.integers(8, 300))

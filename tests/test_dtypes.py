@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardckpt import dtypes
-from shardckpt.dtypes import DTYPES, DType
 from shardckpt.errors import DtypeError
+from shardckpt.layout import dtypes
+from shardckpt.layout.dtypes import DTYPES, DType
 
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 SUB_BYTE_INTS = {"int1": (-1, 1), "uint1": (0, 2), "int2": (-2, 2), "uint2": (0, 4), "int4": (-8, 8), "uint4": (0, 16)}

@@ -19,7 +19,7 @@ from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt.errors import CorruptionError, NotFoundError, StorageError
-from shardckpt.io import packed
+from shardckpt.writing import packed
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,8 @@ from fault_hosts import own, state
 from placeholders import put_placeholder
 
 import shardckpt
-from shardckpt import collecting, errors
+from shardckpt import errors
+from shardckpt.commit import collecting
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ from placeholders import put_placeholder
 from processes import Processes
 
 import shardckpt
-from shardckpt import collecting
+from shardckpt.commit import collecting
 from shardckpt.errors import AlreadyExistsError, NotFoundError, StorageError
-from shardckpt.io import packed
+from shardckpt.writing import packed
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt.errors import AlreadyExistsError, NotFoundError, StorageError
-from shardckpt.io import packed
+from shardckpt.writing import packed
 
 pytestmark = pytest.mark.slow
 

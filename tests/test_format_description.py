@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import shardckpt
-from shardckpt.dtypes import DTYPES
-from shardckpt.names import array_path
-from shardckpt.planning import chunks
+from shardckpt.layout.dtypes import DTYPES
+from shardckpt.plan import chunks
+from shardckpt.state.names import array_path
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt.errors import FormatError
-from shardckpt.planning import chunks
-from shardckpt.record import Tombstone, seal
-from shardckpt.tree import flatten, tensor_names, unflatten
+from shardckpt.format.record import Tombstone, seal
+from shardckpt.plan import chunks
+from shardckpt.state import flatten, tensor_names, unflatten
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -11,7 +11,7 @@ import tensorstore as ts
 import zarr
 
 import shardckpt
-from shardckpt.names import array_path
+from shardckpt.state.names import array_path
 
 GOLDEN = Path(__file__).parent / "golden"
 sys.path[:0] = [str(GOLDEN), str(GOLDEN.parent)]

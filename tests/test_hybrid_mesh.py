@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from shardckpt.errors import ShardingError
-from shardckpt.hybrid_mesh import Device, HybridMesh
-from shardckpt.mesh import Mesh
+from shardckpt.layout.hybrid_mesh import Device, HybridMesh
+from shardckpt.layout.mesh import Mesh
 
 
 def tpu(torus, slices, cores=1, first_slice=0):

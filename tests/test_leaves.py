@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardckpt import leaves
-from shardckpt.dtypes import DTYPES
 from shardckpt.errors import FormatError, LeafError, MissingExtraError, OptionError
+from shardckpt.layout.dtypes import DTYPES
+from shardckpt.state import leaves
 
 NAN_BITS = st.integers(0, 2**52 - 1).filter(bool).map(lambda payload: struct.unpack(">d", struct.pack(">Q", (0x7FF << 52) | payload))[0])
 FLOATS = st.one_of(st.floats(), NAN_BITS, st.sampled_from([0.0, -0.0, 1.0, 1e22, 5e-324, math.inf, -math.inf]))

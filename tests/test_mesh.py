@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.mesh import MAX_DEVICES, Mesh
+from shardckpt.layout.mesh import MAX_DEVICES, Mesh
 
 
 @st.composite

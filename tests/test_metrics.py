@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import shardckpt
-from shardckpt.events import (
+from shardckpt.training.events import (
     Events,
     PreemptionNoticed,
     RestoreFailed,
@@ -26,7 +26,7 @@ from shardckpt.events import (
     SaveStarted,
     StepDeleted,
 )
-from shardckpt.metrics import PHASES, Prometheus
+from shardckpt.training.metrics import PHASES, Prometheus
 
 
 @pytest.fixture
@@ -110,8 +110,9 @@ def test_requests_that_a_bucket_answered_only_when_asked_again_are_counted(regis
 
 
 def test_without_prometheus_client_the_error_says_what_to_install():
-    code = "import sys; sys.modules['prometheus_client'] = None; import shardckpt.metrics"
+    code = "import sys; sys.modules['prometheus_client'] = None; import shardckpt.training.metrics"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (
-        'MissingExtraError: shardckpt.metrics needs prometheus-client; install it with `pip install "shardckpt[metrics]"`.' in done.stderr
+        'MissingExtraError: shardckpt.training.metrics needs prometheus-client; install it with `pip install "shardckpt[metrics]"`.'
+        in done.stderr
     )

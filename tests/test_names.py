@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardckpt import names
 from shardckpt.errors import FormatError, OptionError
+from shardckpt.state import names
 
 ANYTHING = st.text(st.characters(), max_size=40)
 SURROGATES = st.text(st.characters(categories=["Cs"]), min_size=1, max_size=3)

@@ -17,9 +17,9 @@ from fault_proxy import FaultProxy
 
 import shardckpt
 from shardckpt import SaveOptions, errors
-from shardckpt.collecting import collect, delete
-from shardckpt.io.packed import DATA_FILE_BYTES, OBJECT_BYTES, PackedWriter
+from shardckpt.commit.collecting import collect, delete
 from shardckpt.io.store import Store, shared_context
+from shardckpt.writing.packed import DATA_FILE_BYTES, OBJECT_BYTES, PackedWriter
 
 MiB = 1 << 20
 RESTORED = (np.arange(300_000, dtype=np.float32).reshape(600, 500), np.arange(40_000, dtype=np.int32), np.arange(5))

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardckpt import events
-from shardckpt.metrics import PHASES, Prometheus
+from shardckpt.training import events
+from shardckpt.training.metrics import PHASES, Prometheus
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "observing.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)

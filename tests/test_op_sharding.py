@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.mesh import MAX_DEVICES
-from shardckpt.op_sharding import Kind, OpSharding
+from shardckpt.layout.mesh import MAX_DEVICES
+from shardckpt.layout.op_sharding import Kind, OpSharding
 
 SUBGROUPS = [Kind.REPLICATED, Kind.MANUAL, Kind.UNREDUCED]
 

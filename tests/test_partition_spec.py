@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.mesh import Mesh
-from shardckpt.partition_spec import PartitionSpec
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.partition_spec import PartitionSpec
 
 MESH = Mesh((2, 2, 2), ("data", "fsdp", "tensor"))
 

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shardckpt.dtypes import DTYPES
 from shardckpt.errors import FormatError, LeafError, MismatchError, MissingExtraError
-from shardckpt.per_process import LARGEST_VALUES, PerProcess, choose_value, decode_value, encode_value, encode_values
-from shardckpt.tree import flatten
-from shardckpt.world import World
+from shardckpt.frameworks.per_process import LARGEST_VALUES, PerProcess, choose_value, decode_value, encode_value, encode_values
+from shardckpt.layout.dtypes import DTYPES
+from shardckpt.layout.world import World
+from shardckpt.state import flatten
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "format.schema.json").read_text())
 

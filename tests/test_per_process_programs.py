@@ -9,12 +9,18 @@ import sys
 import pytest
 import torch
 
-from shardckpt.per_process import encode_value
+from shardckpt.frameworks.per_process import encode_value
 
 
 def run(code, *, given="", **environment):
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "import json, sys\nfrom shardckpt.per_process import decode_value, encode_value\n" + code],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            "import json, sys\nfrom shardckpt.frameworks.per_process import decode_value, encode_value\n" + code,
+        ],
         input=given,
         capture_output=True,
         text=True,
@@ -123,7 +129,7 @@ def test_an_array_that_another_process_has_a_part_of_is_refused():
 import sys, jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from shardckpt.errors import LeafError
-from shardckpt.per_process import decode_value, encode_value
+from shardckpt.frameworks.per_process import decode_value, encode_value
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 sharding = NamedSharding(jax.make_mesh((2,), ("x",)), PartitionSpec("x"))
 array = jax.make_array_from_callback((2,), sharding, lambda index: np.arange(2)[index])

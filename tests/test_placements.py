@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.box import Box
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.mesh import Mesh
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.placements import MOST_BOXES, Placement, Placements
-from shardckpt.sharding import Sharding
+from shardckpt.layout.box import Box
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.placements import MOST_BOXES, Placement, Placements
+from shardckpt.layout.sharding import Sharding
 
 DP_TP = Mesh((3, 2), ("dp", "tp"))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import OptionError
-from shardckpt.policies import AtSteps, Continuous, EverySeconds, EverySteps, Moment, OnPreemption, Policy, any_of, as_policy
+from shardckpt.training.policies import AtSteps, Continuous, EverySeconds, EverySteps, Moment, OnPreemption, Policy, any_of, as_policy
 
 ASCENDING = st.sets(st.integers(0, 300), min_size=1).map(sorted)
 

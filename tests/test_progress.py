@@ -12,14 +12,23 @@ import pytest
 from rich.console import Console
 
 import shardckpt
-from shardckpt.events import Progressed, RestoreFailed, RestoreFinished, RestoreStarted, SaveCommitted, SaveFailed, SaveStaged, SaveStarted
-from shardckpt.progress import ProgressLine
+from shardckpt.training.events import (
+    Progressed,
+    RestoreFailed,
+    RestoreFinished,
+    RestoreStarted,
+    SaveCommitted,
+    SaveFailed,
+    SaveStaged,
+    SaveStarted,
+)
+from shardckpt.training.progress import ProgressLine
 
 AT = {"url": "run/100", "step": 100}
 SAVES_AND_SHOWS = """
 import sys, numpy as np
-from shardckpt.events import *
-from shardckpt.progress import ProgressLine
+from shardckpt.training.events import *
+from shardckpt.training.progress import ProgressLine
 line = ProgressLine()
 line(SaveStarted(url="run/100", step=100))
 line(SaveStaged(url="run/100", step=100, seconds=0.1, nbytes=1000))

@@ -9,8 +9,8 @@ from itertools import count
 import pytest
 from interrupting import interrupted
 
-import shardckpt.reading_ahead
-from shardckpt.reading_ahead import read_ahead
+import shardckpt.io.reading_ahead
+from shardckpt.io.reading_ahead import read_ahead
 
 SECONDS = 20.0
 
@@ -82,7 +82,7 @@ def test_there_may_be_nothing_to_read():
 def test_whoever_is_interrupted_at_any_instant_leaves_nothing_being_read():
     """Ctrl-C in turn before each line that the calling thread comes to, at each call inside of the pool, and when a thread is to begin."""
     data = bytes(1_000_000)
-    own, pool, waiting = shardckpt.reading_ahead.__file__, concurrent.futures.thread.__file__, threading.Event.wait.__code__
+    own, pool, waiting = shardckpt.io.reading_ahead.__file__, concurrent.futures.thread.__file__, threading.Event.wait.__code__
     for at in count():
         done = []
 

@@ -7,11 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardckpt import Mesh, PartitionSpec, Sharding, dtypes
+from shardckpt import Mesh, PartitionSpec, Sharding
 from shardckpt.errors import FormatError, VersionError
-from shardckpt.names import array_path
-from shardckpt.planning.plan import Piece
-from shardckpt.record import (
+from shardckpt.format.record import (
     CheckpointRecord,
     FileReference,
     HostFiles,
@@ -22,7 +20,10 @@ from shardckpt.record import (
     parse_checkpoint,
     seal,
 )
-from shardckpt.structure import Structure, TensorRecord
+from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.layout import dtypes
+from shardckpt.plan.plan import Piece
+from shardckpt.state.names import array_path
 
 MESH = Mesh((4, 2), ("data", "model"), [3, 1, 2, 0, 7, 5, 6, 4])
 A = TensorRecord(

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt import SaveOptions, errors, restoring
-from shardckpt.dtypes import DType, by_name
+from shardckpt import SaveOptions, errors
 from shardckpt.frameworks.base import whole
+from shardckpt.layout.dtypes import DType, by_name
+from shardckpt.reading import restore as restoring
 
 
 @pytest.fixture

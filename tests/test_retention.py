@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import OptionError
-from shardckpt.retention import Best, EveryKth, Latest, SavedStep, Younger, any_of, as_retention, best
+from shardckpt.training.retention import Best, EveryKth, Latest, SavedStep, Younger, any_of, as_retention, best
 
 NAN = float("nan")
 STEPS = st.dictionaries(st.integers(0, 200), st.one_of(st.none(), st.floats())).map(

@@ -20,8 +20,8 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import Coordinator, SaveOptions, errors
-from shardckpt.saver import Saver
-from shardckpt.world import World
+from shardckpt.layout.world import World
+from shardckpt.writing.saver import Saver
 
 CHILDREN = Path(__file__).parent / "children"
 FRAMEWORKS = ["torch", "DTensor", "JAX", "torch_xla"]
@@ -166,7 +166,7 @@ def test_later_saves_use_the_buffers_and_the_plan_of_the_first(tmp_path, monkeyp
     saver = Saver(memory_limit="16MiB")
     saver.begin(tmp_path / "0", state(5), SaveOptions()).wait()
     kept, most = saver.pool.kept, saver.pool.high_water
-    monkeypatch.setattr("shardckpt.plan_cache.plan_save", None)  # is not called any more
+    monkeypatch.setattr("shardckpt.writing.plan_cache.plan_save", None)  # is not called any more
     for i in range(1, 4):
         saver.begin(tmp_path / str(i), state(5, i), SaveOptions()).wait()
         assert saver.pool.kept == kept
@@ -347,13 +347,13 @@ def test_others_do_not_wait_for_a_process_that_refuses_because_python_ends(tmp_p
             return words.get(key)
 
     def save(process):
-        monkeypatch.setattr("shardckpt.attempt._counts", Counter())  # each process has its own
+        monkeypatch.setattr("shardckpt.writing.attempt._counts", Counter())  # each process has its own
         with pytest.raises(errors.CommitError) as refused:
             shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, coordinator=Words(process))
         return str(refused.value)
 
     with monkeypatch.context() as exiting:
-        exiting.setattr("shardckpt.attempt.is_ending", lambda: True)
+        exiting.setattr("shardckpt.writing.attempt.is_ending", lambda: True)
         assert "Python is ending" in save(ending)
     assert "Python is ending" in save(1 - ending)  # which has two minutes to wait for it
 

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.box import Box, BoxArray
-from shardckpt.dtypes import by_name
 from shardckpt.errors import LeafError
-from shardckpt.mesh import Mesh
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.layout.dtypes import by_name
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
 from shardckpt.options import SaveOptions
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.placements import Placements
-from shardckpt.planning.chunks import even_runs
-from shardckpt.planning.plan import chunks_inside, coverage_gap
-from shardckpt.save_plan import SMALL_BYTES, plan_save
-from shardckpt.sharding import Sharding
+from shardckpt.plan.chunks import even_runs
+from shardckpt.plan.plan import chunks_inside, coverage_gap
+from shardckpt.writing.save_plan import SMALL_BYTES, plan_save
 
 sys.path.insert(0, str(Path(__file__).parent))
 

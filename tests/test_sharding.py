@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.mesh import Mesh
-from shardckpt.op_sharding import Kind, OpSharding
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.sharding import Sharding, layout_from_json
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.op_sharding import Kind, OpSharding
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.sharding import Sharding, layout_from_json
 
 P = PartitionSpec
 MESH = Mesh((4, 2), ("data", "model"))

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from shardckpt.errors import ShardingError
-from shardckpt.hybrid_mesh import Device, HybridMesh
-from shardckpt.mesh import Mesh
-from shardckpt.op_sharding import OpSharding
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.sharding import Sharding
+from shardckpt.layout.hybrid_mesh import Device, HybridMesh
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.op_sharding import OpSharding
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.sharding import Sharding
 
 CHILD = Path(__file__).parent / "children" / "sharding_jax.py"
 NAMED = 300

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding, errors
-from shardckpt.collecting import delete
-from shardckpt.names import array_path, matches
-from shardckpt.record import BASES_VERSION, seal
-from shardckpt.saver import Saver
+from shardckpt.commit.collecting import delete
+from shardckpt.format.record import BASES_VERSION, seal
+from shardckpt.state.names import array_path, matches
+from shardckpt.writing.saver import Saver
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "children")]
 

@@ -10,8 +10,8 @@ import pytest
 
 import shardckpt
 from shardckpt.errors import StorageError
+from shardckpt.io.space import check_space, free_bytes
 from shardckpt.io.store import Store
-from shardckpt.space import check_space, free_bytes
 
 
 def test_a_place_that_is_not_there_yet_has_the_space_of_the_disk_that_it_will_be_on(tmp_path):

@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt import errors, frameworks
-from shardckpt.blocks import Block, parts_of, smaller
-from shardckpt.box import Box
 from shardckpt.io.budget import BufferPool
-from shardckpt.mesh import Mesh
+from shardckpt.layout.box import Box
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.sharding import Sharding
+from shardckpt.layout.world import World
 from shardckpt.options import SaveOptions
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.plan_cache import PlanCache
-from shardckpt.planning.grid_runs import run_boxes
-from shardckpt.planning.plan import Piece, chunks_inside
-from shardckpt.save_plan import plan_save
-from shardckpt.sharding import Sharding
-from shardckpt.staging import Fetched, Stage, read
-from shardckpt.world import World
+from shardckpt.plan.blocks import Block, parts_of, smaller
+from shardckpt.plan.grid_runs import run_boxes
+from shardckpt.plan.plan import Piece, chunks_inside
+from shardckpt.writing.plan_cache import PlanCache
+from shardckpt.writing.save_plan import plan_save
+from shardckpt.writing.staging import Fetched, Stage, read
 
 MiB = 1 << 20
 

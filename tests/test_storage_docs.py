@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from fault_proxy import FaultProxy
 
 import shardckpt
-from shardckpt.io import cloud as settings
+from shardckpt.io.buckets import cloud as settings
 from shardckpt.io.store import Store, shared_context
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "storage.md").read_text()

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardckpt import Mesh, OpSharding, PartitionSpec, Sharding, dtypes
-from shardckpt.bases import Base, InBase
+from shardckpt import Mesh, OpSharding, PartitionSpec, Sharding
 from shardckpt.errors import CommitError, FormatError
-from shardckpt.names import array_path, piece_path
-from shardckpt.placements import Placements
-from shardckpt.planning.plan import Piece
-from shardckpt.structure import Structure, TensorRecord
+from shardckpt.format.bases import Base, InBase
+from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.layout import dtypes
+from shardckpt.layout.placements import Placements
+from shardckpt.plan.plan import Piece
+from shardckpt.state.names import array_path, piece_path
 
 
 def tensor(name, shape, layout=None, *, pieces=None, dtype="float32", partial=False):

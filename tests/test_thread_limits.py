@@ -10,9 +10,9 @@ import pytest
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.catalog import catalog
-from shardckpt.collecting import collect
-from shardckpt.compare import compare
+from shardckpt.commit.collecting import collect
+from shardckpt.reading.catalog import catalog
+from shardckpt.reading.compare import compare
 
 STATE = {"a": np.arange(3 << 20, dtype=np.float32), "b": np.ones((2048, 1024)), "small": np.arange(7)}
 
@@ -119,7 +119,7 @@ def test_a_process_that_really_can_start_none_says_so(tmp_path):
         import sys, threading, numpy, shardckpt
         state = {"w": numpy.zeros(3 << 20)}
         shardckpt.save(sys.argv[1] + "/c", state)
-        import shardckpt.manager.manager
+        import shardckpt.training.manager
         threading.stack_size(1 << 46)  # more than there are addresses
         for act in (
             lambda: shardckpt.save(sys.argv[1] + "/d", state),

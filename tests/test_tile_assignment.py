@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import ShardingError
-from shardckpt.mesh import MAX_DEVICES
-from shardckpt.tile_assignment import Iota, TileAssignment
+from shardckpt.layout.mesh import MAX_DEVICES
+from shardckpt.layout.tile_assignment import Iota, TileAssignment
 
 
 @st.composite

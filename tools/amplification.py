@@ -38,18 +38,19 @@ import ml_dtypes
 import numpy as np
 
 import shardckpt
-from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks, save_plan
-from shardckpt.box import distinct_boxes
-from shardckpt.io.codec import CHECKSUM_BYTES
-from shardckpt.io.reader import Request
-from shardckpt.planning.plan import overlaps
-from shardckpt.world import World
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks
+from shardckpt.format.codec import CHECKSUM_BYTES
+from shardckpt.layout.box import distinct_boxes
+from shardckpt.layout.world import World
+from shardckpt.plan.plan import overlaps
+from shardckpt.reading.reader import Request
+from shardckpt.writing import save_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardckpt.box import BoxArray
-    from shardckpt.structure import TensorRecord
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.layout.box import BoxArray
 
 Array = np.ndarray[Any, Any]
 Shapes = dict[str, tuple[int, ...]]

@@ -31,11 +31,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import shardckpt
-from shardckpt import Mesh, PartitionSpec, PerProcess, SaveOptions, ShardckptError, Sharding, save_plan
-from shardckpt.dtypes import DTYPES
-from shardckpt.io import host as host_writer
-from shardckpt.io.packed import PackedWriter
-from shardckpt.planning import chunks
+from shardckpt import Mesh, PartitionSpec, PerProcess, SaveOptions, ShardckptError, Sharding
+from shardckpt.layout.dtypes import DTYPES
+from shardckpt.plan import chunks
+from shardckpt.writing import host as host_writer
+from shardckpt.writing import save_plan
+from shardckpt.writing.packed import PackedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -22,10 +22,11 @@ import ml_dtypes
 import numpy as np
 
 import shardckpt
-from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding, save_plan
-from shardckpt.dtypes import DTYPES
-from shardckpt.planning import chunks
-from shardckpt.record import BASES_VERSION, FORMAT_VERSION
+from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding
+from shardckpt.format.record import BASES_VERSION, FORMAT_VERSION
+from shardckpt.layout.dtypes import DTYPES
+from shardckpt.plan import chunks
+from shardckpt.writing import save_plan
 
 TESTS = Path(__file__).parents[1] / "tests"
 GOLDEN = TESTS / "golden"

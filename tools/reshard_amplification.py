@@ -26,11 +26,11 @@ import numpy as np
 
 import shardckpt
 from shardckpt import SaveOptions
+from shardckpt.format.structure import Structure
 from shardckpt.reshard import ReshardOptions, plan_reshard
-from shardckpt.rules import Rules
-from shardckpt.rules.like import Like
-from shardckpt.save_plan import tensor_record
-from shardckpt.structure import Structure
+from shardckpt.reshard.rules import Rules
+from shardckpt.reshard.rules.like import Like
+from shardckpt.writing.save_plan import tensor_record
 
 if TYPE_CHECKING:
     from shardckpt import Sharding

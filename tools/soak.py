@@ -34,7 +34,13 @@ import numpy as np
 import tensorstore  # noqa: F401  (imported before the forks)
 
 import shardckpt
-from shardckpt import attempt, collecting, events, manager, policies, retention, saver  # noqa: F401
+from shardckpt import training as manager
+from shardckpt.commit import collecting
+from shardckpt.training import events, policies, retention
+from shardckpt.writing import (
+    attempt,
+    saver,  # noqa: F401
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "children"))
 from fork_server import DirectoryCoordinator

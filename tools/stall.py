@@ -36,7 +36,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardckpt.staging import Fetched
+    from shardckpt.writing.staging import Fetched
 
 BATCH = 256
 _RATE = 1e-3
@@ -66,12 +66,12 @@ def measure(place: str, state: Callable[[], Any], step: Callable[[], Any], saves
         meet: waits for the other processes, so that they measure the same at the same time.
     """
     from shardckpt import SaveOptions, frameworks
-    from shardckpt.coordination import Coordinator
+    from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.options import parse_bytes
-    from shardckpt.save_plan import plan_save
-    from shardckpt.saver import Saver
-    from shardckpt.staging import MOST_COPIES, read
-    from shardckpt.tree import flatten
+    from shardckpt.state import flatten
+    from shardckpt.writing.save_plan import plan_save
+    from shardckpt.writing.saver import Saver
+    from shardckpt.writing.staging import MOST_COPIES, read
 
     saver = Saver(memory_limit=parse_bytes("4GiB", "memory_limit"))
     world = Coordinator.current().world

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shardckpt.cli import commit, diff, exits, export, gc, import_, info, ls, pin, plan, reshard, verify
+from shardckpt.cli import commit, diff, exits, export, gc, import_, ls, pin, reshard, verify
+from shardckpt.cli.info import command as info
+from shardckpt.cli.plan import command as plan
 from shardckpt.cli.project import project_url
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from shardckpt.cli.text import visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.committing import Outcome
+    from shardckpt.commit.committing import Outcome
 
 __all__ = ["commit"]
 
@@ -27,7 +27,7 @@ def commit(
 
     The status is 1 if there are unfinished saves and none of them could be committed.
     """
-    from shardckpt.committing import commit as commit_all
+    from shardckpt.commit.committing import commit as commit_all
 
     found = commit_all(root)
     if as_json:

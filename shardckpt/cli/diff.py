@@ -13,7 +13,7 @@ from shardckpt.cli.text import count, file_size, shape_text, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.compare import Aspect, Change, Comparison, ValueChange
+    from shardckpt.reading.compare import Aspect, Change, Comparison, ValueChange
 
 __all__ = ["diff"]
 
@@ -35,7 +35,7 @@ def diff(
     The status is 1 if they differ. How tensors are chunked and packed is never a difference.
     """
     from shardckpt.cli.opening import open_checkpoint
-    from shardckpt.compare import compare
+    from shardckpt.reading.compare import compare
 
     first, second = open_checkpoint(a), open_checkpoint(b)
     with progress_bar("comparing") as progress:

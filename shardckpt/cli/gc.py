@@ -15,7 +15,7 @@ from shardckpt.cli.text import count, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.collecting import Collected
+    from shardckpt.commit.collecting import Collected
 
 __all__ = ["gc", "rm"]
 
@@ -36,7 +36,7 @@ def gc(
     Checkpoints stay, and so does whatever may be a save under way.
     """
     seconds = parse_duration(grace, "--grace")
-    from shardckpt.collecting import collect
+    from shardckpt.commit.collecting import collect
 
     found = collect(root, grace=seconds, dry_run=dry_run)
     if as_json:
@@ -65,7 +65,7 @@ def rm(
             raise typer.BadParameter("there is nobody to ask whether to delete it; give --yes.")
         if not typer.confirm(f"Delete {visible(url)}?", err=True):
             raise typer.Exit(1)
-    from shardckpt.collecting import delete
+    from shardckpt.commit.collecting import delete
     from shardckpt.io.url import parse
 
     found = delete(url, grace=seconds)

@@ -89,7 +89,7 @@ def import_(
     Every element stays what it is, but for what --dtype converts. Interrupted, the same command goes on where it was. SRC is only read.
     """
     from shardckpt.convert.importing import import_checkpoint
-    from shardckpt.rules import parse_mesh
+    from shardckpt.reshard.rules import parse_mesh
 
     if trust_pickle:
         print(

@@ -9,9 +9,9 @@ from shardckpt.cli.text import visible
 from shardckpt.excerpt import shortened
 
 if TYPE_CHECKING:
-    from shardckpt.mesh import Mesh
-    from shardckpt.sharding import Layout
-    from shardckpt.structure import StoredLayout
+    from shardckpt.format.structure import StoredLayout
+    from shardckpt.layout.mesh import Mesh
+    from shardckpt.layout.sharding import Layout
 
 __all__ = ["layout_text", "mesh_text", "op_sharding_text", "spec_text"]
 
@@ -21,7 +21,7 @@ LONGEST_OP_SHARDING = 200
 
 def layout_text(layout: StoredLayout | None) -> str:
     """A layout: the spec and the mesh, or the OpSharding where there is no spec; None is plain."""
-    from shardckpt.op_sharding import OpSharding
+    from shardckpt.layout.op_sharding import OpSharding
 
     if layout is None:
         return "plain"
@@ -30,8 +30,8 @@ def layout_text(layout: StoredLayout | None) -> str:
 
 def spec_text(layout: StoredLayout | None) -> str:
     """The spec, or what there is in its place."""
-    from shardckpt.placements import Placements
-    from shardckpt.sharding import Sharding
+    from shardckpt.layout.placements import Placements
+    from shardckpt.layout.sharding import Sharding
 
     if layout is None:
         return "plain"
@@ -57,6 +57,6 @@ def mesh_text(mesh: Mesh) -> str:
 
 def op_sharding_text(layout: Layout, ndim: int) -> str:
     """The OpSharding as XLA writes it, cut off where it is very long."""
-    from shardckpt.sharding import Sharding
+    from shardckpt.layout.sharding import Sharding
 
     return shortened((layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo(), LONGEST_OP_SHARDING)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt.bases import BESIDE
 from shardckpt.cli.duration import duration_text
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.screen import Cell, Screen, write_json
 from shardckpt.cli.text import count, file_size, visible
 from shardckpt.excerpt import shortened
+from shardckpt.format.bases import BESIDE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardckpt.catalog import CatalogEntry
+    from shardckpt.reading.catalog import CatalogEntry
 
 __all__ = ["ls"]
 
@@ -32,7 +32,7 @@ def ls(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """List the checkpoints below a directory."""
-    from shardckpt.catalog import catalog
+    from shardckpt.reading.catalog import catalog
 
     with suggesting_import(root):
         entries = catalog(root, everything=everything)

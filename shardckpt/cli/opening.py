@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardckpt.checkpoint import Checkpoint
+    from shardckpt.reading.checkpoint import Checkpoint
 
 __all__ = ["open_checkpoint", "suggesting_import"]
 
@@ -20,7 +20,7 @@ def open_checkpoint(url: str) -> Checkpoint:
     Raises:
         NotFoundError: there is none; names `shardckpt import` where another format is there.
     """
-    from shardckpt.checkpoint import open as opened
+    from shardckpt.reading.checkpoint import open as opened
 
     with suggesting_import(url):
         return opened(url)

@@ -23,7 +23,7 @@ def pin(urls: Urls, as_json: Json = False) -> None:
 
     Neither the training that saves them nor rm deletes them until they are unpinned.
     """
-    from shardckpt import pinning
+    from shardckpt.commit import pinning
 
     for url in urls:
         pinning.pin(url)
@@ -32,7 +32,7 @@ def pin(urls: Urls, as_json: Json = False) -> None:
 
 def unpin(urls: Urls, as_json: Json = False) -> None:
     """Let checkpoints be deleted again."""
-    from shardckpt import pinning
+    from shardckpt.commit import pinning
 
     for url in urls:
         pinning.unpin(url)

@@ -76,7 +76,7 @@ def reshard(
         commit(destination, as_json=as_json)
         return
     from shardckpt.reshard import reshard as run
-    from shardckpt.rules import parse_mesh
+    from shardckpt.reshard.rules import parse_mesh
 
     choices: dict[str, Any] = {"layout": layout, "compression": compress, "unmatched": unmatched, "engine": engine}
     with suggesting_import(source), going_on_later("the same command goes on where it was"), transfer_bar("resharding") as progress:

@@ -10,7 +10,7 @@ import typer
 from shardckpt.errors import OptionError
 
 if TYPE_CHECKING:
-    from shardckpt.rules import Rules
+    from shardckpt.reshard.rules import Rules
 
 __all__ = [
     "Compress",
@@ -58,7 +58,7 @@ Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read back wh
 
 def parse_rules(rule: list[str] | None, file: str | None, preset: str | None, hf_config: str | None) -> Rules | None:
     """All rules in the order in which they count: those of the command line, of the file, of the preset; None: there are none."""
-    from shardckpt.rules import Rules
+    from shardckpt.reshard.rules import Rules
 
     found = [Rules.parse(rule)] if rule else []
     found += [Rules.from_file(file)] if file is not None else []

@@ -149,7 +149,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
 @contextmanager
 def transfer_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """The same for bytes, with the rate."""
-    from shardckpt.progress import transfer_columns
+    from shardckpt.training.progress import transfer_columns
 
     with _bar(what, *transfer_columns()) as progress:
         yield progress

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.cli.text import index_range
-from shardckpt.device_boxes import tile_shape
+from shardckpt.layout.device_boxes import tile_shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardckpt.sharding import Layout
+    from shardckpt.layout.sharding import Layout
 
 __all__ = ["Bins", "Tiles", "bins", "tiles_of"]
 

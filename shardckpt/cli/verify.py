@@ -12,7 +12,7 @@ from shardckpt.cli.text import count, file_size, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardckpt.verification import Damage, VerifyReport
+    from shardckpt.reading.verification import Damage, VerifyReport
 
 __all__ = ["verify"]
 

@@ -1,12 +1,8 @@
-"""Other people's formats: a checkpoint written as one of them, and one of them read as a checkpoint.
+"""Other formats: a checkpoint written as one of them, and one of them read as a checkpoint.
 
-The way in: `foreign` is what any format must say of itself, `from_…` is one format each, `detect` tells which one lies somewhere.
-What is read goes into a reshard (`shardckpt.reshard`), which lays it out by rules, within a memory limit, and commits it.
-
-Both ways: `naming` says which tensors there will be, under which names (`renaming`, `ties`), made of what (`mapping`), in which dtype.
-
-The way out: `outputs` says which elements of which tensors make each output, `streaming` reads them block by block, and `to_…` is
-one format each.
-
-May import what a reshard is made of; below `cli` nobody imports it.
+`export` and `importing` are the public functions. `formats` has a folder for each format: its `source` reads it, its `target`
+writes it. `naming` chooses the tensors, their names, dtypes and mappings, `streaming` reads them block by block, and `files`
+publishes what is written. `foreign` is what any source says of itself; an import hands it to `shardckpt.reshard`, which lays it
+out by rules, within a memory limit, and commits it. `cli` may import this package; it imports `training`, `reshard` and what is
+below. Begin with `export`.
 """

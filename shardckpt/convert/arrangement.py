@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardckpt.convert.naming import NameOptions, outputs_of
-from shardckpt.convert.renamed_state import end_names, renamed_state
+from shardckpt.convert.naming.choose import NameOptions, outputs_of
+from shardckpt.convert.naming.renamed_state import end_names, renamed_state
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.names import array_path, piece_path, shown
-from shardckpt.planning.views import View
+from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.plan.views import View
 from shardckpt.reshard.targets import renamed
-from shardckpt.structure import Structure, TensorRecord
-from shardckpt.tree import flatten, meanings, unflatten
+from shardckpt.state import flatten, meanings, unflatten
+from shardckpt.state.names import array_path, piece_path, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.convert.outputs import OutputTensor
+    from shardckpt.convert.streaming.outputs import OutputTensor
 
 __all__ = ["Arrangement", "check_into", "is_whole"]
 

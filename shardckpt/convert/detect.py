@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
+from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, NotFoundError, OptionError
 from shardckpt.excerpt import excerpt, few
-from shardckpt.io.commit import RECORD
 from shardckpt.io.file_version import file_at
 from shardckpt.io.store import Store
 
@@ -79,7 +79,7 @@ def module_of(name: str) -> FormatModule:
     """
     if name not in FORMATS:
         raise OptionError(f"from_={excerpt(name)}: use {', '.join(repr(one) for one in (AUTO, *FORMATS))}.")
-    found: FormatModule = import_module(f"shardckpt.convert.from_{name}")
+    found: FormatModule = import_module(f"shardckpt.convert.formats.{name}.source")
     return found
 
 

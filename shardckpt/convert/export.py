@@ -7,31 +7,31 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardckpt.checkpoint import Checkpoint
-from shardckpt.convert.hf_configs import config_files, without_others
-from shardckpt.convert.hf_index import INDEX, is_of_a_model, split
-from shardckpt.convert.local_files import LocalFiles
-from shardckpt.convert.naming import NameOptions, outputs_of
-from shardckpt.convert.object_files import ObjectFiles, begun
-from shardckpt.convert.safetensors_layout import lay_out
-from shardckpt.convert.to_safetensors import write_safetensors
+from shardckpt.convert.files.local_files import LocalFiles
+from shardckpt.convert.files.object_files import ObjectFiles, begun
+from shardckpt.convert.formats.safetensors.hf_configs import config_files, without_others
+from shardckpt.convert.formats.safetensors.hf_index import INDEX, is_of_a_model, split
+from shardckpt.convert.formats.safetensors.layout import lay_out
+from shardckpt.convert.formats.safetensors.target import write_safetensors
+from shardckpt.convert.naming.choose import NameOptions, outputs_of
 from shardckpt.convert.whole_state import FORMATS, write_state
-from shardckpt.ending import reading_takes_threads
 from shardckpt.errors import AlreadyExistsError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
+from shardckpt.io.ending import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.names import shown
 from shardckpt.options import check_flag, parse_bytes
-from shardckpt.rules.hf_config import read_config
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reshard.rules.hf_config import read_config
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardckpt.convert.destination import Destination
-    from shardckpt.convert.naming import Patterns
-    from shardckpt.convert.ties import Ties
+    from shardckpt.convert.files.destination import Destination
+    from shardckpt.convert.naming.choose import Patterns
+    from shardckpt.convert.naming.ties import Ties
     from shardckpt.io.url import Location
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
 

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardckpt.errors import FormatError
-from shardckpt.names import array_path, piece_path, shown
-from shardckpt.planning.plan import Piece, coverage_gap
-from shardckpt.structure import Structure, TensorRecord
-from shardckpt.tree import Flat, flatten
+from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.plan.plan import Piece, coverage_gap
+from shardckpt.state import Flat, flatten
+from shardckpt.state.names import array_path, piece_path, shown
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.box import Box
     from shardckpt.convert.span import Entry
-    from shardckpt.dtypes import DType
+    from shardckpt.format.structure import StoredLayout
     from shardckpt.io.url import Location
-    from shardckpt.structure import StoredLayout
+    from shardckpt.layout.box import Box
+    from shardckpt.layout.dtypes import DType
 
 __all__ = ["Foreign", "ForeignTensor", "Part", "row_chunks", "structure_of", "tensors_of"]
 

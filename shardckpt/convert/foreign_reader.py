@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardckpt.box import BoxArray
 from shardckpt.convert.arrangement import is_whole
 from shardckpt.errors import CorruptionError
-from shardckpt.io.wanted import Wanted
 from shardckpt.io.workers import Workers
-from shardckpt.names import shown
+from shardckpt.layout.box import BoxArray
+from shardckpt.reading.wanted import Wanted
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.span import Entry
     from shardckpt.io.stats import ReadStats
-    from shardckpt.io.wanted import Part, Request
-    from shardckpt.planning.plan import Piece
+    from shardckpt.plan.plan import Piece
+    from shardckpt.reading.wanted import Part, Request
 
 __all__ = ["ForeignReader"]
 

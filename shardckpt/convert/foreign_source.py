@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.detect import module_of
 from shardckpt.convert.foreign_reader import ForeignReader
-from shardckpt.convert.naming import NameOptions
-from shardckpt.fields import DEEPEST_METADATA, is_deeper
-from shardckpt.io.codec import largest_chunk
-from shardckpt.io.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS
+from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.format.codec import largest_chunk
+from shardckpt.format.fields import DEEPEST_METADATA, is_deeper
+from shardckpt.format.record import CheckpointRecord
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.url import parse
-from shardckpt.record import CheckpointRecord
+from shardckpt.reading.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS
 from shardckpt.reshard.memory import READERS
 
 if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign
     from shardckpt.io.url import Location
-    from shardckpt.planning.views import View
+    from shardckpt.plan.views import View
 
 __all__ = ["ForeignSource", "ForeignSpec"]
 

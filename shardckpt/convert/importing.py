@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.convert.detect import AUTO, detect, module_of
 from shardckpt.convert.foreign_source import ForeignSpec
-from shardckpt.convert.naming import NameOptions
-from shardckpt.ending import reading_takes_threads
+from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.errors import NotFoundError, OptionError, out_of_memory_is_typed
+from shardckpt.io.ending import reading_takes_threads
 from shardckpt.io.file_version import file_at
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
-    from shardckpt.checkpoint import Checkpoint
-    from shardckpt.convert.mapping import Mapping as NamesMapping
-    from shardckpt.convert.naming import Patterns
-    from shardckpt.convert.ties import Ties
-    from shardckpt.mesh import Mesh
-    from shardckpt.partition_spec import PartitionSpec
-    from shardckpt.rules import Rules
+    from shardckpt.convert.naming.choose import Patterns
+    from shardckpt.convert.naming.mapping import Mapping as NamesMapping
+    from shardckpt.convert.naming.ties import Ties
+    from shardckpt.layout.mesh import Mesh
+    from shardckpt.layout.partition_spec import PartitionSpec
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reshard.rules import Rules
 
 __all__ = ["ImportReport", "import_checkpoint"]
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.names import child_name, component_names, shown
-from shardckpt.structure import Structure
+from shardckpt.format.structure import Structure
+from shardckpt.state.document import Branch, Tensor, Tied, child, meanings, parse, write
+from shardckpt.state.names import child_name, component_names, shown
 from shardckpt.training.optimizer_forms import FORMS, map_schedules, read_optimizer
-from shardckpt.tree.document import Branch, Tensor, Tied, child, meanings, parse, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardckpt.convert.outputs import OutputTensor
+    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.state.document import Node
     from shardckpt.training.optimizer_forms import OptimizerNodes
-    from shardckpt.tree.document import Node
 
 __all__ = ["check_form", "with_optimizers_as"]
 

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from shardckpt.box import Box
 from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
-from shardckpt.dtypes import by_name, of_numpy
 from shardckpt.errors import CorruptionError, FormatError
-from shardckpt.names import shown
-from shardckpt.tree import flatten
+from shardckpt.layout.box import Box
+from shardckpt.layout.dtypes import by_name, of_numpy
+from shardckpt.state import flatten
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from shardckpt.convert.formats.torch.file import TorchFile
+    from shardckpt.convert.formats.torch.objects import StoredTensor
     from shardckpt.convert.span import Entry
-    from shardckpt.convert.torch_file import TorchFile
-    from shardckpt.convert.torch_objects import StoredTensor
-    from shardckpt.dtypes import DType
+    from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
-    from shardckpt.planning.plan import Piece
-    from shardckpt.structure import Structure, TensorRecord
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.plan.plan import Piece
 
 __all__ = ["Place", "Placed", "PlacedTensor", "held", "place_tensors", "stored"]
 

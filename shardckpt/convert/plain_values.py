@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt import leaves
+from shardckpt.convert.formats.torch.objects import Dtype, StoredTensor
+from shardckpt.convert.formats.torch.unpickling import Instance, Name
 from shardckpt.convert.placed import held, stored
-from shardckpt.convert.torch_objects import Dtype, StoredTensor
-from shardckpt.convert.unpickling import Instance, Name
 from shardckpt.errors import CorruptionError, DtypeError, FormatError
 from shardckpt.excerpt import excerpt, shortened
-from shardckpt.names import child_name, component_names, shown
-from shardckpt.tree.containers import MAX_DEPTH
+from shardckpt.state import leaves
+from shardckpt.state.containers import MAX_DEPTH
+from shardckpt.state.names import child_name, component_names, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardckpt.convert.torch_file import TorchFile
+    from shardckpt.convert.formats.torch.file import TorchFile
 
 __all__ = ["LEFT", "plain", "whole"]
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError
 from shardckpt.excerpt import excerpt
-from shardckpt.names import shown
-from shardckpt.tree.document import Branch, Custom, Owned, Small, leaves_of, meanings
-from shardckpt.tree.unflatten import decode_leaf
+from shardckpt.state.document import Branch, Custom, Owned, Small, leaves_of, meanings
+from shardckpt.state.names import shown
+from shardckpt.state.unflatten import decode_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.tree.document import Node
+    from shardckpt.state.document import Node
 
 __all__ = ["check_text_keys", "left_out", "notes_of"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import crc32c
 
-from shardckpt.convert.read_back import read_back
+from shardckpt.convert.files.read_back import read_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.box import Box
-    from shardckpt.convert.draft import Draft
-    from shardckpt.convert.outputs import OutputTensor
-    from shardckpt.convert.read_back import Part
-    from shardckpt.planning.plan import Piece
+    from shardckpt.convert.files.draft import Draft
+    from shardckpt.convert.files.read_back import Part
+    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.layout.box import Box
+    from shardckpt.plan.plan import Piece
 
 __all__ = ["StateWriter"]
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.box import Box
 from shardckpt.convert.foreign import ROWS_BYTES, row_chunks
 from shardckpt.convert.span import Entry
+from shardckpt.layout.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.convert.torch_objects import StoredTensor
+    from shardckpt.convert.formats.torch.objects import StoredTensor
 
 __all__ = ["read_box", "run_of", "strided_chunks"]
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
 from shardckpt.convert.nested import nested
 from shardckpt.errors import StructureMismatchError
-from shardckpt.names import shown
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardckpt.structure import Structure, TensorRecord
+    from shardckpt.format.structure import Structure, TensorRecord
 
 __all__ = ["Path", "check_tree"]
 

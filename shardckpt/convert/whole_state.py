@@ -15,29 +15,29 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.optimizer_states import check_form, with_optimizers_as
-from shardckpt.convert.outputs import identity
-from shardckpt.convert.streaming import Stream
+from shardckpt.convert.streaming.outputs import identity
+from shardckpt.convert.streaming.stream import Stream
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt, given
-from shardckpt.names import selector
+from shardckpt.format.structure import Structure
 from shardckpt.reshard.dtype_rules import check_dtypes, plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
-from shardckpt.structure import Structure
-from shardckpt.tree import meanings, select
+from shardckpt.state import meanings, select
+from shardckpt.state.names import selector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardckpt.checkpoint import Checkpoint
-    from shardckpt.convert.naming import Patterns
-    from shardckpt.convert.outputs import OutputTensor
+    from shardckpt.convert.naming.choose import Patterns
     from shardckpt.convert.state_writer import StateWriter
+    from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.io.url import Location
+    from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
 __all__ = ["FORMATS", "WrittenState", "write_state"]
 
-FORMATS = {"torch": ("to_torch", "TorchFile"), "dcp": ("to_dcp", "DcpDirectory"), "orbax": ("to_orbax", "OrbaxDirectory")}
+FORMATS = {"torch": ("torch", "TorchFile"), "dcp": ("dcp", "DcpDirectory"), "orbax": ("orbax", "OrbaxDirectory")}
 """By the name that `--to` takes: the module, and its writer."""
 _OPTIMIZERS = {"torch": "names", "dcp": "names"}
 """The form that optimizers take unless another one is asked for; elsewhere they stay as they are stored."""
@@ -138,6 +138,6 @@ def _selected(
 
 def _writer(to: str, structure: Structure, location: Location, *, overwrite: bool) -> StateWriter:
     module, name = FORMATS[to]
-    made: Any = getattr(import_module(f"shardckpt.convert.{module}"), name)
+    made: Any = getattr(import_module(f"shardckpt.convert.formats.{module}.target"), name)
     writer: StateWriter = made(structure, location, overwrite=overwrite)
     return writer

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardckpt.errors import LeafError
 from shardckpt.frameworks.base import Target
-from shardckpt.names import shown
-from shardckpt.world import World
+from shardckpt.layout.world import World
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
     from types import EllipsisType
 
-    from shardckpt.dtypes import DType
     from shardckpt.frameworks.base import Array, Sink, Source
+    from shardckpt.layout.dtypes import DType
 
 __all__ = ["fetch", "identity", "is_tensor", "meaning", "reduce_partial", "settle", "source", "sources", "target"]
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
-from shardckpt.box import Box, BoxArray
-from shardckpt.dtypes import DType, by_name, of_numpy
 from shardckpt.errors import OptionError
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.layout.dtypes import DType, by_name, of_numpy
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.placements import Placements
-    from shardckpt.sharding import Layout
-    from shardckpt.world import World
+    from shardckpt.layout.placements import Placements
+    from shardckpt.layout.sharding import Layout
+    from shardckpt.layout.world import World
 
 __all__ = ["Array", "Sink", "Source", "Target", "dtype_of", "whole"]
 

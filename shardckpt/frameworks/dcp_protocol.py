@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.box import Box, BoxArray
 from shardckpt.errors import LeafError
 from shardckpt.frameworks.torch import TensorSink, check_fillable, check_kind, dtype_of_tensor, host_array, is_host_memory
-from shardckpt.names import shown
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from shardckpt.dtypes import DType
     from shardckpt.frameworks.base import Array, Sink, Source, Target
-    from shardckpt.world import World
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.layout.world import World
 
 __all__ = ["accepts", "identity", "matches", "settle", "sources", "target"]
 

@@ -1,6 +1,6 @@
 """PyTorch's DTensor: each process in and out with what its own rank holds, without a collective.
 
-Which boxes that is follows from mesh and placements (`shardckpt.placements`), if the local tensor is what they say. Its
+Which boxes that is follows from mesh and placements (`shardckpt.layout.placements`), if the local tensor is what they say. Its
 shape is checked, and where it differs nothing is guessed. (One difference the shape does not always show: from a
 `_StridedShard` of a length that its parts do not divide, torch's own `distribute_tensor` and `full_tensor` make other shards
 than FSDP2 does. Here it means what FSDP2 means.)
@@ -39,17 +39,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target
 from shardckpt.frameworks.torch import TensorSink, check_fillable, check_kind, dtype_of_tensor, host_array, is_host_memory
-from shardckpt.mesh import Mesh
-from shardckpt.names import shown
-from shardckpt.placements import Placement, Placements
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.placements import Placement, Placements
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from shardckpt.box import Box, BoxArray
-    from shardckpt.dtypes import DType
-    from shardckpt.sharding import Sharding
-    from shardckpt.world import World
+    from shardckpt.layout.box import Box, BoxArray
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.layout.sharding import Sharding
+    from shardckpt.layout.world import World
 
 __all__ = ["accepts", "from_device_mesh", "from_placements", "identity", "matches", "reduce_partial", "settle", "sources", "target"]
 

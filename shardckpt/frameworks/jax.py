@@ -31,21 +31,21 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from shardckpt.dtypes import DType, of_numpy
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target
 from shardckpt.frameworks.jax_holders import holders_of, sharers_of
 from shardckpt.frameworks.jax_keys import check_named, is_keys, key_shape, keys_of, meaning, words_of
 from shardckpt.frameworks.jax_layout import Shards, layout_of, local_shards, to_jax
-from shardckpt.names import shown
-from shardckpt.op_sharding import OpSharding
-from shardckpt.sharding import Layout, Sharding
+from shardckpt.layout.dtypes import DType, of_numpy
+from shardckpt.layout.op_sharding import OpSharding
+from shardckpt.layout.sharding import Layout, Sharding
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from shardckpt.box import BoxArray
-    from shardckpt.world import World
+    from shardckpt.layout.box import BoxArray
+    from shardckpt.layout.world import World
 
 __all__ = ["accepts", "identity", "matches", "meaning", "settle", "sources", "target"]
 

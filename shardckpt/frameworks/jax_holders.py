@@ -17,13 +17,13 @@ import jax
 import numpy as np
 
 from shardckpt.errors import ShardingError
-from shardckpt.names import shown
-from shardckpt.planning.writers import box_holders
+from shardckpt.plan.writers import box_holders
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from shardckpt.frameworks.jax_layout import Shards
-    from shardckpt.sharding import Layout
-    from shardckpt.world import DeviceOwners, World
+    from shardckpt.layout.sharding import Layout
+    from shardckpt.layout.world import DeviceOwners, World
 
 __all__ = ["holders_of", "sharers_of"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from shardckpt.errors import LeafError
-from shardckpt.names import shown
+from shardckpt.state.names import shown
 
 __all__ = ["check_named", "is_keys", "key_shape", "keys_of", "meaning", "words_of"]
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from shardckpt.box import BoxArray, distinct_boxes
 from shardckpt.errors import ShardingError
-from shardckpt.mesh import Mesh
-from shardckpt.op_sharding import Kind, OpSharding
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.sharding import Layout, Sharding
+from shardckpt.layout.box import BoxArray, distinct_boxes
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.op_sharding import Kind, OpSharding
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.sharding import Layout, Sharding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

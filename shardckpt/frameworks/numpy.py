@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.dtypes import DType, of_numpy
 from shardckpt.errors import DtypeError, LeafError
 from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
-from shardckpt.names import shown
+from shardckpt.layout.dtypes import DType, of_numpy
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from shardckpt.box import BoxArray
-    from shardckpt.world import World
+    from shardckpt.layout.box import BoxArray
+    from shardckpt.layout.world import World
 
 __all__ = ["ArraySink", "ArraySource", "accepts", "identity", "matches", "overlaps_itself", "settle", "sources", "target"]
 

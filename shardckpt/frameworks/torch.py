@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from shardckpt.dtypes import DType, by_name
 from shardckpt.errors import DtypeError, LeafError
 from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
 from shardckpt.frameworks.numpy import overlaps_itself
-from shardckpt.names import shown
+from shardckpt.layout.dtypes import DType, by_name
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from shardckpt.box import BoxArray
-    from shardckpt.world import World
+    from shardckpt.layout.box import BoxArray
+    from shardckpt.layout.world import World
 
 __all__ = [
     "TensorSink",

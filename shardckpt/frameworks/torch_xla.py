@@ -33,7 +33,6 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla import _XLAC
 
-from shardckpt.batches import batches
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
 from shardckpt.frameworks.torch import array_of, dtype_of_tensor, tensor_of
@@ -48,17 +47,18 @@ from shardckpt.frameworks.xla_layout import (
     replicated,
     to_xla,
 )
-from shardckpt.names import shown
-from shardckpt.op_sharding import OpSharding
-from shardckpt.planning.writers import box_holders
-from shardckpt.sharding import Layout, Sharding
+from shardckpt.layout.op_sharding import OpSharding
+from shardckpt.layout.sharding import Layout, Sharding
+from shardckpt.plan.batches import batches
+from shardckpt.plan.writers import box_holders
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from shardckpt.box import BoxArray
-    from shardckpt.dtypes import DType
-    from shardckpt.world import World
+    from shardckpt.layout.box import BoxArray
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.layout.world import World
 
 __all__ = ["accepts", "from_sharding_spec", "from_xla_mesh", "identity", "matches", "settle", "sources", "target"]
 

@@ -17,12 +17,12 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla import _XLAC
 
-from shardckpt.box import BoxArray, distinct_boxes
 from shardckpt.errors import ShardingError
-from shardckpt.mesh import Mesh
-from shardckpt.op_sharding import Kind, OpSharding
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.sharding import Layout, Sharding
+from shardckpt.layout.box import BoxArray, distinct_boxes
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.op_sharding import Kind, OpSharding
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.sharding import Layout, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

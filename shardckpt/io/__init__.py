@@ -1,6 +1,8 @@
-"""Storage: urls, stores, the packed and the plain layout, the chunk table and its reader.
+"""Keys and bytes at a place, and the threads and buffers that move them.
 
-TensorStore and zarr live here and nowhere else in the package. What is here knows keys, bytes and byte ranges;
-it knows nothing of tensors' meaning, of frameworks or of who decides what to save. Modules above may import it;
-it imports `record`, `planning.plan` and the pure modules below.
+`url` says where a place is, `store` reads and writes keys there with typed errors, `buckets` has what GCS and S3 need besides;
+`datafile` and `vectors` move bytes, `budget` and `arena` hand out memory, `workers` and `threads` run tasks. Nothing here knows
+tensors, frameworks or who decides what to save. `commit` and what is above it may import this package; it imports `format`
+and what is below. TensorStore lives here, in `commit.index`, in `writing.packed` and, for zarr, in `format.zarr_dtypes`.
+Begin with `store`.
 """

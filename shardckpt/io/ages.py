@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardckpt.io.buckets.listing import modification_times, storage_now
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.listing import modification_times, storage_now
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

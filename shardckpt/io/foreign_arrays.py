@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorstore as ts
 
-from shardckpt import dtypes
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, MissingDataError
-from shardckpt.fields import LARGEST_DIMENSION
+from shardckpt.format.fields import LARGEST_DIMENSION
+from shardckpt.format.keys import check_key
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.keys import check_key
 from shardckpt.io.store import shared_context
-from shardckpt.names import shown
+from shardckpt.layout import dtypes
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from shardckpt.box import Box
-    from shardckpt.dtypes import DType
     from shardckpt.io.store import Store
+    from shardckpt.layout.box import Box
+    from shardckpt.layout.dtypes import DType
 
 __all__ = ["ForeignArray", "open_arrays"]
 

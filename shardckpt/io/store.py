@@ -40,11 +40,12 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError
-from shardckpt.io import cloud, forking, listing
+from shardckpt.format.keys import check_key
+from shardckpt.io import forking
+from shardckpt.io.buckets import cloud, listing
+from shardckpt.io.buckets.pace import ALONE, Share
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.interrupted import forget_interrupted_write
-from shardckpt.io.keys import check_key
-from shardckpt.io.pace import ALONE, Share
 from shardckpt.io.url import Location, parse
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ class Store:
         check_key(key, self)
         with storage_errors("delete", self.path_of(key)):
             if self.location.scheme == "s3":  # TensorStore 0.1.86 looks first, and then deletes whatever is there
-                from shardckpt.io.conditional_delete import delete_if_match  # botocore is there where the extra is
+                from shardckpt.io.buckets.conditional_delete import delete_if_match  # botocore is there where the extra is
 
                 return delete_if_match(self.location, key, generation)
             if self.location.bucket is not None:

@@ -22,8 +22,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from shardckpt.errors import UrlError
-from shardckpt.io import cloud
-from shardckpt.io.keys import unfit
+from shardckpt.format.keys import unfit
+from shardckpt.io.buckets import cloud
 
 __all__ = ["UNQUOTED", "Location", "parse"]
 

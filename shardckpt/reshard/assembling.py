@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.box import BoxArray
+from shardckpt.format.codec import CHECKSUM_BYTES, room_for
 from shardckpt.io.budget import round_up
-from shardckpt.io.codec import CHECKSUM_BYTES, room_for
-from shardckpt.io.reader import Request
-from shardckpt.planning.plan import chunk_boxes, overlaps, touched
+from shardckpt.layout.box import BoxArray
+from shardckpt.plan.plan import chunk_boxes, overlaps, touched
+from shardckpt.reading.reader import Request
 from shardckpt.reshard.memory import PARTS
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.dtypes import DType
-    from shardckpt.planning.plan import Overlaps, Piece
-    from shardckpt.planning.views import View
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.plan.plan import Overlaps, Piece
+    from shardckpt.plan.views import View
     from shardckpt.reshard.cells import Step
     from shardckpt.reshard.source import Source
-    from shardckpt.structure import TensorRecord
 
     Bytes = NDArray[np.uint8]
 

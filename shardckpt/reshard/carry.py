@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.box import BoxArray
+from shardckpt.commit.host_files import read_host_files, read_table, write_table
 from shardckpt.errors import ShardckptError
-from shardckpt.io.carrying import carry_chunks, carry_lanes
-from shardckpt.io.host_files import read_host_files, read_table, write_table
-from shardckpt.io.lookup import WholeTable
-from shardckpt.io.reader import ChunkReader, Request
-from shardckpt.record import FileReference, HostFiles, HostRecord, seal
+from shardckpt.format.record import FileReference, HostFiles, HostRecord, seal
+from shardckpt.layout.box import BoxArray
+from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.reader import ChunkReader, Request
+from shardckpt.reshard.carrying import carry_chunks, carry_lanes
 from shardckpt.reshard.finished import finished_tasks
 from shardckpt.reshard.memory import readers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.io.table import Table
+    from shardckpt.format.table import Table
     from shardckpt.reshard.job import OpenJob
 
 __all__ = ["Carried", "carry"]

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.box import Box, BoxArray
-from shardckpt.planning.grid_runs import run_boxes
-from shardckpt.planning.plan import count_chunks, touched
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.grid_runs import run_boxes
+from shardckpt.plan.plan import count_chunks, touched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.planning.plan import Piece
+    from shardckpt.plan.plan import Piece
 
     Ints = NDArray[np.int64]
 

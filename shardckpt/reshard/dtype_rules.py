@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Protocol
 
-from shardckpt.dtypes import DTYPES, by_name, castable
 from shardckpt.errors import DtypeError, DtypeMismatchError, OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.names import matches, shown
+from shardckpt.layout.dtypes import DTYPES, by_name, castable
+from shardckpt.state.names import matches, shown
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from shardckpt.dtypes import DType
+    from shardckpt.layout.dtypes import DType
 
 __all__ = ["SHORT_NAMES", "ConvertedSubtree", "DtypePlan", "check_dtypes", "plan_dtypes"]
 

@@ -21,33 +21,33 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardckpt.checkpoint import Checkpoint
-from shardckpt.ending import reading_takes_threads
+from shardckpt.commit.assemble import assemble
+from shardckpt.commit.publish import publish, published_attempt, remove_replaced
+from shardckpt.commit.strays import remove_strays
 from shardckpt.errors import CommitError, OptionError, ShardckptError, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
-from shardckpt.io.assemble import assemble
-from shardckpt.io.commit import publish, published_attempt, remove_replaced
-from shardckpt.io.strays import remove_strays
+from shardckpt.format.record import CheckpointRecord
+from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.space import check_space
 from shardckpt.io.url import parse
-from shardckpt.names import shown
-from shardckpt.record import CheckpointRecord
+from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.carry import carry
 from shardckpt.reshard.clusters import WorkerLostError
 from shardckpt.reshard.engines import check_engine, start
 from shardckpt.reshard.finished import finished_tasks
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
+from shardckpt.reshard.rules import Rule, Rules
 from shardckpt.reshard.source import place_of
 from shardckpt.reshard.task import TaskReport, forget, keep, run_task
-from shardckpt.rules import Rule, Rules
-from shardckpt.space import check_space
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-    from shardckpt.mesh import Mesh
-    from shardckpt.partition_spec import PartitionSpec
+    from shardckpt.layout.mesh import Mesh
+    from shardckpt.layout.partition_spec import PartitionSpec
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.engines import Engine
     from shardckpt.reshard.plan import Task

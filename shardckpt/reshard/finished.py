@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardckpt.commit.assemble import finished_hosts, read_host_record
+from shardckpt.commit.host_files import read_table
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError
-from shardckpt.io.assemble import finished_hosts, read_host_record
-from shardckpt.io.host_files import read_table
-from shardckpt.io.listing import modification_times
+from shardckpt.io.buckets.listing import modification_times
 from shardckpt.io.together import together
 
 if TYPE_CHECKING:

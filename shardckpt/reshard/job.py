@@ -17,26 +17,26 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardckpt._version import __version__
-from shardckpt.checkpoint import Checkpoint
-from shardckpt.contents import Contents
+from shardckpt.commit.assemble import finished_hosts, read_host_record
+from shardckpt.commit.attempts import RESHARD
+from shardckpt.commit.host_files import read_table
+from shardckpt.commit.publish import hold_place, read_prior
 from shardckpt.errors import AlreadyExistsError, CommitError, OptionError, ShardckptError, StorageError
-from shardckpt.io.assemble import finished_hosts, read_host_record
-from shardckpt.io.attempts import RESHARD
-from shardckpt.io.carrying import way
-from shardckpt.io.commit import hold_place, read_prior
-from shardckpt.io.host import describe
-from shardckpt.io.host_files import read_table
+from shardckpt.format.contents import Contents
+from shardckpt.format.record import CheckpointRecord
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.record import CheckpointRecord
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reshard.carrying import way
 from shardckpt.reshard.memory import readers
 from shardckpt.reshard.plan import ReshardPlan, plan_reshard
 from shardckpt.reshard.source import Source, open_source
+from shardckpt.writing.host import describe
 
 if TYPE_CHECKING:
-    from shardckpt.io.commit import Prior
+    from shardckpt.commit.publish import Prior
+    from shardckpt.format.record import FileReference
     from shardckpt.io.url import Location
-    from shardckpt.record import FileReference
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.source import SourceSpec
 

@@ -1,6 +1,6 @@
 """How will each tensor be laid out after the reshard, and why so?
 
-1. With rules: as they say (`shardckpt.rules`).
+1. With rules: as they say (`shardckpt.reshard.rules`).
 2. With a mesh alone: by the spec that the source recorded, as far as the mesh has its axes.
 3. With neither: as it is.
 """
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.placements import Placements
-from shardckpt.rules import Decision
-from shardckpt.sharding import Sharding
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
+from shardckpt.reshard.rules import Decision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.mesh import Mesh
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.layout.mesh import Mesh
     from shardckpt.reshard.options import ReshardOptions
-    from shardckpt.structure import TensorRecord
 
 __all__ = ["decide"]
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardckpt.cores import cores
 from shardckpt.errors import BudgetError
 from shardckpt.excerpt import file_size, mebibytes_above
+from shardckpt.io.cores import cores
 
 if TYPE_CHECKING:
     from shardckpt.io.url import Location

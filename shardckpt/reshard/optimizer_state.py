@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from shardckpt.tree.document import Branch, Tensor, Tied, leaves_of, parse
+from shardckpt.state.document import Branch, Tensor, Tied, leaves_of, parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardckpt.tree.document import Node, Tree
+    from shardckpt.state.document import Node, Tree
 
 __all__ = ["optimizer_state"]
 

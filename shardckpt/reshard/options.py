@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.mesh import Mesh
-from shardckpt.names import selector
+from shardckpt.layout.mesh import Mesh
 from shardckpt.options import check_flag, parse_bytes
 from shardckpt.reshard.dtype_rules import check_dtypes
-from shardckpt.rules import Rules
+from shardckpt.reshard.rules import Rules
+from shardckpt.state.names import selector
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.io.codec import CHECKSUM_BYTES, largest_chunk
+from shardckpt.format.codec import CHECKSUM_BYTES, largest_chunk
 from shardckpt.reshard.cells import Cells, cut, read_bytes, steps
 from shardckpt.reshard.memory import Memory, Sizes, check_limit, share
 from shardckpt.reshard.targets import targets
@@ -25,14 +25,14 @@ from shardckpt.reshard.targets import targets
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from shardckpt.format.record import CheckpointRecord
+    from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
-    from shardckpt.record import CheckpointRecord
     from shardckpt.reshard.cells import Step
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.options import ReshardOptions
+    from shardckpt.reshard.rules import Decision
     from shardckpt.reshard.source import Source
-    from shardckpt.rules import Decision
-    from shardckpt.structure import Structure, TensorRecord
 
 __all__ = ["ReshardPlan", "Share", "Task", "plan_reshard"]
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardckpt.checkpoint import Checkpoint
 from shardckpt.io.url import parse
+from shardckpt.reading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from shardckpt.io.reader import Request
+    from shardckpt.format.record import CheckpointRecord
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.url import Location
-    from shardckpt.record import CheckpointRecord
+    from shardckpt.reading.reader import Request
 
 __all__ = ["Reader", "Source", "SourceSpec", "open_source", "place_of"]
 

@@ -11,22 +11,22 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError
-from shardckpt.names import array_path, piece_path, selector
-from shardckpt.planning.chunks import smallest_chunk
+from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.plan.chunks import smallest_chunk
 from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.layouts import decide
 from shardckpt.reshard.optimizer_state import optimizer_state
-from shardckpt.save_plan import tensor_record
-from shardckpt.structure import Structure, TensorRecord
-from shardckpt.tree import meanings, per_process_names, select
+from shardckpt.state import meanings, per_process_names, select
+from shardckpt.state.names import array_path, piece_path, selector
+from shardckpt.writing.save_plan import tensor_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.dtypes import DType
+    from shardckpt.layout.dtypes import DType
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.options import ReshardOptions
-    from shardckpt.rules import Decision
+    from shardckpt.reshard.rules import Decision
 
 __all__ = ["Targets", "renamed", "targets"]
 

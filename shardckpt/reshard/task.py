@@ -22,18 +22,18 @@ from threading import local
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CommitError, CorruptionError, ShardckptError
-from shardckpt.io.host import HostWriter
-from shardckpt.planning.views import View
-from shardckpt.record import seal
+from shardckpt.format.record import seal
+from shardckpt.plan.views import View
 from shardckpt.reshard.assembling import BatchMemory, PlannedStep, Target, assembled
 from shardckpt.reshard.carry import read_back
 from shardckpt.reshard.job import OpenJob
+from shardckpt.writing.host import HostWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardckpt.format.table import Table
     from shardckpt.io.store import Store
-    from shardckpt.io.table import Table
     from shardckpt.reshard.job import Job
     from shardckpt.reshard.plan import ReshardPlan, Task
 

@@ -1,14 +1,19 @@
-"""The whole state of a training: objects that know their own state, collected in one call and put back in another.
+"""The training loop: when to save, what to keep, where to resume, and the state of everything that trains.
 
-`state` has what users see, `TrainState` and `train_state`. How each kind of object is named and put back is in a module
-by itself: `modules` (torch.nn.Module), `optimizers` (torch.optim.Optimizer), `generators` (random numbers), and
-`likeness` for everything else. Nothing here writes or reads a checkpoint: `saving` and `restoring` ask for plain
-containers, and import this package. It imports torch only for a program that has.
+`manager` is the public `CheckpointManager`. Each question has a file to itself: `decisions` and `timeline` (which steps are
+saved, on all processes alike), `preemption`, `steps`, `resuming` and `cleaning`. `state` has `TrainState` and `train_state`;
+`modules`, `optimizers`, `generators` and `likeness` name the state of each kind of object and put it back. `policies` and
+`retention` are pure rules; `events`, `progress` and `metrics` tell people; `integrations` has the loops of other libraries.
+`convert` and `cli` may import this package; one checkpoint is saved and restored by `writing` and `reading`, which know nothing
+of steps. Begin with `manager`.
 """
 
 from __future__ import annotations
 
 from shardckpt.training.generators import Generators
+from shardckpt.training.manager import CheckpointManager
+from shardckpt.training.resuming import Restored
 from shardckpt.training.state import Stateful, TrainState, train_state
+from shardckpt.training.steps import StepInfo
 
-__all__ = ["Generators", "Stateful", "TrainState", "train_state"]
+__all__ = ["CheckpointManager", "Generators", "Restored", "Stateful", "StepInfo", "TrainState", "train_state"]

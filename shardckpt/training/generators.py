@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt import per_process
+from shardckpt.frameworks import per_process
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

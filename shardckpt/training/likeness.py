@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from shardckpt import frameworks
 from shardckpt.errors import OptionError
 from shardckpt.frameworks.base import Target, dtype_of
-from shardckpt.names import shown
-from shardckpt.tree import PerProcess
-from shardckpt.tree.containers import container_of
-from shardckpt.tree.document import Branch, Node, Tensor, Tied, leaves_of
+from shardckpt.state import PerProcess
+from shardckpt.state.containers import container_of
+from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.names import PathKey
-    from shardckpt.structure import TensorRecord
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.state.names import PathKey
 
 __all__ = ["LEFT_OUT", "Stored", "fitting", "mirror", "new_tensor"]
 

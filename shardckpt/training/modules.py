@@ -21,16 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt.errors import LeafError
-from shardckpt.names import shown
-from shardckpt.save_plan import SMALL_BYTES
+from shardckpt.state.document import child
+from shardckpt.state.names import shown
 from shardckpt.training.likeness import LEFT_OUT, mirror
-from shardckpt.tree.document import child
+from shardckpt.writing.save_plan import SMALL_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardckpt.state.document import Node
     from shardckpt.training.likeness import Stored
-    from shardckpt.tree.document import Node
 
 __all__ = ["NamedModule"]
 

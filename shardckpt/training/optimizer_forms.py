@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardckpt import leaves
-from shardckpt.names import PathKey, child_name
-from shardckpt.tree.document import Branch, Node, Small, child
-from shardckpt.tree.unflatten import decode_leaf
+from shardckpt.state import leaves
+from shardckpt.state.document import Branch, Node, Small, child
+from shardckpt.state.names import PathKey, child_name
+from shardckpt.state.unflatten import decode_leaf
 
 __all__ = ["FORMS", "PER_GROUP", "Group", "OptimizerNodes", "keyed_by_ints", "map_schedules", "read_named", "read_optimizer", "value_of"]
 

@@ -29,16 +29,16 @@ import torch
 from shardckpt import frameworks
 from shardckpt.errors import LeafError, StructureMismatchError
 from shardckpt.frameworks.base import Target
-from shardckpt.names import child_name, shown
+from shardckpt.state.document import Branch, child
+from shardckpt.state.names import child_name, shown
 from shardckpt.training.likeness import LEFT_OUT, Stored, fitting, mirror, new_tensor
 from shardckpt.training.optimizer_forms import OptimizerNodes, read_optimizer
-from shardckpt.tree.document import Branch, child
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardckpt.structure import TensorRecord
-    from shardckpt.tree.document import Node
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.state.document import Node
 
 __all__ = ["NamedOptimizer"]
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardckpt.errors import StructureMismatchError
-from shardckpt.names import shown
+from shardckpt.state.document import Branch, Small, child
+from shardckpt.state.names import shown
 from shardckpt.training.likeness import LEFT_OUT, mirror
 from shardckpt.training.optimizer_forms import PER_GROUP, keyed_by_ints, map_schedules, value_of
-from shardckpt.tree.document import Branch, Small, child
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardckpt.state.document import Node
     from shardckpt.training.likeness import Stored
     from shardckpt.training.optimizer_forms import OptimizerNodes
     from shardckpt.training.optimizers import NamedOptimizer
-    from shardckpt.tree.document import Node
 
 __all__ = ["NamedScheduler"]
 

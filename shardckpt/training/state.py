@@ -24,19 +24,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 
 from shardckpt.errors import MismatchError, OptionError, ShardckptError
 from shardckpt.excerpt import excerpt
+from shardckpt.state import PerProcess
+from shardckpt.state.document import Branch, child, leaves_of
+from shardckpt.state.stateful import StateOwner
 from shardckpt.training.generators import Generators, inherited
 from shardckpt.training.likeness import LEFT_OUT, Stored, mirror
 from shardckpt.training.optimizer_forms import keyed_by_ints
-from shardckpt.tree import PerProcess
-from shardckpt.tree.document import Branch, child, leaves_of
-from shardckpt.tree.stateful import StateOwner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardckpt.structure import TensorRecord
-    from shardckpt.tree.document import Node
-    from shardckpt.world import World
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.layout.world import World
+    from shardckpt.state.document import Node
 
 __all__ = ["Stateful", "TrainState", "train_state"]
 

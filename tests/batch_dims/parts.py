@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Interpreter
 
-from shardckpt.batch_dims import Numbered, Replicate, Shard, Unknown
+from shardckpt.reshard.batch_dims import Numbered, Replicate, Shard, Unknown
 
 
 class Recorder(Interpreter):

@@ -9,7 +9,7 @@ from parts import contradictions, exported_inputs
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.fx import GraphModule
 
-from shardckpt.batch_dims import Numbered, Partial, Replicate, Shard, Unknown, batch_dims
+from shardckpt.reshard.batch_dims import Numbered, Partial, Replicate, Shard, Unknown, batch_dims
 
 
 def checked(program, arguments, **options):

@@ -12,7 +12,7 @@ import torch
 from operators import CONSTANTS, OPERATORS, SAMPLES
 from torch.export import Dim
 
-from shardckpt.batch_dims import batch_dims
+from shardckpt.reshard.batch_dims import batch_dims
 
 CHILDREN = Path(__file__).parents[1] / "children"
 

@@ -10,8 +10,8 @@ from programs import BATCH, inputs, programs, run
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from shardckpt.batch_dims import batch_dims
 from shardckpt.errors import OptionError
+from shardckpt.reshard.batch_dims import batch_dims
 
 
 def traced(steps, symbolic, batch=BATCH):

@@ -14,8 +14,8 @@ from models import AverageLoss, Statistics, exported
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec
-from shardckpt.batch_dims import batch_dims, batch_shardings
 from shardckpt.errors import NamesMismatchError, OptionError, ShardingError
+from shardckpt.reshard.batch_dims import batch_dims, batch_shardings
 
 PAGE = Path(__file__).parents[2] / "docs" / "batch-dims.md"
 MESH = Mesh((4, 2), ("data", "model"))
@@ -60,5 +60,5 @@ def test_the_code_of_the_page_runs():
 
 
 def test_nothing_imports_torch():
-    code = "import sys, shardckpt.batch_dims; assert 'torch' not in sys.modules and 'sympy' not in sys.modules"
+    code = "import sys, shardckpt.reshard.batch_dims; assert 'torch' not in sys.modules and 'sympy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -8,8 +8,8 @@ from parts import contradictions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from shardckpt.batch_dims import batch_dims
 from shardckpt.errors import OptionError
+from shardckpt.reshard.batch_dims import batch_dims
 
 BATCH, WIDTH = 12, 5
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "batch_dims"))
 from models import exported, joint
 from parts import contradictions, exported_inputs
 
-from shardckpt.batch_dims import batch_dims
+from shardckpt.reshard.batch_dims import batch_dims
 
 LLAMA = {
     "hidden_size": 16,

@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore as ts
 
 import shardckpt
-from shardckpt.io.commit import RECORD
+from shardckpt.commit.publish import RECORD
 
 
 def write(store, key, *arguments, **options):

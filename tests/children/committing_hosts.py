@@ -6,7 +6,7 @@ import signal
 
 from many_hosts import save
 
-from shardckpt import attempt
+from shardckpt.writing import attempt
 
 
 def save_and_copy(coordinator, url, copy, options=None):

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import shardckpt
-from shardckpt.convert.naming import NameOptions, outputs_of
+from shardckpt.convert.naming.choose import NameOptions, outputs_of
 from tests.convert.arrays import made
 
 SMALL = {

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-import shardckpt.coordination
+import shardckpt.frameworks.coordination
 
 
-class Files(shardckpt.coordination.Coordinator):
+class Files(shardckpt.frameworks.coordination.Coordinator):
     def __init__(self, directory, process, processes, **options):
         self._directory = directory
         super().__init__(process, processes, **options)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 # A group of one in each process, as scripts have it, is not the job.
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-from shardckpt.coordination import Coordinator
 from shardckpt.errors import ShardckptError
+from shardckpt.frameworks.coordination import Coordinator
 
 ours = Coordinator.current(timeout=60)
 owners = ours.world.devices["jax"]

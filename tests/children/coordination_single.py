@@ -6,10 +6,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
-import shardckpt.coordination
+import shardckpt.frameworks.coordination
 from shardckpt.errors import OptionError
 
-current = shardckpt.coordination.Coordinator.current
+current = shardckpt.frameworks.coordination.Coordinator.current
 together = Barrier(8)
 
 

@@ -12,8 +12,8 @@ from threading import Barrier
 
 import torch.distributed as dist
 
-from shardckpt.coordination import Coordinator
 from shardckpt.errors import ShardckptError
+from shardckpt.frameworks.coordination import Coordinator
 
 scenario, place, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
-from shardckpt.coordination import Coordinator
+from shardckpt.frameworks.coordination import Coordinator
 
 store, rank, world = next(dist.rendezvous("env://"))
 restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -27,11 +27,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardckpt import frameworks
-from shardckpt.dtypes import by_name
 from shardckpt.errors import ShardckptError
 from shardckpt.frameworks.base import Target
-from shardckpt.placements import Placement
-from shardckpt.world import World
+from shardckpt.layout.dtypes import by_name
+from shardckpt.layout.placements import Placement
+from shardckpt.layout.world import World
 
 SECONDS = 120
 """For one job."""

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardckpt
 from shardckpt import Coordinator, Target
-from shardckpt.interconnect.torch import TorchInterconnect
-from shardckpt.shared_reading import _Packed
+from shardckpt.frameworks.interconnect.torch import TorchInterconnect
+from shardckpt.reading.shared_reading import _Packed
 
 
 class Lines(logging.Handler):

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardckpt
 from shardckpt import SaveOptions, Target
-from shardckpt.placements import Placement
+from shardckpt.layout.placements import Placement
 
 MESHES = {
     2: [((2,), (0, 1)), ((2,), (1, 0)), ((1, 2), (0, 1)), ((2, 1), (1, 0))],

@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore  # noqa: F401
 
 import shardckpt
-import shardckpt.manager.manager
+import shardckpt.training.manager
 
 
 def train(root):

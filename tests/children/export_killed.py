@@ -18,7 +18,9 @@ from dying import Killer, in_a_fork
 import shardckpt
 import shardckpt.convert.export  # imported once for all forks
 import shardckpt.errors
-from shardckpt.convert import chunking, local_files, streaming
+from shardckpt.convert.files import local_files
+from shardckpt.convert.streaming import chunking
+from shardckpt.convert.streaming import stream as streaming
 
 chunking.BLOCK_BYTES = 8 << 10
 streaming._BATCH = 32 << 10

@@ -8,8 +8,9 @@ import signal
 import sys
 
 import shardckpt
-from shardckpt.convert import object_target, streaming
-from shardckpt.io import uploading
+from shardckpt.convert.files import object_target
+from shardckpt.convert.streaming import stream as streaming
+from shardckpt.io.buckets import uploading
 
 MiB = 1 << 20
 LIMIT = 24 * MiB

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.checkpoint import Checkpoint
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
+from shardckpt.reading.checkpoint import Checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import exported

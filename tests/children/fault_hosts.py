@@ -8,8 +8,8 @@ import numpy as np
 import s3fs  # noqa: F401
 
 import shardckpt
-from shardckpt import SaveOptions, attempt
-from shardckpt.io import packed
+from shardckpt import SaveOptions
+from shardckpt.writing import attempt, packed
 
 
 def state(seed):

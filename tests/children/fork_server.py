@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np  # noqa: F401
 import tensorstore as ts  # noqa: F401
 
-from shardckpt.coordination import Coordinator
+from shardckpt.frameworks.coordination import Coordinator
 
 
 class DirectoryCoordinator(Coordinator):

@@ -10,8 +10,8 @@ import sys
 import numpy as np
 
 import shardckpt
-from shardckpt.coordination import Coordinator, calls
-from shardckpt.policies import OnPreemption
+from shardckpt.frameworks.coordination import Coordinator, calls
+from shardckpt.training.policies import OnPreemption
 
 framework, process, port, place = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 calls.ANSWER_SECONDS = 1.0

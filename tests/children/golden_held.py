@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardckpt import frameworks
-from shardckpt.box import Box, BoxArray
-from shardckpt.dtypes import of_numpy
-from shardckpt.mesh import Mesh
-from shardckpt.placements import Placements
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.layout.dtypes import of_numpy
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.placements import Placements
 
 
 @dataclass(eq=False)

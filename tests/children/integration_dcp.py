@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardckpt
 from shardckpt import PerProcess, SaveOptions, ShardckptError
-from shardckpt.integrations.dcp import StorageReader, StorageWriter
+from shardckpt.training.integrations.dcp import StorageReader, StorageWriter
 
 VALUES = {"epoch": 3, "lr": 1e-3, "betas": (0.9, 0.999), "milestones": [1, [2, None]], "who": "naïve", "nan": float("inf")}
 BLANK = {"epoch": 0, "lr": 0.0, "betas": (0.0, 0.0), "milestones": [0, [0, 0]], "who": "", "nan": 0.0}

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import shardckpt
 from shardckpt import ShardckptError
-from shardckpt.integrations.hf_trainer import ShardckptCallback
-from shardckpt.policies import OnPreemption
+from shardckpt.training.integrations.hf_trainer import ShardckptCallback
+from shardckpt.training.policies import OnPreemption
 
 VOCABULARY, LENGTH, ROWS, BATCH = 31, 8, 20, 4
 """The batch is for all processes together."""

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardckpt
 from shardckpt import ShardckptError
-from shardckpt.integrations.lightning import ShardckptIO
-from shardckpt.pinning import pin
+from shardckpt.commit.pinning import pin
+from shardckpt.training.integrations.lightning import ShardckptIO
 
 xla._XLA_AVAILABLE = False  # nor look for a TPU
 ROWS, BATCH = 24, 6

@@ -17,11 +17,11 @@ from jax_cases import NAMES, elements, same_bits
 
 import shardckpt
 from shardckpt import frameworks
-from shardckpt.dtypes import by_name
 from shardckpt.frameworks.base import Target
-from shardckpt.op_sharding import OpSharding
-from shardckpt.sharding import Sharding
-from shardckpt.world import DeviceOwners, World
+from shardckpt.layout.dtypes import by_name
+from shardckpt.layout.op_sharding import OpSharding
+from shardckpt.layout.sharding import Sharding
+from shardckpt.layout.world import DeviceOwners, World
 
 F32 = by_name("float32")
 

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from shardckpt.dtypes import by_name
+from shardckpt.layout.dtypes import by_name
 
 NAMES = ("x", "y", "z")
 MESHES = [(8,), (4, 2), (2, 4), (2, 2, 2), (1, 8), (8, 1)]

@@ -14,8 +14,8 @@ from jax_cases import NAMES, same_bits
 
 import shardckpt
 from shardckpt import frameworks
-from shardckpt.dtypes import by_name
 from shardckpt.frameworks.base import Target
+from shardckpt.layout.dtypes import by_name
 
 U32 = by_name("uint32")
 

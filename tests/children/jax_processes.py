@@ -28,11 +28,11 @@ from jax_arrays import compiles, error, on_devices, placed
 from jax_cases import NAMES, elements, layout, same_bits, some
 
 from shardckpt import frameworks
-from shardckpt.dtypes import by_name
 from shardckpt.frameworks.base import Target
 from shardckpt.frameworks.jax_layout import layout_of
-from shardckpt.sharding import Sharding
-from shardckpt.world import DeviceOwners, World
+from shardckpt.layout.dtypes import by_name
+from shardckpt.layout.sharding import Sharding
+from shardckpt.layout.world import DeviceOwners, World
 
 DEVICES = sorted(jax.devices(), key=lambda device: device.id)
 OWNERS = {device.id: device.process_index for device in DEVICES}

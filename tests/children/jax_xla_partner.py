@@ -14,8 +14,8 @@ from jax_cases import NAMES, elements, layout, same_bits, some
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding, Target
-from shardckpt.dtypes import by_name
 from shardckpt.frameworks.torch import array_of, tensor_of
+from shardckpt.layout.dtypes import by_name
 
 ROOT, CROSS = sys.argv[1], int(sys.argv[2])
 DTYPES = ["float32", "bfloat16", "int32", "bool", "uint8", "float8_e5m2", "complex64"]

@@ -21,7 +21,7 @@ from dying import Killer, in_a_fork, tell_deaths
 
 import shardckpt
 import shardckpt.frameworks.numpy
-import shardckpt.saving
+import shardckpt.writing.save
 
 FILES = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 TENSORSTORE = {ts.KvStore: ("write", "delete_range", "experimental_copy_range_to"), ts.Transaction: ("__exit__",)}

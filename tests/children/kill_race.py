@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 import shardckpt
-from shardckpt import attempt
+from shardckpt.writing import attempt
 
 
 def publish_when_told(*arguments):

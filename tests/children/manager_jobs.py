@@ -11,10 +11,11 @@ import numpy as np
 import tensorstore as ts
 
 import shardckpt
-import shardckpt.manager.manager
-from shardckpt import PerProcess, SaveOptions, policies, retention
-from shardckpt.io.job import JobFence
+import shardckpt.training.manager
+from shardckpt import PerProcess, SaveOptions
+from shardckpt.commit.job import JobFence
 from shardckpt.io.store import Store
+from shardckpt.training import policies, retention
 
 OPERATIONS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime")
 
@@ -109,7 +110,7 @@ def restore_while_steps_land(coordinator, root, first):
 
 
 def _alone():
-    from shardckpt.coordination.single import SingleProcess
+    from shardckpt.frameworks.coordination.single import SingleProcess
 
     return SingleProcess()
 
@@ -207,8 +208,8 @@ def roll_back_until_killed(coordinator, root, to, step, k):
 
     Of several processes it dies when all have written.
     """
-    from shardckpt import attempt
-    from shardckpt.manager.lineage import Lineage
+    from shardckpt.training.lineage import Lineage
+    from shardckpt.writing import attempt
 
     attempt._COMMITTING = 1.0
     killer = Killer(k)
@@ -243,7 +244,7 @@ def save_with_metrics(coordinator, root, losses):
 
 def train_and_die(coordinator, root, every, steps, victim, k):
     """Train, keeping three steps; one process dies before the k-th operation of its own that changes the storage."""
-    from shardckpt import attempt
+    from shardckpt.writing import attempt
 
     attempt._COMMITTING, coordinator._timeout = 1.0, 3.0
     if coordinator.world.process == victim:

@@ -38,7 +38,8 @@ def save_different(coordinator, url, states, options=None):
 
 def save_with_the_store_lost(coordinator, url, *lost):
     """Once all have begun, no process of `lost` reaches the store any more; where process 0 does not, nobody hears of the commit."""
-    from shardckpt import attempt, errors
+    from shardckpt import errors
+    from shardckpt.writing import attempt
 
     attempt._STORAGE_LOOK = 0.1
     coordinator.share("begun", None)
@@ -54,7 +55,7 @@ def save_with_the_store_lost(coordinator, url, *lost):
 
 def save_under_two_names(coordinator, url, link):
     """Process 1 goes by a link of another name, so it hears nothing of the commit."""
-    from shardckpt import attempt
+    from shardckpt.writing import attempt
 
     attempt._STORAGE_LOOK = 0.1
     return save(coordinator, link if coordinator.world.process else url)
@@ -90,7 +91,7 @@ def save_many(coordinator, url, saves):
 
 def save_without_committing(coordinator, url, options=None, shift=0, leave_out=()):
     """All hosts write, and the committer dies before it publishes; those of `leave_out` never write."""
-    from shardckpt import attempt
+    from shardckpt.writing import attempt
 
     def die(*_arguments):
         raise KeyboardInterrupt

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 
 import shardckpt
-from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, restoring
-from shardckpt.box import BoxArray, distinct_boxes
-from shardckpt.dtypes import DType
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.io.budget import BufferPool
+from shardckpt.layout.box import BoxArray, distinct_boxes
+from shardckpt.layout.dtypes import DType
+from shardckpt.reading import restore as restoring
 
 SHAPES = {"large": (8192, 8192), **{f"small{i}": (4096, 4096) for i in range(4)}}
 """uint32, so 256 MiB and 64 MiB. Every element is its own flat index."""

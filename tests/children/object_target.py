@@ -6,9 +6,9 @@ import sys
 
 import numpy as np
 
-from shardckpt.convert import object_target
-from shardckpt.convert.object_target import ObjectTarget
-from shardckpt.io import uploading
+from shardckpt.convert.files import object_target
+from shardckpt.convert.files.object_target import ObjectTarget
+from shardckpt.io.buckets import uploading
 from shardckpt.io.url import parse
 
 MiB = 1 << 20

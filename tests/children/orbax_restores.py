@@ -16,9 +16,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardckpt
-from shardckpt.checkpoint import Checkpoint
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
+from shardckpt.reading.checkpoint import Checkpoint
 
 root = Path(sys.argv[1])
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))

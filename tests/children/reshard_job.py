@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import shardckpt
 from shardckpt.reshard import clusters
-from shardckpt.rules import parse_mesh
+from shardckpt.reshard.rules import parse_mesh
 
 arguments = json.loads(sys.argv[1])
 clusters.PATIENCE = arguments.pop("patience", clusters.PATIENCE)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import shardckpt
-from shardckpt.rules import parse_mesh
+from shardckpt.reshard.rules import parse_mesh
 
 
 def status(field):

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 import shardckpt
-from shardckpt.tree import flatten
+from shardckpt.state import flatten
 
 WIDTHS = {
     "hidden_size": 32,

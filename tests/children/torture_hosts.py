@@ -18,8 +18,11 @@ from torture_afflictions import AFFLICTIONS, wrong_clock
 from torture_operations import Operations
 
 import shardckpt
-from shardckpt import SaveOptions, attempt, catalog, collecting
+from shardckpt import SaveOptions
+from shardckpt.commit import collecting
 from shardckpt.errors import CoordinationError
+from shardckpt.reading import catalog
+from shardckpt.writing import attempt
 
 
 def state(process, value):

@@ -21,13 +21,13 @@ from torch_xla import _XLAC
 
 import shardckpt.frameworks.torch_xla as adapter
 from shardckpt import frameworks
-from shardckpt.dtypes import by_name
 from shardckpt.errors import ShardckptError
 from shardckpt.frameworks.base import Target
-from shardckpt.mesh import Mesh
-from shardckpt.op_sharding import OpSharding
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.sharding import Sharding
+from shardckpt.layout.dtypes import by_name
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.op_sharding import OpSharding
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.sharding import Sharding
 
 xr.use_spmd()
 NAMES = ("x", "y", "z")

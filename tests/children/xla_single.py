@@ -12,10 +12,10 @@ import torch_xla
 import torch_xla.runtime as xr
 
 from shardckpt import frameworks
-from shardckpt.dtypes import by_name
 from shardckpt.errors import LeafError
 from shardckpt.frameworks.base import Target
-from shardckpt.op_sharding import OpSharding
+from shardckpt.layout.dtypes import by_name
+from shardckpt.layout.op_sharding import OpSharding
 
 if json.load(sys.stdin)["spmd"]:
     xr.use_spmd()

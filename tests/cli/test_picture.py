@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt import Mesh, OpSharding, PartitionSpec, Sharding
-from shardckpt.cli.picture import picture
+from shardckpt.cli.info.picture import picture
 from shardckpt.cli.screen import Screen
 
 

@@ -1,7 +1,7 @@
 """`shardckpt pin` and `shardckpt unpin`, and what `ls` and `rm` make of it."""
 
 import shardckpt
-from shardckpt.io.markers import SUPERSEDED, mark
+from shardckpt.commit.markers import SUPERSEDED, mark
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 

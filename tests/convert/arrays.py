@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.dtypes import of_numpy
-from shardckpt.structure import TensorRecord
+from shardckpt.format.structure import TensorRecord
+from shardckpt.layout.dtypes import of_numpy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardckpt.convert.outputs import OutputTensor
+    from shardckpt.convert.streaming.outputs import OutputTensor
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -22,8 +22,9 @@ from faults import faulty_cloud
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert import object_target, streaming
-from shardckpt.io import uploading
+from shardckpt.convert.files import object_target
+from shardckpt.convert.streaming import stream as streaming
+from shardckpt.io.buckets import uploading
 from shardckpt.io.store import Store
 
 CHILD = Path(__file__).parents[1] / "children" / "export_to_bucket.py"

@@ -15,7 +15,9 @@ from convert_states import random, saved, sharded
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert import chunking, local_files, streaming
+from shardckpt.convert.files import local_files
+from shardckpt.convert.streaming import chunking
+from shardckpt.convert.streaming import stream as streaming
 
 CHILD = Path(__file__).parents[1] / "children" / "export_killed.py"
 KiB = 1 << 10

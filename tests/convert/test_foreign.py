@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.convert.foreign import ROWS_BYTES, ForeignTensor, Part, row_chunks, structure_of
-from shardckpt.dtypes import by_name
 from shardckpt.errors import FormatError
-from shardckpt.tree import alias_map
+from shardckpt.layout.dtypes import by_name
+from shardckpt.state import alias_map
 
 F32 = by_name("float32")
 

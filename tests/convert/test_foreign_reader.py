@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from shardckpt.box import Box, BoxArray
-from shardckpt.convert import from_safetensors
 from shardckpt.convert.foreign_source import ForeignSource, ForeignSpec
+from shardckpt.convert.formats.safetensors import source as from_safetensors
 from shardckpt.convert.placed import Placed
 from shardckpt.convert.span import Entry
 from shardckpt.errors import CorruptionError
 from shardckpt.io.store import Store
-from shardckpt.io.wanted import Request
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.reading.wanted import Request
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,9 +14,9 @@ from processes import Processes
 from torch.distributed.checkpoint import FileSystemReader
 
 import shardckpt
-from shardckpt.convert import from_dcp
 from shardckpt.convert.detect import detect
 from shardckpt.convert.foreign import ROWS_BYTES
+from shardckpt.convert.formats.dcp import source as from_dcp
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, OptionError, ReplacedError
 from shardckpt.io.store import Store

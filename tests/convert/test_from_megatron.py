@@ -13,8 +13,9 @@ import torch
 from foreign_contents import contents
 
 from shardckpt import restore
-from shardckpt.convert import from_dcp, from_megatron
 from shardckpt.convert.detect import detect
+from shardckpt.convert.formats.dcp import source as from_dcp
+from shardckpt.convert.formats.megatron import source as from_megatron
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import FormatError, OptionError
 from shardckpt.io.url import parse

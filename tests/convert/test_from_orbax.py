@@ -19,7 +19,7 @@ from foreign_states import described
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
-from shardckpt.convert.from_orbax import looks_like, open_foreign
+from shardckpt.convert.formats.orbax.source import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError, StorageError, UncommittedError
 from shardckpt.io.store import Store
@@ -106,7 +106,7 @@ def test_random_keys_are_words_that_are_known_to_be_keys(written):
 
 def test_neither_orbax_nor_jax_is_imported(written):
     code = (
-        "import sys; from shardckpt.io.url import parse; from shardckpt.convert.from_orbax import open_foreign;"
+        "import sys; from shardckpt.io.url import parse; from shardckpt.convert.formats.orbax.source import open_foreign;"
         f"f = open_foreign(parse({str(written[0] / 'older')!r}));"
         "print(len(f.structure.tensors), [name for name in ('jax', 'orbax', 'torch') if name in sys.modules])"
     )

@@ -23,12 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
-from shardckpt.convert.from_torch import looks_like, open_foreign
+from shardckpt.convert.formats.torch.source import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import BudgetError, CorruptionError, FormatError, MissingDataError, ReplacedError, ShardckptError
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.tree import alias_map
+from shardckpt.state import alias_map
 
 DTYPES = [
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64"),
@@ -343,7 +343,7 @@ def test_an_import_restores_as_what_was_saved(tmp_path):
 def test_torch_is_not_imported(tmp_path):
     path = saved(tmp_path, {"w": torch.ones(3)})
     code = (
-        "import sys; from shardckpt.io.url import parse; from shardckpt.convert.from_torch import open_foreign;"
+        "import sys; from shardckpt.io.url import parse; from shardckpt.convert.formats.torch.source import open_foreign;"
         f"print(list(open_foreign(parse({str(path)!r})).structure.tensors), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -13,7 +13,8 @@ import pytest
 from foreign_contents import contents
 
 from shardckpt import restore
-from shardckpt.convert import from_dcp, from_torch_xla
+from shardckpt.convert.formats.dcp import source as from_dcp
+from shardckpt.convert.formats.torch_xla import source as from_torch_xla
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.io.url import parse

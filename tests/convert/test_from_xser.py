@@ -14,9 +14,9 @@ from foreign_contents import contents
 from foreign_states import described
 
 import shardckpt
-from shardckpt.convert import from_torch
 from shardckpt.convert.detect import detect
-from shardckpt.convert.from_xser import looks_like, open_foreign
+from shardckpt.convert.formats.torch import source as from_torch
+from shardckpt.convert.formats.xser.source import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, NotFoundError
 from shardckpt.io.store import Store

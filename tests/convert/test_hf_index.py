@@ -10,7 +10,7 @@ from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardckpt.convert.hf_index import split
+from shardckpt.convert.formats.safetensors.hf_index import split
 from shardckpt.errors import OptionError
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import shardckpt
-from shardckpt.convert.hf_index import split
-from shardckpt.convert.naming import NameOptions, Outputs, mapping_of, outputs_of
+from shardckpt.convert.formats.safetensors.hf_index import split
+from shardckpt.convert.naming.choose import NameOptions, Outputs, mapping_of, outputs_of
 from tests.convert.arrays import Arrays, made, records
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from safetensors.numpy import save, save_file
 
 import shardckpt
 from shardckpt import Mesh, errors
-from shardckpt.convert import from_safetensors
+from shardckpt.convert.formats.safetensors import source as from_safetensors
 from shardckpt.io.file_version import FileVersion
 from shardckpt.io.store import Store
 from shardckpt.reshard import job

@@ -14,10 +14,10 @@ import shardckpt
 from shardckpt import Mesh, errors
 from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
-from shardckpt.convert.naming import NameOptions
-from shardckpt.convert.renamed_state import renamed_state
-from shardckpt.dtypes import by_name
-from shardckpt.tree import alias_map, meanings, unflatten
+from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.naming.renamed_state import renamed_state
+from shardckpt.layout.dtypes import by_name
+from shardckpt.state import alias_map, meanings, unflatten
 
 if TYPE_CHECKING:
     from pathlib import Path

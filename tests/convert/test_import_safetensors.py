@@ -16,10 +16,10 @@ from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, errors
-from shardckpt.convert import from_safetensors
-from shardckpt.convert.safetensors_header import _DTYPES
-from shardckpt.dtypes import by_name
+from shardckpt.convert.formats.safetensors import source as from_safetensors
+from shardckpt.convert.formats.safetensors.header import _DTYPES
 from shardckpt.io.url import parse
+from shardckpt.layout.dtypes import by_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

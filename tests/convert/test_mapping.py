@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.config_files import parse_text
-from shardckpt.convert.mapping_file import PRESETS, config_values, parse_mapping, read_mapping
+from shardckpt.convert.naming.mapping_file import PRESETS, config_values, parse_mapping, read_mapping
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError, ShapeMismatchError
+from shardckpt.reshard.config_files import parse_text
 from tests.convert.arrays import Arrays, made, records
 
 if TYPE_CHECKING:
-    from shardckpt.convert.mapping import Mapping
+    from shardckpt.convert.naming.mapping import Mapping
 
 
 def mapping(text: str, **values: int) -> Mapping:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shardckpt.config_files import parse_text
-from shardckpt.convert.mapping_file import _KEYS, PRESETS, parse_mapping
-from shardckpt.convert.naming import NameOptions
-from shardckpt.convert.renaming import read_names
-from shardckpt.convert.substitution import Substitution
+from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.naming.mapping_file import _KEYS, PRESETS, parse_mapping
+from shardckpt.convert.naming.renaming import read_names
+from shardckpt.convert.naming.substitution import Substitution
+from shardckpt.reshard.config_files import parse_text
 from tests.convert.arrays import made, records
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "mapping.md").read_text()

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
-from shardckpt.convert.naming import NameOptions, Outputs, outputs_of
-from shardckpt.convert.ties import resolve
-from shardckpt.dtypes import of_numpy
+from shardckpt.convert.naming.choose import NameOptions, Outputs, outputs_of
+from shardckpt.convert.naming.ties import resolve
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
-from shardckpt.structure import Structure
-from shardckpt.tree import flatten
+from shardckpt.format.structure import Structure
+from shardckpt.layout.dtypes import of_numpy
+from shardckpt.state import flatten
 from tests.convert.arrays import made
 
 W = np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "children"))
 from faults import Rule, faulty_cloud
 from object_target import LIMIT, SIZE, MiB, content, write
 
-from shardckpt.convert import object_target
-from shardckpt.convert.object_target import ObjectTarget, upload_note
+from shardckpt.convert.files import object_target
+from shardckpt.convert.files.object_target import ObjectTarget, upload_note
 from shardckpt.errors import AlreadyExistsError, BudgetError, CommitError, StorageError
-from shardckpt.io import uploading
+from shardckpt.io.buckets import uploading
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.convert.renaming import Renaming, dotted, read_names
-from shardckpt.convert.substitution import Substitution
+from shardckpt.convert.naming.renaming import Renaming, dotted, read_names
+from shardckpt.convert.naming.substitution import Substitution
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.tree import flatten
+from shardckpt.state import flatten
 
 NAMES = ["model/layers.0/w", "model/layers.1/w", "model/norm", "step"]
 

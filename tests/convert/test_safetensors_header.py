@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors import SafetensorError, deserialize
 
-from shardckpt.convert.safetensors_header import _DTYPES, header_bytes, parse_header
+from shardckpt.convert.formats.safetensors.header import _DTYPES, header_bytes, parse_header
 from shardckpt.errors import DtypeError, FormatError
 
 if TYPE_CHECKING:

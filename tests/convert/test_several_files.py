@@ -11,10 +11,10 @@ from convert_states import random, saved, sharded
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert.local_files import LocalFiles
-from shardckpt.convert.outputs import identity
-from shardckpt.convert.safetensors_layout import lay_out
-from shardckpt.convert.to_safetensors import write_safetensors
+from shardckpt.convert.files.local_files import LocalFiles
+from shardckpt.convert.formats.safetensors.layout import lay_out
+from shardckpt.convert.formats.safetensors.target import write_safetensors
+from shardckpt.convert.streaming.outputs import identity
 
 NAMES = ["a.safetensors", "b.safetensors", "index.json"]
 INDEX = b'{"weight_map": {}}'

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt import Box, errors
-from shardckpt.convert.chunking import blocks, grid, rows
-from shardckpt.convert.outputs import OutputTensor, View, identity
-from shardckpt.convert.streaming import Stream, stream
-from shardckpt.dtypes import by_name
+from shardckpt.convert.streaming.chunking import blocks, grid, rows
+from shardckpt.convert.streaming.outputs import OutputTensor, View, identity
+from shardckpt.convert.streaming.stream import Stream, stream
+from shardckpt.layout.dtypes import by_name
 
 
 def made(checkpoint, outputs, how=rows, limit=64 * MiB, **options):

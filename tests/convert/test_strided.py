@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.box import Box
 from shardckpt.convert.foreign import ROWS_BYTES
+from shardckpt.convert.formats.torch.file import WINDOW, open_torch_file
 from shardckpt.convert.span import LoadedFile, Span
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
-from shardckpt.convert.torch_file import WINDOW, open_torch_file
 from shardckpt.errors import CorruptionError
+from shardckpt.layout.box import Box
 
 
 class CountedFile(LoadedFile):

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.checkpoint import Checkpoint
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
+from shardckpt.reading.checkpoint import Checkpoint
 
 MiB = 1 << 20
 QUIET = {"PYTHONWARNINGS": "ignore", "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -15,10 +15,10 @@ import zarr
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.checkpoint import Checkpoint
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
-from shardckpt.tree import PerProcess
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.state import PerProcess
 
 MiB = 1 << 20
 CHILD = Path(__file__).parents[1] / "children" / "orbax_restores.py"

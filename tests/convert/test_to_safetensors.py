@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert import chunking, safetensors_layout
-from shardckpt.convert.outputs import OutputTensor
-from shardckpt.convert.safetensors_layout import DTYPES, lay_out
-from shardckpt.dtypes import DTYPES as ALL
-from shardckpt.dtypes import by_name
+from shardckpt.convert.formats.safetensors import layout as safetensors_layout
+from shardckpt.convert.formats.safetensors.layout import DTYPES, lay_out
+from shardckpt.convert.streaming import chunking
+from shardckpt.convert.streaming.outputs import OutputTensor
+from shardckpt.layout.dtypes import DTYPES as ALL
+from shardckpt.layout.dtypes import by_name
 
 
 def as_torch(array):

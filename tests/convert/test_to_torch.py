@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.checkpoint import Checkpoint
-from shardckpt.convert.crc32 import combine
+from shardckpt.convert.formats.torch.crc32 import combine
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
+from shardckpt.reading.checkpoint import Checkpoint
 
 MiB = 1 << 20
 

@@ -16,12 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.convert.dcp_metadata import CLASSES, parse_metadata
+from shardckpt.convert.formats.dcp.metadata import CLASSES, parse_metadata
+from shardckpt.convert.formats.torch.file import open_torch_file
+from shardckpt.convert.formats.torch.objects import TABLE
+from shardckpt.convert.formats.torch.unpickling import Build, Instance, Name, unpickle
 from shardckpt.convert.plain_values import plain
 from shardckpt.convert.span import LoadedFile, Span
-from shardckpt.convert.torch_file import open_torch_file
-from shardckpt.convert.torch_objects import TABLE
-from shardckpt.convert.unpickling import Build, Instance, Name, unpickle
 from shardckpt.errors import CorruptionError, FormatError
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=300)

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.checkpoint import Checkpoint
 from shardckpt.cli.app import app
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.io.url import parse
+from shardckpt.reading.checkpoint import Checkpoint
 
 MiB = 1 << 20
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardckpt.coordination.agreement import Get, Set, Wait, encode, gather, join, lead, listen
 from shardckpt.errors import CoordinationError
+from shardckpt.frameworks.coordination.agreement import Get, Set, Wait, encode, gather, join, lead, listen
 
 PATIENCE = 200
 """Operations of each process after which an agreement without further deaths must have ended; it takes about 30."""

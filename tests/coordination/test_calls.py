@@ -8,9 +8,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from shardckpt.coordination import SilentStoreError, calls
-from shardckpt.coordination.calls import StoreCalls
 from shardckpt.errors import CoordinationError
+from shardckpt.frameworks.coordination import SilentStoreError, calls
+from shardckpt.frameworks.coordination.calls import StoreCalls
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shardckpt.coordination.devices import owners, told_devices
 from shardckpt.errors import OptionError
+from shardckpt.frameworks.coordination.devices import owners, told_devices
 
 
 def owned(told, found):

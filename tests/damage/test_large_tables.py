@@ -8,10 +8,11 @@ import pytest
 import shardckpt
 from shardckpt import Mesh, SaveOptions, Sharding
 from shardckpt import PartitionSpec as P
-from shardckpt.io import host_files, store
+from shardckpt.commit import host_files
+from shardckpt.format.table_header import ROW
+from shardckpt.io import store
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
-from shardckpt.io.table_header import ROW
 
 CHUNKS = 1 << 11
 STATE = {"w": np.arange(CHUNKS * 2, dtype=np.float32)}

@@ -11,8 +11,8 @@ from chunk_tables import decode_table
 from faults import TORTURE
 
 import shardckpt
-from shardckpt.io.table import ArrayChunks
-from shardckpt.planning.plan import chunk_boxes
+from shardckpt.format.table import ArrayChunks
+from shardckpt.plan.plan import chunk_boxes
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]
 

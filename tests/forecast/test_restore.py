@@ -8,11 +8,11 @@ from simulated_readers import read_by_host
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding
-from shardckpt.forecast.hosts import Hosts
-from shardckpt.forecast.restore import forecast_restore
-from shardckpt.forecast.stored import ByLayout, ByTable
-from shardckpt.io.places import read_places
-from shardckpt.placements import Placements
+from shardckpt.layout.placements import Placements
+from shardckpt.reading.places import read_places
+from shardckpt.reshard.forecast.hosts import Hosts
+from shardckpt.reshard.forecast.restore import forecast_restore
+from shardckpt.reshard.forecast.stored import ByLayout, ByTable
 
 MESH = Mesh((4, 2), ("data", "model"))
 OTHER = Mesh((3, 2), ("x", "y"), [5, 3, 1, 0, 2, 4])

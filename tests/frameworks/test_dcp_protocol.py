@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from shardckpt import frameworks
-from shardckpt.dtypes import by_name
 from shardckpt.errors import DtypeError, LeafError
-from shardckpt.world import World
+from shardckpt.layout.dtypes import by_name
+from shardckpt.layout.world import World
 
 CHILD = Path(__file__).parents[1] / "children" / "dtensor_ranks.py"
 F32 = by_name("float32")

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardckpt.mesh import Mesh
-from shardckpt.placements import Placements
-from shardckpt.sharding import Sharding
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
 
 CHILD = Path(__file__).parents[1] / "children" / "dtensor_ranks.py"
 ROWS = (1, 2, 3, 5, 6, 7, 10, 12, 13)

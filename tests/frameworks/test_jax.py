@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardckpt.dtypes import DTYPES, by_name
+from shardckpt.layout.dtypes import DTYPES, by_name
 
 CHILDREN = Path(__file__).parents[1] / "children"
 PAIRS, CROSS = 64, 24

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardckpt.planning.writers import Part, deal
+from shardckpt.plan.writers import Part, deal
 
 CHILD = Path(__file__).parents[1] / "children" / "jax_processes.py"
 CASES = 72

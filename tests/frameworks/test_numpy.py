@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from shardckpt import frameworks
-from shardckpt.dtypes import DTYPES, by_name
 from shardckpt.errors import DtypeError, LeafError, OptionError
 from shardckpt.frameworks.base import Target, dtype_of
 from shardckpt.frameworks.numpy import overlaps_itself
-from shardckpt.mesh import Mesh
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.sharding import Sharding
+from shardckpt.layout.dtypes import DTYPES, by_name
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.sharding import Sharding
 
 F32 = by_name("float32")
 

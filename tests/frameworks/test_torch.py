@@ -11,10 +11,10 @@ import torch
 
 import shardckpt
 from shardckpt import frameworks
-from shardckpt.dtypes import by_name
 from shardckpt.errors import DtypeError, LeafError
 from shardckpt.frameworks.base import Target, dtype_of
 from shardckpt.frameworks.torch import array_of, tensor_of
+from shardckpt.layout.dtypes import by_name
 
 F32 = by_name("float32")
 DTYPES = (

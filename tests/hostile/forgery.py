@@ -21,9 +21,9 @@ from placeholders import undo_commit
 
 import shardckpt
 from shardckpt import SaveOptions, ShardckptError
-from shardckpt.catalog import catalog
-from shardckpt.io.table_header import TableHeader
-from shardckpt.tree import iter_leaves
+from shardckpt.format.table_header import TableHeader
+from shardckpt.reading.catalog import catalog
+from shardckpt.state import iter_leaves
 
 MIB = 1 << 20
 LONGEST_MESSAGE = 2000

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shardckpt
-from shardckpt import policies, retention
+from shardckpt.training import policies, retention
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 SECTIONS = {part.split("\n", 1)[0]: part for part in DOCUMENT.split("\n## ")[1:]}

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from processes import Processes
 
 import shardckpt
+from shardckpt.commit.assemble import assemble, finished_hosts, pause, wait_for_hosts
+from shardckpt.commit.host_files import write_table
+from shardckpt.commit.publish import publish, read_prior
 from shardckpt.errors import CommitError, FormatError, MissingDataError
-from shardckpt.io.assemble import assemble, finished_hosts, pause, wait_for_hosts
-from shardckpt.io.commit import publish, read_prior
-from shardckpt.io.host_files import write_table
+from shardckpt.format.record import HostRecord, open_envelope, seal
+from shardckpt.format.table import ArrayChunks, Table
 from shardckpt.io.store import Store
-from shardckpt.io.table import ArrayChunks, Table
-from shardckpt.record import HostRecord, open_envelope, seal
 
 HOSTS = 3
 NAMES = {"large": "array/large", "medium": "array/medium"}

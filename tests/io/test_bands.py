@@ -11,14 +11,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardckpt.io.fetch
-from shardckpt.box import Box, BoxArray
-from shardckpt.io.lookup import WholeTable
-from shardckpt.io.reader import ChunkReader, Request
+import shardckpt.reading.fetch
+from shardckpt.format.table import ArrayChunks
 from shardckpt.io.store import Store
-from shardckpt.io.table import ArrayChunks
 from shardckpt.io.vectors import scatter_read
-from shardckpt.planning.plan import Piece
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.plan import Piece
+from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.reader import ChunkReader, Request
 
 DTYPES = ("bool", "uint8", "float16", ml_dtypes.bfloat16, "float64", "complex128")
 
@@ -88,7 +88,7 @@ def test_chunks_that_are_read_into_place_take_room_beside_it_for_their_checksums
                 assert vector.nbytes == 4
         scatter_read(fd, offset, length, vectors)
 
-    monkeypatch.setattr(shardckpt.io.fetch, "scatter_read", noted)
+    monkeypatch.setattr(shardckpt.reading.fetch, "scatter_read", noted)
     ChunkReader(store, table, threads=2).read([Request("w", array.dtype, [piece], BoxArray.of([Box((0, 0), (64, 8))], 2), [into])])
 
     assert np.array_equal(into, array)

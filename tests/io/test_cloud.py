@@ -21,7 +21,7 @@ from s3fs import S3FileSystem
 
 import shardckpt
 from shardckpt.errors import MissingExtraError, OptionError, StorageError
-from shardckpt.io import cloud as settings
+from shardckpt.io.buckets import cloud as settings
 from shardckpt.io.store import Store, shared_context
 
 STATE = {

@@ -14,13 +14,13 @@ import pytest
 
 import shardckpt
 from shardckpt import SaveOptions
+from shardckpt.commit.attempts import attempts, is_attempt, places
+from shardckpt.commit.collect import collect, delete
+from shardckpt.commit.publish import RECORD, clear_place, hold_place, publish, read_prior
 from shardckpt.errors import AlreadyExistsError, FormatError, NotFoundError, ReplacedError, StorageError, VersionError
-from shardckpt.io.attempts import attempts, is_attempt, places
-from shardckpt.io.collect import collect, delete
-from shardckpt.io.commit import RECORD, clear_place, hold_place, publish, read_prior
-from shardckpt.io.host import HostWriter
+from shardckpt.format.record import Tombstone, open_envelope, parse_checkpoint, seal
 from shardckpt.io.store import Store
-from shardckpt.record import Tombstone, open_envelope, parse_checkpoint, seal
+from shardckpt.writing.host import HostWriter
 
 ORPHAN = "20260101T000000-0000000a"
 OTHER = "20260101T000000-0000000b-7"

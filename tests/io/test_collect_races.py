@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from interleaving import GRACE, VERSIONS, Actor, Stage, finish
 
 import shardckpt
-from shardckpt import SaveOptions, committing
+from shardckpt import SaveOptions
+from shardckpt.commit import collect as collecting
+from shardckpt.commit import committing
+from shardckpt.commit.publish import RECORD, hold_place, read_prior
 from shardckpt.errors import AlreadyExistsError, CommitError, MissingDataError, NotFoundError, ReplacedError
-from shardckpt.io import collect as collecting
-from shardckpt.io.commit import RECORD, hold_place, read_prior
-from shardckpt.record import Tombstone, seal
+from shardckpt.format.record import Tombstone, seal
 
 HOSTS = 2
 """Of a job, where it has several."""

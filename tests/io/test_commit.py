@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 import shardckpt
-from shardckpt import SaveOptions, attempt, errors
-from shardckpt.io import assemble, commit, index
-from shardckpt.io.attempts import is_attempt
+from shardckpt import SaveOptions, errors
+from shardckpt.commit import assemble, index
+from shardckpt.commit import publish as commit
+from shardckpt.commit.attempts import is_attempt
 from shardckpt.io.store import Store
+from shardckpt.writing import attempt
 
 LAYOUTS = ["packed", "zarr"]
 CHILDREN = Path(__file__).parents[1] / "children"

@@ -6,9 +6,9 @@ import pytest
 from emulators import environment
 
 import shardckpt
-from shardckpt.io import conditional_delete
-from shardckpt.io.collect import delete
-from shardckpt.io.commit import RECORD
+from shardckpt.commit.collect import delete
+from shardckpt.commit.publish import RECORD
+from shardckpt.io.buckets import conditional_delete
 from shardckpt.io.store import Store, shared_context
 
 

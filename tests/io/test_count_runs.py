@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.io.runs import RunLimits, count_runs, join
-from shardckpt.io.table import OWN_OBJECT
+from shardckpt.format.table import OWN_OBJECT
+from shardckpt.reading.runs import RunLimits, count_runs, join
 
 
 @given(

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.box import Box, BoxArray
-from shardckpt.contents import Contents
+from shardckpt.commit.host_files import read_table
 from shardckpt.errors import CommitError
-from shardckpt.io.codec import close, encode, lay_out, lay_out_all, room_for
+from shardckpt.format.codec import close, encode, lay_out, lay_out_all, room_for
+from shardckpt.format.contents import Contents
+from shardckpt.format.structure import Structure
 from shardckpt.io.datafile import create_data_file
-from shardckpt.io.encoder import portions
-from shardckpt.io.host import HostWriter
-from shardckpt.io.host_files import read_table
-from shardckpt.io.lookup import WholeTable
-from shardckpt.io.reader import ChunkReader, Request
 from shardckpt.io.store import Store
-from shardckpt.planning.plan import Piece, chunk_boxes
-from shardckpt.structure import Structure
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.plan import Piece, chunk_boxes
+from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.reader import ChunkReader, Request
+from shardckpt.writing.encoder import portions
+from shardckpt.writing.host import HostWriter
 
 if TYPE_CHECKING:
     from pathlib import Path

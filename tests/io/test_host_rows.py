@@ -13,17 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardckpt import Box
-from shardckpt.box import BoxArray
+from shardckpt.commit.host_files import write_table
 from shardckpt.errors import StorageError
-from shardckpt.io import host_rows, table_blocks, table_header
-from shardckpt.io.host_files import write_table
-from shardckpt.io.host_rows import HostRows
+from shardckpt.format import table_header
+from shardckpt.format.record import FileReference, HostFiles, HostRecord, seal
+from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table, merge_tables
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
-from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table, merge_tables
-from shardckpt.io.table_blocks import TableBlocks
-from shardckpt.planning.plan import Piece
-from shardckpt.record import FileReference, HostFiles, HostRecord, seal
+from shardckpt.layout.box import BoxArray
+from shardckpt.plan.plan import Piece
+from shardckpt.reading import host_rows, table_blocks
+from shardckpt.reading.host_rows import HostRows
+from shardckpt.reading.table_blocks import TableBlocks
 
 HOSTS, TENSORS, EACH = 6, 40, 5
 """Each host writes so many chunks of every tensor, one after another."""

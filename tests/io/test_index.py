@@ -13,13 +13,13 @@ import pytest
 import tensorstore as ts
 import zarr
 
-from shardckpt.dtypes import DTYPES, of_numpy
+from shardckpt.commit.index import dump_index, index_entries, merge_lanes, stock_spec, stock_url, write_plain_documents
 from shardckpt.errors import CommitError, MissingDataError
-from shardckpt.io.index import dump_index, index_entries, merge_lanes, stock_spec, stock_url, write_plain_documents
-from shardckpt.io.packed import PackedWriter
-from shardckpt.io.plain import PlainWriter
+from shardckpt.format.zarr_meta import array_json, chunk_key
 from shardckpt.io.store import Store, shared_context
-from shardckpt.io.zarr_meta import array_json, chunk_key
+from shardckpt.layout.dtypes import DTYPES, of_numpy
+from shardckpt.writing.packed import PackedWriter
+from shardckpt.writing.plain import PlainWriter
 
 LAYOUTS = ["packed", "zarr"]
 SHAPES = [

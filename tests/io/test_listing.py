@@ -12,8 +12,8 @@ from fault_proxy import FaultProxy
 from fault_rules import Rule
 
 from shardckpt.errors import StorageError
-from shardckpt.io import cloud as settings
-from shardckpt.io import listing
+from shardckpt.io.buckets import cloud as settings
+from shardckpt.io.buckets import listing
 from shardckpt.io.store import Store
 
 NAMES = ["a b", "o'clock", "100%", "q?x", "h#y", "ünï-日本", "a&amp;b", "c:d", "[x]*", "{}", "a+b", '"']

@@ -11,8 +11,8 @@ from emulators import environment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.io import cloud
-from shardckpt.io.pace import ALONE, Pace, Share
+from shardckpt.io.buckets import cloud
+from shardckpt.io.buckets.pace import ALONE, Pace, Share
 from shardckpt.io.store import Store
 
 shares = st.integers(1, 50).flatmap(lambda n: st.builds(Share, st.integers(0, n - 1), st.just(n)))

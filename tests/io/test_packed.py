@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import CommitError, StorageError
-from shardckpt.io.packed import PackedWriter
 from shardckpt.io.store import Store, shared_context
+from shardckpt.writing.packed import PackedWriter
 
 chunks = st.dictionaries(st.text("abc/12", min_size=1, max_size=8), st.binary(min_size=1, max_size=40), max_size=30)
 
@@ -177,7 +177,7 @@ def test_memory_stays_within_the_limit(tmp_path, request, place, limit, allowed)
     """In a process of its own: 256 MiB in chunks of 1 MiB; what a memory store keeps is counted as allowed."""
     program = """
 import sys
-from shardckpt.io.packed import PackedWriter
+from shardckpt.writing.packed import PackedWriter
 from shardckpt.io.store import Store
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import CommitError, StorageError
-from shardckpt.io.plain import PlainWriter
 from shardckpt.io.store import Store
+from shardckpt.writing.plain import PlainWriter
 
 
 @settings(max_examples=40, deadline=None)
@@ -115,7 +115,7 @@ def test_memory_stays_within_the_limit(cloud):
     """In a process of its own: 96 MiB in chunks of 1 MiB, 16 MiB of them under way."""
     program = """
 import sys
-from shardckpt.io.plain import PlainWriter
+from shardckpt.writing.plain import PlainWriter
 from shardckpt.io.store import Store
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024

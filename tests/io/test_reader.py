@@ -15,13 +15,13 @@ from emulators import environment
 from fault_proxy import FaultProxy
 from fault_rules import Rule
 
-from shardckpt.box import Box, BoxArray
 from shardckpt.errors import CorruptionError, MissingDataError, StorageError
-from shardckpt.io.lookup import WholeTable
-from shardckpt.io.reader import LOCAL_RUN, ChunkReader, Request
+from shardckpt.format.table import ArrayChunks
 from shardckpt.io.store import Store
-from shardckpt.io.table import ArrayChunks
-from shardckpt.planning.plan import Piece
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.plan import Piece
+from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.reader import LOCAL_RUN, ChunkReader, Request
 
 
 def written(store, rows, gaps=(), file="hosts/00000/0/d/00000"):
@@ -239,12 +239,12 @@ def test_memory_stays_within_the_limit(cloud):
 import sys
 import numpy as np
 import crc32c
-from shardckpt.box import Box, BoxArray
-from shardckpt.io.lookup import WholeTable
-from shardckpt.io.reader import ChunkReader, Request
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.reader import ChunkReader, Request
 from shardckpt.io.store import Store
-from shardckpt.io.table import ArrayChunks
-from shardckpt.planning.plan import Piece
+from shardckpt.format.table import ArrayChunks
+from shardckpt.plan.plan import Piece
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
 store = Store.open(sys.argv[1])

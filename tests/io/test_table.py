@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError
-from shardckpt.io.table import OWN_OBJECT, ArrayChunks, Table, merge_tables
-from shardckpt.io.table_header import TableHeader
-from shardckpt.record import TableReference
+from shardckpt.format.record import TableReference
+from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table, merge_tables
+from shardckpt.format.table_header import TableHeader
 
 
 def rows(*chunks, file=0):

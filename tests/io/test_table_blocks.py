@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 
 import shardckpt
-from shardckpt import Box, dtypes, errors
-from shardckpt.box import BoxArray
-from shardckpt.io import table_blocks, table_header
-from shardckpt.io.host_files import write_table
-from shardckpt.io.lookup import WholeTable
+from shardckpt import Box, errors
+from shardckpt.commit.host_files import write_table
+from shardckpt.format import table_header
+from shardckpt.format.record import CheckpointRecord, seal
+from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.format.table import ArrayChunks, Table
+from shardckpt.format.table_header import ROW
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
-from shardckpt.io.table import ArrayChunks, Table
-from shardckpt.io.table_blocks import TableBlocks
-from shardckpt.io.table_header import ROW
-from shardckpt.planning.plan import Piece
-from shardckpt.record import CheckpointRecord, seal
-from shardckpt.structure import Structure, TensorRecord
+from shardckpt.layout import dtypes
+from shardckpt.layout.box import BoxArray
+from shardckpt.plan.plan import Piece
+from shardckpt.reading import table_blocks
+from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.table_blocks import TableBlocks
 
 TENSORS, CHUNKS = 250, 4000
 TABLE_BYTES = TENSORS * CHUNKS * ROW.itemsize

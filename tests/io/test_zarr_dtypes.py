@@ -12,8 +12,8 @@ import tensorstore as ts
 import zarr
 from zarr.dtype import Int8, data_type_registry
 
-from shardckpt.dtypes import DTYPES
-from shardckpt.io.zarr_dtypes import CLASSES
+from shardckpt.format.zarr_dtypes import CLASSES
+from shardckpt.layout.dtypes import DTYPES
 
 NAMES = sorted(CLASSES)
 FLOATS = [name for name in NAMES if name.startswith(("float", "bfloat"))]

@@ -14,10 +14,10 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import LocalStore
 
 import shardckpt
-from shardckpt.dtypes import DTYPES
 from shardckpt.errors import CorruptionError, MissingDataError, OptionError
-from shardckpt.names import array_path
-from shardckpt.planning import chunks
+from shardckpt.layout.dtypes import DTYPES
+from shardckpt.plan import chunks
+from shardckpt.state.names import array_path
 
 LAYOUTS = ["packed", "zarr"]
 

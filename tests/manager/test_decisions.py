@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.coordination import Coordinator
 from shardckpt.errors import CoordinationError
-from shardckpt.manager.decisions import Decisions
-from shardckpt.manager.timeline import Timeline
-from shardckpt.policies import AtSteps, Continuous, EverySeconds, EverySteps, OnPreemption, any_of
-from shardckpt.world import World
+from shardckpt.frameworks.coordination import Coordinator
+from shardckpt.layout.world import World
+from shardckpt.training.decisions import Decisions
+from shardckpt.training.policies import AtSteps, Continuous, EverySeconds, EverySteps, OnPreemption, any_of
+from shardckpt.training.timeline import Timeline
 
 
 class Words(Coordinator):

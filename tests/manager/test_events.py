@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import shardckpt
-from shardckpt import events
 from shardckpt.errors import ShardckptError
+from shardckpt.training import events
 
 STATE = {"w": np.arange(50_000.0), "n": 1}
 

@@ -10,11 +10,12 @@ from processes import CHILDREN
 from training_runs import state
 
 import shardckpt
-from shardckpt import collecting, errors, pinning
+from shardckpt import errors
+from shardckpt.commit import collecting, pinning
+from shardckpt.format.record import Tombstone, seal
 from shardckpt.io.store import Store
-from shardckpt.manager import cleaning
-from shardckpt.record import Tombstone, seal
-from shardckpt.retention import Best, EveryKth, Younger, any_of
+from shardckpt.training import cleaning
+from shardckpt.training.retention import Best, EveryKth, Younger, any_of
 
 
 def test_the_latest_are_kept_and_the_others_deleted_behind_the_training(run):

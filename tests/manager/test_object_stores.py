@@ -18,9 +18,9 @@ from fault_rules import Rule
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.coordination.single import SingleProcess
+from shardckpt.format.record import Tombstone, seal
+from shardckpt.frameworks.coordination.single import SingleProcess
 from shardckpt.io.store import Store, shared_context
-from shardckpt.record import Tombstone, seal
 
 
 @pytest.fixture(params=["gs", "s3"])

@@ -5,11 +5,12 @@ from processes import Processes
 from training_runs import state
 
 import shardckpt
-from shardckpt import attempt, errors
-from shardckpt.coordination.single import SingleProcess
-from shardckpt.io.job import JobFence
+from shardckpt import errors
+from shardckpt.commit.job import JobFence
+from shardckpt.frameworks.coordination.single import SingleProcess
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
+from shardckpt.writing import attempt
 
 
 def test_the_older_job_is_told_of_both_runs_and_publishes_nothing_more(run):

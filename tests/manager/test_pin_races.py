@@ -6,7 +6,8 @@ import numpy as np
 from interleaving import Stage
 
 import shardckpt
-from shardckpt import SaveOptions, collecting, pinning
+from shardckpt import SaveOptions
+from shardckpt.commit import collecting, pinning
 from shardckpt.errors import NotFoundError, OptionError
 
 

@@ -9,8 +9,8 @@ import pytest
 from training_runs import state
 
 from shardckpt import errors
-from shardckpt.manager.preemption import Notices
-from shardckpt.policies import EverySteps, OnPreemption, any_of
+from shardckpt.training.policies import EverySteps, OnPreemption, any_of
+from shardckpt.training.preemption import Notices
 
 
 @pytest.fixture

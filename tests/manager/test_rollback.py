@@ -6,8 +6,8 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.coordination.single import SingleProcess
-from shardckpt.policies import OnPreemption, any_of
+from shardckpt.frameworks.coordination.single import SingleProcess
+from shardckpt.training.policies import OnPreemption, any_of
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.catalog import catalog
-from shardckpt.manager.background import Background
-from shardckpt.policies import AtSteps, Continuous, EverySeconds, OnPreemption
-from shardckpt.retention import Best
+from shardckpt.reading.catalog import catalog
+from shardckpt.training.background import Background
+from shardckpt.training.policies import AtSteps, Continuous, EverySeconds, OnPreemption
+from shardckpt.training.retention import Best
 
 
 class Gate:
@@ -196,7 +196,7 @@ def test_continuous_saves_again_when_the_last_is_done(run, gate):
 
 def test_seconds_go_by_the_time_since_the_last_save(run, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("shardckpt.manager.decisions.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("shardckpt.training.decisions.time.monotonic", lambda: now[0])
     with run.manager(every=EverySeconds(60)) as manager:
         saved = []
         for step in range(12):

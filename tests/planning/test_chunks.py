@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.box import Box, BoxArray
-from shardckpt.planning.chunks import (
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.chunks import (
     LARGEST_CHUNK,
     LARGEST_COMMON_CHUNK,
     MOST_CHUNKS,
@@ -22,7 +22,7 @@ from shardckpt.planning.chunks import (
     grid_shape,
     smallest_chunk,
 )
-from shardckpt.planning.plan import Piece, overlaps
+from shardckpt.plan.plan import Piece, overlaps
 
 
 @st.composite

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.box import Box, BoxArray
 from shardckpt.errors import FormatError
-from shardckpt.planning.plan import Piece, chunk_boxes, chunk_runs, chunks_inside, count_chunks, coverage_gap, overlaps, touched
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.plan import Piece, chunk_boxes, chunk_runs, chunks_inside, count_chunks, coverage_gap, overlaps, touched
 
 
 @st.composite

@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.box import BoxArray
-from shardckpt.forecast.hosts import Bins, Hosts
-from shardckpt.mesh import Mesh
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.placements import Placements
-from shardckpt.planning.plan import Piece, chunk_boxes
-from shardckpt.planning.readers import chunks_read, host_boxes
-from shardckpt.sharding import Sharding
+from shardckpt.layout.box import BoxArray
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
+from shardckpt.plan.plan import Piece, chunk_boxes
+from shardckpt.plan.readers import chunks_read, host_boxes
+from shardckpt.reshard.forecast.hosts import Bins, Hosts
 
 
 @st.composite

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt import Bandwidths, Mesh, PartitionSpec, Sharding
-from shardckpt.box import Box, BoxArray
 from shardckpt.errors import OptionError
 from shardckpt.frameworks.base import whole
-from shardckpt.planning.chunks import chunk_shape
-from shardckpt.planning.plan import Piece, overlaps
-from shardckpt.planning.shares import MOST_READERS, Wanted, fellows, rounds
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.chunks import chunk_shape
+from shardckpt.plan.plan import Piece, overlaps
+from shardckpt.plan.shares import MOST_READERS, Wanted, fellows, rounds
 
 
 @st.composite

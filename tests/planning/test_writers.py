@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import ShardingError
-from shardckpt.mesh import Mesh
-from shardckpt.op_sharding import OpSharding
-from shardckpt.partition_spec import PartitionSpec
-from shardckpt.planning.writers import Part, box_holders, deal
-from shardckpt.sharding import Sharding
-from shardckpt.world import DeviceOwners, World
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.op_sharding import OpSharding
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.sharding import Sharding
+from shardckpt.layout.world import DeviceOwners, World
+from shardckpt.plan.writers import Part, box_holders, deal
 
 
 @st.composite

@@ -11,10 +11,10 @@ from processes import Processes
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
-from shardckpt.io import carrying
-from shardckpt.io.carrying import carry_lanes
+from shardckpt.format.table import Table
 from shardckpt.io.store import Store
-from shardckpt.io.table import Table
+from shardckpt.reshard import carrying
+from shardckpt.reshard.carrying import carry_lanes
 
 ROWS = Sharding(Mesh((4,), ("x",)), PartitionSpec("x"))
 

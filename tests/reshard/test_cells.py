@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.box import Box, BoxArray
-from shardckpt.planning.plan import Piece, overlaps
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.plan import Piece, overlaps
 from shardckpt.reshard import cells
 from shardckpt.reshard.cells import cut, read_bytes, steps
 

@@ -13,7 +13,7 @@ import shardckpt
 from shardckpt import errors
 from shardckpt.cli.app import app
 from shardckpt.reshard.optimizer_state import optimizer_state
-from shardckpt.tree import flatten
+from shardckpt.state import flatten
 
 F = np.float32
 STEP = np.array(12345, F)

@@ -19,8 +19,8 @@ from shardckpt.io.store import Store
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.reshard.processes import LocalProcesses
+from shardckpt.reshard.rules import Rules
 from shardckpt.reshard.task import run_task
-from shardckpt.rules import Rules
 
 CHILD = Path(__file__).parents[1] / "children" / "reshard_job.py"
 PATIENCE = 60
@@ -237,8 +237,8 @@ def test_other_options_at_the_same_place_are_another_attempt(source, tmp_path):
 
 
 def test_collecting_leaves_a_job_alone_until_nothing_is_written_any_more(source, tmp_path):
-    from shardckpt.catalog import catalog
-    from shardckpt.collecting import collect
+    from shardckpt.commit.collecting import collect
+    from shardckpt.reading.catalog import catalog
 
     report = shardckpt.reshard(source, tmp_path / "b", mesh=MESH, rules=["*=(x)"], task_bytes="1MiB", worker=(0, 2), workers=1)
     (entry,) = catalog(tmp_path / "b", everything=True)

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
-from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, dtypes, errors
-from shardckpt.collecting import delete
-from shardckpt.placements import Placements
-from shardckpt.save_plan import tensor_record
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+from shardckpt.commit.collecting import delete
+from shardckpt.layout import dtypes
+from shardckpt.layout.placements import Placements
+from shardckpt.writing.save_plan import tensor_record
 
 EIGHT = Mesh((8,), ("x",))
 GRID = Mesh((2, 4), ("x", "y"))

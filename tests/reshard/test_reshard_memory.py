@@ -12,11 +12,11 @@ import pytest
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
-from shardckpt.io.codec import largest_chunk
-from shardckpt.io.reader import LOCAL_RUN
+from shardckpt.format.codec import largest_chunk
+from shardckpt.reading.reader import LOCAL_RUN
 from shardckpt.reshard import ReshardOptions, plan_reshard
 from shardckpt.reshard.memory import PROCESS_BYTES, READERS, Sizes, share
-from shardckpt.rules import Rules
+from shardckpt.reshard.rules import Rules
 
 CHILD = Path(__file__).parents[1] / "children" / "reshard_memory.py"
 MiB = 1 << 20

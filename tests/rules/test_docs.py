@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from shardckpt import Rules
-from shardckpt.rules.families import FAMILIES
-from shardckpt.rules.hf_config import MODEL_TYPES
+from shardckpt.reshard.rules.families import FAMILIES
+from shardckpt.reshard.rules.hf_config import MODEL_TYPES
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()
 

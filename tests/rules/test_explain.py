@@ -6,7 +6,7 @@ import pytest
 
 from shardckpt import Rules
 from shardckpt.errors import NamesMismatchError
-from shardckpt.rules import explain, parse_mesh
+from shardckpt.reshard.rules import explain, parse_mesh
 
 MESH = parse_mesh("data=4,model=2")
 

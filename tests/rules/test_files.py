@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shardckpt import PartitionSpec, Rules
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.rules import Rule, parse_mesh
-from shardckpt.rules.preset import Preset
+from shardckpt.reshard.rules import Rule, parse_mesh
+from shardckpt.reshard.rules.preset import Preset
 
 TEXTS = ["**/layers.*.w1=(None,model)", "**/*.bias=replicated", '**/w2=(("data","model"),None)']
 

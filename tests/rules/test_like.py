@@ -8,9 +8,9 @@ import pytest
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, Rules, Sharding
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.placements import Placements
-from shardckpt.rules import parse_mesh
-from shardckpt.rules.like import Like
+from shardckpt.layout.placements import Placements
+from shardckpt.reshard.rules import parse_mesh
+from shardckpt.reshard.rules.like import Like
 
 MESH = Mesh((2, 4), ("data", "model"))
 

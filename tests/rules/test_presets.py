@@ -11,9 +11,9 @@ import pytest
 
 from shardckpt import PartitionSpec, Rules
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.rules import parse_mesh
-from shardckpt.rules.hf_config import MODEL_TYPES
-from shardckpt.rules.preset import Preset
+from shardckpt.reshard.rules import parse_mesh
+from shardckpt.reshard.rules.hf_config import MODEL_TYPES
+from shardckpt.reshard.rules.preset import Preset
 
 CHILD = Path(__file__).parents[1] / "children" / "rules_hf.py"
 pytestmark = pytest.mark.timeout(300)  # transformers imports half of torch, which takes its time on a busy machine

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 import shardckpt
-from shardckpt import collecting, errors
+from shardckpt import errors
+from shardckpt.commit import collecting
 from shardckpt.io.interrupted import LOCK_SUFFIX
 
 __all__ = ["LAYOUTS", "assert_goes_on", "attempts", "contents", "copied", "prepare", "saved", "value_of"]

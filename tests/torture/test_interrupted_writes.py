@@ -15,7 +15,7 @@ from aftermath import LAYOUTS, attempts, prepare, saved, value_of
 from placeholders import put_placeholder
 
 import shardckpt
-from shardckpt import collecting
+from shardckpt.commit import collecting
 from shardckpt.io.store import Store
 
 PROCESSES = 2

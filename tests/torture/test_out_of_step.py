@@ -11,7 +11,8 @@ import pytest
 from aftermath import attempts
 
 import shardckpt
-from shardckpt import collecting, errors
+from shardckpt import errors
+from shardckpt.commit import collecting
 
 PROCESSES = 3
 SHORT, LONG = 0.7, 30

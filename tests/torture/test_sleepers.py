@@ -22,7 +22,8 @@ from aftermath import LAYOUTS, assert_goes_on, contents, copied, saved, value_of
 from killing import ORDERS, operations_of
 
 import shardckpt
-from shardckpt import collecting, errors
+from shardckpt import errors
+from shardckpt.commit import collecting
 
 PROCESSES = 3
 PATIENCE = 60

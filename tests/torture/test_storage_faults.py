@@ -15,7 +15,8 @@ import pytest
 from aftermath import LAYOUTS, attempts, contents, prepare, value_of
 
 import shardckpt
-from shardckpt import collecting, errors
+from shardckpt import errors
+from shardckpt.commit import collecting
 
 PROCESSES = 3
 REASONS = {"full disk": "make room", "read-only": "mounted read-only", "small files": "ulimit -f"}

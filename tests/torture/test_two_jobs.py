@@ -13,7 +13,7 @@ import pytest
 from aftermath import LAYOUTS, attempts, value_of
 
 import shardckpt
-from shardckpt import collecting
+from shardckpt.commit import collecting
 
 PROCESSES = 2
 LOSSES = ("AlreadyExistsError: ", "CommitError: ")

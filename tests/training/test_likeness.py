@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt import frameworks
-from shardckpt.dtypes import of_numpy
 from shardckpt.errors import OptionError
-from shardckpt.names import selector
-from shardckpt.structure import TensorRecord
+from shardckpt.format.structure import TensorRecord
+from shardckpt.layout.dtypes import of_numpy
+from shardckpt.state import flatten, match
+from shardckpt.state.document import parse
+from shardckpt.state.names import selector
 from shardckpt.training.likeness import LEFT_OUT, Stored, mirror
-from shardckpt.tree import flatten, match
-from shardckpt.tree.document import parse
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3) | st.binary(max_size=3)
 TENSORS = st.integers(0, 3).map(lambda n: torch.full((n + 1,), n + 0.5))
@@ -80,7 +80,7 @@ def test_whatever_an_object_has_now_it_gets_what_is_stored(state, own):
 
 def test_an_empty_state_has_an_empty_likeness_where_jax_is_imported_too():
     """To JAX, None is a container without children. In a process of its own: other tests are without JAX."""
-    program = "import jax; from shardckpt.tree.containers import container_of; assert container_of(None, 'x') is None"
+    program = "import jax; from shardckpt.state.containers import container_of; assert container_of(None, 'x') is None"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 

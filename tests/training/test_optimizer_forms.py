@@ -12,9 +12,9 @@ from trained import groups, net, steps
 
 import shardckpt
 from shardckpt.errors import NamesMismatchError, StructureMismatchError
+from shardckpt.state import flatten, parse, unflatten
+from shardckpt.state.document import write
 from shardckpt.training.optimizer_forms import FORMS, read_optimizer
-from shardckpt.tree import flatten, parse, unflatten
-from shardckpt.tree.document import write
 
 RATES = torch.optim.lr_scheduler.LambdaLR
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError, MissingExtraError
-from shardckpt.tree import alias_map, flatten, iter_leaves, leaf_names, match, stored_names, tensor_names, unflatten
+from shardckpt.state import alias_map, flatten, iter_leaves, leaf_names, match, stored_names, tensor_names, unflatten
 
 TREE = {
     "model": {"w": "$tensor", "layers": ["$tensor", {"$tuple": ["$tensor", 3]}], "buffers": {}},

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardckpt import leaves
 from shardckpt.errors import DtypeError, FormatError, LeafError
-from shardckpt.tree import flatten, iter_leaves, leaf_names, tensor_names, unflatten
+from shardckpt.state import flatten, iter_leaves, leaf_names, leaves, tensor_names, unflatten
 
 W = np.zeros(1)
 
@@ -194,7 +193,7 @@ def test_frameworks_are_looked_for_and_not_imported():
     code = """
 import sys
 from dataclasses import make_dataclass
-from shardckpt.tree import flatten, match
+from shardckpt.state import flatten, match
 state = [make_dataclass("Point", ["x"])(1)]
 match(state, flatten(state, lambda value: False).tree, lambda value: False)
 print({"torch", "jax", "tensorstore", "zarr"} & set(sys.modules))

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from shardckpt import leaves
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
-from shardckpt.names import selector
-from shardckpt.tree import flatten, match
+from shardckpt.state import flatten, leaves, match
+from shardckpt.state.names import selector
 
 
 class Stored:

@@ -5,14 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from shardckpt import leaves
 from shardckpt.errors import LeafError, NamesMismatchError, OptionError, StructureMismatchError
-from shardckpt.names import selector
-from shardckpt.tree import (
+from shardckpt.state import (
     PerProcess,
     flatten,
     iter_leaves,
     leaf_names,
+    leaves,
     match,
     meanings,
     per_process_names,
@@ -20,6 +19,7 @@ from shardckpt.tree import (
     tensor_names,
     unflatten,
 )
+from shardckpt.state.names import selector
 
 
 class Key:

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.tree import alias_map, flatten, iter_leaves, leaf_names, match, stored_names, tensor_names, unflatten
+from shardckpt.state import alias_map, flatten, iter_leaves, leaf_names, match, stored_names, tensor_names, unflatten
 
 
 class Pair(NamedTuple):

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from shardckpt.names import selector
-from shardckpt.tree import flatten, select, tensor_names, unflatten
+from shardckpt.state import flatten, select, tensor_names, unflatten
+from shardckpt.state.names import selector
 
 
 def document(state):

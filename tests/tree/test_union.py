@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt import leaves
 from shardckpt.errors import CommitError, FormatError
-from shardckpt.tree import PerProcess, alias_map, flatten, meanings, tensor_names, unflatten, union
+from shardckpt.state import PerProcess, alias_map, flatten, leaves, meanings, tensor_names, unflatten, union
 
 
 class T:

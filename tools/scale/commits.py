@@ -24,15 +24,16 @@ from unittest import mock
 
 import numpy as np
 
-from shardckpt import Box, Mesh, PartitionSpec, Sharding, dtypes
-from shardckpt.contents import Contents
-from shardckpt.io import assemble, index
-from shardckpt.io.commit import RECORD, publish, read_prior
-from shardckpt.io.host import HostWriter
+from shardckpt import Box, Mesh, PartitionSpec, Sharding
+from shardckpt.commit import assemble, index
+from shardckpt.commit.publish import RECORD, publish, read_prior
+from shardckpt.format.contents import Contents
+from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.io.store import Store
-from shardckpt.names import array_path
-from shardckpt.planning.plan import Piece
-from shardckpt.structure import Structure, TensorRecord
+from shardckpt.layout import dtypes
+from shardckpt.plan.plan import Piece
+from shardckpt.state.names import array_path
+from shardckpt.writing.host import HostWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

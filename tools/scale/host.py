@@ -22,25 +22,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt import SaveOptions
-from shardckpt.box import BoxArray, distinct_boxes
-from shardckpt.contents import Contents
-from shardckpt.dtypes import DType, by_name
-from shardckpt.io.table import ROW
-from shardckpt.io.table_header import BLOCK_ROWS, TableHeader
-from shardckpt.planning.plan import overlaps, touched
-from shardckpt.planning.writers import box_holders
-from shardckpt.record import CheckpointRecord, FileReference, HostFiles, HostRecord, TableReference, parse_checkpoint, seal
-from shardckpt.save_plan import SavePlan, plan_save, tensor_records
-from shardckpt.structure import Structure, TensorRecord
-from shardckpt.tree import flatten
-from shardckpt.world import DeviceOwners, World
+from shardckpt.format.contents import Contents
+from shardckpt.format.record import CheckpointRecord, FileReference, HostFiles, HostRecord, TableReference, parse_checkpoint, seal
+from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.format.table import ROW
+from shardckpt.format.table_header import BLOCK_ROWS, TableHeader
+from shardckpt.layout.box import BoxArray, distinct_boxes
+from shardckpt.layout.dtypes import DType, by_name
+from shardckpt.layout.world import DeviceOwners, World
+from shardckpt.plan.plan import overlaps, touched
+from shardckpt.plan.writers import box_holders
+from shardckpt.state import flatten
+from shardckpt.writing.save_plan import SavePlan, plan_save, tensor_records
 from tools.scale.layouts import DEVICES_PER_HOST, laid_out
 from tools.scale.trees import TREES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.sharding import Sharding
+    from shardckpt.layout.sharding import Sharding
     from tools.scale.trees import Tensor
 
 __all__ = ["MEASURED", "Job", "commit_record", "held"]

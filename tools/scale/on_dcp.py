@@ -35,7 +35,7 @@ from tools.scale.layouts import DEVICES_PER_HOST
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardckpt.sharding import Sharding
+    from shardckpt.layout.sharding import Sharding
 
 __all__ = ["MEASURED"]
 

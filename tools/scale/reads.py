@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shardckpt.batches import batches
-from shardckpt.box import BoxArray
-from shardckpt.cooperative import exchange_bytes
-from shardckpt.io.finder import MOST_CHUNKS
-from shardckpt.io.reader import OBJECT_GAP, OBJECT_RUN
-from shardckpt.io.runs import RunLimits, count_runs
 from shardckpt.io.stats import ReadStats
-from shardckpt.io.table_blocks import TableBlocks
+from shardckpt.layout.box import BoxArray
 from shardckpt.options import DEFAULT_MEMORY_LIMIT
-from shardckpt.planning.plan import overlaps, touched
-from shardckpt.planning.shares import Wanted, fellows, rounds
-from shardckpt.planning.writers import box_holders
-from shardckpt.restoring import LARGEST_BATCH
+from shardckpt.plan.batches import batches
+from shardckpt.plan.plan import overlaps, touched
+from shardckpt.plan.shares import Wanted, fellows, rounds
+from shardckpt.plan.writers import box_holders
+from shardckpt.reading.cooperative import exchange_bytes
+from shardckpt.reading.finder import MOST_CHUNKS
+from shardckpt.reading.reader import OBJECT_GAP, OBJECT_RUN
+from shardckpt.reading.restore import LARGEST_BATCH
+from shardckpt.reading.runs import RunLimits, count_runs
+from shardckpt.reading.table_blocks import TableBlocks
 from tools.scale.host import Job, held
 from tools.scale.layouts import DEVICES_PER_HOST
 from tools.scale.tables import Tables
@@ -38,9 +38,9 @@ from tools.scale.tables import Tables
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
-    from shardckpt.planning.plan import Piece
-    from shardckpt.structure import TensorRecord
+    from shardckpt.plan.plan import Piece
 
 __all__ = ["MEASURED", "TOGETHER", "WITHOUT"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.io.cloud import BUCKET
+from shardckpt.io.buckets.cloud import BUCKET
 from tools.scale import layouts
 from tools.scale.growth import exponent, per_each
 from tools.scale.points import DCP_LIMIT
@@ -117,9 +117,9 @@ _NOTES = {
     "Requests": (
         "Of a save: an ordinary host's requests, counted on a real save by three processes through a proxy "
         "(`tools/scale/counted.py`), made "
-        "by all hosts within 0.1 s of each other with 4 GiB each, by a simulated clock and with the pace that `shardckpt.io.pace` keeps "
-        "(`tools/scale/bucket.py`). Besides its data files of 64 MiB a host writes four or five small objects and reads four; of each host "
-        "the committer reads four. A new bucket of Cloud Storage bears 1,000 writes and 5,000 reads per second."
+        "by all hosts within 0.1 s of each other with 4 GiB each, by a simulated clock and with the pace that "
+        "`shardckpt.io.buckets.pace` keeps (`tools/scale/bucket.py`). Besides its data files of 64 MiB a host writes four or five small "
+        "objects and reads four; of each host the committer reads four. A new bucket of Cloud Storage bears 1,000 writes and 5,000 reads per second."
     ),
     "Requests of a restore": (
         "What hosts read that restore from an object store, the average of up to six spread over the job: the rows of chunk tables as the "

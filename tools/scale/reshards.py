@@ -14,20 +14,20 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import Mesh, Sharding
-from shardckpt.cli.page.page import page
-from shardckpt.dtypes import by_name
-from shardckpt.forecast.document import document
-from shardckpt.forecast.forecast import forecast
-from shardckpt.forecast.rates import Rate, Rates
+from shardckpt.cli.plan.page.page import page
+from shardckpt.format.record import parse_checkpoint, seal
+from shardckpt.format.structure import Structure
 from shardckpt.io.url import parse
-from shardckpt.planning.chunks import smallest_chunk
-from shardckpt.record import parse_checkpoint, seal
+from shardckpt.layout.dtypes import by_name
+from shardckpt.plan.chunks import smallest_chunk
+from shardckpt.reshard.forecast.document import document
+from shardckpt.reshard.forecast.forecast import forecast
+from shardckpt.reshard.forecast.rates import Rate, Rates
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.reshard.plan import plan_reshard
-from shardckpt.rules import Rules
-from shardckpt.save_plan import tensor_record
-from shardckpt.structure import Structure
-from shardckpt.tree import flatten
+from shardckpt.reshard.rules import Rules
+from shardckpt.state import flatten
+from shardckpt.writing.save_plan import tensor_record
 from tools.scale.host import commit_record
 from tools.scale.layouts import DEVICES_PER_HOST, spec_of
 from tools.scale.trees import TREES

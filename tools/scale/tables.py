@@ -1,6 +1,6 @@
 """The chunk tables that all hosts of a job leave, as readers find them in a bucket.
 
-1. Whose each chunk is follows for all hosts at once from the rule by which each of them plans (`shardckpt.planning.writers`): of boxes that
+1. Whose each chunk is follows for all hosts at once from the rule by which each of them plans (`shardckpt.plan.writers`): of boxes that
    one host holds, all chunks; boxes with the same holders make one tape, of which each holder has a part. A test compares that with
    hosts' own plans.
 2. A host's chunks lie in its data files in the order in which it writes them.
@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from shardckpt.box import distinct_boxes
-from shardckpt.io.codec import CHECKSUM_BYTES
-from shardckpt.io.packed import OBJECT_BYTES
-from shardckpt.io.table import ArrayChunks, Table
-from shardckpt.io.table_header import ROW, TableHeader
+from shardckpt.format.codec import CHECKSUM_BYTES
+from shardckpt.format.record import FileReference, HostFiles, HostRecord, TableReference, seal
+from shardckpt.format.table import ArrayChunks, Table
+from shardckpt.format.table_header import ROW, TableHeader
 from shardckpt.io.url import Location, parse
-from shardckpt.planning.plan import Piece, overlaps
-from shardckpt.record import FileReference, HostFiles, HostRecord, TableReference, seal
+from shardckpt.layout.box import distinct_boxes
+from shardckpt.plan.plan import Piece, overlaps
+from shardckpt.writing.packed import OBJECT_BYTES
 from tools.scale.host import ATTEMPT, DIGEST
 from tools.scale.layouts import DEVICES_PER_HOST
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardckpt.box import BoxArray
-    from shardckpt.sharding import Sharding
-    from shardckpt.structure import TensorRecord
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.layout.box import BoxArray
+    from shardckpt.layout.sharding import Sharding
     from tools.scale.host import Job
 
 __all__ = ["Tables", "owners"]

@@ -1,0 +1,302 @@
+"""What a checkpoint holds, as a tree for people and as a flat list for programs.
+
+Cost is linear in the number of leaves: every layout is put into words once, whatever the number of its tensors, and
+the tree is walked without recursion.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.cli.layouts import mesh_text, spec_text
+from shardckpt.cli.screen import Cell, Screen, column_widths
+from shardckpt.cli.text import count, file_size, shape_text, visible
+from shardckpt.errors import NamesMismatchError
+from shardckpt.excerpt import shortened
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
+from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of
+from shardckpt.state.leaves import describe
+from shardckpt.state.names import did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardckpt.format.structure import StoredLayout
+    from shardckpt.layout.mesh import Mesh
+    from shardckpt.reading.checkpoint import Checkpoint
+
+__all__ = ["choose", "document", "find", "lines"]
+
+MOST_MESHES = 8
+MOST_METADATA = 20
+MOST_SPECS = 30
+"""Lines of each that are shown to a person; --json has all."""
+LONGEST_METADATA = 200
+"""Characters of such a line."""
+
+
+def find(checkpoint: Checkpoint, name: str | None) -> Node:
+    """The place called `name` in the tree; None for the whole.
+
+    Raises:
+        NamesMismatchError: There is none.
+    """
+    stack = [checkpoint.parsed_tree]
+    if name is None:
+        return stack[0]
+    names = []
+    while stack:
+        node = stack.pop()
+        if node.name == name:
+            return node
+        names.append(node.name)
+        if isinstance(node, Branch):
+            stack.extend(node.children)
+    raise NamesMismatchError(
+        f"{checkpoint.location}: nothing is called {name!r}{did_you_mean(name, names)}; `info` without a name lists all."
+    )
+
+
+def choose(node: Node, wanted: Callable[[str], bool]) -> Node | None:
+    """The node without the leaves that are not wanted, and without containers that held only those."""
+    if not isinstance(node, Branch):
+        return node if wanted(node.name) else None
+    if not node.children:
+        return node if wanted(node.name) else None
+    kept = [(key, found) for key, child in zip(node.keys, node.children, strict=True) if (found := choose(child, wanted)) is not None]
+    return replace(node, keys=[key for key, _ in kept], children=[child for _, child in kept]) if kept else None
+
+
+# --- for programs ---------------------------------------------------------------------------------------------------
+
+
+def document(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:
+    """Everything about a checkpoint, with the tensors and small leaves below `node`."""
+    record = checkpoint.record
+    structure = record.structure.to_json()
+    tensors, leaves = [], []
+    tied: dict[str, list[str]] = {}
+    for leaf in leaves_of(node):
+        if isinstance(leaf, Tied):
+            tied.setdefault(leaf.stored, []).append(leaf.name)
+        elif isinstance(leaf, Tensor):
+            t = record.structure.tensors[leaf.name]
+            tensors.append(
+                {
+                    "name": t.name,
+                    "shape": list(t.shape),
+                    "dtype": t.dtype.name,
+                    "bytes": t.nbytes,
+                    "chunk_shape": list(t.pieces[0].chunks),
+                    "chunks": t.num_chunks,
+                    "pieces": len(t.pieces),
+                    "sharding": structure["tensors"][t.name].get("sharding"),
+                    "base": structure["tensors"][t.name].get("base"),
+                    "tied": tied.setdefault(t.name, []),
+                }
+            )
+        else:
+            kind, value = _leaf(leaf)
+            leaves.append({"name": leaf.name, "kind": kind, "value": value})
+    return {
+        "url": str(checkpoint.location),
+        "attempt": record.attempt,
+        "created": record.created,
+        "writer": record.writer,
+        "layout": record.layout,
+        "compression": record.compression,
+        "hosts": len(record.hosts),
+        "totals": dict(record.totals),
+        "metadata": record.metadata,
+        "bases": structure.get("bases", []),
+        "meshes": structure["meshes"],
+        "shardings": structure["shardings"],
+        "tensors": tensors,
+        "leaves": leaves,
+    }
+
+
+def _leaf(leaf: Small | Custom | Owned) -> tuple[str, str]:
+    """A small leaf's type and its value on a few characters."""
+    if isinstance(leaf, Owned):
+        return "per process", ""
+    return describe(leaf.content, leaf.name) if isinstance(leaf, Small) else (leaf.type_name, "")
+
+
+# --- for people -----------------------------------------------------------------------------------------------------
+
+
+def lines(screen: Screen, checkpoint: Checkpoint, node: Node, *, depth: int | None = None, heading: bool = True) -> Iterator[str]:
+    """The checkpoint's facts, and the tree below `node`."""
+    if heading:
+        yield from _heading(screen, checkpoint)
+        yield ""
+    yield from _Tree(screen, checkpoint, node, depth).lines()
+
+
+def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
+    record = checkpoint.record
+    totals = record.totals
+    stored = (
+        record.layout,
+        record.compression or "not compressed",
+        count(len(record.hosts), "host"),
+        count(totals["chunks"], "chunk"),
+        file_size(totals["stored_bytes"]),
+    )
+    facts = [
+        ("checkpoint", visible(str(checkpoint.location))),
+        ("created", visible(f"{record.created.replace('T', ' ').replace('+00:00', ' UTC')} by {record.writer}")),
+        ("holds", f"{count(totals['tensors'], 'tensor')}, {file_size(totals['bytes'])}"),
+        ("stored", ", ".join(stored)),
+        *_bases(checkpoint),
+    ]
+    meshes = _meshes(checkpoint)
+    facts += [("mesh" if len(meshes) == 1 else f"mesh {i}", mesh_text(mesh)) for i, mesh in enumerate(meshes[:MOST_MESHES], 1)]
+    if len(meshes) > MOST_MESHES:
+        facts.append(("", f"… and {len(meshes) - MOST_MESHES:,} more meshes"))
+    metadata = [shortened(f"{visible(key)} = {json.dumps(value)}", LONGEST_METADATA) for key, value in record.metadata.items()]
+    facts += [("metadata" if i == 0 else "", line) for i, line in enumerate(metadata[:MOST_METADATA])]
+    if len(metadata) > MOST_METADATA:
+        facts.append(("", f"… and {len(metadata) - MOST_METADATA:,} more"))
+    yield from screen.rows([[Cell(what, "dim"), Cell(value)] for what, value in facts], (10, 0))
+
+
+def _bases(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """What lies in other checkpoints."""
+    tensors = checkpoint.record.structure.tensors.values()
+    for base, place in zip(checkpoint.record.structure.bases, checkpoint.bases(), strict=True):
+        there = [t for t in tensors if t.base is not None and t.base.base == base]
+        yield "base", f"{count(len(there), 'tensor')}, {file_size(sum(t.nbytes for t in there))} of that in {visible(place)}"
+
+
+def _meshes(checkpoint: Checkpoint) -> list[Mesh]:
+    """All meshes, in order of their first tensor."""
+    layouts = {id(t.layout): t.layout for t in checkpoint.record.structure.tensors.values()}
+    return list(dict.fromkeys(layout.mesh for layout in layouts.values() if isinstance(layout, Sharding | Placements)))
+
+
+@dataclass(slots=True)
+class _Total:
+    """What lies below a container."""
+
+    tensors: int = 0
+    nbytes: int = 0
+
+
+class _Tree:
+    """A tree as lines: the guides and last components of names, and columns beside them."""
+
+    def __init__(self, screen: Screen, checkpoint: Checkpoint, root: Node, depth: int | None) -> None:
+        self.screen = screen
+        self.tensors = checkpoint.record.structure.tensors
+        self.root = root
+        self.depth = depth
+        self.meshes = _meshes(checkpoint)
+        self.specs: dict[int, str] = {}
+        """Layouts in words, by identity: tensors share them."""
+        self.legend: dict[str, str] | None = None
+        """Number → words, where numbers are shown."""
+        self.numbers: dict[str, str] = {}
+        self.totals = self._totals()
+
+    def lines(self) -> Iterator[str]:
+        """All lines. Specs that do not fit beside the rest become numbers, with a legend below."""
+        rows = list(self._rows())
+        if sum(column_widths(rows)) + 2 * len(rows[0]) - 2 > self.screen.width:
+            self.legend = {}
+            rows = list(self._rows())
+        yield from self.screen.table(rows)
+        if self.legend:
+            yield ""
+            for number, text in list(self.legend.items())[:MOST_SPECS]:
+                yield f"{self.screen.paint(number, 'magenta')} {text}"
+            if len(self.legend) > MOST_SPECS:
+                yield f"… and {len(self.legend) - MOST_SPECS:,} more"
+
+    def _rows(self) -> Iterator[list[Cell]]:
+        root = self.root
+        top = [Cell(visible(root.name) or ".", "bold blue" if isinstance(root, Branch) else "bold"), *self._facts(root)]
+        yield top
+        stack = [(child, "", last, 1) for child, last in self._children(root, 0)]
+        while stack:
+            node, guide, is_last, depth = stack.pop()
+            component = visible(node.name.rpartition("/")[2])
+            yield [Cell(f"{guide}{'└─' if is_last else '├─'} {component}", "blue" if isinstance(node, Branch) else ""), *self._facts(node)]
+            below = guide + ("   " if is_last else "│  ")
+            stack.extend((child, below, last, depth + 1) for child, last in self._children(node, depth))
+
+    def _children(self, node: Node, depth: int) -> list[tuple[Node, bool]]:
+        """Children to be shown, last first, and whether each is the last."""
+        if not isinstance(node, Branch) or (self.depth is not None and depth >= self.depth):
+            return []
+        return [(child, i == 0) for i, child in enumerate(reversed(node.children))]
+
+    def _facts(self, node: Node) -> list[Cell]:
+        """What stands at a place: shape, dtype, size and spec of a tensor."""
+        if isinstance(node, Branch):
+            return [Cell(self._inside(node), "dim"), Cell(""), Cell(""), Cell("")]
+        if isinstance(node, Tied):
+            return [Cell(f"= {visible(node.stored)}", "dim"), Cell(""), Cell(""), Cell("")]
+        if isinstance(node, Tensor):
+            t = self.tensors[node.name]
+            return [
+                Cell(shape_text(t.shape), "cyan"),
+                Cell(t.dtype.name, "green"),
+                Cell(file_size(t.nbytes), right=True),
+                Cell(f"{self._spec(t.layout)} {'' if t.base is None else f'in {visible(t.base.base.url)}'}".strip(), "magenta"),
+            ]
+        kind, value = _leaf(node)
+        return [Cell(visible(f"{value}  {kind}".strip()), "yellow"), Cell(""), Cell(""), Cell("")]
+
+    def _inside(self, node: Branch) -> str:
+        """What a container holds."""
+        total = self.totals[id(node)]
+        facts: list[str] = [node.form] if node.form != "dict" else []
+        if not node.children:
+            facts = [f"empty {node.form}"]
+        if total.tensors:
+            facts += [count(total.tensors, "tensor"), file_size(total.nbytes)]
+        return ", ".join(facts)
+
+    def _spec(self, layout: StoredLayout | None) -> str:
+        """A layout in words, or its number in the legend."""
+        if layout is None:
+            return ""
+        if id(layout) not in self.specs:
+            text = spec_text(layout)
+            if len(self.meshes) > 1 and isinstance(layout, Sharding | Placements):
+                text += f" on mesh {self.meshes.index(layout.mesh) + 1}"
+            self.specs[id(layout)] = text
+        text = self.specs[id(layout)]
+        if self.legend is None:
+            return text
+        if text not in self.numbers:
+            self.numbers[text] = f"[{len(self.numbers) + 1}]"
+            self.legend[self.numbers[text]] = text
+        return self.numbers[text]
+
+    def _totals(self) -> dict[int, _Total]:
+        """What lies below every container."""
+        order: list[Node] = []
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            if isinstance(node, Branch):
+                stack.extend(node.children)
+        totals: dict[int, _Total] = {}
+        for node in reversed(order):
+            total = totals[id(node)] = _Total()
+            if isinstance(node, Tensor):
+                t = self.tensors[node.name]
+                total.tensors, total.nbytes = 1, prod(t.shape) * t.dtype.itemsize
+            elif isinstance(node, Branch):
+                for child in node.children:
+                    total.tensors += totals[id(child)].tensors
+                    total.nbytes += totals[id(child)].nbytes
+        return totals

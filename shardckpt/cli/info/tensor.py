@@ -1,0 +1,93 @@
+"""One tensor: all that is known of it, and who held which part."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.cli.info.picture import picture
+from shardckpt.cli.layouts import mesh_text, op_sharding_text, spec_text
+from shardckpt.cli.screen import Cell, Screen
+from shardckpt.cli.text import count, file_size, shape_text, visible
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.reading.checkpoint import Checkpoint
+
+__all__ = ["document", "lines"]
+
+
+def document(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """Everything about a tensor, for programs."""
+    info = checkpoint.info(name)
+    tensor = checkpoint.tensor(name)
+    doc: dict[str, Any] = {
+        "url": str(checkpoint.location),
+        "name": name,
+        "shape": list(info.shape),
+        "dtype": info.dtype.name,
+        "stored_dtype": info.dtype.storage.name,
+        "bytes": info.nbytes,
+        "chunk_shape": list(info.chunks),
+        "chunks": info.num_chunks,
+        "pieces": [{"start": list(piece.start), "shape": list(piece.shape)} for piece in tensor.pieces],
+        "mesh": None,
+        "spec": None,
+        "placements": None,
+        "op_sharding": None,
+        "tied": list(info.tied_names),
+        "base": info.base,
+        "tensorstore": checkpoint.stock_spec(name),
+    }
+    if isinstance(info.layout, Sharding):
+        doc["mesh"], doc["spec"] = info.layout.mesh.to_json(), info.layout.spec.to_json()
+    if isinstance(info.layout, Placements):
+        doc["mesh"], doc["placements"] = info.layout.mesh.to_json(), list(map(str, info.layout.placements))
+    elif info.layout is not None:
+        op_sharding = info.layout.op_sharding(len(info.shape)) if isinstance(info.layout, Sharding) else info.layout
+        doc["op_sharding"] = op_sharding.to_hlo()
+    return doc
+
+
+def lines(screen: Screen, checkpoint: Checkpoint, name: str) -> Iterator[str]:
+    """Everything about a tensor, for people, and the picture."""
+    info = checkpoint.info(name)
+    tensor = checkpoint.tensor(name)
+    facts = [
+        ("tensor", visible(name)),
+        ("shape", shape_text(info.shape)),
+        ("dtype", info.dtype.name + (f", stored as {info.dtype.storage}" if info.dtype.as_bits else "")),
+        ("size", file_size(info.nbytes)),
+        ("chunks", _chunks(tensor)),
+    ]
+    if info.base is not None:
+        assert tensor.base is not None
+        other = "" if tensor.base.name == tensor.name else f", as {visible(tensor.base.name)}"
+        facts.append(("lies in", f"{visible(info.base)} (attempt {tensor.base.base.attempt}){other}"))
+    if isinstance(info.layout, Placements):
+        facts += [("mesh", mesh_text(info.layout.mesh)), ("placements", spec_text(info.layout))]
+    elif info.layout is not None:
+        if isinstance(info.layout, Sharding):
+            facts += [("mesh", mesh_text(info.layout.mesh)), ("spec", spec_text(info.layout))]
+        facts.append(("OpSharding", op_sharding_text(info.layout, len(info.shape))))
+    facts += [("tied to", visible(other)) for other in info.tied_names]
+    facts.append(("open with", visible(f"tensorstore.open({checkpoint.stock_spec(name)!r})")))
+    yield from screen.rows([[Cell(what, "dim"), Cell(value, "bold" if what == "tensor" else "")] for what, value in facts], (10, 0))
+    yield ""
+    if info.layout is None:
+        yield "Saved as a plain tensor, from the host: no device held it."
+    elif isinstance(info.layout, Placements):
+        yield "Cut unevenly, as DTensor does, into boxes of no common grid; each is stored as an array of its own."
+    else:
+        yield from picture(screen, info.layout, info.shape)
+
+
+def _chunks(tensor: TensorRecord) -> str:
+    piece = tensor.pieces[0]
+    size = prod(piece.chunks) * tensor.dtype.itemsize
+    text = f"{count(tensor.num_chunks, 'chunk')} of {shape_text(piece.chunks)} ({file_size(size)})"
+    return text if len(tensor.pieces) == 1 else f"{text}, in {len(tensor.pieces)} pieces, one per shard"

@@ -1,0 +1,133 @@
+"""`shardckpt plan`: what a reshard would do and cost, without doing it."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003  (typer reads the annotation)
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardckpt.cli.reshard_options import (
+    Compress,
+    Dtypes,
+    HfConfig,
+    Like,
+    MemoryLimit,
+    MeshText,
+    Only,
+    Preset,
+    RulesFile,
+    RuleTexts,
+    StoredAs,
+    Unmatched,
+    Workers,
+    parse_dtypes,
+    parse_rules,
+)
+from shardckpt.cli.screen import Screen, write_json
+
+if TYPE_CHECKING:
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.places import Places
+    from shardckpt.reshard.forecast.rates import Rates
+
+__all__ = ["plan"]
+
+
+def plan(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: a path or url.")],
+    destination: Annotated[str | None, typer.Argument(metavar="[DST]", help="Where it would go; its writing is measured.")] = None,
+    *,
+    mesh: MeshText = None,
+    rule: RuleTexts = None,
+    rules: RulesFile = None,
+    preset: Preset = None,
+    hf_config: HfConfig = None,
+    like: Like = None,
+    unmatched: Unmatched = None,
+    layout: StoredAs = None,
+    compress: Compress = None,
+    dtype: Dtypes = None,
+    only: Only = None,
+    workers: Workers = None,
+    memory_limit: MemoryLimit = "512MiB",
+    devices_per_host: Annotated[
+        int | None,
+        typer.Option("--devices-per-host", min=1, metavar="N", help="Of the hosts that restore; 8, or all where there are fewer."),
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option("--rate", metavar="READ[,WRITE]", help="Bytes per second, as in 2GiB,800MiB; measured otherwise.")
+    ] = None,
+    explain: Annotated[str | None, typer.Option("--explain", metavar="NAME", help="Only: which rule decides on a tensor, and why.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as one page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Show what a reshard onto another layout would do and cost.
+
+    Nothing is changed. A little is read of SRC, and written beside DST and deleted again, to measure rates.
+    """
+    from shardckpt.cli.opening import open_checkpoint
+    from shardckpt.cli.plan import lines as plan_lines
+    from shardckpt.io.url import parse
+    from shardckpt.reshard.execute import all_rules
+    from shardckpt.reshard.forecast.document import document
+    from shardckpt.reshard.forecast.forecast import forecast, known_places
+    from shardckpt.reshard.job import check_destination
+    from shardckpt.reshard.options import ReshardOptions
+    from shardckpt.reshard.plan import plan_reshard
+    from shardckpt.reshard.rules import parse_mesh
+
+    otherwise: Any = unmatched
+    choices: dict[str, Any] = {"layout": layout, "compression": compress, "only": only or None, "workers": workers}
+    options = ReshardOptions(
+        mesh=None if mesh is None else parse_mesh(mesh),
+        rules=all_rules(parse_rules(rule, rules, preset, hf_config), like, otherwise),
+        dtype=parse_dtypes(dtype),
+        memory_limit=memory_limit,
+        **choices,
+    )
+    checkpoint, place = open_checkpoint(source), None if destination is None else parse(destination)
+    if place is not None:
+        check_destination(place)
+    planned = plan_reshard(checkpoint, options, place)
+    if explain is not None:
+        explained = plan_lines.explained(planned, checkpoint, explain)
+        write_json(explained) if as_json else Screen().show(plan_lines.explanation(planned, options, explained))
+        return
+    places = known_places(checkpoint)
+    found = forecast(
+        checkpoint,
+        planned,
+        _rates(rate, checkpoint, places, destination),
+        options=options,
+        destination=destination,
+        devices_per_host=devices_per_host,
+        places=places,
+    )
+    doc = document(found)
+    if html is not None:
+        from shardckpt.cli.plan.page.page import page
+
+        _write(html, page(found, doc))
+    if as_json:
+        write_json(doc)
+    else:
+        screen = Screen()
+        screen.show(plan_lines.lines(screen, found, doc))
+
+
+def _rates(given: str | None, checkpoint: Checkpoint, places: Places | None, destination: str | None) -> Rates:
+    from shardckpt.reshard.forecast.rates import Rates, given_rates, measure_read, measure_write
+
+    if given is not None:
+        return given_rates(given)
+    return Rates(measure_read(checkpoint, places), measure_write(destination) if destination is not None else None)
+
+
+def _write(path: Path, text: str) -> None:
+    from shardckpt.errors import StorageError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise StorageError(f"{path}: the page cannot be written ({e.strerror}); give --html another place.") from e

@@ -1,0 +1,243 @@
+"""Drawings of a plan, as SVG: who holds which tile, bytes from host to host, and how evenly they are shared.
+
+Colours are classes that the stylesheet knows, so drawings follow light and dark. Every drawing has a title and a sentence for
+those who do not see it. Sizes do not depend on those of the job: tiles and hosts are joined where there are too many.
+"""
+
+from __future__ import annotations
+
+from math import prod, sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.cli.devices import device_list
+from shardckpt.cli.plan.page.markup import Html, Part, el
+from shardckpt.cli.plan.words import hosts_text
+from shardckpt.cli.text import count, file_size, shape_text
+from shardckpt.cli.tiles import bins, tiles_of
+from shardckpt.errors import ShardingError
+from shardckpt.layout.placements import Placements
+from shardckpt.reshard.forecast.hosts import joined
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.format.structure import StoredLayout
+    from shardckpt.reshard.forecast.hosts import Hosts
+
+    Ints = NDArray[np.int64]
+
+__all__ = ["COLORS", "LEVELS", "balance", "heat_map", "ribbons", "tile_grid"]
+
+COLORS = 8
+"""Classes c0 to c7: hosts, again and again."""
+LEVELS = 9
+"""Classes h0 to h8 of a heat map; h0 is nothing."""
+MOST_TILES = 12
+"""Along a side of a drawing."""
+MOST_RIBBON_ENDS = 12
+MOST_CHUNK_LINES = 64
+
+
+def svg(title: str, sentence: str, width: float, height: float, *parts: Part, **attributes: object) -> Html:
+    """A drawing with a name and a description."""
+    return el(
+        "svg",
+        el("title", title),
+        el("desc", sentence),
+        *parts,
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        aria_label=f"{title}. {sentence}",
+        **attributes,
+    )
+
+
+# --- layouts --------------------------------------------------------------------------------------------------------
+
+
+def tile_grid(
+    title: str, layout: StoredLayout | None, shape: tuple[int, ...], hosts: Hosts | None, chunks: tuple[int, ...], plain: str
+) -> Html:
+    """Which host (None: which device) holds which tile of a tensor, with the chunks as fine lines; `plain` says what no layout means."""
+    width, height = _sides(shape)
+    if layout is None or isinstance(layout, Placements) or not prod(shape):
+        what = plain if layout is None else "cut unevenly, as DTensor does" if prod(shape) else "no elements"
+        box = [el("rect", x=1, y=1, width=width, height=height, class_="tile cn"), _label(width / 2, height / 2, what)]
+        return svg(title, f"{shape_text(shape)}: {what}.", width + 2, height + 2, box, class_="grid")
+    try:
+        tiles = tiles_of(layout, shape)
+    except ShardingError:
+        box = [el("rect", x=1, y=1, width=width, height=height, class_="tile cn")]
+        return svg(title, f"{shape_text(shape)}: the layout does not say where data is.", width + 2, height + 2, box, class_="grid")
+    drawn = sorted(sorted(tiles.cut, key=lambda d: -tiles.devices.shape[d])[:2])
+    down, across = _directions(shape, drawn)
+    rows = bins(1 if down is None else tiles.used[down], MOST_TILES)
+    columns = bins(1 if across is None else tiles.used[across], MOST_TILES)
+    parts: list[Html] = []
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            at = {down: slice(*row), across: slice(*column)}
+            devices = tiles.devices[tuple(at.get(d, slice(0, 1)) for d in range(len(shape)))]
+            of = _holders(hosts, devices)
+            several = row[1] - row[0] > 1 or column[1] - column[0] > 1
+            w, h = width / len(columns), height / len(rows)
+            color = "cj" if several else f"c{int(of[0]) % COLORS}"
+            cell = el("rect", x=f"{1 + j * w:.1f}", y=f"{1 + i * h:.1f}", width=f"{w:.1f}", height=f"{h:.1f}", class_=f"tile {color}")
+            words = "⋯" if several else device_list(of, most=max(3, int(w / 6.5)))
+            room = w >= 6.5 * len(words) + 2 and h >= 13
+            parts += [cell, _label(1 + (j + 0.5) * w, 1 + (i + 0.5) * h, words) if room else Html("")]
+    parts += _chunk_lines(shape, chunks, (down, across), (width, height), joined=max(len(rows), len(columns)) >= MOST_TILES)
+    replicas = tiles.devices.shape[-1]
+    sentence = (
+        f"{shape_text(shape)} in {count(prod(tiles.devices.shape[:-1]), 'tile')} of {shape_text(tiles.tile)}"
+        + (f", each on {count(replicas, 'device')}" if replicas > 1 else "")
+        + f", over {count(len(_holders(hosts, tiles.devices)), 'device' if hosts is None else 'host')}."
+    )
+    return svg(title, sentence, width + 2, height + 2, parts, class_="grid")
+
+
+def _holders(hosts: Hosts | None, devices: Ints) -> Ints:
+    """The hosts of some devices, or these devices, each once."""
+    return np.unique(devices if hosts is None else hosts.owners.of_devices(devices.reshape(-1)))
+
+
+def _sides(shape: tuple[int, ...]) -> tuple[float, float]:
+    """How large to draw a tensor: as it is, but never thin."""
+    rows, columns = (shape[-2], shape[-1]) if len(shape) > 1 else (1, 4)
+    ratio = min(max(sqrt(max(rows, 1) / max(columns, 1)), 0.5), 1.4)
+    return 200.0, 200.0 * ratio if len(shape) > 1 else 60.0
+
+
+def _directions(shape: tuple[int, ...], drawn: Sequence[int]) -> tuple[int | None, int | None]:
+    """Which dimension goes down and which across."""
+    if len(drawn) == 2:
+        return drawn[0], drawn[1]
+    if not drawn:
+        return None, None
+    return (None, drawn[0]) if drawn[0] == len(shape) - 1 else (drawn[0], None)
+
+
+def _chunk_lines(
+    shape: tuple[int, ...], chunks: tuple[int, ...], directions: tuple[int | None, int | None], sides: tuple[float, float], *, joined: bool
+) -> list[Html]:
+    """Where chunks end, if there are few enough of them and nothing is joined."""
+    width, height = sides
+    steps = []
+    for d, vertical in zip(directions, (False, True), strict=True):
+        if d is None or joined or not 1 < -(-shape[d] // chunks[d]) <= MOST_CHUNK_LINES:
+            continue
+        for at in range(chunks[d], shape[d], chunks[d]):
+            part = at / shape[d]
+            steps.append(f"M{1 + part * width:.1f} 1v{height:.0f}" if vertical else f"M1 {1 + part * height:.1f}h{width:.0f}")
+    return [el("path", d="".join(steps), class_="chunks")] if steps else []
+
+
+def _label(x: float, y: float, text: str) -> Html:
+    return el("text", text, x=f"{x:.1f}", y=f"{y:.1f}", class_="label")
+
+
+# --- bytes from host to host ----------------------------------------------------------------------------------------
+
+
+def heat_map(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[Sequence[int]]) -> Html:
+    """Bytes by who wrote them (down) and who reads them (across): a path per level, so that 4,096 cells stay small."""
+    rows, columns = nbytes.shape
+    most = max(1, int(nbytes.max(initial=0)))
+    level = np.where(nbytes > 0, 1 + np.minimum((nbytes * (LEVELS - 1) - 1) // most, LEVELS - 2), 0)
+    paths = [el("rect", width=columns, height=rows, class_="h0")]
+    for k in range(1, LEVELS):
+        cells = []
+        for i in range(rows):
+            # Neighbours of one level are one rectangle.
+            on = np.flatnonzero(np.diff(np.r_[0, level[i] == k, 0].astype(np.int8)))
+            cells += [f"M{a} {i}h{b - a}v1h{a - b}z" for a, b in zip(on[::2].tolist(), on[1::2].tolist(), strict=True)]
+        if cells:
+            paths.append(el("path", d="".join(cells), class_=f"h{k}"))
+    at = np.unravel_index(int(np.argmax(nbytes)), nbytes.shape)
+    sentence = (
+        f"{count(rows, 'row')} of hosts that wrote, {count(columns, 'column')} of hosts that would read; the most is {file_size(most)}, "
+        f"from {hosts_text(writers[int(at[0])])} to {hosts_text(readers[int(at[1])])}."
+    )
+    cursor = el("rect", width=1, height=1, class_="cursor", visibility="hidden")
+    return svg(
+        "Bytes by source and target host", sentence, columns, rows, paths, cursor,
+        id="heat", class_="heat", preserveAspectRatio="none", tabindex="0",
+    )  # fmt: skip
+
+
+def ribbons(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[Sequence[int]]) -> Html:
+    """The same as bands from hosts that wrote, on the left, to hosts that would read."""
+    nbytes, writers = joined(nbytes, writers, MOST_RIBBON_ENDS)
+    across, readers = joined(nbytes.T, readers, MOST_RIBBON_ENDS)
+    nbytes = across.T
+    total = max(1, int(nbytes.sum()))
+    ends = max(len(writers), len(readers))
+    height, gap = max(120.0, 26.0 * ends), 4.0
+    left, right = 118.0, 312.0
+    tops = []
+    for sums in (nbytes.sum(axis=1), nbytes.sum(axis=0)):
+        room = height - gap * (len(sums) - 1)
+        tops.append(np.r_[0, np.cumsum(sums / total * room + gap)][:-1])
+    scales = [(height - gap * (n - 1)) / total for n in (len(writers), len(readers))]
+    parts: list[Html] = []
+    used_left, used_right = tops[0].copy(), tops[1].copy()
+    for i in range(len(writers)):
+        for j in range(len(readers)):
+            if not nbytes[i, j]:
+                continue
+            a, b = used_left[i], used_right[j]
+            used_left[i] += nbytes[i, j] * scales[0]
+            used_right[j] += nbytes[i, j] * scales[1]
+            c, d = used_left[i], used_right[j]
+            middle = (left + right) / 2
+            shape = (
+                f"M{left + 8:g} {a:.1f}C{middle:g} {a:.1f} {middle:g} {b:.1f} {right - 8:g} {b:.1f}V{d:.1f}"
+                f"C{middle:g} {d:.1f} {middle:g} {c:.1f} {left + 8:g} {c:.1f}z"
+            )
+            parts.append(el("path", el("title", f"{hosts_text(writers[i])} → {hosts_text(readers[j])}: {file_size(int(nbytes[i, j]))}"),
+                            d=shape, class_=f"ribbon c{i % COLORS}"))  # fmt: skip
+    for side, spans, sums, top, scale in (
+        (left, writers, nbytes.sum(axis=1), tops[0], scales[0]),
+        (right, readers, nbytes.sum(axis=0), tops[1], scales[1]),
+    ):
+        for i, span in enumerate(spans):
+            h = max(1.0, float(sums[i]) * scale)
+            is_left = side == left
+            bar = el("rect", x=f"{side if is_left else side - 8:g}", y=f"{top[i]:.1f}", width=8, height=f"{h:.1f}",
+                     class_=f"tile c{i % COLORS}" if is_left else "tile cn")  # fmt: skip
+            parts.append(bar)
+            anchor = "end" if is_left else "start"
+            x = side - 6 if is_left else side + 6
+            parts.append(el("text", hosts_text(span), x=f"{x:g}", y=f"{top[i] + h / 2:.1f}", class_="label", text_anchor=anchor))
+    sentence = (
+        f"{count(len(writers), 'group')} of hosts that wrote on the left, {count(len(readers), 'group')} that would read on the right; "
+    )
+    sentence += f"{file_size(total)} together. The heat map below has the numbers."
+    return svg("Flow from source hosts to target hosts", sentence, 430, height + 2, parts, class_="ribbons")
+
+
+# --- balance --------------------------------------------------------------------------------------------------------
+
+
+def balance(before: Ints, after: Ints, spans: Sequence[Sequence[int]]) -> Html:
+    """What each host reads: bars for a restore as it is, marks for one after the reshard. Of hosts together, the most."""
+    most = max(1, int(before.max(initial=0)), int(after.max(initial=0)))
+    height, step = 110.0, 400 / len(spans)
+    parts: list[Html] = [el("line", x1=0, x2=400, y1=height, y2=height, class_="axis")]
+    marks = []
+    for i, (first, stop) in enumerate(spans):
+        tall = float(before[first:stop].max(initial=0)) / most * (height - 6)
+        parts.append(
+            el("rect", el("title", f"{hosts_text((first, stop))}: {file_size(int(before[first:stop].max(initial=0)))}"),
+               x=f"{i * step + step * 0.1:.1f}", y=f"{height - tall:.1f}", width=f"{step * 0.8:.1f}", height=f"{tall:.1f}", class_="bar")
+        )  # fmt: skip
+        mark = height - float(after[first:stop].max(initial=0)) / most * (height - 6)
+        marks.append(f"M{i * step:.1f} {mark:.1f}h{step:.1f}")
+    parts.append(el("path", d="".join(marks), class_="mark"))
+    highest = [file_size(int(reads.max(initial=0))) for reads in (before, after)]
+    sentence = f"As it is stored, {highest[0]} for the host with most; after the reshard {highest[1]}."
+    return svg("Bytes that each target host reads", sentence, 400, height + 2, parts, class_="balance", preserveAspectRatio="none")

@@ -1,0 +1,299 @@
+"""The page: the same numbers as the JSON document, in an order in which a reader asks for them.
+
+What it comes to, what it costs, what restores read with it and without; then who holds what before and after, which bytes go from
+where to where, how evenly; then every tensor, the costly first, with the rule that decided.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt._version import __version__
+from shardckpt.cli.layouts import spec_text
+from shardckpt.cli.plan.page.figures import LEVELS, balance, heat_map, ribbons, tile_grid
+from shardckpt.cli.plan.page.markup import Html, data, el
+from shardckpt.cli.plan.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
+from shardckpt.cli.text import count, file_size, shape_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardckpt.reshard.forecast.forecast import Forecast
+
+__all__ = ["page"]
+
+MOST_KINDS = 6
+"""Drawings of layouts: of the kinds of tensors of which most is read."""
+MOST_FLOW_ROWS = 40
+"""Of the table beside the heat map: pairs of hosts with most bytes."""
+
+
+def page(found: Forecast, doc: dict[str, Any]) -> str:
+    """The page of a plan.
+
+    Args:
+        found: the plan, for its layouts.
+        doc: its document (`forecast.document`), for all numbers.
+    """
+    style, script = (Html(resources.files(__package__).joinpath(f"page.{kind}").read_text("utf-8")) for kind in ("css", "js"))
+    policy = f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src 'sha256-{_digest(script)}'; base-uri 'none'"
+    head = [
+        el("meta", charset="utf-8"),
+        el("meta", http_equiv="Content-Security-Policy", content=policy),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("title", f"Reshard plan: {doc['source']['url']}"),
+        el("style", style),
+    ]
+    main = el(
+        "main",
+        _facts(doc),
+        _restores(doc),
+        _layouts(found, doc),
+        *([_one_host(doc)] if _on_one_host(doc) else [_flow(found, doc), _balance(found, doc)]),
+        _notices(found, doc),
+        _tensors(found, doc),
+    )
+    # Inside a script element only `<` could end it, or begin a comment.
+    flow = el("script", Html(json.dumps(doc["flow"]).replace("<", "\\u003c")), type="application/json", id="flow")
+    footer = el("footer", [el("p", sentence) for sentence in assumptions(doc)], el("p", f"Made by shardckpt {__version__}."))
+    body = el("body", _header(doc), main, footer, flow, el("script", script))
+    return "<!DOCTYPE html>\n" + el("html", el("head", head), body, lang="en") + "\n"
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _section(title: str, *parts: Any, **attributes: Any) -> Html:
+    ident = f"section-{title.lower().replace(' ', '-')}"
+    return el("section", el("h2", title, id=ident), *parts, aria_labelledby=ident, **attributes)
+
+
+def _header(doc: dict[str, Any]) -> Html:
+    source, target = route(doc)
+    sides = [
+        el("div", el("p", "From", class_="quiet"), el("p", el("code", doc["source"]["url"])), el("p", source)),
+        el(
+            "div",
+            el("p", "To", class_="quiet"),
+            el("p", el("code", doc["target"]["url"])) if doc["target"]["url"] else None,
+            el("p", target),
+        ),
+    ]
+    return el("header", el("h1", "Reshard plan"), el("div", sides, class_="route"), el("p", verdict(doc), class_="verdict"))
+
+
+def _facts(doc: dict[str, Any]) -> Html:
+    reshard = doc["reshard"]
+
+    def fact(title: str, key: str, text: str, note: str = "") -> Html:
+        value = data(f"reshard.{key}", reshard[key], text)
+        return el("div", el("dt", title), el("dd", value, el("small", note) if note else None))
+
+    rates = doc["rates"]
+    facts = [
+        fact("Reads", "bytes_read", file_size(reshard["bytes_read"]), f"{factor(reshard['amplification'])} of what is stored"),
+        fact("Writes", "bytes_written", file_size(reshard["bytes_written"]), count(reshard["chunks"], "chunk")),
+        fact("Read requests", "requests", "not known" if reshard["requests"] is None else f"{reshard['requests']:,}"),
+        fact("Files", "files", f"{reshard['files']:,}", "of chunks, about"),
+        fact("Peak memory", "peak_memory", file_size(reshard["peak_memory"]), f"of {file_size(reshard['memory_limit'])} allowed"),
+        fact("Tasks", "tasks", f"{reshard['tasks']:,}", f"{count(reshard['workers'], 'worker')} on one machine"),
+        fact("Time", "seconds", span_text(reshard["seconds"]), rate_text(rates)),
+    ]
+    return _section("What the reshard costs", el("dl", facts, class_="facts"))
+
+
+def _restores(doc: dict[str, Any]) -> Html:
+    def row(title: str, key: str) -> Html:
+        found = doc[key]
+        cells = [
+            data(f"{key}.bytes_read", found["bytes_read"], file_size(found["bytes_read"])),
+            data(f"{key}.amplification", found["amplification"], factor(found["amplification"])),
+            data(f"{key}.largest_host", found["largest_host"], file_size(found["largest_host"])),
+            data(f"{key}.mean_host", found["mean_host"], file_size(found["mean_host"])),
+            data(f"{key}.requests", found["requests"], "–" if found["requests"] is None else f"{found['requests']:,}"),
+            data(f"{key}.seconds", found["seconds"], span_text(found["seconds"])),
+        ]
+        return el("tr", el("th", title, scope="row"), [el("td", cell, class_="n") for cell in cells])
+
+    heads = ("Read by all hosts", "Amplification", "Host with most", "Mean host", "Requests", "Time")
+    head = el("tr", el("td"), [el("th", text, scope="col", class_="n") for text in heads])
+    rows = [row("As it is stored", "restore"), row("After the reshard", "restore_after")]
+    needed = data("restore.bytes_needed", doc["restore"]["bytes_needed"], file_size(doc["restore"]["bytes_needed"]))
+    hosts = doc["target"]["hosts"]
+    restore, their = ("restores", "its") if hosts == 1 else ("restore", "their")
+    caption = el(
+        "caption",
+        f"{count(hosts, 'host')} {restore} onto the new layout; {their} devices need ",
+        needed,
+        ".",
+    )
+    table = el("table", caption, el("thead", head), el("tbody", rows), id="restores", class_="cards")
+    return _section("What a restore reads", el("div", table, class_="scroll", tabindex=0, role="region", aria_label="What a restore reads"))
+
+
+def _layouts(found: Forecast, doc: dict[str, Any]) -> Html:
+    """The kinds of tensors of which most is read, before and after."""
+    kinds: dict[Any, list[dict[str, Any]]] = {}
+    for entry in doc["tensors"]:
+        name = entry["name"]
+        key = (tuple(entry["shape"]), entry["dtype"], found.plan.sources[name].layout, found.plan.decisions[name].layout)
+        kinds.setdefault(key, []).append(entry)
+    ranked = sorted(kinds.items(), key=lambda kind: -sum(entry["restore_bytes"] for entry in kind[1]))
+    by_device = _on_one_host(doc)
+    figures = [_kind(found, key, entries, by_device=by_device) for key, entries in ranked[:MOST_KINDS]]
+    rest = len(ranked) - len(figures)
+    note = f"A colour is a {'device' if by_device else 'host'}, numbered where there is room; fine lines are chunks."
+    more = f" The {MOST_KINDS} kinds of tensors with most bytes; {rest:,} more are in the table." if rest > 0 else ""
+    return _section("Layouts before and after", el("p", note + more, class_="quiet"), el("div", figures, class_="kinds"))
+
+
+def _kind(found: Forecast, key: Any, entries: list[dict[str, Any]], *, by_device: bool) -> Html:
+    shape, dtype, before, after = key
+    name = entries[0]["name"]
+    source, target = found.plan.sources[name], found.plan.target.tensors[name]
+    nbytes = sum(entry["restore_bytes"] for entry in entries)
+    others = f" and {count(len(entries) - 1, 'tensor')} like it" if len(entries) > 1 else ""
+    sides = []
+    for title, layout, hosts, tensor, plain in (
+        ("Now", before, found.source_hosts, source, "plain, from the host"),
+        ("Then", after, found.hosts, target, "whole, on every host"),
+    ):
+        chunks = tensor.pieces[0].chunks
+        grid = tile_grid(f"{title}: {name}", layout, shape, None if by_device else hosts, chunks, plain)
+        sides.append(el("div", el("p", f"{title}: {spec_text(layout)}"), grid, el("p", f"chunks {shape_text(chunks)}", class_="quiet")))
+    pair = el("div", sides[0], el("div", "→", class_="arrow", aria_hidden="true"), sides[1], class_="pair")
+    caption = el("figcaption", f"{shape_text(shape)} {dtype}; a restore reads {file_size(nbytes)} of {'them' if others else 'it'}.")
+    return el("figure", el("h3", el("code", name), others), pair, caption)
+
+
+def _on_one_host(doc: dict[str, Any]) -> bool:
+    """Whether no byte goes from host to host."""
+    return bool(doc["source"]["hosts"] == doc["target"]["hosts"] == 1)
+
+
+def _one_host(doc: dict[str, Any]) -> Html:
+    """What there is to say of hosts where there is one."""
+    before, after = (file_size(doc[key]["bytes_read"]) for key in ("restore", "restore_after"))
+    devices = count(doc["target"]["devices"], "device")
+    text = (
+        f"One host wrote everything, and one host, with {devices}, restores it: it reads {before} as it is stored, and {after} "
+        f"after the reshard. No byte goes from host to host."
+    )
+    hint = "With --devices-per-host, a plan for several hosts shows which bytes go where, and who reads most."
+    return _section("Hosts", el("p", text), el("p", hint, class_="quiet"))
+
+
+def _flow(found: Forecast, doc: dict[str, Any]) -> Html:
+    flow, nbytes = doc["flow"], found.before.flow.nbytes
+    writers, readers = flow["source_hosts"], flow["target_hosts"]
+    legend = el("svg", [el("rect", x=k, width=1, height=1, class_=f"h{k}") for k in range(LEVELS)], viewBox=f"0 0 {LEVELS} 1",
+                preserveAspectRatio="none", aria_hidden="true")  # fmt: skip
+    rows = []
+    for at in np.argsort(-nbytes, axis=None, kind="stable")[:MOST_FLOW_ROWS]:
+        i, j = (int(k) for k in np.unravel_index(at, nbytes.shape))
+        if nbytes[i, j]:
+            moved = el("td", data(f"flow.bytes.{i}.{j}", int(nbytes[i, j]), file_size(int(nbytes[i, j]))), class_="n")
+            rows.append(el("tr", el("td", hosts_text(writers[i])), el("td", hosts_text(readers[j])), moved))
+    heads = el("tr", el("th", "Wrote", scope="col"), el("th", "Reads", scope="col"), el("th", "Bytes", scope="col", class_="n"))
+    shown = f"The {len(rows):,} pairs with most bytes of {int((nbytes > 0).sum()):,}."
+    table = el("details", el("summary", "As a table"), el("table", el("caption", shown), el("thead", heads), el("tbody", rows)))
+    heat = el(
+        "figure",
+        el(
+            "p",
+            f"Down: who wrote, {hosts_text((0, writers[-1][1]))}. Across: who would read. Point at a cell, or use the arrow keys on it.",
+            class_="quiet",
+        ),
+        heat_map(nbytes, writers, readers),
+        el("div", el("span", hosts_text(readers[0])), el("span", hosts_text(readers[-1])), class_="axis-x"),
+        el("div", el("span", "nothing"), legend, el("span", file_size(int(nbytes.max(initial=0)))), class_="legend"),
+        el("output", "", id="cell", aria_live="polite"),
+        table,
+    )
+    who = "who wrote each chunk is read from the chunk tables" if flow["exact"] else "each host of a box is taken to have written its share"
+    note = el("p", f"Bytes that a restore of what is stored now reads; {who}.", class_="quiet")
+    return _section("Flow between hosts", note, el("div", el("figure", ribbons(nbytes, writers, readers)), heat, class_="two flow"))
+
+
+def _balance(found: Forecast, doc: dict[str, Any]) -> Html:
+    keys = el("p", el("span", "as it is stored", class_="key"), el("span", "after the reshard", class_="key after"), class_="quiet")
+    spans = doc["flow"]["target_hosts"]
+    grouped = " Where hosts share a bar it is that of the one with most." if len(spans) < doc["target"]["hosts"] else ""
+    ends = el("div", el("span", hosts_text(spans[0])), el("span", hosts_text(spans[-1])), class_="axis-x")
+    highest = file_size(int(max(found.before.read.max(initial=0), found.after.read.max(initial=0))))
+    figure = el("figure", balance(found.before.read, found.after.read, spans), ends)
+    return _section(
+        "Balance over the target hosts", el("p", f"Bytes that each host reads, up to {highest}.{grouped}", class_="quiet"), figure, keys
+    )
+
+
+def _notices(found: Forecast, doc: dict[str, Any]) -> Html | None:
+    items = [f"dtype: {one}" for one in found.plan.conversions] + [notice_text(notice) for notice in doc["notices"]]
+    return _section("Notices", el("ul", [el("li", item) for item in items], class_="notices")) if items else None
+
+
+_COLUMNS = (
+    ("Tensor", None),
+    ("Shape", None),
+    ("Size", "bytes"),
+    ("Now", None),
+    ("Then", None),
+    ("A restore reads", "restore_bytes"),
+    ("Amplification", "restore_amplification"),
+    ("After", "restore_after_amplification"),
+    ("Rule", None),
+)
+"""Title, and of numbers the key in the document."""
+
+
+def _tensors(found: Forecast, doc: dict[str, Any]) -> Html:
+    heads = [
+        el(
+            "th",
+            el("button", title, type="button"),
+            scope="col",
+            class_="n" if key else None,
+            data_key=key,
+            aria_sort="descending" if key == "restore_bytes" else "none",
+        )
+        for title, key in _COLUMNS
+    ]
+    table = el("table", el("thead", el("tr", heads)), el("tbody", list(_rows(found, doc))), id="tensors", class_="cards")
+    label = el("label", "Show names that contain ", el("input", type="search", id="filter", autocomplete="off"))
+    status = el("p", "", id="shown", class_="quiet", aria_live="polite")
+    return _section("Tensors", label, status, el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Tensors"))
+
+
+def _rows(found: Forecast, doc: dict[str, Any]) -> Iterator[Html]:
+    words = cache(spec_text)  # tensors share their layouts
+    for t in doc["tensors"]:
+
+        def number(what: str, text: str, t: dict[str, Any] = t) -> Html:
+            return el("td", el("data", text, value="" if t[what] is None else t[what]))
+
+        cast = "" if t["dtype"] == t["source_dtype"] else f"{t['source_dtype']} → "
+        yield el(
+            "tr",
+            el("td", t["name"]),
+            el("td", shape_text(t["shape"]), el("small", cast + t["dtype"])),
+            number("bytes", file_size(t["bytes"])),
+            el("td", words(found.plan.sources[t["name"]].layout)),
+            el("td", words(found.plan.decisions[t["name"]].layout)),
+            number("restore_bytes", file_size(t["restore_bytes"])),
+            number("restore_amplification", factor(t["restore_amplification"])),
+            number("restore_after_amplification", factor(t["restore_after_amplification"])),
+            el(
+                "td",
+                el("code", t["rule"]) if t["rule"] else None,
+                el("small", t["why"]),
+                [el("small", n) for n in t["notices"] if n != t["why"]],
+            ),
+        )

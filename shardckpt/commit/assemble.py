@@ -1,0 +1,314 @@
+"""From the records of all hosts to the commit record: what a committer does before it publishes.
+
+An attempt's hosts have each left a record; nothing else is asked of them, so any process can do this at any time.
+
+1. Read the host records and each host's chunk table, against their digests; take the union of what they say that
+   the checkpoint holds.
+2. Check that together they hold every chunk exactly once.
+3. Write the chunks of small plain tensors, which the hosts have told of rather than written.
+4. Build what stock zarr readers need: the merged OCDBT index, or the `zarr.json` documents.
+5. Write all chunk tables as one, so that a reader needs one.
+
+All files have the same names and the same bytes whoever writes them, so that two committers at work at once, or one
+after the other's death, do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from shardckpt._version import __version__
+from shardckpt.commit import index
+from shardckpt.commit.host_files import read_table, write_table
+from shardckpt.errors import CommitError
+from shardckpt.excerpt import numbered
+from shardckpt.format.codec import encode
+from shardckpt.format.contents import Contents
+from shardckpt.format.documents import zarr_documents
+from shardckpt.format.keys import chunk_object_key, plain_key
+from shardckpt.format.record import FORMAT_VERSION, CheckpointRecord, FileReference, HostRecord, format_version, open_envelope
+from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
+from shardckpt.io.together import together
+from shardckpt.plan.plan import chunk_boxes
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.io.store import Store
+    from shardckpt.plan.plan import Piece
+
+    _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]
+    """What hosts say, each version once, with the hosts that say it."""
+
+__all__ = ["SMALL", "SMALL_TABLE", "TABLE", "assemble", "finished_hosts", "pause", "read_host_record", "wait_for_hosts"]
+
+TABLE = "table"
+"""All hosts' chunk tables as one, relative to the attempt."""
+SMALL_TABLE = "hosts/small/table"
+"""The chunk table of the small plain tensors, for who cannot read the one of all."""
+SMALL = "small"
+"""Data file of the small plain tensors' chunks (packed layout), relative to the attempt."""
+_NAMED_HOSTS = 1000
+"""Missing hosts that a message may name."""
+_LEAST_PAUSE, _MOST_PAUSE = 0.02, 2.0
+"""Seconds between two looks for the hosts' records; in between an eighth of the time waited, so that no save takes much longer by them."""
+
+
+def finished_hosts(place: Store) -> list[int]:
+    """The hosts that have written their record into an attempt; one listing of few small objects."""
+    found = (key.removeprefix("records/").removesuffix(".json") for key in place.list("records/"))
+    return sorted(int(name) for name in found if name.isdecimal())
+
+
+def pause(waited: float, least: float = _LEAST_PAUSE, most: float = _MOST_PAUSE) -> float:
+    """Seconds until the next look for what others do, after so many; by default for the hosts' records."""
+    return min(max(least, waited / 8), most)
+
+
+def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[], str | None] = lambda: None) -> None:
+    """Wait until all hosts have written their record.
+
+    Args:
+        place: the attempt.
+        hosts: how many there are.
+        timeout: seconds.
+        failed: asked from time to time; says why a host will never finish, if that is known.
+
+    Raises:
+        CommitError: some have not, in time; names them.
+    """
+    began = time.monotonic()
+    while True:
+        missing = sorted(set(range(hosts)) - set(finished_hosts(place)))
+        if not missing:
+            return
+        reason = failed()
+        if reason is not None:
+            raise CommitError(f"{place}: {reason} Nothing was published.")
+        waited = time.monotonic() - began
+        if waited >= timeout:
+            raise CommitError(
+                f"{place}: {numbered('host', missing)} (of {hosts}) did not finish within {timeout:g} s; nothing was published. "
+                f"All processes of the job have to save to this place. What finishes later, `shardckpt commit` publishes; "
+                f"else `shardckpt gc` removes the attempt."
+            )
+        time.sleep(min(pause(waited), timeout - waited))
+
+
+def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference]:
+    """A host's record, and the reference that vouches for it."""
+    key = f"records/{host:05d}.json"
+    data, where = place.read(key), f"{place}/{key}"
+    record = HostRecord.from_json(open_envelope(data, where), where)
+    if format_version(data, where) != FORMAT_VERSION:
+        raise CommitError(f"{where} has another format version than this process writes; run one shardckpt on all hosts of a save.")
+    if record.host != host or record.attempt != place.location.name:
+        raise CommitError(
+            f"{where} is host {record.host}'s record of attempt {record.attempt}, and lies in another place; nothing was published."
+        )
+    return record, FileReference.of(key, data)
+
+
+def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None) -> CheckpointRecord:
+    """The commit record of an attempt whose host records are all there; the attempt then lacks nothing but this.
+
+    Args:
+        place: the attempt.
+        said: what hosts say, by the file that says so, as far as the caller has it: the file is compared, and not parsed.
+
+    Raises:
+        CommitError: records that contradict each other, or chunks that nobody or more than one host wrote.
+    """
+    hosts, references = _host_records(place)
+    first = hosts[0]
+    parts = _contents(place, hosts, said or {})
+    contents = Contents.union(parts)
+    structure = contents.structure
+    tables = _tables(place, hosts)
+    small, data = _small_chunks(contents, first.compression)
+    small_table = _small_table(small, packed=first.layout == "packed")
+    table = _merged(place, [*tables, small_table], parts, structure.tensors.values())
+    _check_coverage(place, parts, structure.tensors.values(), table)
+    _check_counts(place, hosts, tables)
+
+    documents = zarr_documents(structure, first.compression)
+    if first.layout == "packed":
+        lanes = [lane for host in hosts for lane in host.files.lanes]
+        if small:
+            place.write(SMALL, data)
+        values = {chunk_object_key(piece, position): stored.tobytes() for piece, position, stored, _ in small}
+        # Chunks that hosts wrote are merged by reference; those of small tensors are values in the index itself.
+        chunks, nbytes = sum(host.chunks for host in hosts), sum(host.stored_bytes for host in hosts)
+        index.merge_lanes(place, lanes, documents, values=values, expected_chunks=chunks, expected_bytes=nbytes)
+    else:
+        for piece, position, stored, _ in small:
+            place.write(plain_key(chunk_object_key(piece, position)), stored)
+        index.write_plain_documents(place, documents)
+    return CheckpointRecord(
+        attempt=first.attempt,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        writer=f"shardckpt {__version__}",
+        layout=first.layout,
+        compression=first.compression,
+        hosts=tuple(references),
+        structure=structure,
+        metadata=dict(contents.metadata),
+        totals={
+            "tensors": len(structure.tensors),
+            "bytes": sum(t.nbytes for t in structure.tensors.values()),
+            "stored_bytes": sum(host.stored_bytes for host in hosts) + len(data),
+            "chunks": len(table.rows),
+        },
+        table=write_table(place, TABLE, table),
+        small_table=write_table(place, SMALL_TABLE, small_table) if small else None,
+        saved_by=contents.processes,
+    )
+
+
+def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
+    """All host records of an attempt, in order of host, and the references that vouch for them."""
+    present = finished_hosts(place)
+    if not present:
+        raise CommitError(f"{place}: no host's record is there; none has finished, or `shardckpt gc` has collected the attempt.")
+    read = together(lambda host: read_host_record(place, host), present)
+    hosts = [record for record, _ in read]
+    first = hosts[0]
+    if len(present) != first.hosts or present != list(range(len(present))):
+        # A record may claim any number of hosts: only the first that are missing are named.
+        missing = sorted(set(range(min(first.hosts, len(present) + _NAMED_HOSTS))) - set(present))
+        raise CommitError(
+            f"{place}: the save has {first.hosts} hosts, and there are records of {numbered('host', present)}"
+            + (f"; {numbered('host', missing)} did not finish." if missing else ".")
+            + " Nothing was published."
+        )
+    for host in hosts[1:]:
+        for what in ("hosts", "prior", "layout", "compression"):
+            ours, theirs = getattr(first, what), getattr(host, what)
+            if ours != theirs and what == "prior":
+                raise CommitError(
+                    f"{place}: while hosts 0 and {host.host} began to save, another checkpoint was committed, or deleted, at this place; "
+                    f"let one job at a time save there, and save again. Nothing was published."
+                )
+            if ours != theirs:
+                raise CommitError(
+                    f"{place}: hosts 0 and {host.host} disagree on {what}: {ours!r} and {theirs!r}; save with the same options on all. "
+                    f"Nothing was published."
+                )
+    return hosts, [reference for _, reference in read]
+
+
+def _contents(place: Store, hosts: Sequence[HostRecord], said: Mapping[FileReference, Contents]) -> list[tuple[list[int], Contents]]:
+    """What the hosts say, each version once, with the hosts that say it; by lowest host."""
+    said_by: dict[FileReference, list[int]] = {}
+    for host in hosts:
+        said_by.setdefault(host.files.contents, []).append(host.host)
+
+    def read(reference: FileReference) -> Contents:
+        data, where = place.read(reference.key), f"{place}/{reference.key}"
+        reference.check(data, where)
+        if reference in said:
+            return said[reference]
+        return Contents.from_json(open_envelope(data, where), where)
+
+    return list(zip(said_by.values(), together(read, said_by), strict=True))
+
+
+def _tables(place: Store, hosts: Sequence[HostRecord]) -> list[Table]:
+    """Each host's chunk table."""
+    return together(lambda host: read_table(place, host.files.table), hosts)
+
+
+def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:
+    """Every host's chunk table is as long as its record says."""
+    for host, table in zip(hosts, tables, strict=True):
+        if len(table.rows) != host.chunks:
+            raise CommitError(
+                f"{place}: the chunk table of host {host.host} has {len(table.rows)} chunks, its record says {host.chunks}; "
+                f"nothing was published."
+            )
+
+
+def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Iterable[TensorRecord]) -> Table:
+    """All tables as one; CommitError names the tensor of which two hosts wrote the same chunk."""
+    merged = Table.merge(tables)
+    doubled = merged.doubled()
+    if doubled is not None:
+        name = next((shown(tensor.name) for tensor in tensors if any(piece.path == doubled for piece in tensor.pieces)), doubled)
+        raise CommitError(
+            f"{place}: more than one host wrote the same chunks of {name}; nothing was published. "
+            f"If processes have tensors of their own under one name, give them names of their own; and give all the same host_tensors=."
+            f"{_lacking(parts)}"
+        )
+    return merged
+
+
+def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord], table: Table) -> None:
+    """Every chunk of every tensor, each once (the tables have refused doubles), and no others."""
+    known, counts, last = set(), table.counts, table.last_chunks()
+    for tensor in tensors:
+        if tensor.base is not None:
+            continue  # `skipping` has found all of it in the base
+        for piece in tensor.pieces:
+            known.add(piece.path)
+            # Chunks ascend in a table, and differ: so many, of which the last is in the grid, are in it.
+            wanted, found = piece.num_chunks, counts.get(piece.path, 0)
+            outside = found > 0 and last[piece.path] >= wanted
+            if found == wanted and not outside:
+                continue
+            what = f"of {wanted} chunks of {shown(tensor.name)}"
+            if outside:
+                raise CommitError(f"{place}: chunk {last[piece.path]} {what} was written, counted from 0; nothing was published.")
+            raise CommitError(f"{place}: {wanted - found} {what} were not written; nothing was published.{_lacking(parts, tensor)}")
+    for path in counts.keys() - known:
+        raise CommitError(f"{place}: chunks were written for {path}, which is no tensor of this checkpoint; nothing was published.")
+
+
+def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
+    """A sentence on a tensor that some processes do not have, if there is such a one among the suspects or the large plain ones.
+
+    All processes deal out all plain tensors between them, so one that a process lacks may leave gaps in any other.
+    """
+    plain = (
+        t for _, part in parts for t in part.structure.tensors.values() if t.layout is None and t.base is None and t.name not in part.small
+    )
+    for tensor in chain(suspects, plain):
+        without = sorted(p for processes, part in parts if tensor.name not in part.structure.tensors for p in processes)
+        if without:
+            return (
+                f" All processes together write plain tensors, and {shown(tensor.name)} is missing from {numbered('process', without)}: "
+                f"give it to all, or save with SaveOptions(host_tensors='local') what one process has alone."
+            )
+    return ""
+
+
+def _small_chunks(contents: Contents, compression: str | None) -> tuple[list[tuple[Piece, int, Any, int]], bytes]:
+    """The chunks of the small tensors: piece, position, stored bytes and crc32c; and all bytes one after another."""
+    chunks = []
+    for name, elements in sorted(contents.small.items()):
+        tensor = contents.structure.tensors[name]
+        whole = np.frombuffer(elements, tensor.dtype.storage).reshape(tensor.shape)
+        for piece in tensor.pieces:
+            boxes = chunk_boxes(piece, np.arange(piece.num_chunks))
+            for position in range(piece.num_chunks):
+                inside: Any = (*boxes[position].slices, ...)
+                stored, crc = encode(whole[inside], piece.chunks, compression)
+                chunks.append((piece, position, stored, crc))
+    return chunks, b"".join(stored.tobytes() for _, _, stored, _ in chunks)
+
+
+def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool) -> Table:
+    """Where those chunks are."""
+    rows: dict[str, list[tuple[int, int, int, int, int]]] = {}
+    offset = 0
+    for piece, position, stored, crc in chunks:
+        file, start = (0, offset) if packed else (OWN_OBJECT, 0)
+        rows.setdefault(piece.path, []).append((position, file, start, len(stored), crc))
+        offset += len(stored)
+    return Table.of([SMALL] if packed and chunks else [], {path: ArrayChunks.of_rows(some) for path, some in rows.items()})

@@ -1,0 +1,280 @@
+"""Removing what no commit record names, and deleting checkpoints: how, so that nothing can publish it afterwards.
+
+A committer may be asleep just before the conditional write that would make its attempt the checkpoint, for any time.
+Nobody can see that. It replaces the version of `checkpoint.json` that was there before any data of its attempt, a
+checkpoint or a placeholder (`commit.hold_place`), and never creates the file. So *before* data is removed,
+`checkpoint.json` becomes another version (the *fence*), and from then on it can publish nothing: not when the file is
+gone, either.
+
+To collect a checkpoint's orphaned attempts:
+
+1. Read the record, with the storage's version of it, and list the attempts that it does not name.
+2. Choose those into which nothing has been written for a grace period, by the storage's clock. If another one is
+   younger, or a placeholder is, a save may be under way, which the fence would foil: choose none.
+3. Fence, on condition that the record is still that version: a record gets a new mark; in place of a placeholder, of
+   another tombstone or of nothing a tombstone comes to be. Every mark is another, because some storages know a version
+   by its contents. If the record has changed, begin anew.
+4. Look once more: what is still an orphan, and still untouched for the grace period, is removed. Host records go
+   first, as it is they from which an attempt is committed.
+5. If nothing is left but that tombstone, it goes, too, on condition that it is still that version: a save that began
+   meanwhile has put its placeholder there.
+
+To delete a checkpoint, a tombstone takes the place of its record on the same condition, unless it is pinned (`io.markers`);
+then its attempt goes, then the tombstone.
+
+A process that is stopped on the way leaves a checkpoint that is whole, or none, and attempts and a tombstone that the next
+collection takes.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardckpt.commit.attempts import attempts, is_attempt
+from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked, unmark
+from shardckpt.commit.publish import RECORD, clear_place
+from shardckpt.errors import FormatError, NotFoundError, OptionError, ReplacedError, StorageError, VersionError
+from shardckpt.format.fields import Fields
+from shardckpt.format.record import Tombstone, open_envelope, seal
+from shardckpt.io.ages import idle_seconds
+
+if TYPE_CHECKING:
+    from shardckpt.io.store import Store
+    from shardckpt.io.url import Location
+
+__all__ = ["Collected", "collect", "delete", "renew"]
+
+_ROUNDS = 10
+"""How often to begin anew because the record has changed; each time somebody else has got something done."""
+_UNDER_WAY = "it may be a save under way"
+_NEIGHBOUR = "a save may be under way beside it, which removing it would foil"
+_COLLECTED = "no save here was finished, and what was left of them was removed"
+_AGELESS = "its age is not known: the storage keeps no times"
+_CONTENDED = "the commit record changes all the time"
+_NO_CHECKPOINT = "{}: no checkpoint there; `shardckpt gc` removes what was never committed."
+_FOREIGN = "something lies in it that no save has written"
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What became of an attempt that is no checkpoint."""
+
+    location: Location
+    """The checkpoint's directory."""
+    attempt: str | None
+    """Its name; None: of none in particular."""
+    outcome: Literal["removed", "kept", "failed"]
+    """`removed` also where it only would be; `failed`: the storage refused, and a part of it may be gone."""
+    idle: float | None = None
+    """Seconds since anything was written into it; None: not known."""
+    reason: str | None = None
+    """Why it was not removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """`checkpoint.json` at one moment."""
+
+    data: bytes | None
+    generation: bytes
+    doc: dict[str, Any] | None
+    """Its contents; None where there is none."""
+
+    @classmethod
+    def of(cls, store: Store, data: bytes | None, generation: bytes) -> _Record:
+        """What `store.read_versioned` has read. Raises FormatError for what is no record."""
+        return cls(data, generation, None if data is None else open_envelope(data, store.path_of(RECORD)))
+
+    def attempt(self, store: Store) -> str | None:
+        """The attempt that it names; a tombstone names none. Raises FormatError."""
+        return None if self.doc is None or "tombstone" in self.doc else Fields(self.doc, store.path_of(RECORD)).string("attempt")
+
+    @property
+    def is_tombstone(self) -> bool:
+        """Whether it says that there is no checkpoint; a placeholder does."""
+        return self.doc is not None and "tombstone" in self.doc
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether a save has put it there as it began."""
+        return self.doc is not None and self.doc.get("begun") is True
+
+    def fence(self, store: Store) -> bool:
+        """Make it another version of itself, and of a placeholder a tombstone; whether it was still this one."""
+        mark = secrets.token_hex(8)
+        if self.data is None or self.doc is None or self.is_placeholder:
+            return store.replace(RECORD, _tombstone(_COLLECTED, mark), self.generation)
+        sealed = seal({**self.doc, "nonce" if self.is_tombstone else "fence": mark})
+        # All of it stays, be it newer than this reader, and the format version with it, which the host records have, too.
+        head = self.data[: self.data.index(b'"sha256"')]
+        return store.replace(RECORD, head + sealed[sealed.index(b'"sha256"') :], self.generation)
+
+
+def collect(store: Store, *, grace: float, dry_run: bool = False) -> list[Collected]:
+    """Remove the attempts at one place that nobody commits any more.
+
+    Args:
+        store: the checkpoint's place.
+        grace: seconds for which nothing may have been written into an attempt. 0 takes all, of saves under way, too.
+        dry_run: only tell what would be done.
+
+    Returns:
+        What became of each attempt that the commit record does not name.
+
+    Raises:
+        FormatError: the commit record cannot be read, so that what it names is not known; nothing was removed.
+        StorageError: the storage failed; nothing was removed.
+    """
+    for _ in range(_ROUNDS):
+        found, record = _orphans(store, grace)
+        if dry_run or record is None or any(one.outcome == "kept" for one in found):
+            return found
+        if not found:
+            _clear(store, record, grace)
+            return []
+        if record.fence(store):
+            break
+    else:
+        return [replace(one, outcome="kept", reason=_CONTENDED) for one in found]
+    fenced = {one.attempt for one in found}
+    left, record = _orphans(store, grace)
+    done = [_remove(store, one) if _idle_enough(one.idle, grace) else one for one in left if one.attempt in fenced]
+    if record is not None:
+        _clear(store, record, grace)
+    return done
+
+
+def delete(store: Store, *, reason: str, grace: float) -> list[Collected]:
+    """Delete the checkpoint at one place; then collect what else is there.
+
+    What an interrupted deletion has left is collected.
+
+    Args:
+        store: the checkpoint's place.
+        reason: for people who look for the checkpoint later.
+        grace: as for `collect`; the checkpoint itself goes whatever its age.
+
+    Returns:
+        What became of all attempts there but the checkpoint's; and of that, if it could not be removed.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+        ReplacedError: another one took its place just now; nothing was deleted.
+        VersionError: a newer version's checkpoint is there.
+        OptionError: it is pinned.
+        StorageError: the storage failed.
+    """
+    named = _bury(store, reason)
+    for marker in (PINNED, SUPERSEDED):
+        unmark(store, marker)
+    left = []
+    if named is not None and f"{named}/" in store.list_children():
+        data = Collected(store.location, named, "removed")
+        data = _remove(store, data) if is_attempt(store, named) else replace(data, outcome="kept", reason=_FOREIGN)
+        left = [data] if data.outcome != "removed" else []
+    return left + [one for one in collect(store, grace=grace) if one.attempt != named]
+
+
+def renew(store: Store, attempt: str) -> bool:
+    """Make a commit record another version of itself, so that who is about to delete or replace it has to look again.
+
+    Returns:
+        Whether it still names that attempt.
+
+    Raises:
+        FormatError: it cannot be read.
+        StorageError: the storage failed, or the record changes all the time.
+    """
+    for _ in range(_ROUNDS):
+        record = _Record.of(store, *store.read_versioned(RECORD))
+        if record.attempt(store) != attempt:
+            return False
+        if record.fence(store):
+            return True
+    raise StorageError(f"cannot mark {store}: {_CONTENDED}; try again.")
+
+
+def _bury(store: Store, reason: str) -> str | None:
+    """Put a tombstone in place of the record; returns the attempt that it named, None where that is not known."""
+    first: str | None = None
+    for _ in range(_ROUNDS):
+        data, generation = store.read_versioned(RECORD)
+        if data is None:
+            raise NotFoundError(_NO_CHECKPOINT.format(store))
+        try:
+            record = _Record.of(store, data, generation)
+            named = record.attempt(store)
+        except VersionError:
+            raise
+        except FormatError:
+            record, named = _Record(data, generation, {}), None  # its data becomes an orphan
+        if record.is_placeholder:
+            raise NotFoundError(_NO_CHECKPOINT.format(store))
+        if record.is_tombstone:
+            return first
+        if first not in (None, named):
+            raise ReplacedError(f"{store}: another checkpoint took its place while it was being deleted; nothing was deleted.")
+        if is_marked(store, PINNED, named):
+            raise OptionError(f"{store} is pinned, so it is not deleted; `shardckpt unpin` it first.")
+        first = named
+        if store.replace(RECORD, _tombstone(reason, secrets.token_hex(8)), generation):
+            return first
+    raise StorageError(f"cannot delete {store}: {_CONTENDED}; try again.")
+
+
+def _orphans(store: Store, grace: float) -> tuple[list[Collected], _Record | None]:
+    """The attempts that the record does not name, and whether they may go; and the record, None where there is nothing to collect.
+
+    A tombstone by itself is collected, too.
+    """
+    children = store.list_children()
+    names = attempts(store, children)
+    if not names and RECORD not in children:
+        return [], None
+    record = _Record.of(store, *store.read_versioned(RECORD))
+    orphans = [name for name in names if name != record.attempt(store)]
+    if not orphans:
+        return [], record if record.is_tombstone else None
+    found = []
+    times = idle_seconds(store, [*(f"{name}/" for name in orphans), *([RECORD] if record.is_placeholder else [])])
+    begun = times.pop(RECORD, None)
+    for prefix, idle in times.items():
+        young = None if _idle_enough(idle, grace) else _AGELESS if idle is None else _UNDER_WAY
+        found.append(Collected(store.location, prefix.removesuffix("/"), "removed" if young is None else "kept", idle, young))
+    if any(one.outcome == "kept" for one in found) or (record.is_placeholder and not _idle_enough(begun, grace)):
+        found = [replace(one, outcome="kept", reason=one.reason or _NEIGHBOUR) for one in found]
+    return found, record
+
+
+def _clear(store: Store, record: _Record, grace: float) -> None:
+    """Remove a tombstone, or a placeholder of that age, without attempts beside it; what the storage refuses stays for the next time."""
+    old = record.is_tombstone and (not record.is_placeholder or _idle_enough(idle_seconds(store, [RECORD])[RECORD], grace))
+    if old:
+        with suppress(StorageError):
+            clear_place(store, record.generation)
+
+
+def _idle_enough(idle: float | None, grace: float) -> bool:
+    return grace == 0 or (idle is not None and idle >= grace)
+
+
+def _remove(store: Store, orphan: Collected) -> Collected:
+    """Remove a fenced attempt."""
+    try:
+        path = store.local_path(f"{orphan.attempt}/")
+        if path is None or not path.is_symlink():  # what a link leads to is not ours
+            store.delete_prefix(f"{orphan.attempt}/records/")
+        store.delete_prefix(f"{orphan.attempt}/")
+    except StorageError as e:
+        return replace(orphan, outcome="failed", reason=str(e))
+    return replace(orphan, outcome="removed", reason=None)
+
+
+def _tombstone(reason: str, nonce: str) -> bytes:
+    """A tombstone like no other; it says when, by this machine's clock, and why."""
+    now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    return seal(Tombstone(f"{now}: {reason}", nonce).to_json())

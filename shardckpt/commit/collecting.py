@@ -1,0 +1,135 @@
+"""Getting rid of what is no checkpoint, and of checkpoints: what users ask for.
+
+`io.collect` says how one place is collected, and why nothing that is removed can be published afterwards. Here
+are the places: a directory of checkpoints, or one of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from shardckpt.commit import collect as at_one_place
+from shardckpt.commit.attempts import places
+from shardckpt.commit.collect import Collected
+from shardckpt.commit.publish import RECORD, published_attempt
+from shardckpt.errors import FormatError, MissingDataError, NotFoundError, OptionError, StorageError
+from shardckpt.excerpt import excerpt
+from shardckpt.format.bases import bases_of, names_beside
+from shardckpt.format.record import open_envelope
+from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+
+__all__ = ["GRACE", "Collected", "collect", "delete"]
+
+GRACE = 24 * 3600.0
+"""Seconds for which nothing may have been written into an attempt that is collected, unless told otherwise."""
+_NAMED = 10
+"""Checkpoints that a message names."""
+_AT_ONCE = 16
+"""Places that are looked at together: on an object store each question takes a round trip."""
+
+
+def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> list[Collected]:
+    """Remove the attempts at saving that nobody will finish, at `root` and directly below it.
+
+    An attempt goes if no commit record names it and nothing has been written into it for the grace period, by the
+    storage's own clock. Where another attempt is younger, a save may be under way, and all stay.
+
+    Args:
+        root: a checkpoint, or a directory of them: a path or url.
+        grace: seconds. Longer than any save is silent; 0 takes all attempts, those of saves under way, too.
+        dry_run: only tell what would be done.
+
+    Returns:
+        What became of each attempt that is no checkpoint. A place that could not be read is one entry without an attempt,
+        and keeps no other from being collected.
+
+    Raises:
+        UrlError: `root` is no place.
+        NotFoundError: there is no such directory.
+        OptionError: `grace` is no number of seconds.
+    """
+    _check_seconds(grace)
+    location = parse(root)
+    store = Store.open(location)
+    children = store.list_children()
+    if not children and (location.local is None or not location.local.exists()):
+        raise NotFoundError(f"{location}: no such directory.")
+
+    def at(place: Store) -> list[Collected]:
+        try:
+            return at_one_place.collect(place, grace=grace, dry_run=dry_run)
+        except FormatError as e:
+            return [Collected(place.location, None, "kept", reason=str(e))]
+        except StorageError as e:
+            return [Collected(place.location, None, "failed", reason=str(e))]
+
+    with reading_takes_threads(store), ThreadPoolExecutor(_AT_ONCE, "shardckpt-collect") as pool:
+        return [one for some in pool.map(at, [place for _, place in places(store, children)]) for one in some]
+
+
+def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: float = GRACE) -> list[Collected]:
+    """Delete a checkpoint. Saves to the same place that began before it can publish nothing any more.
+
+    Also collects the attempts there that are older than the grace period; then nothing of it stays.
+
+    Args:
+        url: where it is.
+        reason: for people who look for it later; the time is put before it.
+        grace: as for `collect`; the checkpoint itself goes whatever its age.
+
+    Returns:
+        What became of other attempts there; and of the checkpoint's own data, if it could not be removed.
+
+    Raises:
+        NotFoundError: no checkpoint there.
+        OptionError: it is pinned, or checkpoints beside it have left tensors in it; names them.
+        ReplacedError: another one took its place just now; nothing was deleted.
+        VersionError: it is a newer version's.
+        StorageError: the storage failed; where the message does not speak of deleting the record, it is deleted and data may be left.
+    """
+    _check_seconds(grace)
+    store = Store.open(parse(url))
+    _check_no_base(store)
+    return at_one_place.delete(store, reason=reason, grace=grace)
+
+
+def _check_no_base(store: Store) -> None:
+    """Refuse to delete what checkpoints in the same directory name as their base. Of others nobody knows."""
+    location = store.location.resolved
+    try:
+        attempt = published_attempt(store)
+        if attempt is None:
+            return
+    except FormatError:
+        attempt = None  # not known: whoever names the place counts
+    if location.parent is None:
+        return
+    root = Store.open(location.parent)
+
+    def names_it(name: str) -> bool:
+        place = root.sub(name)
+        if place.location.local is not None and not os.access(place.location.local, os.X_OK):
+            return False  # somebody else's, in a directory that is everybody's
+        try:
+            bases = bases_of(open_envelope(place.read(RECORD), place.path_of(RECORD)), place.path_of(RECORD))
+        except (MissingDataError, FormatError):  # no checkpoint, or one that cannot be read without deleting anything
+            return False
+        return location.name in names_beside(base for base in bases if attempt in (None, base.attempt))
+
+    others = [name for name, _ in places(root, root.list_children()) if name not in (".", location.name)]
+    with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-bases") as pool:
+        naming = [name for name, found in zip(others, pool.map(names_it, others), strict=True) if found]
+    if naming:
+        raise OptionError(
+            f"{location} is the base of checkpoints beside it, which have left tensors in it: {', '.join(naming[:_NAMED])}"
+            f"{', …' if len(naming) > _NAMED else ''}; so it is not deleted. Delete those first, or save them again without skip=."
+        )
+
+
+def _check_seconds(grace: object) -> None:
+    if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < math.inf:
+        raise OptionError(f"grace={excerpt(grace)}: give seconds, 0 or more.")

@@ -1,0 +1,188 @@
+"""Committing what a save has left complete and unpublished.
+
+The process that commits may die after all hosts have finished. What they wrote lacks nothing, and their records say
+all that there is to say; so any process can commit it, later, from the records alone. Of several attempts at one place
+the newest complete one counts; of several reshards none, for their names tell no order. An attempt is overtaken once the
+place no longer has the commit record that the save found: something else was committed there since, or the attempt's
+place was collected. What a run has left that no longer
+saves there, or what would replace a pinned checkpoint, may be what was refused publication: that is not committed (`io.leftover`).
+Before the first save after a rollback is published, the steps that this supersedes are marked (`io.rollback`).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardckpt.commit.assemble import assemble, finished_hosts, read_host_record
+from shardckpt.commit.attempts import attempts, is_reshard, places
+from shardckpt.commit.base_places import check_bases
+from shardckpt.commit.leftover import check_leftover, run_root
+from shardckpt.commit.publish import hold_place, publish, read_prior, remove_replaced
+from shardckpt.commit.rollback import Rollback
+from shardckpt.commit.strays import remove_strays
+from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
+from shardckpt.excerpt import numbered
+from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.failures import is_denied
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.state.names import natural_key
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from shardckpt.commit.publish import Prior
+    from shardckpt.io.url import Location
+
+__all__ = ["Outcome", "commit", "commit_places"]
+
+_AT_ONCE = 16
+"""Places that are looked at together: on an object store each takes a few round trips."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one unpublished attempt."""
+
+    name: str
+    """Of the checkpoint, relative to the root; "." for the root itself."""
+    location: Location
+    """Of the checkpoint."""
+    attempt: str
+    state: Literal["committed", "incomplete", "overtaken", "refused"]
+    reason: str = ""
+    """Why it was not committed."""
+
+
+def commit(root: str | os.PathLike[str]) -> list[Outcome]:
+    """Commit the complete attempts whose committer has died. Call it when a job starts, before looking for its latest step.
+
+    Committing what another process is committing at this moment does no harm: one of the two publishes it.
+
+    Args:
+        root: a checkpoint, or a directory of checkpoints.
+
+    Returns:
+        Every attempt that was not published before, and what became of it.
+
+    Raises:
+        NotFoundError: there is nothing at that place.
+        StorageError: the storage failed, or Python is ending and starts no threads to read with.
+    """
+    store = Store.open(parse(root))
+    children = store.list_children()
+    if not children:
+        raise NotFoundError(f"{store}: no checkpoint and no attempt at one there.")
+    return commit_places(store, list(places(store, children)))
+
+
+def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outcome]:
+    """Commit the complete attempts at some places, by name, below one root.
+
+    Raises:
+        StorageError: the storage failed at one of them, or Python is ending; the others were committed.
+    """
+    with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
+        futures = [pool.submit(_commit_one, name, place) for name, place in named]
+    return [outcome for future in futures for outcome in future.result()]
+
+
+def _commit_one(name: str, store: Store) -> list[Outcome]:
+    """Commit the newest complete attempt at one checkpoint."""
+    found = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    if not found:
+        return []
+    try:
+        prior = read_prior(store, overwrite=True)
+    except StorageError:
+        raise
+    except ShardckptError as e:
+        return [Outcome(name, store.location, attempt, "refused", str(e)) for attempt in found]
+    found = [attempt for attempt in found if attempt != prior.attempt]
+    outcomes: list[Outcome] = []
+    rivals = [attempt for attempt in found if is_reshard(attempt) and _complete(store.sub(attempt), prior)]
+    for attempt in found:
+        if len(rivals) > 1 and attempt in rivals:
+            reason = "reshards with different options are complete; the same call of one of them without worker= commits that"
+            outcomes.append(Outcome(name, store.location, attempt, "refused", reason))
+        elif any(outcome.state == "committed" for outcome in outcomes):
+            outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))
+        else:
+            outcomes.append(_attempted(name, store, attempt, prior))
+    return outcomes
+
+
+def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken"], str] | None:
+    """What an attempt lacks to be committed; None: nothing, by what its hosts say."""
+    present = finished_hosts(place)
+    if not present:
+        return "incomplete", "no host has finished"
+    first, _ = read_host_record(place, present[0])
+    missing = sorted(set(range(first.hosts)) - set(present))
+    if missing:
+        return "incomplete", f"{numbered('host', missing)} (of {first.hosts}) did not finish"
+    begun_free = first.prior is None and (prior.digest is None or prior.holds)  # by an earlier version, which left no placeholder
+    if first.prior != prior.digest and not begun_free:
+        return "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
+    return None
+
+
+def _complete(place: Store, prior: Prior) -> bool:
+    """Whether it lacks nothing, and could be read."""
+    try:
+        return _lacks(place, prior) is None
+    except StorageError:
+        raise
+    except ShardckptError:
+        return False
+
+
+def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
+    """Commit one attempt, if that can be."""
+
+    def outcome(state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = "") -> Outcome:
+        return Outcome(name, store.location, attempt, state, reason)
+
+    place = store.sub(attempt)
+    try:
+        lacks = _lacks(place, prior)
+        if lacks is None and prior.digest is None:
+            prior = hold_place(store, prior, overwrite=True)  # first: then what was removed since is noticed
+            lacks = _lacks(place, prior)
+        if lacks is not None:
+            return outcome(*lacks)
+        if (denied := _publish(store, attempt, prior)) is not None:
+            return outcome("refused", denied)
+    except AlreadyExistsError as e:
+        return outcome("overtaken", str(e))
+    except StorageError:
+        raise
+    except ShardckptError as e:
+        return outcome("refused", str(e))
+    if prior.attempt is not None:
+        remove_replaced(store, prior.attempt)
+    return outcome("committed")
+
+
+def _publish(store: Store, attempt: str, prior: Prior) -> str | None:
+    """Publish an attempt that lacks nothing else; why not, where this process has no right to write there."""
+    place = store.sub(attempt)
+    try:
+        record = assemble(place)
+        check_leftover(store, attempt, record.metadata, prior.attempt)
+        check_bases(store.location, record, prior.attempt)
+        root, rollback = run_root(store, attempt, record.metadata), Rollback.of(record.metadata)
+        if root is not None and rollback is not None:
+            rollback.tell(root)
+        publish(store, record, prior)
+    except StorageError as e:
+        if not is_denied(e):
+            raise
+        return str(e)
+    with suppress(ShardckptError):  # what cannot be removed costs room, no more
+        remove_strays(place)
+    return None

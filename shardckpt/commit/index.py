@@ -1,0 +1,239 @@
+"""After all hosts have written: what every other zarr reader goes by.
+
+Packed layout: one OCDBT database over the whole attempt. Each host's lanes are databases below it, and merging them
+copies references, not chunks; the `zarr.json` documents follow in a transaction of their own. Keys that two lanes have
+would vanish silently, so the keys are counted afterwards.
+
+Plain layout: the `zarr.json` files of arrays and groups, the root with consolidated metadata.
+
+`stock_spec` and `stock_url` say how stock TensorStore opens an array of either layout. None of this is needed by our
+own readers, who go by the chunk tables.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+import tensorstore as ts
+
+from shardckpt.errors import CommitError, FormatError
+from shardckpt.excerpt import excerpt
+from shardckpt.format.keys import PLAIN_ROOT, plain_key
+from shardckpt.format.zarr_meta import group_json, parent_groups
+from shardckpt.io import ocdbt
+from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context, storage_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from shardckpt.io.url import Location
+
+__all__ = [
+    "dump_index",
+    "index_entries",
+    "merge_lanes",
+    "packed_documents",
+    "plain_documents",
+    "read_values",
+    "stock_spec",
+    "stock_url",
+    "write_plain_documents",
+]
+
+Place = tuple[str, int, int]
+"""Data file relative to the attempt, first byte, bytes."""
+
+_CONFIG = {
+    # A document inside a node is covered by the node's checksum; outside it is not. 1 MiB is the format's limit.
+    "max_inline_value_bytes": 1 << 20,
+    "compression": {"id": "zstd"},
+}
+_MANIFEST = "manifest.ocdbt"
+_MOST_HEIGHT = 16
+"""A tree of format-conforming nodes is never so high; a damaged one might go in circles."""
+
+
+def merge_lanes(
+    attempt: Store,
+    lanes: Sequence[str],
+    documents: Mapping[str, Mapping[str, Any]],
+    *,
+    values: Mapping[str, bytes] | None = None,
+    expected_chunks: int,
+    expected_bytes: int,
+) -> None:
+    """Build the merged index of an attempt; where one is there already, it becomes the same.
+
+    Args:
+        attempt: the attempt's place.
+        lanes: OCDBT databases relative to it.
+        documents: array path → its `zarr.json`; the groups' are made here.
+        values: key → chunk, of those that no lane has; None: there are none.
+        expected_chunks: chunks that the lanes hold together.
+        expected_bytes: their stored bytes.
+
+    Raises:
+        CommitError: lanes have a chunk in common, or lack some.
+        StorageError: the storage failed.
+    """
+    written = {**packed_documents(documents), **(values or {})}
+    attempt.make_parents("d/x")
+    attempt.forget_interrupted_write("manifest.ocdbt")
+    with storage_errors("merge the index of", attempt):
+        database = _database(attempt, _CONFIG)
+        # Two transactions: in one with writes of its own, TensorStore 0.1.86 stores copied values as empty ones.
+        # The few written keys come first, because the second one writes the nodes that it touches anew.
+        with ts.Transaction() as writes:
+            within = database.with_transaction(writes)
+            _await(within.write(key, data) for key, data in written.items())
+        with ts.Transaction() as copies:
+            within = database.with_transaction(copies)
+            _await(_database(attempt.sub(lane)).experimental_copy_range_to(within) for lane in lanes)
+        found = ocdbt.newest_statistics(attempt.read(_MANIFEST))
+    # A document of more than 1 MiB is stored as chunks are.
+    if found["num_keys"] != expected_chunks + len(written) or found["num_indirect_value_bytes"] < expected_bytes:
+        raise CommitError(
+            f"{attempt}: the hosts wrote {expected_chunks} chunks of {expected_bytes} bytes, the merged index has "
+            f"{found['num_keys'] - len(written)} of {found['num_indirect_value_bytes']}; two hosts wrote the same chunk, or an array's "
+            f"path is another's chunk. Nothing was published."
+        )
+
+
+def _await(futures: Iterable[Any]) -> None:
+    """Start all, then wait for each: a write whose future is dropped may be left out of the commit."""
+    for future in list(futures):
+        future.result()
+
+
+def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the `zarr.json` files of the plain layout, the root's with consolidated metadata.
+
+    Args:
+        attempt: the attempt's place.
+        documents: array path → its `zarr.json`; the groups' are made here.
+    """
+    for key, data in plain_documents(documents).items():
+        attempt.write(key, data)
+
+
+def packed_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+    """Key in the merged index → `zarr.json` of every array and of every group above."""
+    everything: dict[str, Mapping[str, Any]] = {**{path: group_json() for path in parent_groups(documents)}, **documents}
+    return {_document_key(path): _encode(document) for path, document in everything.items()}
+
+
+def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+    """The same as objects of the attempt, the root's with consolidated metadata and last: who sees it sees everything."""
+    arrays = {plain_key(path).removeprefix(f"{PLAIN_ROOT}/"): document for path, document in documents.items()}
+    groups = {path: group_json() for path in parent_groups(arrays) if path}
+    members: dict[str, Any] = {**groups, **arrays}
+    everything = [*members.items(), ("", group_json(members=members))]
+    return {f"{PLAIN_ROOT}/{_document_key(path)}": _encode(document) for path, document in everything}
+
+
+def read_values(attempt: Store, keys: Iterable[str]) -> dict[str, bytes | None]:
+    """Values of the merged index, None where it has no such key."""
+    with storage_errors("read the index of", attempt):
+        database = _database(attempt)
+        pending = {key: database.read(key) for key in keys}
+        return {key: bytes(r.value) if (r := future.result()).state == "value" else None for key, future in pending.items()}
+
+
+def dump_index(attempt: Store) -> dict[str, Place]:
+    """Every chunk of the merged index: key → place. Some 400 bytes of memory per chunk; see `index_entries`."""
+    return dict(index_entries(attempt))
+
+
+def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
+    """The chunks of a (merged or a host's own) index, in order of their keys; `zarr.json` documents are left out.
+
+    Unless a document is too large for a node: then it has a place, as chunks have. The versions that
+    TensorStore made on the way and nobody reads are walked last, so that damage to their nodes shows, too.
+
+    Raises:
+        MissingDataError: there is no index, or a part of it is gone.
+        StorageError: it cannot be read, or by TensorStore's account is damaged.
+        FormatError: it is not one that TensorStore or we can read.
+    """
+    attempt.read(_MANIFEST)  # refuses what TensorStore would not survive, and says better what is missing
+    seen: set[str] = set()
+    newest, *older = _roots(attempt)[::-1]
+    yield from _entries(attempt, newest.get("location"), b"", seen, 0)
+    for root in older:
+        for _ in _entries(attempt, root.get("location"), b"", seen, 0):
+            pass
+
+
+def stock_spec(location: Location, attempt: str, array_path: str, layout: str = "packed") -> dict[str, Any]:
+    """The spec by which stock TensorStore opens an array, with a missing chunk as an error."""
+    place = location.join(attempt)
+    strict = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
+    if layout == "packed":
+        return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": place.kvstore(), "path": f"{array_path}/"}, **strict}
+    return {"driver": "zarr3", "kvstore": place.join(plain_key(array_path)).kvstore(), **strict}
+
+
+def stock_url(location: Location, attempt: str, array_path: str, layout: str = "packed") -> str:
+    """The same as a url, for people to paste."""
+    place = location.join(attempt)
+    if layout == "packed":
+        return f"{place.url}/|ocdbt:|zarr3:{quote(array_path)}/"
+    return f"{place.join(plain_key(array_path)).url}/|zarr3:"
+
+
+def _database(place: Store, config: Mapping[str, Any] | None = None) -> Any:
+    """Open the OCDBT database at a place."""
+    spec: dict[str, Any] = {"driver": "ocdbt", "base": place.location.kvstore()}
+    if config is not None:
+        spec["config"] = config
+    return ts.KvStore.open(spec, context=shared_context()).result()
+
+
+def _roots(place: Store) -> list[dict[str, Any]]:
+    """All versions' roots, the newest last."""
+    with storage_errors("read the index of", place):
+        dumped = ts.ocdbt.dump(place.kvstore(), context=shared_context()).result()
+        return [version["root"] for version in dumped["versions"]]
+
+
+def _entries(place: Store, location: str | None, prefix: bytes, seen: set[str], depth: int) -> Iterator[tuple[str, Place]]:
+    """The chunks at and below one node, whose keys all start with `prefix`; nodes that were `seen` are left out."""
+    if location is None or location in seen:
+        return
+    seen.add(location)
+    if depth > _MOST_HEIGHT:
+        raise FormatError(f"{place}: the index is more than {_MOST_HEIGHT} nodes high; it is damaged.")
+    with storage_errors("read the index of", place):
+        file, offset, length = _place_of(location, "btreenode")
+        if length > LARGEST_WHOLE:
+            raise FormatError(f"{place}: the index has a node of {length} bytes, at most {LARGEST_WHOLE} are read; it is not ours.")
+        place.read(file, offset, offset + length)  # says better than TensorStore what is missing or cut off
+        node = ts.ocdbt.dump(place.kvstore(), location, context=shared_context()).result()
+        if node["height"]:
+            below = [(entry["location"], prefix + entry["subtree_common_prefix"]) for entry in node["entries"]]
+            chunks = []
+        else:
+            below = []
+            keyed = [(prefix + entry["key"], entry["indirect_value"]) for entry in node["entries"] if "indirect_value" in entry]
+            chunks = [(key.decode(), _place_of(value)) for key, value in keyed]
+    yield from chunks
+    for child, child_prefix in below:
+        yield from _entries(place, child, child_prefix, seen, depth + 1)
+
+
+def _place_of(location: str, expected: str = "value") -> Place:
+    """`<kind>:<base path>:<relative path>:<offset>:<length>`, percent-encoded, as a place."""
+    kind, base, relative, offset, length = location.split(":")
+    if kind != expected:
+        raise FormatError(f"{excerpt(location)} in an index is no {expected}.")
+    return unquote(base) + unquote(relative), int(offset), int(length)
+
+
+def _document_key(path: str) -> str:
+    return f"{path}/zarr.json" if path else "zarr.json"
+
+
+def _encode(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()

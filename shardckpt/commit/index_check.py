@@ -1,0 +1,162 @@
+"""Does the index that other zarr readers go by say the same as the record and the chunk tables?
+
+Our own readers do not use it, so it cannot lead them astray; but `verify` vouches for stock readers, too.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import crc32c
+import numpy as np
+
+from shardckpt.commit import index
+from shardckpt.commit.assemble import SMALL
+from shardckpt.errors import ShardckptError
+from shardckpt.format.codec import CHECKSUM_BYTES
+from shardckpt.format.keys import chunk_object_key, split_chunk_key
+from shardckpt.format.table import OWN_OBJECT
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping, Sequence
+
+    from shardckpt.format.table import ArrayChunks
+    from shardckpt.io.store import Store
+    from shardckpt.plan.plan import Piece
+
+__all__ = ["IndexCheck"]
+
+Fault = tuple[str, str]
+"""A file relative to the attempt, and what is wrong with it."""
+MANIFEST = "manifest.ocdbt"
+
+
+class IndexCheck:
+    """Compares the indexes of an attempt with its chunk tables."""
+
+    def __init__(
+        self,
+        attempt: Store,
+        documents: Mapping[str, Mapping[str, Any]],
+        pieces: dict[str, Piece],
+        files: Sequence[str],
+        arrays: Mapping[str, ArrayChunks],
+    ) -> None:
+        """What the indexes must say.
+
+        Args:
+            attempt: the attempt's place.
+            documents: array path → its zarr.json.
+            pieces: array path → the array.
+            files: the chunk tables' data files.
+            arrays: array path → its chunks.
+        """
+        self._attempt = attempt
+        self._documents = documents
+        self._pieces = pieces
+        self._files = files
+        self._arrays = arrays
+
+    def packed(self, lanes: Sequence[str]) -> Iterator[Fault]:
+        """What is wrong with the merged index and with the lanes' own ones, from which it can be built again."""
+        inline = self._inline_keys()
+        chunks = sum(map(len, self._arrays.values())) - len(inline)
+        documents = index.packed_documents(self._documents)
+        found = yield from self._database("", documents)
+        if found is not None:
+            if found != chunks:
+                yield MANIFEST, f"the index has {found} chunks, the chunk tables have {chunks}"
+            yield from self._values(documents)
+            yield from self._inline(inline)
+        in_lanes: int | None = 0
+        for lane in lanes:
+            found = yield from self._database(lane, {})
+            in_lanes = None if in_lanes is None or found is None else in_lanes + found
+        if in_lanes not in (None, chunks):
+            yield "hosts", f"the lanes' indexes have {in_lanes} chunks, the chunk tables have {chunks}"
+
+    def _values(self, documents: Mapping[str, bytes]) -> Iterator[Fault]:
+        """What is wrong with the zarr.json documents in the merged index."""
+        try:
+            stored = index.read_values(self._attempt, documents)
+        except ShardckptError as e:
+            yield MANIFEST, str(e)
+            return
+        for key, document in documents.items():
+            if not _same_json(stored[key], document):
+                yield MANIFEST, f"{key} in the index is missing or not what was written"
+
+    def _inline_keys(self) -> dict[str, tuple[int, int]]:
+        """The chunks of small tensors, which are values in the index itself: key → bytes and crc32c by the chunk table."""
+        found = {}
+        if SMALL in self._files:
+            small = self._files.index(SMALL)
+            for path, rows in self._arrays.items():
+                piece = self._pieces.get(path)
+                if piece is not None:  # a table may say what it likes
+                    for row in np.flatnonzero((rows.file == small) & (rows.chunk < piece.num_chunks)).tolist():
+                        found[chunk_object_key(piece, int(rows.chunk[row]))] = int(rows.length[row]), int(rows.crc[row])
+        return found
+
+    def _inline(self, keys: Mapping[str, tuple[int, int]]) -> Iterator[Fault]:
+        """What is wrong with those chunks in the index."""
+        try:
+            stored = index.read_values(self._attempt, keys)
+        except ShardckptError as e:
+            yield MANIFEST, str(e)
+            return
+        for key, (length, crc) in keys.items():
+            value = stored[key] or b""
+            checksum = crc.to_bytes(CHECKSUM_BYTES, "little")
+            if len(value) != length or value[-CHECKSUM_BYTES:] != checksum or crc32c.crc32c(value[:-CHECKSUM_BYTES]) != crc:
+                yield MANIFEST, f"{key} in the index is missing or not what was written"
+
+    def plain(self) -> Iterator[Fault]:
+        """What is wrong with the zarr.json documents of the plain layout."""
+        for key, document in index.plain_documents(self._documents).items():
+            try:
+                if not _same_json(self._attempt.read(key), document):
+                    yield key, "the zarr document is not what was written"
+            except ShardckptError as e:
+                yield key, str(e)
+
+    def _database(self, lane: str, documents: Mapping[str, bytes]) -> Generator[Fault, None, int | None]:
+        """What is wrong with the entries of a lane ("": the merged index); returns how many chunks it has, if it can be read."""
+        prefix = f"{lane}/" if lane else ""
+        found = 0
+        try:
+            place = self._attempt.sub(lane) if lane else self._attempt
+            for key, (file, offset, length) in index.index_entries(place):
+                if key in documents:
+                    place.read(file, offset, offset + length)  # too large for a node; here it must just be there
+                    continue
+                found += 1
+                fault = self._entry(key, (prefix + file, offset, length))
+                if fault is not None:
+                    yield prefix + MANIFEST, fault
+        except ShardckptError as e:
+            yield prefix + MANIFEST, str(e)
+            return None
+        return found
+
+    def _entry(self, key: str, place: tuple[str, int, int]) -> str | None:
+        """Why an entry is wrong, or None."""
+        found = split_chunk_key(key, self._pieces)
+        table = self._arrays.get(found[0].path) if found else None
+        row = -1 if table is None or found is None else table.row(found[1])
+        if table is None or row < 0:
+            return f"the index has {key}, which is no chunk of this checkpoint"
+        file = int(table.file[row])
+        if file == OWN_OBJECT:
+            return f"the chunk table has {key} as an object of its own, which it is not in the packed layout"
+        wanted = (self._files[file], int(table.offset[row]), int(table.length[row]))
+        return None if place == wanted else f"the index has {key} at {place}, the chunk table at {wanted}"
+
+
+def _same_json(found: bytes | None, expected: bytes) -> bool:
+    """Whether two documents say the same; another version may have spaced them differently."""
+    try:
+        return found is not None and bool(json.loads(found) == json.loads(expected))
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,131 @@
+"""Is this job the one that saves to this root?
+
+Two jobs that save to one root would overtake each other: started anew while the old one still lives, say. `job.json` in the
+root names the run that saves there.
+
+1. A run puts its id there with its first save, in place of whatever is there, by compare-and-swap.
+2. Before it publishes or deletes anything it looks whether its id still is. If it is another's, a later job has taken
+   over, and this one raises and touches nothing any more.
+3. What a run saves has its id in the metadata. Who commits what others have left complete (`committing`) leaves alone what
+   is of another run than the one that `job.json` names: it may be what a run was not allowed to publish.
+
+That does not keep one save of either from being published between look and publication. What two jobs may do at the same
+time to one step is decided there, by the conditional write of the commit record: nothing of either is lost. The job that
+comes second finds the other one's step, and is told of that run (`of_other_job`).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import socket
+from typing import TYPE_CHECKING
+
+from shardckpt.commit.publish import RECORD
+from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OtherJobError, StorageError
+from shardckpt.format.fields import Fields
+from shardckpt.format.record import CheckpointRecord, open_envelope, parse_checkpoint, seal
+
+if TYPE_CHECKING:
+    from shardckpt.io.store import Store
+
+__all__ = ["JOB", "RUN", "JobFence", "holder", "of_other_job"]
+
+JOB = "job.json"
+"""Relative to the root."""
+RUN = "run_id"
+"""The member of a checkpoint's metadata that names its run."""
+_ROUNDS = 10
+
+
+def holder(root: Store) -> str | None:
+    """The run that saves to a root; None where nobody has said so.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    data, _ = root.read_versioned(JOB)
+    found = None if data is None else _read(root, data)
+    return None if found is None else found[0]
+
+
+def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> OtherJobError | None:
+    """What a save that was to be a new step has failed with, if it is that another job has saved the step.
+
+    Args:
+        root: of the run.
+        step: that was being saved, in place of none.
+        run_id: of this job.
+        error: of the save.
+
+    Raises:
+        FormatError: the step's commit record cannot be read.
+        StorageError: the storage failed.
+    """
+    if not isinstance(error, AlreadyExistsError | CommitError):
+        return None
+    place = root.sub(str(step))
+    data, _ = place.read_versioned(RECORD)
+    record = None if data is None else parse_checkpoint(data, place.path_of(RECORD))
+    if isinstance(record, CheckpointRecord):
+        run = record.metadata.get(RUN)
+    else:  # it was deleted since
+        run = holder(root) if isinstance(error, AlreadyExistsError) else None
+    if run in (None, run_id):
+        return None
+    return OtherJobError(
+        f"{place}: run {run} has saved this step, and run {run_id}, which is this job, saves there, too; end one of the two, or give it a "
+        f"root of its own. If run {run} has ended, go on from its latest step with restore(). Nothing of this save was published."
+    )
+
+
+class JobFence:
+    """One run's claim on a root; used by its leader alone."""
+
+    def __init__(self, root: Store, run_id: str) -> None:
+        self._root = root
+        self._run_id = run_id
+        self._claimed = False
+
+    def check(self) -> None:
+        """See that the root is still this run's, if it has been; raises as `hold` does."""
+        if self._claimed:
+            self.hold()
+
+    def hold(self) -> None:
+        """Claim the root, the first time; later see that it is still this run's.
+
+        Raises:
+            OtherJobError: another run has claimed it since; names both.
+            StorageError: the storage failed.
+        """
+        for _ in range(_ROUNDS):
+            data, generation = self._root.read_versioned(JOB)
+            if data is not None and (found := _read(self._root, data)) is not None:
+                run_id, where_from = found
+                if run_id == self._run_id:
+                    self._claimed = True
+                    return
+                if self._claimed:
+                    raise OtherJobError(
+                        f"{self._root}: run {run_id} ({where_from}) saves there now, and took over from run {self._run_id}, which is this "
+                        f"job; end one of the two, or give it a root of its own. Nothing more is published here, and what is there stays."
+                    )
+            ours = self._ours()
+            if self._root.create(JOB, ours) if data is None else self._root.replace(JOB, ours, generation):
+                self._claimed = True
+                return
+        raise StorageError(f"cannot claim {self._root.path_of(JOB)}: it changes all the time; let one job save there.")
+
+    def _ours(self) -> bytes:
+        since = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        return seal({"run": self._run_id, "machine": socket.gethostname(), "since": since})
+
+
+def _read(root: Store, data: bytes) -> tuple[str, str] | None:
+    """The run that a file names, and more of it for people; None: the file is damaged, and claims nothing."""
+    where = root.path_of(JOB)
+    try:
+        read = Fields(open_envelope(data, where), where)
+        return read.string("run"), f"on {read.string('machine')}, since {read.string('since')}"
+    except FormatError:
+        return None

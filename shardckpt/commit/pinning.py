@@ -1,0 +1,54 @@
+"""Pinning a checkpoint: no deletion by a `CheckpointManager` or `shardckpt rm` touches it until it is unpinned.
+
+See `io.markers` for why a pin that was put in place holds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.commit.collect import renew
+from shardckpt.commit.markers import PINNED, mark, unmark
+from shardckpt.commit.publish import published_attempt
+from shardckpt.errors import NotFoundError
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["pin", "unpin"]
+
+
+def pin(url: str | os.PathLike[str]) -> None:
+    """Pin a checkpoint; when this returns nothing deletes it any more.
+
+    A save that is about to replace it at this moment is foiled, with an error there.
+
+    Raises:
+        NotFoundError: no checkpoint there, or it was deleted just now.
+        FormatError: its record is damaged.
+        StorageError: the storage failed.
+    """
+    store = Store.open(parse(url))
+    attempt = published_attempt(store)
+    if attempt is not None:
+        mark(store, PINNED, attempt)
+        if renew(store, attempt):
+            return
+        unmark(store, PINNED)
+        store.remove_empty()
+    raise NotFoundError(f"{store}: no checkpoint there to pin; `shardckpt ls` lists those that are.")
+
+
+def unpin(url: str | os.PathLike[str]) -> None:
+    """Let a checkpoint be deleted again; that it is not pinned is no error.
+
+    Raises:
+        NotFoundError: no checkpoint there.
+        StorageError: the storage failed.
+    """
+    store = Store.open(parse(url))
+    if published_attempt(store) is None:
+        raise NotFoundError(f"{store}: no checkpoint there to unpin; `shardckpt ls` lists those that are.")
+    unmark(store, PINNED)

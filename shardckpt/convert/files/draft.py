@@ -1,0 +1,186 @@
+"""How does a file or directory get its name only when it is whole?
+
+It is written beside its place, under a hidden name of its own, made durable, and renamed. What a killed export has left there is
+removed by the next export to that place: whoever writes holds a lock on it (flock(2)), which ends with the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import AlreadyExistsError, OptionError
+from shardckpt.io.space import check_space
+from shardckpt.io.store import Store, storage_errors, sync_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from shardckpt.io.url import Location
+
+__all__ = ["Draft"]
+
+_SUFFIX = ".partial"
+_REPLACED = ".replaced"
+"""What a directory is called from when its successor is about to take its name, until that has it."""
+_RANDOM_BYTES = 4
+
+
+class Draft:
+    """A file or directory on its way; `publish` or `abandon` ends it."""
+
+    def __init__(self, location: Location, *, overwrite: bool, nbytes: int, marks: Collection[str] | None = None) -> None:
+        """Make an empty one.
+
+        Args:
+            location: where it is to be.
+            overwrite: whether it may take the place of what is there.
+            nbytes: that it will have, about.
+            marks: it is a directory, and with `overwrite` takes the place of an empty one, or one with a file of such a name, only;
+                None: it is a file.
+
+        Raises:
+            OptionError: that is no place on a local disk.
+            AlreadyExistsError: something is there, and may not be replaced.
+            StorageError: there is no room, or no right to write there.
+        """
+        if location.local is None:
+            raise OptionError(
+                f"{location}: this format is written to a local disk only; export it there and upload the result, or export safetensors."
+            )
+        self.final: Path = location.local
+        self._marks = marks
+        self._overwrite = overwrite
+        self._check_final()
+        store = Store.open(location)
+        check_space(store, nbytes)
+        with storage_errors("make a directory for", self.final):
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        self.path: Path = self.final.with_name(f".{self.final.name}.{secrets.token_hex(_RANDOM_BYTES)}{_SUFFIX}")
+        with storage_errors("create", self.path):
+            if marks is None:
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            else:
+                self.path.mkdir()
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    @property
+    def fd(self) -> int:
+        """The file, open to be read and written; or the directory."""
+        return self._fd
+
+    def publish(self) -> None:
+        """Give it its name. Its contents are durable; a directory's files are, and the names of those in it become so.
+
+        Raises:
+            AlreadyExistsError: somebody else was faster.
+            StorageError: it cannot be done.
+        """
+        with storage_errors("publish", self.final):
+            os.fsync(self._fd)
+            self._check_final()
+            if self._marks is None and self._overwrite:
+                self.path.replace(self.final)
+            elif self._marks is None:
+                self._link()
+            else:
+                self._rename_directory()
+            sync_directory(self.final.parent)
+            os.close(self._fd)
+
+    def abandon(self) -> None:
+        """Remove it."""
+        self._remove(self.path)
+        with suppress(OSError):
+            os.close(self._fd)
+
+    def _link(self) -> None:
+        try:
+            os.link(self.path, self.final)  # a rename would replace what somebody else has put there meanwhile
+        except FileExistsError:
+            raise self._taken() from None
+        except OSError as e:
+            if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):  # file systems without hard links
+                raise
+            self.path.replace(self.final)
+        else:
+            self.path.unlink()
+
+    def _rename_directory(self) -> None:
+        replaced = self.path.with_suffix(_REPLACED)
+        if self.final.exists():
+            self.final.rename(replaced)
+        try:
+            self.path.rename(self.final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(self.final)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _check_final(self) -> None:
+        if not os.path.lexists(self.final):
+            return
+        if not self._overwrite:
+            raise self._taken()
+        if self._marks is None:
+            if not self.final.is_file():
+                raise AlreadyExistsError(f"{self.final} is no file, and overwrite=True replaces files only; choose another place.")
+        elif not self.final.is_dir() or self.final.is_symlink() or not self._is_replaceable():
+            raise AlreadyExistsError(
+                f"{self.final} holds something else (no {' or '.join(sorted(self._marks))}), which overwrite=True does not replace; "
+                f"remove it, or choose another place."
+            )
+
+    def _is_replaceable(self) -> bool:
+        there = {entry.name for entry in self.final.iterdir()}
+        return not there or bool(there & set(self._marks or ()))
+
+    def _taken(self) -> AlreadyExistsError:
+        return AlreadyExistsError(f"{self.final} is there already; choose another place, or replace it with overwrite=True.")
+
+    def _remove_leftovers(self) -> None:
+        """Remove drafts of writers that are gone, and what a directory was replaced by; bring back what was to be, and was not."""
+        named = re.compile(re.escape(f".{self.final.name}.") + f"[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
+        for entry in sorted(self.final.parent.iterdir()):  # a draft comes before what it was to replace
+            if not named.fullmatch(entry.stem) or entry.suffix not in (_SUFFIX, _REPLACED) or _is_locked(entry.with_suffix(_SUFFIX)):
+                continue
+            if entry.suffix == _REPLACED and not os.path.lexists(self.final):
+                with storage_errors("name", self.final):
+                    entry.rename(self.final)
+                self._check_final()
+            else:
+                self._remove(entry)
+
+    def _remove(self, path: Path) -> None:
+        with suppress(OSError):
+            if self._marks is None:
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether somebody is at work on it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,223 @@
+"""Where does a file that is exported to an object store go, and how does the next process go on with it?
+
+A file on an object store can be written from its beginning to its end only, and is there when it is finished. So a target takes
+bytes in order. While they are on their way an object beside the target, `.<name>.upload.json`, says what another process needs:
+
+1. `open` looks for it. If it is about the same bytes (`digest`), that upload is gone on with, from `resume_at`; if it is about others,
+   that upload is ended. Another one is begun then, and written down before any byte is sent.
+2. Each 256 MiB it is written down how far the upload is, where the service does not keep that itself.
+3. `finish` publishes, and removes the object; so does `abort`. A process that is killed between the two is followed by one that finds
+   the target finished. `close` leaves the upload to be gone on with.
+
+Two processes that write the same bytes to one place at the same time share the upload, and either may finish it. One that comes with other
+bytes ends the upload of the first, which says so.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError
+from shardckpt.format.fields import Fields
+from shardckpt.format.record import open_envelope, seal
+from shardckpt.io.buckets.upload_session import UploadState
+from shardckpt.io.buckets.uploading import StreamingUpload, abandon_upload, open_upload, part_size
+from shardckpt.io.store import Store, byte_view
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from shardckpt.io.store import Data
+    from shardckpt.io.url import Location
+
+__all__ = ["ObjectTarget", "abandon", "upload_note"]
+
+SAVE_EVERY = 256 << 20
+"""Bytes after which it is written down how far an upload is."""
+
+
+def upload_note(name: str) -> str:
+    """The name of the object beside a target that says how to go on with it; no tool takes it for a part of a model."""
+    return f".{name}.upload.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What the object beside a target says."""
+
+    digest: str
+    """Of the bytes that are written."""
+    state: UploadState
+
+    def seal(self) -> bytes:
+        """As `read` takes it."""
+        return seal({"digest": self.digest, **self.state.to_json()})
+
+    @classmethod
+    def read(cls, store: Store, key: str) -> tuple[Self | None, bytes]:
+        """What is there, None if there is nothing, or nothing that can be read; and the generation to hand to `replace`."""
+        found, generation = store.read_versioned(key)
+        if found is not None:
+            with suppress(FormatError):
+                doc = Fields(open_envelope(found, store.path_of(key)), store.path_of(key))
+                return cls(doc.string("digest"), UploadState.from_json(doc)), generation
+        return None, generation
+
+
+def abandon(place: Location) -> None:
+    """End whatever upload of a file is under way, and remove what was sent of it.
+
+    Raises:
+        MissingExtraError: what the object store needs is not installed.
+        StorageError: the storage failed.
+    """
+    above = place.parent
+    assert above is not None, f"{place} is a bucket"
+    store, key = Store.open(above), upload_note(place.name)
+    note, _ = _Note.read(store, key)
+    if note is not None:
+        abandon_upload(place, note.state)
+        store.delete(key)
+
+
+class ObjectTarget:
+    """A file on an object store, written in order by one thread. A context manager that closes it."""
+
+    def __init__(self, place: Location, store: Store, nbytes: int, digest: str, upload: StreamingUpload) -> None:
+        self._place = place
+        self._store = store
+        self._key = upload_note(place.name)
+        self._nbytes = nbytes
+        self._digest = digest
+        self._upload = upload
+        self._noted = upload.state.summed
+        self._written = self.resume_at
+
+    @classmethod
+    def open(cls, place: Location, *, nbytes: int, digest: str, overwrite: bool, memory_limit: int) -> Self:
+        """Begin to write a file, or go on where another process has stopped.
+
+        Args:
+            place: of the file, below a bucket.
+            nbytes: of the whole file.
+            digest: equal where the bytes of the whole file are.
+            overwrite: whether it may replace what is there when it is finished.
+            memory_limit: bytes for buffers.
+
+        Raises:
+            AlreadyExistsError: there is such an object, and it may not be replaced.
+            BudgetError: buffers for a file of this size need more.
+            MissingExtraError: what the object store needs is not installed.
+            StorageError: the storage failed, or another process begins to write the file at the same moment.
+        """
+        part_bytes = part_size(nbytes, memory_limit)
+        above = place.parent
+        assert above is not None, f"{place} is a bucket"
+        store, key = Store.open(above), upload_note(place.name)
+        note, generation = _Note.read(store, key)
+        resume = note.state if note is not None and note.digest == digest else None
+        if note is not None and resume is None:
+            abandon_upload(place, note.state)
+        if resume is not None and 2 * resume.part_bytes <= memory_limit:
+            part_bytes = resume.part_bytes
+        buffers = memory_limit // part_bytes
+        try:
+            upload = open_upload(place, part_bytes=part_bytes, buffers=buffers, if_absent=not overwrite, resume=resume)
+        except AlreadyExistsError:
+            if resume is not None:
+                abandon_upload(place, resume)
+            if note is not None:
+                store.delete(key)
+            raise
+        if upload.state != resume and not store.replace(key, _Note(digest, upload.state).seal(), generation):
+            upload.abort()
+            raise StorageError(f"cannot upload {place}: another process begins to write there at the same moment; let one of them do it.")
+        return cls(place, store, nbytes, digest, upload)
+
+    @property
+    def resume_at(self) -> int:
+        """The offset of the first byte to write; what comes before it was written by another process."""
+        return self._nbytes if self._upload.published else self._upload.resume_at
+
+    @property
+    def durable(self) -> int:
+        """Bytes from the beginning that survive this process."""
+        return self._nbytes if self._upload.published else self._upload.durable
+
+    @property
+    def memory(self) -> int:
+        """Bytes of buffers, at most."""
+        return self._upload.memory
+
+    def write_at(self, offset: int, data: Data) -> None:
+        """Write the bytes that follow; the buffer is the caller's again when this returns.
+
+        Raises:
+            StorageError: the storage failed, perhaps with bytes that were written earlier, or another process has taken over.
+        """
+        view = byte_view(data)
+        assert offset == self._written, f"bytes at {offset}, where those at {self._written} are next"
+        assert offset + len(view) <= self._nbytes, "more bytes than the file was to have"
+        self._upload.write(view)
+        self._written += len(view)
+        if self._upload.state.summed >= self._noted + SAVE_EVERY:
+            self._save()
+
+    def finish(self) -> None:
+        """Publish the file: it is there as a whole when this returns.
+
+        Raises:
+            AlreadyExistsError: somebody has written the object meanwhile, and it may not be replaced. Nothing of this one is left.
+            CommitError: not all of it was written.
+            CorruptionError: what has arrived is not what was written.
+            StorageError: the storage failed.
+        """
+        if self._written != self._nbytes:
+            raise CommitError(f"{self._place}: {self._written} of {self._nbytes} bytes were written; nothing was published.")
+        try:
+            self._upload.finish()
+        except AlreadyExistsError:
+            self.abort()
+            raise
+        self._forget()
+
+    def abort(self) -> None:
+        """Leave nothing.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        self._upload.abort()
+        self._forget()
+
+    def close(self) -> None:
+        """Stop, and leave what was sent to be gone on with."""
+        self._upload.close()
+        if self._upload.state.summed > self._noted and not self._upload.published:
+            with suppress(StorageError):  # most likely it is closed because of one; what was written down before still holds
+                self._save()
+
+    def __enter__(self) -> Self:
+        """The target itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close it."""
+        self.close()
+
+    def _save(self) -> None:
+        """Write down how far the upload is."""
+        state = self._upload.state
+        note, generation = _Note.read(self._store, self._key)
+        ours = note is not None and note.state.token == state.token
+        if not ours or not self._store.replace(self._key, _Note(self._digest, state).seal(), generation):
+            raise StorageError(f"cannot upload {self._place}: another process has begun to write there; let one of them do it.")
+        self._noted = state.summed
+
+    def _forget(self) -> None:
+        """Remove what was written down, unless it is somebody else's."""
+        note, _ = _Note.read(self._store, self._key)
+        if note is not None and note.state.token == self._upload.state.token:
+            self._store.delete(self._key)

@@ -1,0 +1,1 @@
+"""A folder for each format: `source` reads it, `target` writes it."""

@@ -1,0 +1,1 @@
+"""Directories of torch.distributed.checkpoint. Begin with `metadata`."""

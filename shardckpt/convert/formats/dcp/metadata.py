@@ -1,0 +1,219 @@
+"""What does the `.metadata` of a torch.distributed.checkpoint directory say?
+
+It is a pickle of a `Metadata` (torch/distributed/checkpoint/metadata.py, torch 2.1 to 2.9): per name either a tensor's dtype, shape and
+chunks, or that it is a few bytes; where in which file each of them lies; and, from the planner, where in the nested state each name was.
+
+A pickle can run code, and this one is what DCP itself loads without a thought. It is read by `unpickle`, which runs nothing, and it
+may name nothing but `CLASSES`, what such a file consists of. Python's own machinery is not used, whoever trusts the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.convert.formats.torch.objects import TABLE, Dtype
+from shardckpt.convert.formats.torch.unpickling import Instance, unpickle
+from shardckpt.errors import FormatError
+from shardckpt.excerpt import excerpt, shortened
+from shardckpt.format.fields import LARGEST_DIMENSION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["CLASSES", "DcpChunk", "DcpItem", "DcpMetadata", "DcpTensor", "parse_metadata"]
+
+_METADATA = "torch.distributed.checkpoint.metadata."
+_PLANNER = "torch.distributed.checkpoint.planner."
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
+_STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
+CLASSES = frozenset(
+    (
+        *TABLE,
+        *(
+            _METADATA + name
+            for name in (
+                *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+                *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+            )
+        ),
+        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        _STORED,
+        *("pathlib.PosixPath", "pathlib.PurePosixPath"),
+        *(
+            "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+            "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+        ),
+    )
+)
+"""All that such a pickle may name."""
+
+
+LARGEST_ITEM = 16
+"""Bytes of an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpItem:
+    """Where one thing lies."""
+
+    file: str
+    """Relative to the directory."""
+    offset: int
+    length: int
+    """Bytes."""
+    transforms: tuple[str, ...] = ()
+    """What was done to the bytes, e.g. `stream.zstd/1`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpChunk:
+    """A box of a tensor, stored by itself."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    item: DcpItem
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name."""
+    chunks: tuple[DcpChunk, ...]
+    """Each box once, without empty ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """All that is said."""
+
+    tensors: dict[str, DcpTensor]
+    bytes: dict[str, DcpItem]
+    """What is no tensor."""
+    paths: dict[str, tuple[str | int, ...]] | None
+    """Name → keys on the way to it, an int in a list; None: the state was flat. There may be names of which nothing is stored."""
+    flattened: dict[str, tuple[int, ...]]
+    """Megatron-Core up to 0.13: name → the tensor's own shape, where it is stored as flat runs of its tiles."""
+
+
+def parse_metadata(data: bytes, where: str) -> DcpMetadata:
+    """Read a `.metadata`.
+
+    Args:
+        data: all of the file.
+        where: the file, for messages.
+
+    Raises:
+        FormatError: it is none, or names classes that none of them has.
+    """
+    root = unpickle(data, where, TABLE, only=CLASSES)
+    try:
+        return _metadata(root)
+    except (TypeError, ValueError, KeyError, AttributeError) as e:
+        raise FormatError(f"{where}: this is not how torch.distributed.checkpoint writes its metadata: {shortened(str(e), 300)}.") from e
+
+
+def _metadata(root: object) -> DcpMetadata:
+    if isinstance(root, Instance) and root.name == _MEGATRON + "MCoreMetadata":
+        root = Instance(_METADATA + "Metadata", (), root.state)
+    state = _state(root, "Metadata")
+    items = {_index(index): _item(info) for index, info in _mapping(state["storage_data"], "storage_data").items()}
+    tensors: dict[str, DcpTensor] = {}
+    blobs: dict[str, DcpItem] = {}
+    for name, entry in _mapping(state["state_dict_metadata"], "state_dict_metadata").items():
+        if type(name) is not str:
+            raise TypeError(f"a {type(name).__name__} is a name")
+        if isinstance(entry, Instance) and entry.name == _METADATA + "BytesStorageMetadata":
+            item = items.get((name, None))
+            if item is None:
+                raise ValueError(f"{name!r} is stored nowhere")
+            blobs[name] = item
+            continue
+        tensors[name] = _tensor(name, _state(entry, "TensorStorageMetadata"), items)
+    planned = state.get("planner_data")
+    paths = None if not planned else {_text(name): _path(path) for name, path in _mapping(planned, "planner_data").items()}
+    # https://github.com/NVIDIA/Megatron-LM/blob/core_r0.13.0/megatron/core/dist_checkpointing/strategies/torch.py, `mcore_data`
+    megatron = state.get("mcore_data")
+    flattened = {
+        name: entry["nd_reformulated_orig_global_shape"]
+        for name, entry in (megatron if type(megatron) is dict else {}).items()
+        if type(entry) is dict and "nd_reformulated_orig_global_shape" in entry
+    }
+    return DcpMetadata(tensors, blobs, paths, {_text(name): _extents(shape) for name, shape in flattened.items()})
+
+
+def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]) -> DcpTensor:
+    properties = state["properties"]
+    # Of a TensorProperties the state is a tuple in newer versions, and a dict in the oldest.
+    said = properties.state if isinstance(properties, Instance) else None
+    dtype = said[0] if type(said) is tuple and said else said.get("dtype") if type(said) is dict else None
+    if type(dtype) is not Dtype:
+        raise TypeError(f"{name!r} has no dtype")
+    shape = _extents(state["size"])
+    if prod(max(n, 1) for n in shape) * LARGEST_ITEM > LARGEST_DIMENSION:
+        raise ValueError(f"{name!r} of shape {shape} has more bytes than can be addressed")
+    chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk] = {}
+    for chunk in state["chunks"]:
+        box = _state(chunk, "ChunkStorageMetadata")
+        start, extent = _extents(box["offsets"]), _extents(box["sizes"])
+        if len(start) != len(shape) or len(extent) != len(shape):
+            raise ValueError(f"{name!r} of shape {shape} has a chunk of shape {extent} at {start}")
+        if prod(extent) == 0:
+            continue  # a process that has none of the tensor says so
+        item = items.get((name, start))
+        if item is None:
+            raise ValueError(f"{name!r}: its chunk at {start} is stored nowhere")
+        chunks[start, extent] = DcpChunk(start, extent, item)
+    return DcpTensor(shape, dtype.name, tuple(chunks.values()))
+
+
+def _state(instance: object, kind: str) -> Mapping[str, Any]:
+    if not isinstance(instance, Instance) or instance.name != _METADATA + kind or type(instance.state) is not dict:
+        found = instance.name if isinstance(instance, Instance) else type(instance).__name__
+        raise TypeError(f"a {found} in the place of a {kind}")
+    return instance.state
+
+
+def _mapping(value: object, what: str) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise TypeError(f"{what} is a {type(value).__name__}")
+    return value
+
+
+def _index(index: object) -> tuple[str, tuple[int, ...] | None]:
+    state = _state(index, "MetadataIndex")
+    offset = state.get("offset")
+    return _text(state["fqn"]), None if offset is None else _extents(offset)
+
+
+def _item(info: object) -> DcpItem:
+    if not isinstance(info, Instance) or info.name != _STORED or type(info.state) is not dict:
+        raise TypeError("a place of a kind that only its writer knows")
+    state = info.state
+    offset, length = state["offset"], state["length"]
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise ValueError(f"a place of {length} bytes at byte {offset}")
+    return DcpItem(_text(state["relative_path"]), offset, length, tuple(map(_text, state.get("transform_descriptors") or ())))
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise TypeError(f"a {type(value).__name__} in the place of a text")
+    return value
+
+
+def _extents(value: object) -> tuple[int, ...]:
+    if type(value) is not tuple or not all(type(n) is int and 0 <= n <= LARGEST_DIMENSION for n in value):
+        raise ValueError(f"{excerpt(value)} is neither a shape nor a place in one")
+    return value
+
+
+def _path(path: object) -> tuple[str | int, ...]:
+    if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
+        raise TypeError(f"{excerpt(path)} is no way to a leaf")
+    return path

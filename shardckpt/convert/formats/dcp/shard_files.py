@@ -1,0 +1,133 @@
+"""How are the safetensors files read that DCP's `HuggingFaceStorageWriter(save_distributed=True)` leaves?
+
+    shard-00002-model-00001-of-00003.safetensors    what process 2 has of the tensors of the first of three files
+
+Each header says where in its tensor every part begins (`DCP_SHARDING_INFO`, torch/distributed/checkpoint/_hf_utils.py), and nothing how
+large the tensor is: as far as its parts reach. A process whose files are missing is noticed by its number, unless it is the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.convert.foreign import ROWS_BYTES, Part, row_chunks
+from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
+from shardckpt.convert.formats.torch.objects import Dtype, Storage, StoredTensor
+from shardckpt.convert.placed import PlacedTensor, place_tensors
+from shardckpt.convert.span import Entry, Span
+from shardckpt.convert.strided import read_box, run_of
+from shardckpt.errors import FormatError, MissingDataError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.file_version import FileVersion, identity_of
+from shardckpt.io.store import Store
+from shardckpt.io.together import together
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.io.url import Location
+    from shardckpt.layout.box import Box
+    from shardckpt.layout.dtypes import DType
+
+__all__ = ["open_shards", "shard_files"]
+
+_SHARD = re.compile(r"shard-([0-9]{5,})-model-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII)
+_SAID = "DCP_SHARDING_INFO"
+
+
+def shard_files(names: Sequence[str]) -> list[str]:
+    """Those among the names in a directory."""
+    return [name for name in names if _SHARD.fullmatch(name)]
+
+
+def open_shards(location: Location, names: Sequence[str]) -> Foreign:
+    """Open such files.
+
+    Args:
+        location: their directory.
+        names: theirs.
+
+    Raises:
+        MissingDataError: a process has none.
+        FormatError: they make no sense, or their parts do not make the tensors; names the tensor.
+        DtypeError: a tensor's dtype cannot be stored.
+    """
+    store = Store.open(location)
+    processes = sorted({int(found[1]) for name in names if (found := _SHARD.fullmatch(name))})
+    missing = sorted(set(range(1, processes[-1] + 1)) - set(processes))
+    if missing:
+        raise MissingDataError(
+            f"{location}: there is no file of shard {missing[0]}, and there is one of shard {processes[-1]}; restore it."
+        )
+    parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Shard]] = {}
+    opened = together(lambda name: _open(store, name), names)
+    for _, shards in opened:
+        for name, shard in shards.items():
+            parts.setdefault(name, {}).setdefault((shard.start, shard.tensor.shape), shard)
+    notes = [
+        (
+            f"{len(names)} safetensors files of {len(processes)} processes. They do not say how large tensors are: if there were more "
+            f"processes than {processes[-1]}, what those had is missing."
+        )
+    ]
+    state = {name: _tensor(name, list(found.values()), str(location)) for name, found in parts.items()}
+    return place_tensors(state, "dcp", location, identity_of(location, [version for version, _ in opened]), notes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shard:
+    """A part of a tensor, in one run of bytes."""
+
+    start: tuple[int, ...]
+    tensor: StoredTensor
+    dtype: DType
+    span: Span
+
+    def run(self, dtype: DType) -> Entry | None:
+        return run_of(Entry(self.span, None), self.tensor, dtype.itemsize)
+
+    def read(self, box: Box, dtype: DType) -> NDArray[Any]:
+        return read_box(Entry(self.span, None), self.tensor, dtype.storage, box)
+
+
+def _open(store: Store, name: str) -> tuple[FileVersion, dict[str, _Shard]]:
+    version = FileVersion(store, name)
+    nbytes = header_bytes(version.read(0, LENGTH_BYTES).tobytes(), str(version))
+    header = parse_header(version.read(LENGTH_BYTES, LENGTH_BYTES + nbytes).tobytes(), str(version))
+    version.require_length(header.nbytes)
+    try:
+        said = json.loads(header.metadata[_SAID])
+        starts = {tensor: tuple(said[tensor]["saved_offsets"]) for tensor in header.tensors}
+    except (KeyError, TypeError, ValueError, RecursionError) as e:
+        raise FormatError(f"{version}: its header has no {_SAID} that says where each part begins ({excerpt(str(e))}).") from e
+    shards = {}
+    for tensor, stored in header.tensors.items():
+        start, shape = starts[tensor], stored.shape
+        if len(start) != len(shape) or not all(type(n) is int and n >= 0 for n in start):
+            raise FormatError(f"{version}: {shown(tensor)} of shape {shape} cannot begin at {excerpt(start)}; the file is damaged.")
+        strides = [1] * len(shape)
+        for d in reversed(range(len(shape) - 1)):
+            strides[d] = strides[d + 1] * max(1, shape[d + 1])
+        span = Span(version, stored.start, stored.stop)
+        elements = StoredTensor(Storage(tensor, None, len(span)), Dtype(stored.dtype.name), 0, shape, tuple(strides))
+        shards[tensor] = _Shard(start, elements, stored.dtype, span)
+    return version, shards
+
+
+def _tensor(name: str, shards: list[_Shard], where: str) -> PlacedTensor:
+    first = shards[0]
+    if any(shard.dtype != first.dtype or len(shard.start) != len(first.start) for shard in shards):
+        raise FormatError(
+            f"{where}: {shown(name)}: its parts have different dtypes or numbers of dimensions; the files are of several saves."
+        )
+    shape = tuple(max(shard.start[d] + shard.tensor.shape[d] for shard in shards) for d in range(len(first.start)))
+    kept = [shard for shard in shards if 0 not in shard.tensor.shape] or shards[:1]
+    parts = tuple(Part(shard.start, shard.tensor.shape, row_chunks(shard.tensor.shape, first.dtype.itemsize, ROWS_BYTES)) for shard in kept)
+    return PlacedTensor(shape, first.dtype, parts, places=tuple(kept))

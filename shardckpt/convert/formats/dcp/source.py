@@ -1,0 +1,253 @@
+"""How is a directory of torch.distributed.checkpoint read, without torch?
+
+1. `.metadata` says what there is (`dcp_metadata`). It is a pickle: who imports one says `trust_pickle=True`.
+2. Every file that it speaks of is looked for, up to the last byte that is needed.
+3. What is no tensor is a few bytes of `torch.save`, which are read; what of it cannot be stored is left behind and said (`plain_values`).
+4. Of each tensor one item is looked into, for the order in which its elements lie: that makes the chunks. Each item is a file
+   of `torch.save` inside the file: rows are read out of it by their place.
+5. The planner's paths make the nested state again, keys being text: DCP turns the integer keys of optimizers into text, and drops
+   empty containers.
+
+Files that `HuggingFaceStorageWriter` left of each process are read by `dcp_safetensors`; they need no trust.
+
+DCP has no checksums. Those that torch's files have are checked where an item is read in one go.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.convert.foreign import ROWS_BYTES, Part
+from shardckpt.convert.formats.dcp.metadata import parse_metadata
+from shardckpt.convert.formats.dcp.shard_files import open_shards, shard_files
+from shardckpt.convert.formats.torch.file import open_torch_file
+from shardckpt.convert.formats.torch.objects import StoredTensor
+from shardckpt.convert.nested import nested
+from shardckpt.convert.placed import PlacedTensor, held, place_tensors
+from shardckpt.convert.plain_values import LEFT, plain
+from shardckpt.convert.span import Span
+from shardckpt.convert.strided import read_box, run_of, strided_chunks
+from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
+from shardckpt.excerpt import excerpt, few
+from shardckpt.io.file_version import FileVersion, identity_of
+from shardckpt.io.store import LARGEST_WHOLE, Store
+from shardckpt.io.together import together
+from shardckpt.layout.dtypes import by_name
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.formats.dcp.metadata import DcpItem, DcpMetadata, DcpTensor
+    from shardckpt.convert.formats.torch.file import TorchFile
+    from shardckpt.convert.span import Entry
+    from shardckpt.io.url import Location
+    from shardckpt.layout.box import Box
+    from shardckpt.layout.dtypes import DType
+
+__all__ = ["METADATA", "DcpState", "looks_like", "open_foreign", "read_state"]
+
+METADATA = ".metadata"
+_OF_OTHERS = ({"common.pt", "metadata.json"}, {".manager_metadata"})
+"""Files beside `.metadata` in what Megatron-Core and torch_xla make of DCP's directories, which have readers of their own."""
+REMEMBERED = 4096
+"""Items of which it is remembered where their elements are: about 1 KiB each."""
+REQUEST_BYTES = 8 << 20
+"""Bytes to which rows are joined to be read at once from an object store."""
+SHOWN = 50
+"""Names in a note."""
+
+
+def looks_like(location: Location) -> str | None:
+    """What was seen, in words; None: no such directory."""
+    names = children(location)
+    if any(marks <= set(names) for marks in _OF_OTHERS):
+        return None
+    files = sum(name.endswith(".distcp") for name in names)
+    shards = shard_files(names)
+    if shards:
+        return f"safetensors files of torch.distributed.checkpoint, process by process: {few(shards)}"
+    if METADATA in names:
+        return f"a torch.distributed.checkpoint directory: {METADATA} and {files} .distcp files"
+    if files and any(name.startswith("__") and name.endswith(METADATA) for name in names):
+        return (
+            f"a torch.distributed.checkpoint directory that was saved without collectives: {files} .distcp files, and no common {METADATA}"
+        )
+    return None
+
+
+def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
+    """Open a directory of `torch.distributed.checkpoint.save`.
+
+    Args:
+        location: the directory.
+        trust_pickle: whether its `.metadata`, a pickle, may be read.
+
+    Raises:
+        OptionError: `trust_pickle` is needed.
+        FormatError: it is none, or of a kind that is not read.
+        MissingDataError, CorruptionError: a file is missing, or too short.
+    """
+    shards = shard_files(children(location))
+    if shards:
+        return open_shards(location, shards)
+    state = read_state(Store.open(location), trust_pickle=trust_pickle)
+    return place_tensors(state.nested(), "dcp", location, identity_of(location, state.files), state.notes)
+
+
+def children(location: Location) -> list[str]:
+    """The names in a directory; none where there is no directory."""
+    store = Store.open(location)
+    path = store.local_path("")
+    return store.list_children() if path is None or path.is_dir() else []
+
+
+@dataclass(frozen=True, slots=True)
+class DcpState:
+    """What a directory holds, open."""
+
+    leaves: dict[str, Any]
+    """By name: `PlacedTensor`s and plain values."""
+    metadata: DcpMetadata
+    absent: tuple[str, ...]
+    """Names that the writer's state had, and of which it stored nothing."""
+    files: list[FileVersion]
+    """All that are read."""
+    notes: tuple[str, ...]
+    where: str
+    """The metadata file."""
+
+    def nested(self) -> Any:
+        """The state as it was."""
+        left = [name for name in self.metadata.bytes if name not in self.leaves]
+        return nested(self.leaves, self.metadata.paths, [*left, *self.absent], self.where)
+
+
+def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
+    """Read all but the elements of tensors; raises what `open_foreign` does."""
+    where = store.path_of(METADATA)
+    if not store.exists(METADATA):
+        raise FormatError(
+            f"{store}: there is no {METADATA}, which says what is where. It was saved without collectives (each process has a "
+            f"{METADATA} of its own), or never completed. Load it with DCP on as many processes, and save it again with collectives."
+        )
+    if not trust_pickle:
+        raise OptionError(
+            f"{where} is a pickle, as every metadata file of torch.distributed.checkpoint: a program, which Python would run as it loads "
+            f"it. shardckpt reads it by a machine of its own that knows DCP's classes alone and calls nothing, and does so only if you "
+            f"say that you know where the file is from: trust_pickle=True."
+        )
+    version = FileVersion(store, METADATA)
+    metadata = parse_metadata(version.read_whole(LARGEST_WHOLE), where)
+    items = [*metadata.bytes.items(), *((name, chunk.item) for name, tensor in metadata.tensors.items() for chunk in tensor.chunks)]
+    _refuse_transformed(items, store)
+    files = _files((item for _, item in items), store)
+    notes = [f"{where} is a pickle, and was read because that was asked for; nothing in it was run."]
+    opened = lru_cache(REMEMBERED)(lambda item: open_torch_file(Span(files[item.file], item.offset, item.offset + item.length)))
+    nbytes = ROWS_BYTES if store.location.local is not None else REQUEST_BYTES
+    tensors = together(lambda named: _placed(*named, opened, nbytes), metadata.tensors.items())
+    values = together(lambda named: _value(*named, opened), metadata.bytes.items())
+    leaves: dict[str, Any] = dict(zip(metadata.tensors, tensors, strict=True))
+    for name, (value, left) in zip(metadata.bytes, values, strict=True):
+        notes.extend(left)
+        if value is not LEFT:
+            leaves[name] = value
+    absent = [name for name in metadata.paths or () if name not in metadata.tensors and name not in metadata.bytes]
+    if absent:
+        notes.append(f"the state had names of which nothing was stored: {few(absent, SHOWN)}.")
+    return DcpState(leaves, metadata, tuple(absent), [version, *files.values()], tuple(notes), where)
+
+
+def _refuse_transformed(items: Sequence[tuple[str, DcpItem]], store: Store) -> None:
+    for name, item in items:
+        if item.transforms:
+            raise FormatError(
+                f"{store.path_of(item.file)}: {shown(name)} went through {excerpt(list(item.transforms))} as it was written, which is not "
+                f"read here. Load it with DCP and save it again without extensions."
+            )
+
+
+def _files(items: Iterable[DcpItem], store: Store) -> dict[str, FileVersion]:
+    """The files that items lie in, by name; raises MissingDataError or CorruptionError for one that is not there, or too short."""
+    ends: dict[str, int] = {}
+    for item in items:
+        ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
+
+    def look(named: tuple[str, int]) -> FileVersion:
+        name, end = named
+        version = FileVersion(store, name)
+        if end and not store.is_longer(name, end - 1):
+            raise CorruptionError(f"{version} ends before byte {end}, up to which it is needed; restore it from a copy.")
+        return version
+
+    return dict(zip(ends, together(look, ends.items()), strict=True))
+
+
+def _value(name: str, item: DcpItem, opened: Callable[[DcpItem], TorchFile]) -> tuple[Any, list[str]]:
+    """What an item that is no tensor holds."""
+    with _named(name):
+        return plain(opened(item), name)
+
+
+def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile], nbytes: int) -> PlacedTensor:
+    """A tensor that knows where its elements are."""
+    with _named(name):
+        dtype = by_name(tensor.dtype)
+        places = [_Item(chunk.item, chunk.shape, opened) for chunk in tensor.chunks]
+        strides = places[0].tensor(dtype)[1].strides if places else ()
+    if not places and 0 in tensor.shape:
+        return held(np.empty(tensor.shape, dtype.numpy))
+    parts = tuple(Part(chunk.start, chunk.shape, strided_chunks(chunk.shape, strides, dtype.itemsize, nbytes)) for chunk in tensor.chunks)
+    return PlacedTensor(tensor.shape, dtype, parts, places=tuple(places))
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors name the tensor or leaf."""
+    try:
+        yield
+    except (CorruptionError, FormatError, DtypeError) as e:
+        raise type(e)(f"{shown(name)}: {e}") from e
+
+
+def _stored_as(dtype: DType) -> tuple[str, ...]:
+    """The dtypes of an item in which the bits of that dtype are: torch_xla hands out shards of unsigned integers as signed ones."""
+    return (dtype.name, dtype.name.removeprefix("u"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """An item of one tensor."""
+
+    item: DcpItem
+    shape: tuple[int, ...]
+    """What the metadata say of it."""
+    opened: Callable[[DcpItem], TorchFile]
+    """Opens it, or remembers."""
+
+    def tensor(self, dtype: DType) -> tuple[TorchFile, StoredTensor]:
+        file = self.opened(self.item)
+        tensor = file.state
+        if not isinstance(tensor, StoredTensor) or tensor.shape != self.shape or tensor.dtype.name not in _stored_as(dtype):
+            found = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, StoredTensor) else f"a {type(tensor).__name__}"
+            raise FormatError(
+                f"{file.span}: here should be {dtype} of shape {self.shape}, and there is {found}; the metadata are not those of this "
+                f"file. Restore both from one copy."
+            )
+        return file, tensor
+
+    def run(self, dtype: DType) -> Entry | None:
+        file, tensor = self.tensor(dtype)
+        return run_of(file.storage(tensor.storage), tensor, dtype.itemsize)
+
+    def read(self, box: Box, dtype: DType) -> NDArray[Any]:
+        file, tensor = self.tensor(dtype)
+        return read_box(file.storage(tensor.storage), tensor, dtype.storage, box)

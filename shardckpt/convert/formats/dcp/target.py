@@ -1,0 +1,260 @@
+"""How does a state become a directory that torch.distributed.checkpoint loads?
+
+Such a directory has a file of items, each what `torch.save` writes of one block of a tensor or of one other value, and `.metadata`:
+the blocks of each tensor, where each item lies, and for each name the keys that lead to it in the state.
+
+1. DCP's own function flattens the state: dicts by their keys as text, and lists in which there is a tensor or a dict.
+2. Blocks are written as they come, in shards of the layout that was recorded where these are of a good size (`blocks`). Tied tensors
+   are written once, and named in `.metadata` as often as they have names.
+3. DCP's own writer writes `.metadata`, when all is durable. The directory takes its name after that.
+
+DCP does not look into tuples: those with tensors in them become lists. It passes over empty dicts, and so does this: an item of
+one makes `dcp.load` take the directory for one that was saved before torch 2.4.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import crc32c
+
+from shardckpt.convert.files.draft import Draft
+from shardckpt.convert.files.read_back import Part
+from shardckpt.convert.formats.dcp.source import open_foreign
+from shardckpt.convert.formats.torch.target import torch_dtypes
+from shardckpt.convert.small_leaves import check_text_keys, left_out, notes_of
+from shardckpt.convert.state_writer import StateWriter
+from shardckpt.convert.streaming.blocks import SMALLEST, block_shape
+from shardckpt.convert.streaming.chunking import grid
+from shardckpt.convert.tree_back import check_tree
+from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMismatchError
+from shardckpt.io.store import storage_errors, sync_directory
+from shardckpt.io.url import parse as parse_url
+from shardckpt.state import parse, unflatten
+from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.io.url import Location
+    from shardckpt.layout.box import Box
+    from shardckpt.plan.plan import Piece
+    from shardckpt.state.document import Node
+
+__all__ = ["DcpDirectory"]
+
+METADATA = ".metadata"
+_FILE = "__0_0.distcp"
+"""What DCP calls the first file of the first rank."""
+_ITEM_BYTES = 2 << 10
+"""Bytes that torch.save adds to a block, about."""
+
+
+class DcpDirectory(StateWriter):
+    """The directory, being written."""
+
+    def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
+        """Begin it.
+
+        Args:
+            structure: the state, its tensors of the dtypes in which they are written.
+            location: the directory.
+            overwrite: whether to replace a checkpoint of DCP that is there, when the new one is whole.
+
+        Raises:
+            DtypeError: a tensor of a dtype that torch has not, by name.
+            StructureMismatchError, NamesMismatchError: DCP has no names for what the state holds.
+            MissingExtraError: torch is not installed.
+            AlreadyExistsError, OptionError, StorageError: it cannot be there.
+        """
+        self._dtypes = torch_dtypes(structure)
+        self._tensors = structure.tensors
+        self._where = str(location)
+        tree = parse(structure.tree)
+        left = left_out(tree, lambda _value: None)
+        self.notes: list[str] = notes_of(tree, left)
+        """What is not there, or not as it was, in a line each."""
+        without = _without_tuples(tree, self.notes)
+        check_text_keys(without, self._where, "DCP", tuples=False)
+        self._flatten(without, left)
+        nbytes = sum(tensor.nbytes + _ITEM_BYTES * (1 + tensor.nbytes // SMALLEST) for tensor in self._tensors.values())
+        self._items: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {name: {} for name in self._tensors}
+        """Of each tensor the blocks that are written: first index → shape and place."""
+        self._parts: list[Part] = []
+        self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks={METADATA})
+        try:
+            with storage_errors("create", self._where):
+                self._file = _SummedFile(self._draft.path / _FILE)
+        except BaseException:
+            self._draft.abandon()
+            raise
+
+    def blocks(self, output: OutputTensor, _stored: Sequence[Piece], room: int) -> Sequence[Piece]:
+        """A shard, several, or a part of one."""
+        return grid(output, block_shape(self._tensors[output.name], room))
+
+    def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
+        """Write one block."""
+        from shardckpt.frameworks.torch import tensor_of
+
+        self._items[output.name][box.start] = box.shape, self._append(output.name, tensor_of(array, output.dtype))
+
+    def complete(self) -> list[Part]:
+        """Write what is no tensor, and DCP's own metadata."""
+        for name, tensor in self._tensors.items():
+            if 0 in tensor.shape:
+                self._add_empty(name, tensor)
+            if sum(prod(shape) for shape, _ in self._items[name].values()) != prod(tensor.shape):
+                raise MissingDataError(f"{self._where}: not all of {shown(name)} was written; nothing was published. Export again.")
+        values = {name: self._append(name, value) for name, value in self._flat.items() if not _is_tensor(value)}
+        with storage_errors("write", self._where):
+            self._file.sync()
+            self._write_metadata(values)
+            sync_directory(self._draft.path)
+        return self._parts
+
+    def check_tree(self) -> None:
+        """Compare the tree with what our reader of DCP finds."""
+        leaves = [
+            (self._paths[name], self._tensors[self._stored[id(value)]] if _is_tensor(value) else None) for name, value in self._flat.items()
+        ]
+        check_tree(leaves, open_foreign(parse_url(self._draft.path), trust_pickle=True).structure, self._where)
+
+    def abort(self) -> None:
+        """Remove what is written."""
+        self._file.close()
+        super().abort()
+
+    def _flatten(self, tree: Node, left: dict[str, str]) -> None:
+        """The state by DCP's names, with tensors without memory for those that are stored."""
+        import torch
+        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+        tensors = {name: torch.empty(t.shape, dtype=self._dtypes[name], device="meta") for name, t in self._tensors.items()}
+        self._stored = {id(tensor): name for name, tensor in tensors.items()}
+        state = unflatten(tree, tensors, lambda name: name not in left)
+        if not isinstance(state, dict):
+            raise StructureMismatchError(
+                f"{self._where}: the state is a {type(state).__name__}, and DCP has dicts only; export it otherwise."
+            )
+        try:
+            self._flat, self._paths = flatten_state_dict(state)
+        except ValueError as e:
+            raise NamesMismatchError(
+                f"{self._where}: two names are one in DCP, which joins keys with dots ({e}); export them apart."
+            ) from e
+
+    def _append(self, name: str, value: Any) -> Any:
+        """Write one item; its place."""
+        import torch
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        with storage_errors("write", self._where):
+            offset = self._file.tell()
+            if isinstance(value, torch.Tensor):
+                torch.save(value, self._file)
+            else:
+                item = io.BytesIO()
+                torch.save(value, item)
+                self._file.write(item.getbuffer())
+        place = _StorageInfo(_FILE, offset, self._file.tell() - offset)
+        self._parts.append(Part(name, self._draft.path / _FILE, offset, place.length, self._file.take_checksum()))
+        return place
+
+    def _add_empty(self, name: str, tensor: TensorRecord) -> None:
+        """DCP writes one item of a tensor without elements, too."""
+        import torch
+
+        place = self._append(name, torch.empty(tensor.shape, dtype=self._dtypes[name]))
+        self._items[name] = {(0,) * len(tensor.shape): (tensor.shape, place)}
+
+    def _write_metadata(self, values: dict[str, Any]) -> None:
+        """Have DCP write what it reads first."""
+        import torch
+        from torch.distributed.checkpoint import metadata as words
+        from torch.distributed.checkpoint.storage import WriteResult
+
+        found: dict[str, Any] = {}
+        results = [WriteResult(words.MetadataIndex(name), place.length, place) for name, place in values.items()]
+        for name, value in self._flat.items():
+            if name in values:
+                found[name] = words.BytesStorageMetadata()
+                continue
+            items = sorted(self._items[self._stored[id(value)]].items())
+            chunks = [words.ChunkStorageMetadata(torch.Size(start), torch.Size(shape)) for start, (shape, _) in items]
+            found[name] = words.TensorStorageMetadata(words.TensorProperties(dtype=value.dtype), value.shape, chunks)
+            for i, (start, (_, place)) in enumerate(items):
+                results.append(WriteResult(words.MetadataIndex(name, start, i), place.length, place))
+        writer = _metadata_writer(self._draft.path, self._draft.final)
+        writer.finish(words.Metadata(found, planner_data=self._paths), [results])
+
+
+class _SummedFile:
+    """A file that is written front to back, and the crc32c of what was written; as much of a file as torch.save wants."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._crc = 0
+
+    def write(self, data: Any) -> int:
+        self._crc = crc32c.crc32c(data, self._crc)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def take_checksum(self) -> int:
+        """Of what was written since it was last asked for."""
+        crc, self._crc = self._crc, 0
+        return crc
+
+    def sync(self) -> None:
+        """Make everything durable, and close it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _metadata_writer(path: Path, final: Path) -> Any:
+    """DCP's writer of a directory that will be called otherwise."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    class Writer(FileSystemWriter):  # type: ignore[misc]  # torch is not followed
+        def storage_meta(self) -> StorageMeta:
+            return StorageMeta(checkpoint_id=final, save_id=self.save_id)
+
+    return Writer(path)
+
+
+def _is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _without_tuples(tree: Node, notes: list[str]) -> Node:
+    """The same state, with lists for tuples that have tensors in them."""
+    if not isinstance(tree, Branch):
+        return tree
+    children = [_without_tuples(child, notes) for child in tree.children]
+    if tree.form == "tuple" and any(isinstance(leaf, Tensor | Tied) for leaf in leaves_of(tree)):
+        notes.append(f"{shown(tree.name)} is a tuple with tensors in it, where DCP looks for none; it is exported as a list.")
+        return replace(tree, form="list", children=children)
+    return replace(tree, children=children)

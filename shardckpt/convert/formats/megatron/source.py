@@ -1,0 +1,142 @@
+"""How is a checkpoint of Megatron-Core's `torch_dist` format read?
+
+    metadata.json          says that it is one: {"sharded_backend": "torch_dist", …}
+    .metadata, *.distcp    a directory of torch.distributed.checkpoint: `ShardedTensor`s and `ShardedObject`s by their keys
+    common.pt              a file of torch.save: all else, of which every process has the same
+
+(megatron/core/dist_checkpointing, 0.16.) Megatron's training script puts each into `<base>/iter_0000010/` and the number of the newest
+into `<base>/latest_checkpointed_iteration.txt`, by which it loads.
+
+What comes of it is flat, as Megatron's keys are: a tensor is called by its key, with the layers as its first dimension where Megatron
+prepends such axes. An object `key/shard_0_2` is `shard_0_2` in a dict `key`, and what was in common.pt is in a dict `common`.
+Optimizer states that Megatron-Core up to 0.13 flattened are taken as they are stored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.convert.formats.dcp.source import METADATA, children, read_state
+from shardckpt.convert.formats.torch.file import open_torch_file
+from shardckpt.convert.nested import nested
+from shardckpt.convert.placed import place_tensors
+from shardckpt.convert.plain_values import LEFT, plain
+from shardckpt.convert.span import LoadedFile, Span
+from shardckpt.errors import FormatError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.file_version import FileVersion, identity_of
+from shardckpt.io.store import Store
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.formats.dcp.source import DcpState
+    from shardckpt.io.url import Location
+
+__all__ = ["looks_like", "open_foreign"]
+
+CONFIG = "metadata.json"
+COMMON = "common.pt"
+NEWEST = "latest_checkpointed_iteration.txt"
+LARGEST_COMMON = 1 << 28
+"""Bytes: Megatron puts no parameters there."""
+LONGEST_CONFIG = 1 << 16
+"""Bytes: it has a line."""
+
+
+def looks_like(location: Location) -> str | None:
+    """What was seen, in words; None: no such directory."""
+    names = children(location)
+    if CONFIG in names:
+        backend = _backend(Store.open(location))
+        return None if backend is None else f"a checkpoint of Megatron-Core, format {backend}: {CONFIG}"
+    if NEWEST in names:
+        newest = _newest(location)
+        return f"checkpoints of Megatron's training, of which {NEWEST} says that {newest.name} is the newest"
+    return None
+
+
+def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
+    """Open a checkpoint.
+
+    Args:
+        location: its directory, or the one in which Megatron's training keeps them all: then the newest.
+        trust_pickle: whether `.metadata`, a pickle, may be read.
+
+    Raises:
+        OptionError: `trust_pickle` is needed.
+        FormatError: it is none, or has another backend than `torch_dist`.
+        MissingDataError, CorruptionError: a file is missing, or too short.
+    """
+    notes = []
+    names = children(location)
+    if CONFIG not in names and NEWEST in names:
+        location = _newest(location)
+        notes.append(f"{NEWEST} says that {location.name} is the newest.")
+    store = Store.open(location)
+    backend = _backend(store)
+    if backend is None:
+        raise FormatError(f"{location}: there is no {CONFIG} that says which format of Megatron-Core it is; give the directory of a step.")
+    if backend != "torch_dist":
+        raise FormatError(
+            f"{store.path_of(CONFIG)}: its backend is {excerpt(backend)}; only torch_dist is read. Convert it with Megatron-Core."
+        )
+    state = read_state(store, trust_pickle=trust_pickle)
+    notes.extend(state.notes)
+    notes.extend(
+        f"{shown(name)} of shape {shape} was flattened by Megatron's distributed optimizer, and is taken as it is stored."
+        for name, shape in state.metadata.flattened.items()
+    )
+    whole, left = _whole(state, store)
+    return place_tensors(whole, "megatron", location, identity_of(location, state.files), [*notes, *left])
+
+
+def _whole(state: DcpState, store: Store) -> tuple[Any, list[str]]:
+    """Sharded and common state together, and what is left behind of the latter."""
+    objects = {name: _path(name) for name in state.metadata.bytes if _path(name)[0] not in state.metadata.tensors}
+    # A process has one object of a key; Megatron stores a list of those that it has.
+    leaves = {
+        name: leaf[0] if name in state.metadata.bytes and type(leaf) is list and len(leaf) == 1 else leaf
+        for name, leaf in state.leaves.items()
+    }
+    left: list[str] = []
+    if store.exists(COMMON):
+        version = FileVersion(store, COMMON)
+        state.files.append(version)
+        file = LoadedFile(str(version), version.read_whole(LARGEST_COMMON))
+        common, left = plain(open_torch_file(Span(file, 0, len(file.data))), "common")
+        if "common" in leaves:
+            raise FormatError(f"{store.path_of(METADATA)}: a tensor is called 'common', as is what {COMMON} holds; rename it in Megatron.")
+        if common is not LEFT:
+            leaves["common"] = common
+    return nested(leaves, objects, (), store.path_of(METADATA)), left
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Where a `ShardedObject` comes to be."""
+    key, slash, shard = name.rpartition("/")
+    return (key, shard) if slash and shard.startswith("shard_") else (name,)
+
+
+def _backend(store: Store) -> str | None:
+    """What `metadata.json` says; None: it is not Megatron's."""
+    if not store.exists(CONFIG) or store.is_longer(CONFIG, LONGEST_CONFIG):
+        return None
+    try:
+        said = json.loads(store.read(CONFIG))
+    except (ValueError, RecursionError):
+        return None
+    backend = said.get("sharded_backend") if isinstance(said, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _newest(location: Location) -> Location:
+    """The checkpoint that Megatron's training would load."""
+    store = Store.open(location)
+    text = "" if store.is_longer(NEWEST, 100) else store.read(NEWEST).decode(errors="replace").strip()
+    if text.isdecimal() and text.isascii():
+        return location.join(f"iter_{int(text):07d}")
+    if text == "release":
+        return location.join(text)
+    raise FormatError(f"{store.path_of(NEWEST)}: {excerpt(text)} is no iteration; give the checkpoint's own directory.")

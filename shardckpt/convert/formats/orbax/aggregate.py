@@ -1,0 +1,72 @@
+"""What does the file `checkpoint` of an older Orbax checkpoint hold?
+
+The tree in msgpack, as flax writes it: dicts, lists, small values, arrays that were to be kept together in this file, and for
+each that has a place of its own a text with its name. (Orbax: `msgpack_utils.py`, `utils.py`.)
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import ml_dtypes  # noqa: F401  # numpy then knows bfloat16 and its kin by name
+import numpy as np
+
+from shardckpt.convert.formats.orbax.metadata import Leaf
+from shardckpt.errors import FormatError, MissingExtraError
+from shardckpt.excerpt import excerpt
+
+__all__ = ["read_aggregate"]
+
+_PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
+_ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+"""Codes of msgpack's extension type."""
+_CHUNKED = "__msgpack_chunked_array__"
+
+
+def read_aggregate(data: bytes, where: str) -> object:
+    """The tree: containers of arrays, small values, and a `Leaf` of the kind "Unknown" for what lies elsewhere.
+
+    Args:
+        data: the file.
+        where: its name, for messages.
+
+    Raises:
+        FormatError: it makes no sense.
+        MissingExtraError: msgpack is not installed.
+    """
+    try:
+        import msgpack
+    except ImportError:
+        raise MissingExtraError(f'{where} is in msgpack; install it with `pip install "shardckpt[convert]"`.') from None
+
+    def extension(code: int, content: bytes) -> object:
+        if code == _COMPLEX:
+            return complex(*msgpack.unpackb(content))
+        if code not in {_ARRAY, _SCALAR}:
+            raise ValueError(f"an extension {code}")
+        shape, dtype, elements = msgpack.unpackb(content)
+        array = np.frombuffer(elements, np.dtype(dtype)).reshape(shape)
+        return array[()] if code == _SCALAR else array
+
+    try:
+        return _unpacked(msgpack.unpackb(data, ext_hook=extension, strict_map_key=False))
+    except (LookupError, RecursionError, TypeError, ValueError, msgpack.UnpackException) as e:
+        raise FormatError(f"{where} is no tree in msgpack: {excerpt(str(e))}; restore it from a copy.") from e
+
+
+def _unpacked(node: Any) -> object:
+    """The tree with leaves for placeholders, and large arrays, which are written in parts, in one."""
+    if isinstance(node, dict):
+        if _CHUNKED in node:
+            shape, parts = ([found[str(i)] for i in range(len(found))] for found in (node["shape"], node["chunks"]))
+            flat = np.concatenate(parts)
+            if flat.size != prod(shape):
+                raise ValueError(f"an array of shape {excerpt(shape)} with {flat.size} elements")
+            return flat.reshape(shape)
+        return {key: _unpacked(child) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_unpacked(child) for child in node]
+    if isinstance(node, str) and node.startswith(_PLACEHOLDERS):
+        return Leaf(node.partition("://")[2], "Unknown")
+    return node

@@ -1,0 +1,311 @@
+"""What do the documents of an Orbax checkpoint say?
+
+An Orbax checkpoint is a directory of zarr arrays, one for each tensor and each number of the state, and of JSON documents beside
+them (seen in what orbax-checkpoint 0.12 writes):
+
+    _METADATA                    for each place in the state the keys that lead there, and what is there
+    _CHECKPOINT_METADATA         which of Orbax's handlers it is for, and when it was written
+    _sharding                    by array, in base64, the sharding with which it is restored when nobody names another one
+    _strings.json                the texts of the state
+    array_metadatas/process_0    by array, which of JAX's random keys its elements are
+    commit_success.txt           it is whole
+
+An array is called by its keys as text, joined with dots. `int` keys are text there, and lists and tuples are both lists. A container that
+loses all its leaves is an empty one.
+
+A text is found by a JSON pointer (RFC 6901): its name with "/" before it. So a "/" in a key leads into an object, and a "~" in one stands
+before 0 or 1 only.
+
+Pure: nodes in, JSON out.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.convert.small_leaves import check_text_keys, left_out
+from shardckpt.errors import DtypeError, FormatError, NamesMismatchError, StructureMismatchError
+from shardckpt.format.keys import check_key
+from shardckpt.layout.dtypes import of_numpy
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
+from shardckpt.state.document import Branch, Small, Tensor, Tied, leaves_of
+from shardckpt.state.names import shown
+from shardckpt.state.unflatten import decode_leaf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.state.document import Node
+
+__all__ = [
+    "RESERVED",
+    "Entry",
+    "array_metadatas",
+    "checkpoint_metadata",
+    "entries",
+    "left_by_orbax",
+    "metadata",
+    "sharding_json",
+    "shardings",
+    "strings",
+]
+
+RESERVED = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "array_metadatas", "commit_success.txt")
+"""What Orbax itself calls files and directories."""
+_SEQUENCE, _DICT = 1, 2
+"""Kinds of keys."""
+_HANDLERS = "orbax.checkpoint._src.handlers."
+_LONGEST_NAME = 255
+"""Bytes of a directory's name."""
+_NO_POINTER = re.compile(r"~0(?![01])|~u")
+"""In a leaf's name: a "~" or a lone surrogate in one of its keys that no JSON pointer can have."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_RANDOM_KEY = "jax.key:"
+"""What the meaning of a tensor of random keys begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A place in the state where there is a tensor, a small leaf or nothing at all."""
+
+    keys: tuple[tuple[str, int], ...]
+    """On the way there: text and kind."""
+    what: str
+    """Orbax's word for what is there."""
+    tensor: str | None = None
+    """The name that the tensor there is stored under."""
+    value: object = None
+    """The small leaf there."""
+    key_kind: str | None = None
+    """Of random keys of JAX: which."""
+
+    @property
+    def name(self) -> str:
+        """What the array is called."""
+        return ".".join(text for text, _ in self.keys)
+
+    @property
+    def path(self) -> tuple[str | int, ...]:
+        """The keys, those of lists and tuples as numbers."""
+        return tuple(int(text) if kind == _SEQUENCE else text for text, kind in self.keys)
+
+
+def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRecord], where: str) -> list[Entry]:
+    """All places of a state, in order.
+
+    Args:
+        tree: the state.
+        left: names of small leaves that are left out. In lists None takes their place.
+        tensors: by name.
+        where: the checkpoint's place, for messages.
+
+    Raises:
+        StructureMismatchError: the state is no dict, list or tuple with something in it.
+        NamesMismatchError: two arrays would have one name, or one that no directory can have.
+    """
+    check_text_keys(tree, where, "Orbax")
+    meanings = {leaf.name: leaf.meaning for leaf in leaves_of(tree) if isinstance(leaf, Tensor)}
+    found = list(_entries(tree, (), left, tensors, meanings)) if isinstance(tree, Branch) else []
+    if not any(entry.keys for entry in found):
+        raise StructureMismatchError(f"{where}: Orbax stores a dict, list or tuple with something in it; export the state otherwise.")
+    _check_names(found, where)
+    return found
+
+
+def _entries(
+    node: Node,
+    keys: tuple[tuple[str, int], ...],
+    left: Mapping[str, str],
+    tensors: Mapping[str, TensorRecord],
+    meanings: Mapping[str, str | None],
+) -> Iterator[Entry]:
+    if isinstance(node, Branch):
+        kind, empty = (_DICT if node.form == "dict" else _SEQUENCE), True
+        for key, child in zip(node.keys, node.children, strict=True):
+            for entry in _entries(child, (*keys, (str(key), kind)), left, tensors, meanings):
+                empty = False
+                yield entry
+        if empty:
+            yield Entry(keys, node.form.capitalize())
+    elif isinstance(node, Tensor | Tied):
+        what = "np.ndarray" if sharding_json(tensors[node.stored]) is None else "jax.Array"
+        meaning = meanings[node.stored] or ""
+        yield Entry(keys, what, tensor=node.stored, key_kind=meaning.removeprefix(_RANDOM_KEY) if meaning.startswith(_RANDOM_KEY) else None)
+    elif node.name in left:
+        if keys[-1][1] == _SEQUENCE:
+            yield Entry(keys, "None")
+    else:
+        assert isinstance(node, Small), "leaves of other kinds are left out"
+        value = decode_leaf(node)
+        yield Entry(keys, "None" if value is None else "string" if isinstance(value, str) else "scalar", value=value)
+
+
+def left_by_orbax(tree: Node) -> dict[str, str]:
+    """The leaves that Orbax has no place for, by name, with the reason."""
+    left = left_out(tree, _refused)
+    texts = (leaf for leaf in leaves_of(tree) if isinstance(leaf, Small) and leaf.name not in left and _NO_POINTER.search(leaf.name))
+    reason = "Orbax finds no text below a key with a lone surrogate, or a ~ that is not followed by 0 or 1"
+    return left | {leaf.name: reason for leaf in texts if isinstance(decode_leaf(leaf), str)}
+
+
+def _refused(value: object) -> str | None:
+    """Why Orbax has no place for a small leaf; None: it has."""
+    if isinstance(value, str):
+        return None if value.isascii() or not _SURROGATE.search(value) else "Orbax stores no text with lone surrogates"
+    if value is None:
+        return None
+    if isinstance(value, np.generic):
+        try:
+            known = not of_numpy(value.dtype).as_bits
+        except DtypeError:
+            known = False
+        return None if known else f"Orbax stores no {type(value).__name__} of numpy"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return "Orbax stores no int of more than 64 bits"
+    return None if isinstance(value, int | float) else f"Orbax stores no {type(value).__name__}"
+
+
+def _check_names(found: list[Entry], where: str) -> None:
+    texts = {entry.name for entry in found if entry.what == "string"}
+    arrays = [entry.name for entry in found if entry.tensor is not None or entry.what in ("scalar", "string")]
+    twice = next((name for name, count in Counter(arrays).items() if count > 1), None)
+    if twice is not None:
+        raise NamesMismatchError(f"{where}: Orbax calls two of its arrays {shown(twice)}, joining keys with dots; export them apart.")
+    stored = set(arrays) - texts
+    for name in arrays:
+        if name in stored:
+            _check_directory(name, where)
+        # "a/b" lies in the directory of "a", where there are files of its own; of texts, in what "a" is.
+        inside = "the directory of another array" if name in stored else "another text"
+        if any(outer in (stored if name in stored else texts) for outer in _outer(name)):
+            raise NamesMismatchError(f"{where}: {shown(name)} would lie in {inside}; export the two apart.")
+
+
+def _check_directory(name: str, where: str) -> None:
+    if name.partition("/")[0] in RESERVED:
+        raise NamesMismatchError(f"{where}: {shown(name)} is what Orbax calls a file of its own; export it under another name.")
+    try:
+        check_key(name, where)
+    except FormatError as e:
+        raise NamesMismatchError(f"Orbax stores each array in a directory of its name: {e}") from None
+    if any(len(part.encode()) > _LONGEST_NAME for part in name.split("/")):
+        raise NamesMismatchError(f"{where}: {shown(name)} would be a directory, whose name has {_LONGEST_NAME} bytes at most; rename it.")
+
+
+def _outer(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def strings(found: list[Entry]) -> dict[str, Any]:
+    """`_strings.json`."""
+    root: dict[str, Any] = {}
+    for entry in found:
+        if entry.what == "string":
+            *outer, last = (key.replace("~1", "/").replace("~0", "~") for key in entry.name.split("/"))
+            inner = root
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            inner[last] = entry.value
+    return root
+
+
+def sharding_json(tensor: TensorRecord) -> dict[str, Any] | None:
+    """The sharding of a tensor as Orbax writes a NamedSharding; None where JAX has none that says the same.
+
+    JAX cuts a dimension into equal parts only. An array without a sharding is a numpy array to Orbax, unless it is told one.
+    """
+    layout = tensor.layout.as_sharding(tensor.shape) if isinstance(tensor.layout, Placements) else tensor.layout
+    if not isinstance(layout, Sharding) or any(n % parts for n, parts in zip(tensor.shape, layout.parts(len(tensor.shape)), strict=True)):
+        return None
+    if 0 in tensor.shape:
+        return None
+    mesh = layout.mesh
+    devices = np.array([{"id": int(i)} for i in mesh.devices.reshape(-1)], object).reshape(mesh.shape)
+    return {
+        "sharding_type": "NamedSharding",
+        "shape": list(mesh.shape),
+        "axis_names": list(mesh.axis_names),
+        "axis_types": ["AxisType.Auto"] * mesh.ndim,
+        "partition_spec": layout.spec.to_json(),
+        "device_mesh": {"mesh": devices.tolist()},
+    }
+
+
+def shardings(found: list[Entry], tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
+    """`_sharding`."""
+    written = {}
+    for entry in found:
+        sharding = None if entry.tensor is None else sharding_json(tensors[entry.tensor])
+        if sharding is not None:
+            written[base64.b64encode(entry.name.encode()).decode()] = json.dumps(sharding)
+    return written
+
+
+def metadata(found: list[Entry]) -> dict[str, Any]:
+    """`_METADATA`."""
+    tree = {}
+    for entry in found:
+        empty = entry.tensor is None and entry.what not in ("scalar", "string")
+        tree[str(tuple(text for text, _ in entry.keys))] = {
+            "key_metadata": [{"key": text, "key_type": kind} for text, kind in entry.keys],
+            "value_metadata": {"value_type": entry.what, "skip_deserialize": empty},
+        }
+    return {
+        "tree_metadata": tree,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def array_metadatas(found: list[Entry], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """`array_metadatas/process_0`.
+
+    Args:
+        found: all places.
+        shapes: of the chunks, by stored name of a tensor.
+    """
+    written = []
+    for entry in found:
+        if entry.tensor is not None:
+            ext = None if entry.key_kind is None else {"random_key_impl": entry.key_kind}
+            shape = list(shapes[entry.tensor])
+            written.append({"array_metadata": {"param_name": entry.name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": ext}})
+    return {"array_metadatas": written}
+
+
+def checkpoint_metadata(found: list[Entry], began: int, ended: int) -> dict[str, Any]:
+    """`_CHECKPOINT_METADATA`.
+
+    Args:
+        found: all places.
+        began: when writing began, in nanoseconds since 1970.
+        ended: when it ended.
+    """
+    texts = any(entry.what == "string" for entry in found)  # which the handler for arrays refuses
+    handler = "pytree_checkpoint_handler.PyTreeCheckpointHandler" if texts else "standard_checkpoint_handler.StandardCheckpointHandler"
+    return {
+        "item_handlers": _HANDLERS + handler,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": began,
+        "commit_timestamp_nsecs": ended,
+        "custom_metadata": {},
+    }
+
+
+def scalar_dtype(value: object) -> DType:
+    """As what a small leaf is stored that is a number."""
+    return of_numpy(np.asarray(value).dtype)

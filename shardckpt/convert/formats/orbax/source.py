@@ -1,0 +1,217 @@
+"""Checkpoints of Orbax, read without Orbax and without JAX.
+
+A checkpoint is a directory that holds a tree (`orbax_tree`), or *items* in directories of their own, each of which is a tree, a JSON
+document, or items again. The step directories of a `CheckpointManager` are such. A checkpoint's one item that
+nobody has named (`default`; `state` in Orbax's interface version 1) is the state itself; other items are members of the state.
+
+What is not finished is refused: a directory says so by its name, or, where directories cannot be renamed (`gs://`, `s3://`), by the
+lack of a file that is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.convert.foreign import structure_of, tensors_of
+from shardckpt.convert.formats.orbax.metadata import parse_json
+from shardckpt.convert.formats.orbax.tree import METADATA, MSGPACK, read_tree
+from shardckpt.errors import FormatError, StorageError, UncommittedError
+from shardckpt.io.buckets.listing import modification_times
+from shardckpt.io.store import Store
+from shardckpt.state.names import natural_key
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.formats.orbax.tree import Elements, Sources
+    from shardckpt.convert.span import Entry
+    from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.io.url import Location
+    from shardckpt.layout.box import Box
+    from shardckpt.plan.plan import Piece
+
+__all__ = ["looks_like", "open_foreign"]
+
+_STEP = "_CHECKPOINT_METADATA"
+"""In the directory of a checkpoint, whatever its items are."""
+_STEP_V1 = "orbax.checkpoint"
+"""Likewise, of Orbax's interface version 1."""
+_FINISHED = "commit_success.txt"
+_UNFINISHED = ".orbax-checkpoint-tmp"
+"""In the name of a directory that is still being written."""
+_JSON = "metadata"
+_METRICS = "metrics"
+"""The item of a `CheckpointManager` with what it chooses the best step by: JSON in a file of the same name."""
+_DEEPEST = 2
+"""Directories around an item: random keys are items of an item."""
+_STEP_NAME = re.compile(r"(?:.+_)?\d+/")
+"""Directories of a `CheckpointManager`: a step, with zeros or a prefix before it perhaps."""
+_MOST_STEPS = 20
+"""That a message names."""
+_MOST_ITEMS = 50
+"""Directories of a checkpoint without a file of its own that are looked into, to tell it."""
+_MSGPACK_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
+"""First bytes of a dict in msgpack. TensorFlow calls a text file `checkpoint`, too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Orbax:
+    """An Orbax checkpoint, open."""
+
+    location: Location
+    structure: Structure
+    identity: str
+    metadata: Mapping[str, Any]
+    notes: Sequence[str]
+    elements: Mapping[str, Elements]
+    """By tensor."""
+    format: str = "orbax"
+
+    def run(self, tensor: TensorRecord, piece: Piece) -> Entry | None:
+        """See `Foreign`. What lies in zarr arrays is encoded."""
+        del tensor, piece
+        return None
+
+    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:  # noqa: ARG002  # a tensor is one piece
+        """See `Foreign`."""
+        return self.elements[tensor.name].read(box).view(tensor.dtype.storage)
+
+
+def looks_like(location: Location) -> str | None:
+    """What an Orbax checkpoint, or a directory of them, was told by; None: there is none."""
+    if location.local is not None and not location.local.is_dir():
+        return None
+    place = Store.open(location)
+    names = place.list_children()
+    if _is_unfinished(location.name):
+        return "an Orbax checkpoint that is not finished, by its name"
+    if _is_checkpoint(place, names):
+        return f"an Orbax checkpoint, by {next(name for name in (_STEP_V1, _STEP, METADATA, MSGPACK) if name in names)}"
+    if _steps(place, names):
+        return "steps of an Orbax CheckpointManager"
+    below = [name for name in names if name.endswith("/")][:_MOST_ITEMS]
+    items = (name for name in below if place.exists(name + METADATA) and not place.exists(name + _STEP))
+    found = next(items, None)
+    return None if found is None else f"an Orbax checkpoint, by {found}{METADATA}"
+
+
+def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:  # noqa: ARG001  # there is none
+    """Open an Orbax checkpoint: a tree, a checkpoint of items, or one step of a `CheckpointManager`.
+
+    Raises:
+        FormatError: it makes no sense, or has several steps, of which one is to be named.
+        UncommittedError: it was not finished, or is still being written.
+        CorruptionError, MissingDataError: files are damaged or missing.
+        DtypeError: an array's elements cannot be stored.
+        StorageError: the storage failed or refused.
+    """
+    place = Store.open(location)
+    names = place.list_children()
+    _check_finished(place, names)
+    identity = _identity(place)
+    if not _is_checkpoint(place, names):
+        steps = _steps(place, names)
+        if steps:
+            listed = ("…, " if len(steps) > _MOST_STEPS else "") + ", ".join(steps[-_MOST_STEPS:])
+            raise FormatError(f"{location} holds steps of a CheckpointManager: {listed}. Import one of them: {location}/{steps[-1]}, say.")
+    sources: Sources = {}
+    notes: list[str] = []
+    state = _item(place, sources, notes, 0)
+    if state is None:
+        raise FormatError(f"{location}: no tree of an Orbax checkpoint is there ({METADATA}); give the directory of a step or an item.")
+    if METADATA not in names and MSGPACK not in names and isinstance(state, dict):
+        unnamed = "state" if _STEP_V1 in names else "default"
+        state = state[unnamed] if list(state) == [unnamed] else state
+    structure = structure_of(state, str(location))
+    elements = {name: sources[tensor] for name, tensor in tensors_of(state).items()}
+    return _Orbax(location, structure, identity, _metadata(place, names), tuple(notes), elements)
+
+
+def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> object:
+    """What lies at a place: a tree, JSON, or a dict of items; None: nothing that is known."""
+    names = place.list_children()
+    if depth and _STEP in names:
+        return None  # a checkpoint of its own that lies beside others
+    if METADATA in names or MSGPACK in names:
+        return read_tree(place, names, sources, notes)
+    if _JSON in names:
+        return parse_json(place.read(_JSON), place.path_of(_JSON))
+    items: dict[str, object] = {}
+    for name in (name.removesuffix("/") for name in names if name.endswith("/") and depth < _DEEPEST):
+        if _is_unfinished(name):
+            raise UncommittedError(f"{place}/{name} was not finished, or is still being written; import another step.")
+        if not depth and name == _METRICS and place.exists(f"{_METRICS}/{_METRICS}"):
+            continue  # they are metadata
+        item = _item(place.sub(name), sources, notes, depth + 1)
+        if item is None:
+            notes.append(f"{place}/{name} is left behind: it is neither a tree nor JSON.")
+        else:
+            items[name] = item
+    return items or None
+
+
+def _is_checkpoint(place: Store, names: list[str]) -> bool:
+    """Whether a place itself, not one below it, is told to be a checkpoint or a tree by its files."""
+    if METADATA in names or _STEP in names or _STEP_V1 in names:
+        return True
+    return MSGPACK in names and place.is_longer(MSGPACK, 0) and place.read(MSGPACK, 0, 1)[0] in _MSGPACK_MAPS
+
+
+def _steps(place: Store, names: list[str]) -> list[str]:
+    """The steps of a `CheckpointManager`, in order, if the last one is a checkpoint."""
+    steps = sorted((name.removesuffix("/") for name in names if _STEP_NAME.fullmatch(name)), key=natural_key)
+    if not steps:
+        return []
+    last = place.sub(steps[-1])
+    below = last.list_children()
+    is_one = _is_checkpoint(last, below) or any(name.endswith("/") and last.exists(name + METADATA) for name in below)
+    return steps if is_one else []
+
+
+def _is_unfinished(name: str) -> bool:
+    return _UNFINISHED in name
+
+
+def _check_finished(place: Store, names: list[str]) -> None:
+    """Raise UncommittedError where saving has not ended."""
+    where = place.location
+    if _is_unfinished(where.name):
+        raise UncommittedError(f"{where} was not finished, or is still being written; import another step.")
+    if where.bucket is None or _FINISHED in names or not _is_checkpoint(place, names):
+        return
+    above = where.parent  # an item has the file, or else the checkpoint that it is of
+    if above is None or not Store.open(above).exists(_FINISHED):
+        raise UncommittedError(
+            f"{where} was not finished, or is still being written: {_FINISHED} is missing. Import another step; or write an empty file of "
+            f"that name there, if you know that it is whole."
+        )
+
+
+def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
+    """What the checkpoint says of itself besides: its users' own, and metrics."""
+    found: dict[str, Any] = {}
+    if _STEP in names:
+        doc = parse_json(place.read(_STEP), place.path_of(_STEP))
+        found["custom_metadata"] = doc.get("custom_metadata") if isinstance(doc, dict) else None
+    key = f"{_METRICS}/{_METRICS}"
+    if f"{_METRICS}/" in names and place.exists(key):
+        found["metrics"] = parse_json(place.read(key), place.path_of(key))
+    return {name: value for name, value in found.items() if value}
+
+
+def _identity(place: Store) -> str:
+    """A digest over the names of all files and when they were written; raises StorageError for what is no file."""
+    digest = hashlib.sha256(str(place).encode())
+    for key, time in sorted(modification_times(place)):
+        path = place.local_path(key)
+        if path is not None and path.exists() and not path.is_file() and not path.is_dir():
+            raise StorageError(f"{path} is no file, but a pipe or device, which TensorStore would wait for; remove it.")
+        # memory:// keeps no times
+        digest.update(place.read(key) if place.location.scheme == "memory" else f"{key} {time!r}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,161 @@
+"""How does a state become a checkpoint that Orbax restores?
+
+1. `orbax_documents` says what is where. Numbers of the state are arrays without dimensions.
+2. Each block is a chunk of a zarr v3 array: a shard of the recorded layout where these are of a good size (`blocks`). It is written
+   with its checksum, which Orbax does not know of and TensorStore checks. A tied tensor is written once for each of its names.
+3. When all is durable, the documents are written, and the directory takes its name.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.convert.files.draft import Draft
+from shardckpt.convert.files.read_back import Part
+from shardckpt.convert.formats.orbax import documents
+from shardckpt.convert.formats.orbax.source import open_foreign
+from shardckpt.convert.small_leaves import notes_of
+from shardckpt.convert.state_writer import StateWriter
+from shardckpt.convert.streaming.blocks import LARGEST, block_shape
+from shardckpt.convert.streaming.chunking import grid
+from shardckpt.convert.tree_back import check_tree
+from shardckpt.errors import DtypeError, MissingDataError
+from shardckpt.format.codec import CHECKSUM_BYTES, encode
+from shardckpt.format.zarr_meta import array_json, chunk_key
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse as parse_url
+from shardckpt.state import parse
+from shardckpt.state.names import shown
+from shardckpt.writing.plain import PlainWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.format.structure import Structure
+    from shardckpt.io.url import Location
+    from shardckpt.layout.box import Box
+    from shardckpt.plan.plan import Piece
+
+__all__ = ["OrbaxDirectory"]
+
+
+class OrbaxDirectory(StateWriter):
+    """The checkpoint, being written."""
+
+    memory = LARGEST
+    """A chunk with its checksum."""
+
+    def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
+        """Begin it.
+
+        Args:
+            structure: the state, its tensors of the dtypes in which they are written.
+            location: the directory.
+            overwrite: whether to replace a checkpoint of Orbax that is there, when the new one is whole.
+
+        Raises:
+            DtypeError: a tensor of a dtype that TensorStore has not, by name.
+            StructureMismatchError, NamesMismatchError: Orbax has no names for what the state holds.
+            AlreadyExistsError, OptionError, StorageError: it cannot be there.
+        """
+        self._began = time.time_ns()
+        self._tensors = structure.tensors
+        tree = parse(structure.tree)
+        left = documents.left_by_orbax(tree)
+        self.notes: list[str] = notes_of(tree, left, keys=True)
+        """What is not there, or not as it was, in a line each."""
+        self._entries = documents.entries(tree, left, self._tensors, str(location))
+        if any(entry.what == "string" for entry in self._entries):
+            self.notes.append(
+                "There are texts in the state, for which Orbax's StandardCheckpointer has no targets: use PyTreeCheckpointer."
+            )
+        self._refuse_bits()
+        self._arrays: dict[str, list[str]] = {name: [] for name in self._tensors}
+        """By stored name, what the arrays of a tensor are called."""
+        for entry in self._entries:
+            if entry.tensor is not None:
+                self._arrays[entry.tensor].append(entry.name)
+        self._chunks = {name: tuple(max(1, n) for n in tensor.shape) for name, tensor in self._tensors.items()}
+        self._missing = dict.fromkeys(self._tensors, 0)
+        """Chunks that are still to be written."""
+        self._parts: list[Part] = []
+        nbytes = sum(tensor.nbytes * len(self._arrays[name]) for name, tensor in self._tensors.items())
+        self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks=documents.RESERVED)
+        try:
+            self._writer = PlainWriter(Store.open(parse_url(self._draft.path)), place=str)
+        except BaseException:
+            self._draft.abandon()
+            raise
+
+    def blocks(self, output: OutputTensor, _stored: Sequence[Piece], room: int) -> Sequence[Piece]:
+        """A shard, several, or a part of one."""
+        self._chunks[output.name] = block_shape(self._tensors[output.name], room)
+        pieces = grid(output, self._chunks[output.name])
+        self._missing[output.name] = pieces[0].num_chunks
+        return pieces
+
+    def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
+        """Write one block."""
+        chunks = self._chunks[output.name]
+        key = chunk_key([start // side for start, side in zip(box.start, chunks, strict=True)])
+        data, crc = encode(array, chunks, None)
+        for name in self._arrays[output.name]:
+            self._writer.put(f"{name}/{key}", data)
+            self._parts.append(Part(output.name, self._draft.path / name / key, 0, data.nbytes - CHECKSUM_BYTES, crc))
+        self._missing[output.name] -= 1
+
+    def complete(self) -> list[Part]:
+        """Write the numbers of the state, and the documents."""
+        lacking = next((name for name, chunks in self._missing.items() if chunks), None)
+        if lacking is not None:
+            raise MissingDataError(f"{self._draft.final}: not all of {shown(lacking)} was written; nothing was published. Export again.")
+        for name, tensor in self._tensors.items():
+            for array in self._arrays[name]:
+                self._write_json(f"{array}/zarr.json", array_json(tensor.shape, tensor.dtype, self._chunks[name]))
+        self._write_small_leaves()
+        self._write_json("_sharding", documents.shardings(self._entries, self._tensors))
+        self._write_json("array_metadatas/process_0", documents.array_metadatas(self._entries, self._chunks))
+        self._write_json("_METADATA", documents.metadata(self._entries))
+        self._write_json("_CHECKPOINT_METADATA", documents.checkpoint_metadata(self._entries, self._began, time.time_ns()))
+        self._writer.put("commit_success.txt", f"Checkpoint commit was successful to {self._draft.final}".encode())
+        self._writer.finish()
+        return self._parts
+
+    def check_tree(self) -> None:
+        """Compare the tree with what our reader of Orbax finds."""
+        leaves = [(entry.path, None if entry.tensor is None else self._tensors[entry.tensor]) for entry in self._entries]
+        check_tree(leaves, open_foreign(parse_url(self._draft.path)).structure, str(self._draft.final))
+
+    def abort(self) -> None:
+        """Remove what is written."""
+        self._writer.abort()
+        super().abort()
+
+    def _write_small_leaves(self) -> None:
+        for entry in self._entries:
+            if entry.what == "scalar":
+                dtype = documents.scalar_dtype(entry.value)
+                self._write_json(f"{entry.name}/zarr.json", array_json((), dtype, ()))
+                data, _ = encode(np.asarray(entry.value), (), None)
+                self._writer.put(f"{entry.name}/{chunk_key(())}", data)
+        texts = documents.strings(self._entries)
+        if texts:
+            self._write_json("_strings.json", texts)
+
+    def _write_json(self, key: str, document: dict[str, Any]) -> None:
+        self._writer.put(key, json.dumps(document).encode())
+
+    def _refuse_bits(self) -> None:
+        odd = next((tensor for tensor in self._tensors.values() if tensor.dtype.as_bits), None)
+        if odd is not None:
+            raise DtypeError(
+                f"{shown(odd.name)}: TensorStore has no dtype {odd.dtype}, so Orbax cannot read it; export it in another dtype, "
+                f"or leave it out."
+            )

@@ -1,0 +1,219 @@
+"""What does one tree of an Orbax checkpoint hold?
+
+1. `_METADATA` says which leaves there are (`orbax_metadata`); in older checkpoints the msgpack file `checkpoint` does, or holds the
+   values of some of them (`orbax_aggregate`).
+2. Arrays lie in one OCDBT database (`manifest.ocdbt`) or each in a directory of its own, as zarr v2 or v3. They become tensors.
+3. Scalars are arrays without dimensions, too; they and texts (`_strings.json`) are small leaves, and are read at once.
+4. `_sharding` and `array_metadatas/` say how an array was laid out, and of which generator random keys are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from shardckpt.convert.foreign import ForeignTensor, Part
+from shardckpt.convert.formats.orbax.aggregate import read_aggregate
+from shardckpt.convert.formats.orbax.metadata import Leaf, Metadata, key_generators, parse_json, shardings
+from shardckpt.errors import FormatError, MissingDataError, ShardingError, UncommittedError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.file_version import FileVersion
+from shardckpt.io.foreign_arrays import open_arrays
+from shardckpt.io.together import together
+from shardckpt.layout import dtypes
+from shardckpt.layout.box import Box
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from shardckpt.io.foreign_arrays import ForeignArray
+    from shardckpt.io.store import Store
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.layout.sharding import Sharding
+
+__all__ = ["METADATA", "MSGPACK", "Elements", "Sources", "read_tree"]
+
+METADATA = "_METADATA"
+MSGPACK = "checkpoint"
+"""The file of older checkpoints."""
+_MANIFEST = "manifest.ocdbt"
+_STRINGS = "_strings.json"
+_EMPTY: dict[str, Callable[[], object]] = {"None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple, "NamedTuple": lambda: None}
+"""Types of leaves that are nothing but that; an empty named tuple is None to Orbax, too."""
+
+
+class Elements(Protocol):
+    """Where a tensor's elements are."""
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """Those of a box."""
+        ...
+
+
+Sources = dict[ForeignTensor, Elements]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Elements in memory, of a file that is read as a whole."""
+
+    array: NDArray[Any]
+
+    def read(self, box: Box) -> NDArray[Any]:
+        return self.array[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Elements in an array, as long as the tree is the one that it was: a save writes its metadata anew, whatever else it does."""
+
+    array: ForeignArray
+    tree: FileVersion
+    """The file that describes the tree."""
+
+    def read(self, box: Box) -> NDArray[Any]:
+        try:
+            return self.array.read(box)
+        finally:
+            self.tree.read(0, 0)
+
+
+def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]) -> object:
+    """The tree at a place: containers, small leaves and tensors.
+
+    Args:
+        place: its directory.
+        names: what is in it.
+        sources: where the elements of each tensor are; they are added.
+        notes: what was seen; it is added.
+
+    Raises:
+        FormatError, CorruptionError, MissingDataError: files make no sense, or are missing.
+        DtypeError: an array's elements cannot be stored.
+        UncommittedError: it was not finished.
+    """
+    version = FileVersion(place, METADATA if METADATA in names else MSGPACK)
+    tree, zarr3, stores_all = _described(place, names)
+    leaves = list(_leaves(tree))
+    stored = [leaf.name for leaf in leaves if leaf.kind not in {*_EMPTY, "string"}]
+    if _MANIFEST not in names and stored and any(name.startswith("ocdbt.process_") for name in names):
+        raise UncommittedError(f"{place}: its processes' parts were never merged ({_MANIFEST}): saving it did not finish; import another.")
+    twice = [name for name, count in Counter(stored).items() if count > 1]
+    if twice:
+        raise FormatError(f"{place}: two leaves are stored as {shown(twice[0])}, so one of them has been lost; save them under other keys.")
+    if stored and not stores_all:
+        notes.append(f"{place}: written by an Orbax that does not store chunks of zeros; a chunk that is missing is read as zeros.")
+    arrays = open_arrays(place, stored, "zarr3" if zarr3 else "zarr", ocdbt=_MANIFEST in names, fill_missing=not stores_all)
+    scalars = [leaf.name for leaf in leaves if leaf.kind == "scalar"]
+    values = dict(zip(scalars, together(lambda name: _scalar(arrays[name]), scalars), strict=True))
+    values |= _strings(place, [leaf.name for leaf in leaves if leaf.kind == "string"])
+    layouts = shardings(place.read("_sharding"), place.path_of("_sharding")) if "_sharding" in names else {}
+    generators = _generators(place) if "array_metadatas/" in names else {}
+
+    def value(leaf: object) -> object:
+        if isinstance(leaf, np.ndarray):
+            tensor = _tensor(leaf.shape, dtypes.of_numpy(leaf.dtype), tuple(max(1, n) for n in leaf.shape))
+            sources[tensor] = _Held(leaf)
+            return tensor
+        if not isinstance(leaf, Leaf):
+            return leaf
+        if leaf.kind in _EMPTY:
+            return _EMPTY[leaf.kind]()
+        if leaf.name in values:
+            return values[leaf.name]
+        array = arrays[leaf.name]
+        tensor = _tensor(array.shape, array.dtype, array.chunks, layouts.get(leaf.name), generators.get(leaf.name))
+        sources[tensor] = _Stored(array, version)
+        return tensor
+
+    return _mapped(tree, value)
+
+
+def _described(place: Store, names: list[str]) -> tuple[object, bool, bool]:
+    """The tree, whose leaves are `Leaf`, or values of the msgpack file; whether arrays are zarr v3; whether all chunks were stored."""
+    aggregate = read_aggregate(place.read(MSGPACK), place.path_of(MSGPACK)) if MSGPACK in names else None
+    if METADATA not in names:
+        return aggregate, False, False
+    metadata = Metadata.parse(place.read(METADATA), place.path_of(METADATA))
+
+    def filled(leaf: object) -> object:
+        found = aggregate
+        for key, sequence in zip(leaf.path, leaf.sequences, strict=True) if isinstance(leaf, Leaf) else ():
+            if isinstance(found, dict):
+                found = found.get(key, leaf)
+            elif sequence and isinstance(found, (list, tuple)) and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                return leaf
+        return leaf if isinstance(found, (Leaf, dict, list, tuple)) else found
+
+    return (metadata.tree if aggregate is None else _mapped(metadata.tree, filled)), metadata.zarr3, metadata.stores_all
+
+
+def _tensor(
+    shape: tuple[int, ...], dtype: DType, chunks: tuple[int, ...], layout: Sharding | None = None, generator: str | None = None
+) -> ForeignTensor:
+    if layout is not None:
+        try:
+            layout.parts(len(shape))
+        except ShardingError:
+            layout = None
+    return ForeignTensor(
+        shape, dtype, (Part((0,) * len(shape), shape, chunks),), layout, meaning=None if generator is None else f"jax.key:{generator}"
+    )
+
+
+def _scalar(array: ForeignArray) -> object:
+    """The one element of an array, as Python has it; Orbax gives no other."""
+    if array.shape:
+        raise FormatError(f"{array.place}: a scalar is stored as an array of shape {array.shape}; restore it from a copy.")
+    return array.read(Box((), ())).item()
+
+
+def _strings(place: Store, names: Iterable[str]) -> dict[str, object]:
+    """Texts by name. Orbax takes a name for a JSON pointer (RFC 6901)."""
+    wanted = list(names)
+    where = place.path_of(_STRINGS)
+    doc = parse_json(place.read(_STRINGS), where) if wanted else None
+    found: dict[str, object] = {}
+    for name in wanted:
+        text = doc
+        for key in name.split("/"):
+            text = text.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(text, dict) else None
+        if not isinstance(text, str):
+            raise MissingDataError(f"{where}: there is no text {shown(name)} but {excerpt(text)}; restore it from a copy.")
+        found[name] = text
+    return found
+
+
+def _generators(place: Store) -> dict[str, str]:
+    """Array name → the generator whose random keys it holds, as any process has said it."""
+    found: dict[str, str] = {}
+    for name in place.list_children("array_metadatas/"):
+        key = f"array_metadatas/{name}"
+        found |= key_generators(place.read(key), place.path_of(key))
+    return found
+
+
+def _leaves(node: object) -> Iterator[Leaf]:
+    """What lies elsewhere, of a tree."""
+    if isinstance(node, Leaf):
+        yield node
+    elif isinstance(node, (dict, list, tuple)):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _leaves(child)
+
+
+def _mapped(node: object, value: Callable[[object], object]) -> object:
+    """The same containers, with other leaves."""
+    if isinstance(node, dict):
+        return {key: _mapped(child, value) for key, child in node.items()}
+    if isinstance(node, (list, tuple)):
+        return type(node)(_mapped(child, value) for child in node)
+    return value(node)

@@ -1,0 +1,158 @@
+"""What does the header of a safetensors file say, and can it be believed?
+
+A file is 8 bytes with the header's length N (little-endian), N bytes of JSON, and the elements of all tensors:
+
+    {"__metadata__": {text: text}, name: {"dtype": "BF16", "shape": [4, 6], "data_offsets": [0, 48]}, …}
+
+1. N is at most 100 MB, and the header is one JSON object in UTF-8, perhaps with blanks around it.
+2. No key comes twice: the format forbids it, and readers would not agree on which of the two counts.
+3. Each tensor has as many bytes as its dtype and shape say; together they are the rest of the file, each byte once, without a gap.
+
+These are the rules of the reference implementation (`Metadata::validate` in safetensors/src/tensor.rs), but for the second, which it
+does not check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from shardckpt.convert.strict_json import parse_json
+from shardckpt.errors import DtypeError, FormatError
+from shardckpt.excerpt import excerpt
+from shardckpt.format.fields import LARGEST_DIMENSION, MOST_DIMENSIONS
+from shardckpt.layout.dtypes import by_name
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.layout.dtypes import DType
+
+__all__ = ["LENGTH_BYTES", "Header", "StoredTensor", "header_bytes", "parse_header"]
+
+LENGTH_BYTES = 8
+"""Bytes that say how long the header is."""
+LARGEST_HEADER = 100_000_000
+"""Bytes, as in the reference implementation."""
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_DTYPES = {
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    "BOOL": "bool",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""The format's names of dtypes → ours."""
+_PACKED = ("F4", "F6_E2M3", "F6_E3M2")
+"""Those of which several elements share a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: one run of bytes, in row-major order."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte in the file."""
+
+    @property
+    def stop(self) -> int:
+        """One past its last byte."""
+        return self.start + prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a header says."""
+
+    tensors: Mapping[str, StoredTensor]
+    """By name, in the order of the header."""
+    metadata: Mapping[str, str]
+    """What the writer wanted to say besides."""
+    nbytes: int
+    """Of the whole file."""
+
+
+def header_bytes(length: bytes, where: str) -> int:
+    """How many bytes the header has, by the first bytes of a file.
+
+    Raises:
+        FormatError: that is no safetensors file.
+    """
+    nbytes = int.from_bytes(length, "little")
+    if len(length) != LENGTH_BYTES or not 2 <= nbytes <= LARGEST_HEADER:
+        raise FormatError(
+            f"{where}: its first {LENGTH_BYTES} bytes give no length of a header, from 2 to {LARGEST_HEADER}; it is no safetensors file, "
+            f"or a damaged one."
+        )
+    return nbytes
+
+
+def parse_header(raw: bytes, where: str) -> Header:
+    """Read a header.
+
+    Args:
+        raw: its bytes.
+        where: the file, for messages.
+
+    Raises:
+        FormatError: it makes no sense; names the tensor.
+        DtypeError: a tensor's dtype cannot be stored.
+    """
+    try:
+        doc = parse_json(raw)
+    except ValueError as e:
+        raise FormatError(f"{where}: its header is not JSON that can be read ({e}); the file is damaged.") from e
+    if not isinstance(doc, dict):
+        raise FormatError(f"{where}: its header is a {type(doc).__name__}, a JSON object is expected; the file is damaged.")
+    metadata = doc.pop(_METADATA, None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{where}: {_METADATA} in its header is {excerpt(metadata)}, text by text is expected; the file is damaged.")
+    begin = LENGTH_BYTES + len(raw)
+    tensors = {name: _tensor(name, entry, begin, where) for name, entry in doc.items()}
+    at = begin
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if tensor.start != at:
+            _fail(where, name, f"it begins at byte {tensor.start} of the file, and the tensor before it ends at byte {at}")
+        at = tensor.stop
+    return Header(tensors, metadata, at)
+
+
+def _tensor(name: str, entry: Any, begin: int, where: str) -> StoredTensor:
+    if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
+        _fail(where, name, f"{excerpt(entry)} does not give dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        if dtype in _PACKED:
+            raise DtypeError(f"{where}: {shown(name)} is of dtype {dtype}, of which elements share bytes; store it as bytes (U8).")
+        _fail(where, name, f"its dtype {excerpt(dtype)} is none of {', '.join(_DTYPES)}")
+    if not _are_sizes(shape) or len(shape) > MOST_DIMENSIONS:
+        _fail(where, name, f"its shape {excerpt(shape)} is no list of at most {MOST_DIMENSIONS} lengths")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        _fail(where, name, f"its data_offsets {excerpt(offsets)} are no first byte and one past the last")
+    found = StoredTensor(by_name(_DTYPES[dtype]), tuple(shape), begin + offsets[0])
+    if prod(max(n, 1) for n in shape) * found.dtype.itemsize > LARGEST_DIMENSION:
+        _fail(where, name, f"its shape {shape} has more bytes than can be addressed")
+    if found.stop != begin + offsets[1]:
+        _fail(where, name, f"its data_offsets {offsets} do not have the {found.stop - found.start} bytes of {dtype} and shape {shape}")
+    return found
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= LARGEST_DIMENSION for n in value)
+
+
+def _fail(where: str, name: str, why: str) -> NoReturn:
+    raise FormatError(f"{where}: {shown(name)}: {why}; the file is damaged.")

@@ -1,0 +1,136 @@
+"""What does a safetensors file look like that holds some tensors, and where in it does each of them lie?
+
+    8 bytes    length of the header, little-endian
+    header     JSON: "__metadata__", and by name dtype, shape and the place in what follows; spaces fill it up to a multiple of 8 bytes
+    data       the tensors' elements, row-major and little-endian, one after another without gaps
+
+Tensors lie in the order in which safetensors' own writer puts them: by dtype, widest first (`DTYPES` backwards), then by name, code
+point by code point. So every tensor begins at a multiple of its element's size, and a file of ours and one of theirs are the same
+bytes. (https://github.com/huggingface/safetensors, `prepare` in `safetensors/src/tensor.rs`.)
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import DtypeError, NamesMismatchError, OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.layout.dtypes import by_name, castable
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.convert.streaming.outputs import OutputTensor
+
+__all__ = ["DTYPES", "SafetensorsFile", "check_metadata", "lay_out"]
+
+DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+"""Our names of the dtypes that a file can hold, and theirs, in the order of the format's own list. Its types of fewer than eight bits
+are packed, which ours are not."""
+_ORDER = {name: i for i, name in enumerate(DTYPES)}
+_METADATA = "__metadata__"
+LARGEST_HEADER = 100_000_000
+"""Bytes beyond which readers refuse a header."""
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """One file."""
+
+    header: bytes
+    """All that comes before the elements."""
+    tensors: tuple[OutputTensor, ...]
+    """In the order in which they lie there."""
+    offsets: tuple[int, ...]
+    """Of each the first byte, counted from the file's begin."""
+    nbytes: int
+    """Of the whole file."""
+
+
+def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None = None) -> SafetensorsFile:
+    """The file that holds some tensors.
+
+    Args:
+        tensors: in any order.
+        metadata: texts to put into the header besides "format", which says "pt".
+
+    Raises:
+        DtypeError: one has a dtype that the format has not; names the tensor.
+        NamesMismatchError: one is called as the format calls the metadata, or not in Unicode; or two of them have one name.
+        OptionError: the metadata is no dict of text to text; or the header would be too long for readers.
+    """
+    for tensor in tensors:
+        if tensor.dtype.name not in DTYPES:
+            other = "float32" if castable(tensor.dtype, by_name("float32")) else "complex64"
+            raise DtypeError(
+                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, with dtype={{{tensor.name!r}: {other!r}}}, "
+                f"say, or leave it out with exclude=."
+            )
+        if not _is_unicode(tensor.name):
+            raise NamesMismatchError(f"{shown(tensor.name)}: a name in a safetensors file is Unicode, without surrogates; rename it.")
+    names = [tensor.name for tensor in tensors]
+    if _METADATA in names or len(set(names)) < len(names):
+        odd = next(name for name in names if name == _METADATA or names.count(name) > 1)
+        raise NamesMismatchError(
+            f"{shown(odd)}: a safetensors file cannot hold {'that' if odd == _METADATA else 'two tensors of that'} name."
+        )
+    ordered = sorted(tensors, key=lambda tensor: (-_ORDER[tensor.dtype.name], tensor.name))
+    document: dict[str, object] = {_METADATA: {"format": "pt", **check_metadata(metadata)}}
+    offsets, at = [], 0
+    for tensor in ordered:
+        nbytes = prod(tensor.shape) * tensor.dtype.itemsize
+        document[tensor.name] = {"dtype": DTYPES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [at, at + nbytes]}
+        offsets.append(at)
+        at += nbytes
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    if len(text) > LARGEST_HEADER:
+        raise OptionError(
+            f"The header for {len(tensors)} tensors would have {len(text)} bytes, and readers of safetensors take {LARGEST_HEADER}; "
+            f"split the file with max_shard_size=."
+        )
+    header = len(text).to_bytes(8, "little") + text
+    return SafetensorsFile(header, tuple(ordered), tuple(len(header) + offset for offset in offsets), len(header) + at)
+
+
+def check_metadata(metadata: object) -> dict[str, str]:
+    """What a header may carry besides tensors.
+
+    Raises:
+        OptionError: no dict of text to text.
+    """
+    found = {} if metadata is None else metadata
+    if not isinstance(found, Mapping) or not all(isinstance(text, str) and _is_unicode(text) for pair in found.items() for text in pair):
+        raise OptionError(f"metadata={excerpt(metadata)}: safetensors holds text by text only; give a dict of str to str.")
+    return dict(sorted(found.items()))
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,0 +1,229 @@
+"""Safetensors: one file, or several with an index, as Hugging Face's libraries write them.
+
+What a place is taken for:
+
+1. A file that begins as a safetensors file does; or an index, `*.safetensors.index.json`, beside the files that it names.
+2. A directory with a `model.safetensors`, which is what `from_pretrained` takes first; else with one index,
+   `model.safetensors.index.json` before others; else with one `*.safetensors` file.
+
+The state is one dict, from the names as they are in the files. Of an index every tensor has to be in the file that it says, and in
+no other. `config.json` and `generation_config.json` beside the weights, and the files' own `__metadata__`, become metadata.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.convert.foreign import ROWS_BYTES, ForeignTensor, Part, row_chunks, structure_of
+from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
+from shardckpt.convert.formats.safetensors.hf_configs import CONFIGS
+from shardckpt.convert.span import Entry, Span
+from shardckpt.convert.strict_json import parse_json
+from shardckpt.errors import CorruptionError, FormatError, OptionError
+from shardckpt.excerpt import excerpt, few
+from shardckpt.io.file_version import FileVersion, file_at, identity_of
+from shardckpt.io.store import Store
+from shardckpt.io.together import together
+from shardckpt.state.names import component_names, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.formats.safetensors.header import Header, StoredTensor
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.io.url import Location
+    from shardckpt.layout.box import Box
+    from shardckpt.plan.plan import Piece
+
+__all__ = ["SafetensorsFiles", "looks_like", "open_foreign"]
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+_MODEL = "model"
+_LARGEST_CONFIG = 256 << 10
+"""Bytes of such a file that is kept: it goes into every record."""
+_LARGEST_INDEX = 100_000_000
+"""Bytes, as of a header."""
+_REQUEST_BYTES = 8 << 20
+"""Bytes to which rows are joined to be read at once from an object store."""
+
+
+def looks_like(location: Location) -> str | None:
+    """What was seen of safetensors files there, in words; None: nothing."""
+    file = file_at(location)
+    if file is None:
+        found = [name for name in _names(Store.open(location)) if name.endswith((SUFFIX, INDEX_SUFFIX))]
+        return f"{few(found)} in the directory" if found else None
+    if file.key.endswith(INDEX_SUFFIX):
+        return f"{file.key}, an index of split files"
+    if file.key.endswith(SUFFIX):
+        return f"{file.key}, by its name"
+    try:
+        begin = file.read(0, LENGTH_BYTES + 1).tobytes()
+        header_bytes(begin[:LENGTH_BYTES], file.key)
+    except (FormatError, CorruptionError):
+        return None
+    return f"{file.key}, which begins with the length of a header and the header" if begin[-1:] == b"{" else None
+
+
+def open_foreign(location: Location, *, trust_pickle: bool = False) -> SafetensorsFiles:
+    """Read the headers of all files.
+
+    Args:
+        location: a file, an index, or a directory.
+        trust_pickle: there is none here.
+
+    Raises:
+        FormatError: a file makes no sense, or index and files contradict each other; names the tensor.
+        MissingDataError: a file that the index names is not there.
+        OptionError: there are several, and nothing says which is meant.
+        DtypeError: a tensor's dtype cannot be stored.
+        StorageError: the storage failed or refused.
+    """
+    del trust_pickle
+    return SafetensorsFiles(location)
+
+
+class SafetensorsFiles:
+    """All files of one model, open. Safe to use from several threads."""
+
+    format = "safetensors"
+
+    def __init__(self, location: Location) -> None:
+        """See `open_foreign`."""
+        self.location = location
+        given = file_at(location)
+        self._store = Store.open(location) if given is None else given.store
+        beside = _names(self._store) if given is None else []
+        main = _main(beside, self._store) if given is None else given.key
+        index = FileVersion(self._store, main) if main.endswith(INDEX_SUFFIX) else None
+        weight_map = None if index is None else _weight_map(index)
+        files = [main] if weight_map is None else sorted(set(weight_map.values()))
+        opened = together(self._open, files)
+        headers = {version.key: header for version, header in opened}
+        if weight_map is not None:
+            _check_index(str(index), weight_map, headers)
+        self._places = {tensor: (version, stored) for version, header in opened for tensor, stored in header.tensors.items()}
+        rows = ROWS_BYTES if self._store.location.local is not None else _REQUEST_BYTES
+        ordered = self._places if weight_map is None else weight_map
+        state = {tensor: _foreign(self._places[tensor][1], rows) for tensor in ordered}
+        self.structure = structure_of(state, str(location))
+        self._by_name = dict(zip(component_names(list(state)), (self._places[tensor] for tensor in state), strict=True))
+        configs = {name: doc for name in CONFIGS if name in beside and (doc := self._config(name)) is not None}
+        self.metadata = _metadata(headers, configs)
+        left = sorted(set(beside) - {*files, *configs, *([] if index is None else [main])})
+        self.notes = (
+            f"{len(self._places)} tensor{'' if len(self._places) == 1 else 's'} in {few(files)}"
+            + ("" if index is None else f", by {main}"),
+            *([f"kept as metadata: {few(list(configs))}"] if configs else []),
+            *([f"left behind: {few(left)}"] if left else []),
+        )
+        versions = [version for version, _ in opened] + ([] if index is None else [index])
+        self.identity = identity_of(location, versions)
+
+    def run(self, tensor: TensorRecord, piece: Piece) -> Entry:
+        """See `Foreign`. A tensor is one piece."""
+        del piece
+        version, stored = self._by_name[tensor.name]
+        return Entry(Span(version, stored.start, stored.stop), None)
+
+    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
+        """See `Foreign`. A box of whole chunks is one run of bytes."""
+        first = 0
+        for i, n in zip(box.start, tensor.shape, strict=True):
+            first = first * n + i
+        start, itemsize = first * tensor.dtype.itemsize, tensor.dtype.itemsize
+        try:
+            raw = self.run(tensor, piece).span.read(start, start + prod(box.shape) * itemsize)
+        except CorruptionError as e:
+            raise type(e)(f"{shown(tensor.name)}{box}: {e}") from e
+        return np.frombuffer(raw, tensor.dtype.storage).reshape(box.shape)
+
+    def _open(self, name: str) -> tuple[FileVersion, Header]:
+        """A file's version and header; its length agrees with that."""
+        version = FileVersion(self._store, name)
+        where = str(version)
+        try:
+            nbytes = header_bytes(version.read(0, LENGTH_BYTES).tobytes(), where)
+            raw = version.read(LENGTH_BYTES, LENGTH_BYTES + nbytes)
+        except CorruptionError as e:
+            raise FormatError(f"{where}: it ends before its header does; it is no safetensors file, or is cut off.") from e
+        header = parse_header(raw.tobytes(), where)
+        version.require_length(header.nbytes)
+        return version, header
+
+    def _config(self, name: str) -> Any:
+        """A small JSON file beside the weights; None where it is not one."""
+        try:
+            return parse_json(FileVersion(self._store, name).read_whole(_LARGEST_CONFIG))
+        except (ValueError, FormatError):
+            return None
+
+
+def _foreign(stored: StoredTensor, rows: int) -> ForeignTensor:
+    chunks = row_chunks(stored.shape, stored.dtype.itemsize, rows)
+    return ForeignTensor(stored.shape, stored.dtype, (Part((0,) * len(stored.shape), stored.shape, chunks),))
+
+
+def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
+    """Raise FormatError unless every tensor is in the file that the index says, and in no other."""
+    for file, header in headers.items():
+        for name in header.tensors:
+            if weight_map.get(name) != file:
+                says = "does not know it" if name not in weight_map else f"says it is in {weight_map[name]}"
+                raise FormatError(
+                    f"{index}: {shown(name)} is in {file}, and the index {says}; get the files anew, or write the index anew."
+                )
+    for name, file in weight_map.items():
+        if name not in headers[file].tensors:
+            raise FormatError(f"{index}: {shown(name)} should be in {file}, which does not have it; get both files anew.")
+
+
+def _weight_map(index: FileVersion) -> Mapping[str, str]:
+    """By tensor the file that has it."""
+    where = str(index)
+    raw = index.read_whole(_LARGEST_INDEX)
+    try:
+        doc = parse_json(raw)
+    except ValueError as e:
+        raise FormatError(f"{where} is not JSON that can be read ({e}); get it anew.") from e
+    found = doc.get("weight_map") if isinstance(doc, dict) else None
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise FormatError(f"{where} has no weight_map from tensors to files; it is no index of safetensors files.")
+    for file in set(found.values()):
+        if "/" in file or not file.endswith(SUFFIX):
+            raise FormatError(f"{where}: {excerpt(file)} is no name of a {SUFFIX} file beside it.")
+    return found
+
+
+def _main(names: Sequence[str], store: Store) -> str:
+    """Of the names in a directory, the file or index that is the model."""
+    if _MODEL + SUFFIX in names:
+        return _MODEL + SUFFIX
+    for suffix in (INDEX_SUFFIX, SUFFIX):
+        found = [name for name in names if name.endswith(suffix)]
+        if _MODEL + suffix in found:
+            return _MODEL + suffix
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise OptionError(f"{store}: {few(found)} lie there, and nothing says which is meant; give the path of one.")
+    raise FormatError(f"{store}: no {SUFFIX} file lies there.")
+
+
+def _metadata(headers: Mapping[str, Header], configs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the files say besides: once, where they agree, else file by file."""
+    said = {file: dict(header.metadata) for file, header in headers.items()}
+    first, *others = said.values()
+    agreed = first if all(other == first for other in others) else {file: one for file, one in said.items() if one}
+    return {**({"safetensors": agreed} if agreed else {}), **configs}
+
+
+def _names(store: Store) -> list[str]:
+    """Files in a directory."""
+    return [name for name in store.list_children() if not name.endswith("/")]

@@ -1,0 +1,152 @@
+"""Writing a checkpoint's tensors as safetensors files: every byte once, at its place.
+
+1. `safetensors_layout` says what each file looks like; `chunking` in which blocks its tensors are written.
+2. Blocks come from `streaming` and go to a `Destination`, with their checksums. An earlier call that did the same and was interrupted
+   is gone on with.
+3. When everything is durable, and was read back, the files get their names; what names other files comes last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import crc32c
+import numpy as np
+
+from shardckpt._version import __version__
+from shardckpt.convert.files.destination import Write, WritePlan
+from shardckpt.convert.streaming.chunking import blocks, rows, runs
+from shardckpt.convert.streaming.stream import Stream
+from shardckpt.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shardckpt.convert.files.destination import Destination
+    from shardckpt.convert.formats.safetensors.layout import SafetensorsFile
+    from shardckpt.layout.box import Box
+    from shardckpt.reading.checkpoint import Checkpoint
+
+__all__ = ["Written", "write_safetensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What writing files took."""
+
+    read_bytes: int
+    """Stored bytes that were read."""
+    written_bytes: int
+    """That were written, headers among them."""
+    resumed_bytes: int
+    """Of elements that an earlier call had written."""
+
+
+def write_safetensors(
+    checkpoint: Checkpoint,
+    files: Sequence[SafetensorsFile],
+    destination: Destination,
+    *,
+    limit: int,
+    verify: bool = True,
+    first: Sequence[bytes] = (),
+    last: bytes | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Written:
+    """Write files, and publish them.
+
+    Args:
+        checkpoint: where from; nothing of it has been read yet.
+        files: what they hold.
+        destination: where to; it has a name for each of `first`, of `files`, and for `last`.
+        limit: bytes of buffers.
+        verify: read back what was written.
+        first: what is in small files that come before the others.
+        last: what is in the file that names the others; None: there is none.
+        progress: called with bytes of elements that are written, and in all.
+
+    Raises:
+        ShapeMismatchError, DtypeMismatchError, NamesMismatchError, BudgetError: as in `Stream`.
+        CorruptionError, ReplacedError: the checkpoint could not be read, or what was written not read back.
+        AlreadyExistsError, StorageError: as in `Destination`.
+    """
+    how = rows if destination.in_order else blocks
+    outputs = [tensor for file in files for tensor in file.tensors]
+    stream = Stream(checkpoint, outputs, how, limit=limit, beside=destination.memory, in_order=destination.in_order)
+    placed = _Placed(files, len(first))
+    index = [] if last is None else [last]
+    headers = [*first, *(file.header for file in files), *index]
+    sizes = [*map(len, first), *(file.nbytes for file in files), *map(len, index)]
+
+    def runs() -> Iterator[Sequence[tuple[str, int, int, int]]]:
+        for output, box in stream.order():
+            yield [(output.name, *run) for run in placed.runs(output.name, box)]
+
+    plan = WritePlan(_identity(checkpoint, stream, headers, [destination.in_order, verify]), sizes, runs)
+    begun = False
+    try:
+        skip = destination.begin(plan)
+        begun = True
+        done = sum(box.size * output.dtype.itemsize for _, (output, box) in zip(range(skip), stream.order(), strict=False))
+        total, resumed, written, file = sum(output.nbytes for output in outputs), done, 0, -1
+        progress(done, total)
+        with closing(stream.read(skip)) as batches:
+            for batch in batches:
+                writes, checks, nbytes = list[Write](), list[int](), 0
+                for block in batch:
+                    data, at = block.elements.reshape(-1).view(np.uint8).data, 0
+                    nbytes += data.nbytes
+                    checks.append(crc32c.crc32c(data) if verify else 0)
+                    for number, offset, length in placed.runs(block.output.name, block.box):
+                        while file < number:
+                            file += 1
+                            writes.append(Write(file, 0, memoryview(headers[file])))
+                        writes.append(Write(number, offset, data[at : at + length]))
+                        at += length
+                destination.write(writes)
+                destination.wrote(checks)
+                written += sum(write.data.nbytes for write in writes)
+                done += nbytes
+                progress(done, total)
+        left = [Write(number, 0, memoryview(headers[number])) for number in range(file + 1, len(headers))]
+        destination.write(left)
+        destination.finish(verify=verify)
+        destination.publish()
+    except BaseException as e:
+        destination.abort(keep=not begun or isinstance(e, StorageError) or not isinstance(e, Exception))  # what can be gone on with
+        raise
+    return Written(stream.read_bytes, written + sum(write.data.nbytes for write in left), resumed)
+
+
+class _Placed:
+    """Where outputs lie in files."""
+
+    def __init__(self, files: Sequence[SafetensorsFile], first: int) -> None:
+        self._at = {
+            tensor.name: (number, offset, tensor.shape, tensor.dtype.itemsize)
+            for number, file in enumerate(files, first)
+            for tensor, offset in zip(file.tensors, file.offsets, strict=True)
+        }
+
+    def runs(self, name: str, box: Box) -> Iterator[tuple[int, int, int]]:
+        """File, offset and bytes of each part of a box that lies side by side there, in row-major order."""
+        file, begin, shape, itemsize = self._at[name]
+        offsets, length = runs(shape, box, itemsize)
+        for offset in (begin + offsets).tolist():
+            yield file, offset, length
+
+
+def _identity(checkpoint: Checkpoint, stream: Stream, headers: Sequence[bytes], flags: Sequence[bool]) -> bytes:
+    """A digest of all that decides which bytes are written, and in which order."""
+    digest = hashlib.sha256()
+    decided = [__version__, str(checkpoint.location), checkpoint.record.attempt, stream.room, *flags]
+    digest.update(json.dumps(decided).encode())
+    for header in headers:
+        digest.update(hashlib.sha256(header).digest())
+    for output, pieces in stream.grids:
+        digest.update(repr((output.name, output.sources, [(piece.start, piece.shape, piece.chunks) for piece in pieces])).encode())
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""Files of `torch.save`, read without running their pickles. Begin with `file`."""

@@ -1,0 +1,190 @@
+"""Where does a file of `torch.save` keep its tensors?
+
+Such a file is a zip archive, nothing in it compressed: `data.pkl` is the pickle of the state, and each storage is an entry `data/<key>`
+(torch/serialization.py; since torch 1.6). It may be a whole file, or lie in one with others, as in those of DCP.
+
+1. Its last and first bytes are read once: they hold the list of entries, and nearly always the pickle and the first headers.
+2. `unpickle` reads the pickle without running it.
+3. Where an entry's bytes begin follows from a header before them, whose length the list does not tell.
+
+The list has a CRC-32 of each entry, which torch does not look at; here the pickle's is checked, and those of storages can be. It is 0
+where they were switched off (`torch.serialization.set_crc32_options`).
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from shardckpt.convert.formats.torch.objects import TABLE, storage_of
+from shardckpt.convert.formats.torch.unpickling import unpickle
+from shardckpt.convert.span import Entry
+from shardckpt.errors import CorruptionError, FormatError, ShardckptError
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
+
+    from shardckpt.convert.formats.torch.objects import Storage
+    from shardckpt.convert.span import Span
+
+__all__ = ["TorchFile", "is_torch_file", "open_torch_file"]
+
+WINDOW = 1 << 12
+"""Bytes that are read at once at either end."""
+_SIGNATURE = b"PK\x03\x04"
+_HEADER = struct.Struct("<4s22sHH")
+"""Of an entry, before its name: signature, what the list says as well, and the lengths of the name and of what comes after it."""
+
+
+_UTF8 = 0x800
+"""Flag of an entry whose name is in UTF-8; other names are in code page 437."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """A file of `torch.save`, open. Safe to use from several threads."""
+
+    state: object
+    """What was saved: containers, leaves, `StoredTensor`s and `Instance`s."""
+    pickle_bytes: int
+    """Length of the pickle that describes it."""
+    span: Span
+    """All of it."""
+    _storages: Mapping[str, zipfile.ZipInfo]
+
+    def storage(self, storage: Storage) -> Entry:
+        """Where a storage lies.
+
+        Raises:
+            FormatError: there is no such entry.
+            CorruptionError, MissingDataError: the file ends before.
+        """
+        info = self._storages.get(storage.key)
+        if info is None:
+            raise FormatError(
+                f"{self.span}: there is no storage {storage.key[:100]!r} in it, of which its pickle speaks; restore it from a copy."
+            )
+        start = _start(self.span, info, b"")
+        return Entry(self.span.part(start, start + info.file_size), info.CRC or None)
+
+
+def is_torch_file(beginning: bytes) -> bool:
+    """Whether a file with these first bytes may be one of `torch.save`."""
+    return beginning.startswith(_SIGNATURE)
+
+
+def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Container[str] | None = None) -> TorchFile:
+    """Read the list of entries and the pickle.
+
+    Args:
+        span: the file.
+        table: what stands for what the pickle names.
+        only: the names that it may contain; None: any.
+
+    Raises:
+        FormatError: it is no such file, or makes no sense.
+        CorruptionError: its pickle is not what was written.
+        MissingDataError, StorageError: it cannot be read.
+    """
+    window = _Ends(span)
+    if not is_torch_file(window.head):
+        raise FormatError(
+            f"{span}: this is no file of torch.save since torch 1.6, which begins with {_SIGNATURE!r}; it begins with {window.head[:4]!r}. "
+            f"It is damaged, or of another kind."
+        )
+    try:
+        with zipfile.ZipFile(window) as archive:
+            infos = archive.infolist()
+    except ShardckptError:
+        raise
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, struct.error, RuntimeError) as e:
+        raise FormatError(
+            f"{span}: the list of entries at its end cannot be read ({e}): it is damaged, or cut off. Restore it from a copy."
+        ) from e
+    pickles = [info for info in infos if info.filename.endswith("/data.pkl")]
+    if len(pickles) != 1 or any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+        raise FormatError(f"{span}: a file of torch.save has one data.pkl and nothing compressed; this is another archive.")
+    top = pickles[0].filename.removesuffix("data.pkl")
+    by_name = {info.filename.removeprefix(top): info for info in infos}
+    if len(by_name) < len(infos):
+        raise FormatError(f"{span}: two of its entries have one name, and readers would not agree on which of them counts; get it anew.")
+    pickle = _content(window, pickles[0])
+    if pickles[0].CRC not in (0, zlib.crc32(pickle)):
+        raise CorruptionError(f"{span}: the CRC-32 of its pickle is not that of what was written; restore it from a copy.")
+    if "byteorder" in by_name and _content(window, by_name["byteorder"]) != b"little":
+        raise FormatError(f"{span}: it was written on a big-endian machine; load it with torch and save it on a little-endian one.")
+    return TorchFile(
+        unpickle(pickle, str(span), table, only=only, persistent=storage_of),
+        len(pickle),
+        span,
+        {name.removeprefix("data/"): info for name, info in by_name.items() if name.startswith("data/")},
+    )
+
+
+def _content(window: _Ends, info: zipfile.ZipInfo) -> bytes:
+    start = _start(window.span, info, window.head)
+    return window.part(start, start + info.file_size)
+
+
+def _start(span: Span, info: zipfile.ZipInfo, head: bytes) -> int:
+    """Where the bytes of an entry begin."""
+    called = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437", "replace")
+    at, stop = info.header_offset, info.header_offset + _HEADER.size
+    header = head[at : stop + len(called)] if at >= 0 and stop + len(called) <= len(head) else bytes(span.read(at, stop + len(called)))
+    signature, _, name, extra = _HEADER.unpack(header[: _HEADER.size])
+    if signature != _SIGNATURE or name != len(called) or header[_HEADER.size :] != called:
+        raise FormatError(
+            f"{span}: there is no header of {info.filename[:100]!r} at byte {at}; the file is damaged. Restore it from a copy."
+        )
+    return stop + int(name) + int(extra)
+
+
+class _Ends(io.RawIOBase):
+    """A span as a file; its first and last bytes are read once."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.at = 0
+
+    @cached_property
+    def head(self) -> bytes:
+        return bytes(self.span.read(0, min(WINDOW, len(self.span))))
+
+    @cached_property
+    def tail(self) -> bytes:
+        if len(self.head) == len(self.span):
+            return self.head
+        return bytes(self.span.read(max(0, len(self.span) - WINDOW), len(self.span)))
+
+    def part(self, start: int, stop: int) -> bytes:
+        """Some of its bytes."""
+        if stop <= len(self.head):
+            return self.head[start:stop]
+        before = len(self.span) - len(self.tail)
+        return self.tail[start - before : stop - before] if start >= before else bytes(self.span.read(start, stop))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: len(self.span)}[whence]
+        if self.at < 0:
+            raise ValueError("a place before the beginning")
+        return self.at
+
+    def read(self, n: int | None = -1) -> bytes:
+        stop = len(self.span) if n is None or n < 0 else min(len(self.span), self.at + n)
+        found = self.part(self.at, stop) if self.at < stop else b""
+        self.at += len(found)
+        return found

@@ -1,0 +1,191 @@
+"""What do torch's pickles consist of?
+
+`torch.save` writes a state as a pickle in which each tensor is a call of `torch._utils._rebuild_tensor_v2` (or a relative of it)
+on a storage, an offset, a shape and strides, and each storage a reference to a run of bytes elsewhere in the file. `TABLE` makes of
+them what is said here, with neither torch nor a byte of the storages. The calls are those of torch's own `weights_only` unpickler
+(torch/_weights_only_unpickler.py, 2.9), less what is no plain tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.convert.formats.torch.unpickling import Build
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["TABLE", "Dtype", "Storage", "StoredTensor", "storage_of"]
+
+_DTYPES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "bfloat16", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float4_e2m1fn_x2", "qint8", "qint32", "quint8", "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+)
+"""torch's names. Those of the last two lines are no dtypes that can be stored, and are known for the sake of the message."""
+_STORAGES = {
+    "Bool": "bool",
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Half": "float16",
+    "Float": "float32",
+    "Double": "float64",
+    "BFloat16": "bfloat16",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "QInt8": "qint8",
+    "QInt32": "qint32",
+    "QUInt8": "quint8",
+    "QUInt4x2": "quint4x2",
+    "QUInt2x4": "quint2x4",
+}
+"""The kind of a typed storage → its dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A `torch.dtype`."""
+
+    name: str
+    """As torch prints it, without `torch.`."""
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class StorageKind:
+    """A class of storages."""
+
+    dtype: Dtype | None
+    """None: bytes of any dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A run of elements in the file."""
+
+    key: str
+    """Its name in the file."""
+    dtype: Dtype | None
+    """None: it is counted in bytes, and the tensor says what they are."""
+    count: int
+    """Elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor: elements of a storage at regular distances."""
+
+    storage: Storage
+    dtype: Dtype
+    offset: int
+    """Elements of the storage before the first of its own."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can be no tensor."""
+        numbers = (self.offset, *self.shape, *self.strides)
+        if len(self.shape) != len(self.strides) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(f"a tensor of shape {self.shape}, strides {self.strides} and offset {self.offset}")
+
+
+def storage_of(reference: object) -> Storage:
+    """The storage that a pickle refers to: ("storage", kind, key, device, elements)."""
+    if type(reference) is tuple and len(reference) == 5:
+        what, kind, key, _device, count = reference
+        if what == "storage" and type(kind) is StorageKind and type(key) is str and type(count) is int and count >= 0:
+            return Storage(key, kind.dtype, count)
+    raise ValueError("a reference to something that is no storage")
+
+
+def _tensor(
+    storage: object,
+    offset: object,
+    shape: object,
+    strides: object,
+    _requires_grad: object,
+    _hooks: object,
+    dtype: object,
+    metadata: object,
+) -> StoredTensor:
+    if type(storage) is not Storage or type(dtype) is not Dtype or type(shape) is not tuple or type(strides) is not tuple:
+        raise TypeError("a tensor of something that is no storage")
+    if metadata:
+        raise ValueError("a tensor that is to be conjugated or negated when it is used: resolve_conj() and resolve_neg() it before saving")
+    return StoredTensor(storage, dtype, offset, shape, strides)  # type: ignore[arg-type]  # it looks for itself
+
+
+def _tensor_v2(
+    storage: object, offset: object, shape: object, strides: object, grad: object = False, hooks: object = None, metadata: object = None
+) -> StoredTensor:
+    return _tensor(storage, offset, shape, strides, grad, hooks, getattr(storage, "dtype", None), metadata)
+
+
+def _tensor_v3(
+    storage: object,
+    offset: object,
+    shape: object,
+    strides: object,
+    grad: object,
+    hooks: object,
+    dtype: object,
+    metadata: object = None,
+) -> StoredTensor:
+    return _tensor(storage, offset, shape, strides, grad, hooks, dtype, metadata)
+
+
+def _parameter(data: object, *_grad_and_hooks: object) -> object:
+    return data
+
+
+def _size(extents: object = ()) -> tuple[int, ...]:
+    found = tuple(extents)  # type: ignore[arg-type, var-annotated]  # a TypeError is the pickle's
+    if not all(type(n) is int for n in found):
+        raise TypeError("a torch.Size of something else than integers")
+    return found
+
+
+def _dict(pairs: object = ()) -> dict[Any, Any]:
+    if not isinstance(pairs, list | tuple) or pairs:
+        raise ValueError("a dict with items in its call")  # pickles give the items afterwards
+    return {}
+
+
+def _bytes(text: object = "", encoding: object = "latin1") -> bytes:
+    if type(text) is not str or encoding != "latin1":
+        raise ValueError("bytes in another encoding than latin1")
+    return text.encode("latin1")
+
+
+def _layout(name: object) -> object:
+    return name
+
+
+TABLE: Mapping[str, object] = MappingProxyType(
+    {
+        **{f"torch.{name}": Dtype(name) for name in _DTYPES},
+        **{f"torch.{kind}Storage": StorageKind(Dtype(name)) for kind, name in _STORAGES.items()},
+        "torch.storage.UntypedStorage": StorageKind(None),
+        "torch._utils._rebuild_tensor": Build(_tensor_v2),
+        "torch._utils._rebuild_tensor_v2": Build(_tensor_v2),
+        "torch._utils._rebuild_tensor_v3": Build(_tensor_v3),
+        "torch._utils._rebuild_parameter": Build(_parameter),
+        "torch.Size": Build(_size),
+        "torch.serialization._get_layout": Build(_layout),
+        "collections.OrderedDict": Build(_dict),
+        "_codecs.encode": Build(_bytes),
+        "__builtin__.bytes": Build(_bytes),
+        "builtins.bytes": Build(_bytes),
+    }
+)
+"""What stands for the names in torch's pickles (`unpickle`)."""

@@ -1,0 +1,133 @@
+"""Files of `torch.save` and `xm.save`: one, or those that a Hugging Face directory has (`pytorch_model.bin`), read without torch.
+
+1. A file holds a state, or one tensor (`torch_states`). Tensors are read from where they lie in it: the file is never read as a whole.
+2. A directory has `pytorch_model.bin`, or several files and `pytorch_model.bin.index.json`, which says which tensor is in which. The
+   state then is one dict of all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.convert.formats.torch.file import is_torch_file
+from shardckpt.convert.formats.torch.states import open_state_file, state_in
+from shardckpt.convert.placed import place_tensors
+from shardckpt.convert.span import Span
+from shardckpt.convert.strict_json import parse_json
+from shardckpt.errors import FormatError, NotFoundError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.buckets.listing import sizes
+from shardckpt.io.file_version import FileVersion, file_at, identity_of
+from shardckpt.io.store import Store
+from shardckpt.io.together import together
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.formats.torch.file import TorchFile
+    from shardckpt.io.url import Location
+
+__all__ = ["beginning", "looks_like", "open_foreign", "span_of"]
+
+_BIN, _INDEX_SUFFIX = "pytorch_model.bin", ".bin.index.json"
+_LARGEST_INDEX = 100_000_000
+_BEGINNING = 512
+"""Bytes by which a file is told."""
+_BEFORE_1_6 = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+"""The pickle of a number that torch.save wrote first before it wrote zip archives, and still does when it is asked to."""
+
+
+def looks_like(location: Location) -> str | None:
+    """What was seen of files of `torch.save` there, in words; None: nothing."""
+    file = file_at(location)
+    if file is None:
+        names = [] if location.local is not None and not location.local.is_dir() else Store.open(location).list_children()
+        found = [name for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX) if name in names]
+        return f"{found[0]} in the directory" if found else None
+    if file.key.endswith(_INDEX_SUFFIX):
+        return f"{file.key}, an index of split files"
+    head = beginning(file)
+    if _is_old(head):
+        return f"{file.key}, a file of torch.save before torch 1.6"
+    return f"{file.key}, a zip archive that begins with data.pkl" if is_torch_file(head) and b"/data.pkl" in head else None
+
+
+def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
+    """Open a file, or the files of a directory.
+
+    Args:
+        location: a file, an index, or a directory.
+        trust_pickle: makes no difference: nothing in the pickles is run.
+
+    Raises:
+        FormatError: a file makes no sense, is in torch's format before 1.6, or holds what cannot be stored; or files and index disagree.
+        MissingDataError: a file that the index names is not there.
+        NotFoundError: there is no such file in the directory.
+        CorruptionError, StorageError: a file is cut off, or cannot be read.
+    """
+    del trust_pickle
+    file = file_at(location)
+    if file is None:
+        store = Store.open(location)
+        names = store.list_children()
+        file = next((FileVersion(store, name) for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX) if name in names), None)
+        if file is None:
+            raise NotFoundError(f"{location}: there is no {_BIN} in this directory, and no index of several; give a file.")
+    if not file.key.endswith(_INDEX_SUFFIX):
+        opened = _opened(file)
+        return place_tensors(state_in(opened), "torch", location, identity_of(location, [file]), ())
+    weight_map = _weight_map(file)
+    versions = [FileVersion(file.store, name) for name in sorted(set(weight_map.values()))]
+    states = dict(zip((version.key for version in versions), together(lambda version: state_in(_opened(version)), versions), strict=True))
+    state = {name: _named(states[key], name, key, file) for name, key in weight_map.items()}
+    unnamed = next((f"{shown(name)} in {key}" for key, part in states.items() for name in part if weight_map.get(name) != key), None)
+    if unnamed is not None:
+        raise FormatError(f"{file} does not name {unnamed}; get all files anew.")
+    return place_tensors(state, "torch", location, identity_of(location, [file, *versions]), (f"{len(versions)} files, by {file.key}",))
+
+
+def span_of(file: FileVersion, nbytes: int | None = None) -> Span:
+    """All of a file, of so many bytes where that is known."""
+    length = sizes(file.store, file.key).get(file.key, 0) if nbytes is None else nbytes
+    return Span(file, 0, length)
+
+
+def beginning(file: FileVersion) -> bytes:
+    """The first bytes of a file, or all that it has."""
+    span = span_of(file)
+    return bytes(span.read(0, min(_BEGINNING, len(span))))
+
+
+def _opened(file: FileVersion) -> TorchFile:
+    if _is_old(beginning(file)):
+        raise FormatError(
+            f"{file} is in the format of torch before 1.6, whose tensors cannot be found without running its pickle. Load it with "
+            f"torch.load(weights_only=True) and save it again with torch.save."
+        )
+    return open_state_file(span_of(file))
+
+
+def _is_old(head: bytes) -> bool:
+    """Whether a file is one of torch's pickles after each other, or one of its tar archives, which are older still."""
+    return head.startswith(_BEFORE_1_6) or (head[257:262] == b"ustar" and head.startswith((b"sys_info\0", b"storages\0", b"pickle\0")))
+
+
+def _weight_map(index: FileVersion) -> Mapping[str, str]:
+    """Tensor → file, of an index."""
+    try:
+        doc = parse_json(index.read_whole(_LARGEST_INDEX))
+        weight_map: Mapping[str, str] = doc["weight_map"]
+        beside = all(isinstance(key, str) and key and "/" not in key for key in weight_map.values())
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise FormatError(f"{index} is no index of split files ({excerpt(str(e))}); get it anew.") from e
+    if not beside:
+        raise FormatError(f"{index} names something else than files beside it; get it anew.")
+    return weight_map
+
+
+def _named(state: Any, name: str, key: str, index: FileVersion) -> Any:
+    if not isinstance(state, dict) or name not in state:
+        raise FormatError(f"{index}: {shown(name)} should be in {key}, which does not have it; get both files anew.")
+    return state[name]

@@ -1,0 +1,127 @@
+"""Which state does a file of `torch.save` hold, and may it be read?
+
+What may be in it is what `torch.load(weights_only=True)` takes, and is looked at in the same spirit, by names; but nothing that the
+pickle says is run either way (`unpickling`). A file with anything else is refused, as is one with a tensor that cannot be stored:
+nothing is left out of a state.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.convert.formats.torch.file import open_torch_file
+from shardckpt.convert.formats.torch.objects import TABLE
+from shardckpt.convert.formats.torch.unpickling import Build, Instance
+from shardckpt.convert.plain_values import whole
+from shardckpt.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardckpt.convert.formats.torch.file import TorchFile
+    from shardckpt.convert.span import Span
+
+__all__ = ["open_state_file", "state_in"]
+
+
+_BUILTINS = ("builtins", "__builtin__")
+"""What Python's module is called in pickles of protocol 3 and later, and before."""
+
+
+def _of_type(rebuild: object, _type: object, arguments: object, _attributes: object) -> object:
+    """A tensor with attributes of Python's: torch._tensor._rebuild_from_type_v2."""
+    if type(rebuild) is not Build or type(arguments) is not tuple:
+        raise TypeError("a tensor that is made by something else")
+    return rebuild.function(*arguments)
+
+
+def _first(tensor: object, *_others: object) -> object:
+    return tensor
+
+
+def _complex(real: object, imaginary: object) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise TypeError("a complex number of something else than floats")
+    return complex(real, imaginary)
+
+
+def _lazy_too(name: str) -> Build:
+    """What makes a tensor, and says of one that torch is to conjugate or negate whenever it is used that it is such."""
+    build = TABLE[name]
+    assert isinstance(build, Build)
+
+    def tensor(*arguments: object) -> object:
+        lazy = arguments[_METADATA[name] :]
+        return Instance(_LAZY, ()) if lazy and lazy[0] else build.function(*arguments)
+
+    return Build(tensor)
+
+
+_LAZY = "a lazy view"
+_METADATA = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
+"""Which argument says so."""
+_TABLE: Mapping[str, object] = MappingProxyType(
+    {
+        **TABLE,
+        **{name: _lazy_too(name) for name in _METADATA},
+        **{f"{module}.complex": Build(_complex) for module in _BUILTINS},
+        "torch._tensor._rebuild_from_type_v2": Build(_of_type),
+        "torch._utils._rebuild_parameter_with_state": Build(_first),
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor": Build(_first),
+    }
+)
+_UNSTORABLE = {
+    _LAZY: "a tensor that is to be conjugated or negated when it is used: resolve_conj() and resolve_neg() it",
+    "torch._utils._rebuild_qtensor": "a quantized tensor: save its int_repr(), scales and zero points, or dequantize() it",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor: save its indices and values, or to_dense() it",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor: save the tensors that it consists of",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on the device meta, which has no elements",
+    "torch._utils._rebuild_wrapper_subclass": "a tensor of a class of its own: save the tensors that it consists of",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves through numpy: move it to the CPU first",
+}
+"""Kinds of tensors, and what to do instead."""
+_NAMES = frozenset(
+    {
+        *_TABLE,
+        *_UNSTORABLE,
+        *(f"torch.{name}" for name in ("Tensor", "device", "nn.parameter.Parameter", "nn.parameter.Buffer")),
+        *(f"torch.per_{of}" for of in ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric")),
+        *("argparse.Namespace", "types.SimpleNamespace", "collections.defaultdict", "collections.Counter", "_io.BytesIO"),
+        *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
+        *("numpy.dtype", "numpy.ndarray"),
+        *(f"{module}.{name}" for module in _BUILTINS for name in ("dict", "float", "int", "list")),  # of a defaultdict
+    }
+)
+"""What a pickle may name: the values that `plain` knows, and what is refused in better words than as a name."""
+
+
+def _unstorable(value: Instance) -> object:
+    raise FormatError(f"is {_UNSTORABLE[value.name]}")
+
+
+def open_state_file(span: Span, names: frozenset[str] = frozenset()) -> TorchFile:
+    """Open a file of `torch.save`.
+
+    Args:
+        span: the file.
+        names: what its pickle may name besides.
+
+    Raises:
+        FormatError: it is none, is damaged, or its pickle names something else.
+        CorruptionError, MissingDataError, StorageError: it cannot be read.
+    """
+    return open_torch_file(span, _TABLE, _NAMES | names)
+
+
+def state_in(file: TorchFile, known: Mapping[str, Callable[[Instance], object]] | None = None) -> Any:
+    """The state: plain containers, small leaves and `PlacedTensor`s.
+
+    Args:
+        file: as `open_state_file` opened it.
+        known: what else stands for a small leaf or a tensor, by its name in the pickle.
+
+    Raises:
+        FormatError: a part of it cannot be stored; names it.
+    """
+    return whole(file, {**dict.fromkeys(_UNSTORABLE, _unstorable), **(known or {})})

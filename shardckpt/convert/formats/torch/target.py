@@ -1,0 +1,255 @@
+"""How does a state become one file that `torch.load(path, weights_only=True)` takes?
+
+Such a file is a zip archive of uncompressed records: a description of the state, and the bytes of each tensor, row-major, at a
+multiple of 64 bytes.
+
+1. torch.save itself writes the file, of tensors without memory, and leaves out their bytes (`skip_data`): the description is
+   torch's own, and every tensor has its place. Tied tensors are one record.
+2. Blocks then go to where they belong, in any order.
+3. What torch did not know is the records' CRC-32. It checks none, others do: they follow from those of what was written (`crc32`).
+4. The file is made durable, and takes its name.
+
+`weights_only` takes no numpy scalars: they become Python's numbers, of the same value.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import warnings
+import zipfile
+import zlib
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.convert.files.draft import Draft
+from shardckpt.convert.files.read_back import Part
+from shardckpt.convert.formats.torch.crc32 import combine
+from shardckpt.convert.small_leaves import left_out, notes_of
+from shardckpt.convert.state_writer import StateWriter
+from shardckpt.convert.streaming.chunking import blocks, runs
+from shardckpt.errors import BudgetError, DtypeError, MissingDataError, MissingExtraError
+from shardckpt.io.store import byte_view, storage_errors
+from shardckpt.state import parse, unflatten
+from shardckpt.state.document import Tensor, Tied, leaves_of
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.format.structure import Structure
+    from shardckpt.io.url import Location
+    from shardckpt.layout.box import Box
+    from shardckpt.plan.plan import Piece
+    from shardckpt.state.document import Node
+
+__all__ = ["TorchFile", "torch_dtypes"]
+
+_RECORD_BYTES = 512
+"""Bytes of a record's headers and alignment, and of what describes its tensor, about."""
+_LONGEST_INT = 255
+"""Bytes of an int that `weights_only` reads."""
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")
+_DESCRIPTOR = b"PK\x07\x08"
+_HAS_DESCRIPTOR = 1 << 3
+
+
+@dataclass(slots=True)
+class _Record:
+    """The record of one tensor in the archive."""
+
+    offset: int
+    """Of its first byte in the file."""
+    nbytes: int
+    crc_at: tuple[int, ...]
+    """Where its CRC-32 is written."""
+    written: int = 0
+    """Bytes."""
+    crc: int | None = None
+    """When all of it is written; that of nothing is 0."""
+    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of what is written until then: first byte → CRC-32 and length."""
+
+
+class TorchFile(StateWriter):
+    """The file, being written."""
+
+    checksum = staticmethod(zlib.crc32)
+
+    def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
+        """Lay it out.
+
+        Args:
+            structure: the state, its tensors of the dtypes in which they are written.
+            location: the file.
+            overwrite: whether to replace one that is there, when the new one is whole.
+
+        Raises:
+            DtypeError: a tensor of a dtype that torch has not, by name.
+            MissingExtraError: torch is not installed, or too old.
+            AlreadyExistsError, OptionError, StorageError: it cannot be there.
+            BudgetError: this process may not have as many addresses as the largest tensor has bytes.
+        """
+        tree = parse(structure.tree)
+        dtypes = torch_dtypes(structure)
+        left = left_out(tree, _refused)
+        self.notes: list[str] = notes_of(tree, left)
+        """What is not there, or not as it was, in a line each."""
+        self._tensors = structure.tensors
+        nbytes = sum(tensor.nbytes + _RECORD_BYTES for tensor in self._tensors.values())
+        self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes)
+        try:
+            _write_without_data(self._draft, tree, structure, dtypes, left)
+            self._records = self._found(tree)
+        except BaseException:
+            self.abort()
+            raise
+
+    def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:
+        """As they lie in the file, so that each stored byte is read once."""
+        return blocks(output, stored, room)
+
+    def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
+        """Write one block."""
+        record, data = self._records[output.name], byte_view(array.reshape(-1).view(np.uint8))
+        offsets, length = runs(output.shape, box, array.itemsize)
+        for at, offset in zip(range(0, data.nbytes, length), offsets.tolist(), strict=True):
+            run = data[at : at + length]
+            with storage_errors("write", self._draft.final):
+                _write_at(self._draft.fd, run, record.offset + offset)
+            record.parts[offset] = zlib.crc32(run), length
+        record.written += data.nbytes
+        if record.written == record.nbytes:
+            record.crc = combine(part for _, part in sorted(record.parts.items()))
+            record.parts.clear()
+
+    def complete(self) -> list[Part]:
+        """Write the records' CRC-32."""
+        for name, record in self._records.items():
+            if record.crc is None:
+                raise MissingDataError(f"{self._draft.final}: not all of {shown(name)} was written; nothing was published. Export again.")
+            with storage_errors("write", self._draft.final):
+                for at in record.crc_at:
+                    _write_at(self._draft.fd, memoryview(struct.pack("<I", record.crc)), at)
+        with storage_errors("write", self._draft.final):
+            os.fsync(self._draft.fd)
+        return [Part(name, self._draft.path, r.offset, r.nbytes, r.crc or 0) for name, r in self._records.items()]
+
+    def _found(self, tree: Node) -> dict[str, _Record]:
+        """Where the records are. They are numbered as torch.save came across their tensors."""
+        stored = dict.fromkeys(leaf.stored for leaf in leaves_of(tree) if isinstance(leaf, Tensor | Tied))
+        by_number = _records(self._draft)
+        found = {name: by_number[number] for number, name in enumerate(stored)}
+        assert all(record.nbytes == self._tensors[name].nbytes for name, record in found.items()), "records are in order of appearance"
+        return found
+
+
+def torch_dtypes(structure: Structure) -> dict[str, Any]:
+    """The torch dtype of every tensor.
+
+    Raises:
+        DtypeError: torch has none such; names the tensor.
+        MissingExtraError: torch is not installed.
+    """
+    try:
+        from shardckpt.frameworks.torch import torch_dtype
+    except ImportError:
+        raise MissingExtraError('PyTorch writes this format and is not installed: pip install "shardckpt[torch]".') from None
+    found = {name: torch_dtype(tensor.dtype) for name, tensor in structure.tensors.items()}
+    lacking = next((name for name, dtype in found.items() if dtype is None), None)
+    if lacking is not None:
+        raise DtypeError(
+            f"{shown(lacking)}: torch has no dtype {structure.tensors[lacking].dtype}; export it in another dtype, or leave it out."
+        )
+    return found
+
+
+def _refused(value: object) -> str | None:
+    """Why torch.load(weights_only=True) would not read a small leaf."""
+    if value == b"" and isinstance(value, bytes):
+        return "torch.load(weights_only=True) reads no empty bytes"
+    if isinstance(value, int) and value.bit_length() >= 8 * _LONGEST_INT:
+        return f"torch.load(weights_only=True) reads no int of more than {_LONGEST_INT} bytes"
+    if isinstance(value, np.generic) and type(value.item()) not in (bool, int, float, complex, str, bytes):
+        return f"torch.load(weights_only=True) reads no {type(value).__name__} of numpy"
+    return None
+
+
+def _write_without_data(draft: Draft, tree: Node, structure: Structure, dtypes: dict[str, Any], left: dict[str, str]) -> None:
+    """Have torch write all but the tensors' bytes."""
+    import torch
+
+    if not hasattr(torch.serialization, "skip_data"):
+        raise MissingExtraError(f"torch {torch.__version__} cannot write a file without having all of it in memory; install 2.6 or later.")
+    state = _of_python(unflatten(tree, _without_memory(structure, dtypes), lambda name: name not in left))
+    # To a path torch.save would write the name that the file has for now.
+    with storage_errors("write", draft.final), draft.path.open("wb") as file, torch.serialization.skip_data():
+        torch.save(state, file)
+
+
+def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, Any]:
+    """Tensors over addresses that have no memory behind them as long as nobody reads there, each with a storage of its own.
+
+    One range of addresses per dtype: torch.save refuses storages of two dtypes at one address. (Its own `FakeTensor` would do, too, and
+    takes seconds to import.)
+    """
+    import torch
+
+    largest = max((tensor.nbytes for tensor in structure.tensors.values()), default=0)
+    ranges: dict[Any, mmap.mmap] = {}
+    found = {}
+    for name, tensor in structure.tensors.items():
+        dtype = dtypes[name]
+        if tensor.nbytes == 0:
+            found[name] = torch.empty(tensor.shape, dtype=dtype)
+            continue
+        if dtype not in ranges:
+            try:
+                ranges[dtype] = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+            except OSError as e:
+                raise BudgetError(f"{shown(name)}: no {largest} addresses are free, none of them used ({e}); raise `ulimit -v`.") from e
+        with warnings.catch_warnings(action="ignore"):  # that they cannot be written to
+            found[name] = torch.frombuffer(ranges[dtype], dtype=dtype, count=prod(tensor.shape)).reshape(tensor.shape)
+    return found
+
+
+def _of_python(value: object) -> object:
+    """The same with Python's numbers for numpy's."""
+    if isinstance(value, dict):
+        return {key: _of_python(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_of_python(inner) for inner in value)  # type: ignore[call-arg, attr-defined]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _records(draft: Draft) -> dict[int, _Record]:
+    """The records of tensors in the archive, by number."""
+    found: dict[int, _Record] = {}
+    with storage_errors("read", draft.final), zipfile.ZipFile(draft.path) as archive:
+        at = archive.start_dir
+        for info in archive.infolist():
+            central = _CENTRAL_HEADER.unpack(os.pread(draft.fd, _CENTRAL_HEADER.size, at))
+            folder, _, number = info.filename.partition("/data/")
+            if number and "/" not in folder:
+                local = _LOCAL_HEADER.unpack(os.pread(draft.fd, _LOCAL_HEADER.size, info.header_offset))
+                offset = info.header_offset + _LOCAL_HEADER.size + sum(local[-2:])
+                end = offset + info.file_size
+                trailing = end + len(_DESCRIPTOR) if info.flag_bits & _HAS_DESCRIPTOR else info.header_offset + 14
+                assert info.compress_type == zipfile.ZIP_STORED, "torch compresses no tensors"
+                found[int(number)] = _Record(offset, info.file_size, (at + 16, trailing), crc=None if info.file_size else 0)
+            at += _CENTRAL_HEADER.size + sum(central[10:13])
+    return found
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written

@@ -1,0 +1,1 @@
+"""Directories of torch_xla's `CheckpointManager`."""

@@ -1,0 +1,72 @@
+"""How is a directory of torch_xla's `CheckpointManager` read?
+
+    <base>/<step>/.metadata, *.distcp    a directory of torch.distributed.checkpoint, by torch_xla's `SPMDSavePlanner`
+    <base>/<step>/.manager_metadata      written last: the step is whole
+
+The planner (torch_xla 2.9, experimental/distributed_checkpoint) stores nothing of a sharded tensor of which several of its devices hold the
+same part, and says so to nobody (https://github.com/pytorch/xla/issues/7919). The state's paths still name it: that is how it is
+noticed here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.convert.formats.dcp.source import METADATA, children, read_state
+from shardckpt.convert.placed import place_tensors
+from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.io.file_version import identity_of
+from shardckpt.io.store import Store
+
+if TYPE_CHECKING:
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.io.url import Location
+
+__all__ = ["looks_like", "open_foreign"]
+
+WRITTEN_LAST = ".manager_metadata"
+
+
+def looks_like(location: Location) -> str | None:
+    """What was seen, in words; None: no such directory."""
+    names = children(location)
+    if {METADATA, WRITTEN_LAST} <= set(names):
+        return f"a step of torch_xla's CheckpointManager: {METADATA} and {WRITTEN_LAST}"
+    steps = _steps(location, names)
+    return f"a directory of torch_xla's CheckpointManager with step {', '.join(map(str, steps))}" if steps else None
+
+
+def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
+    """Open a step, or a directory of which it is the only one.
+
+    Args:
+        location: the step's directory, or the one that the `CheckpointManager` was given.
+        trust_pickle: whether `.metadata`, a pickle, may be read.
+
+    Raises:
+        OptionError: `trust_pickle` is needed, or there are several steps.
+        NotFoundError: there is no such thing.
+        FormatError, MissingDataError, CorruptionError: as for a directory of DCP.
+    """
+    names = children(location)
+    if METADATA not in names:
+        steps = _steps(location, names)
+        if not steps:
+            raise NotFoundError(f"{location}: there is no whole step of torch_xla's CheckpointManager, a directory with a {WRITTEN_LAST}.")
+        if len(steps) > 1:
+            raise OptionError(f"{location} has the steps {', '.join(map(str, steps))}; name one: {location.join(str(steps[-1]))}.")
+        location = location.join(str(steps[0]))
+    state = read_state(Store.open(location), trust_pickle=trust_pickle)
+    notes = [*state.notes]
+    if state.absent:
+        notes.append(
+            "torch_xla's CheckpointManager silently drops a sharded tensor of which several devices of one host hold the same part "
+            "(pytorch/xla#7919). What is named above is not in this checkpoint."
+        )
+    return place_tensors(state.nested(), "torch_xla", location, identity_of(location, state.files), notes)
+
+
+def _steps(location: Location, names: list[str]) -> list[int]:
+    """The whole steps below a directory, ascending."""
+    steps = sorted(int(name[:-1]) for name in names if name.endswith("/") and name[:-1].isdecimal() and name.isascii())
+    return [step for step in steps if {METADATA, WRITTEN_LAST} <= set(children(location.join(str(step))))]

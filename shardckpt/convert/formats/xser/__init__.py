@@ -1,0 +1,1 @@
+"""Files of torch_xla's `xser.save`."""

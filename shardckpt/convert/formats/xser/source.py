@@ -1,0 +1,89 @@
+"""What torch_xla's `xser.save` writes, read without torch and torch_xla.
+
+    <path>                     torch.save of the state, in which each XLA tensor is a `TensorReference` with a number
+    <path>.tensors/            beside it
+        tensor_<number>.pt     torch.save of each of these tensors
+
+(torch_xla 2.9, utils/serialization.py.) `xser.load` runs the pickle; here nothing of it is run, and that class is known by name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from shardckpt.convert.formats.torch.file import is_torch_file
+from shardckpt.convert.formats.torch.objects import StoredTensor
+from shardckpt.convert.formats.torch.source import beginning, span_of
+from shardckpt.convert.formats.torch.states import open_state_file, state_in
+from shardckpt.convert.placed import place_tensors, stored
+from shardckpt.errors import FormatError, MissingDataError, NotFoundError
+from shardckpt.excerpt import excerpt
+from shardckpt.io.buckets.listing import sizes
+from shardckpt.io.file_version import FileVersion, file_at, identity_of
+from shardckpt.io.together import together
+
+if TYPE_CHECKING:
+    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.formats.torch.file import TorchFile
+    from shardckpt.convert.formats.torch.unpickling import Instance
+    from shardckpt.io.url import Location
+
+__all__ = ["looks_like", "open_foreign"]
+
+_REFERENCE = "torch_xla.utils.serialization.TensorReference"
+_TENSORS = ".tensors/"
+_TENSOR = re.compile(r"tensor_(\d{1,18})\.pt")
+
+
+def looks_like(location: Location) -> str | None:
+    """What was seen of `xser.save` there, in words; None: nothing."""
+    file = file_at(location)
+    if file is None or not is_torch_file(beginning(file)):
+        return None
+    tensors = [name for name in file.store.list_children(file.key + _TENSORS) if _TENSOR.fullmatch(name)]
+    return f"{file.key}, and {len(tensors)} tensors in {file.key}{_TENSORS}" if tensors else None
+
+
+def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
+    """Open the file and all files of tensors.
+
+    Args:
+        location: the path that `xser.save` was given, not that of its `.tensors` directory.
+        trust_pickle: makes no difference: nothing in the pickles is run.
+
+    Raises:
+        NotFoundError: there is no such file.
+        FormatError: a file makes no sense, or holds what cannot be stored.
+        MissingDataError: the file of a tensor is not there.
+        CorruptionError, StorageError: a file is cut off, or cannot be read.
+    """
+    del trust_pickle
+    file = file_at(location)
+    if file is None:
+        raise NotFoundError(f"{location}: there is no such file; give the path that xser.save was given, without {_TENSORS[:-1]}.")
+    folder = file.key + _TENSORS
+    lengths = {key: n for key, n in sorted(sizes(file.store, folder).items()) if _TENSOR.fullmatch(key.removeprefix(folder))}
+    versions = together(lambda key: FileVersion(file.store, key), lengths)
+    opened = together(lambda version: open_state_file(span_of(version, lengths[version.key])), versions)
+    tensors = {version.key: one for version, one in zip(versions, opened, strict=True)}
+
+    def tensor(reference: Instance) -> object:
+        return _referred(reference, tensors, file, folder)
+
+    state = state_in(open_state_file(span_of(file), frozenset({_REFERENCE})), {_REFERENCE: tensor})
+    return place_tensors(state, "xser", location, identity_of(location, [file, *versions]), (f"{len(tensors)} tensors in {folder}",))
+
+
+def _referred(reference: Instance, tensors: dict[str, TorchFile], file: FileVersion, folder: str) -> object:
+    """The tensor that a reference means."""
+    number = reference.state.get("tid") if isinstance(reference.state, dict) else None
+    if type(number) is not int or number < 0:
+        raise FormatError(f"is a reference to the tensor {excerpt(number)}, which is no number")
+    key = f"{folder}tensor_{number}.pt"
+    if key not in tensors:
+        raise MissingDataError(f"{file.store.path_of(key)} is missing, which {file} refers to; restore it from a copy.")
+    found = tensors[key].state
+    if not isinstance(found, StoredTensor):
+        raise FormatError(f"lies in {key}, which does not hold a tensor")
+    return stored(tensors[key], found)

@@ -1,0 +1,118 @@
+"""Which tensors become which, where one is made of several or several of one?
+
+A `Mapping` is an ordered list of rules (`mapping_rule`) over names. Each tensor goes to the first rule that means it; those that none
+means stay what they are. Nothing is read: what comes out says which elements of which tensors make each output.
+
+    mapping = read_mapping("megatron.toml")              # mapping_file
+    outputs = mapping.outputs(structure.tensors)         # on the way out
+    outputs = mapping.inverse().outputs(theirs)          # on the way in
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardckpt.convert.streaming.outputs import OutputTensor, identity
+from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.state.names import did_you_mean, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from collections.abc import Mapping as Named
+
+    from shardckpt.convert.naming.captures import Captures
+    from shardckpt.convert.naming.mapping_rule import MappingRule
+    from shardckpt.format.structure import TensorRecord
+
+__all__ = ["Mapping"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """Rules by which tensors are made of others."""
+
+    rules: tuple[MappingRule, ...] = ()
+
+    def inverse(self) -> Mapping:
+        """The mapping the other way.
+
+        Raises:
+            OptionError: a rule does not say enough for that.
+        """
+        return Mapping(tuple(rule.inverse() for rule in self.rules))
+
+    def outputs(self, tensors: Named[str, TensorRecord]) -> tuple[OutputTensor, ...]:
+        """What the tensors become, in the order of the first tensor of each.
+
+        Args:
+            tensors: by name, as the rules mean them; the views name them as their records do.
+
+        Raises:
+            OptionError: a rule means nothing: it is misspelt.
+            NamesMismatchError: a part is missing, or two outputs have the same name.
+            ShapeMismatchError, DtypeMismatchError: parts do not fit together, or a tensor cannot be cut so.
+        """
+        left = dict(tensors)
+        made: dict[str, list[OutputTensor]] = {}
+        for rule in self.rules:
+            found = list(_merged(rule, left) if rule.merges else _split(rule, left))
+            if not found and not rule.optional:
+                first = rule.parts[0] if rule.merges else rule.whole
+                raise OptionError(f"{rule}: it matches no tensor{did_you_mean(str(first), tensors)}; correct it, or say optional = true.")
+            for used, outputs in found:
+                made[used[0]] = outputs
+                for name in used:
+                    left.pop(name, None)
+        together = []
+        for name in tensors:
+            together += made.get(name, [])
+            together += [identity(left[name], name)] if name in left else []
+        _refuse_collisions(together)
+        return tuple(together)
+
+
+def _merged(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
+    """What a rule makes of parts: the names that it uses, and the outputs."""
+    groups: dict[tuple[str, ...], tuple[Captures, set[str]]] = {}
+    for name in tensors:
+        captures = next((found for part in rule.parts if (found := part.match(name)) is not None), None)
+        index = "" if captures is None or rule.counted is None else captures[rule.counted]
+        if captures is not None and (rule.counted is None or index.isdecimal()):  # an expert that is called "shared" is not counted
+            groups.setdefault(tuple(captures[key] for key in rule.whole.keys), (captures, set()))[1].add(index)
+    for captures, counted in groups.values():
+        whole, names = rule.whole.fill(captures), _part_names(rule, captures, len(counted))
+        missing = next((name for row in names for name in row if name not in tensors), None)
+        if missing is not None:
+            raise NamesMismatchError(
+                f"{rule}: {shown(whole)} is made of {sum(map(len, names))} tensors, and {shown(missing)} is not there, or went to a rule "
+                f"before; include it, or correct the rule."
+            )
+        yield [name for row in names for name in row], [rule.merged(whole, [[tensors[name] for name in row] for row in names])]
+
+
+def _split(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
+    """What a rule makes of wholes."""
+    for name, tensor in tensors.items():
+        captures = rule.whole.match(name)
+        if captures is not None:
+            yield [name], rule.split(tensor, _part_names(rule, captures, rule.length(tensor) if rule.counted is not None else 1))
+
+
+def _part_names(rule: MappingRule, captures: Captures, count: int) -> list[list[str]]:
+    """Per index the names of the parts."""
+    key = rule.counted
+    if key is None:
+        return [[part.fill(captures) for part in rule.parts]]
+    return [[part.fill({**captures, key: str(index)}) for part in rule.parts] for index in range(count)]
+
+
+def _refuse_collisions(outputs: list[OutputTensor]) -> None:
+    seen: dict[str, OutputTensor] = {}
+    for output in outputs:
+        other = seen.setdefault(output.name, output)
+        if other is not output:
+            sources = [next((shown(view.tensor) for view in one.sources), "nothing") for one in (other, output)]
+            raise NamesMismatchError(
+                f"{shown(output.name)} would be made twice, of {sources[0]} and of {sources[1]}; rename one of them, or leave it out."
+            )

@@ -1,0 +1,227 @@
+"""What does a mapping file say? It is TOML, or the same in YAML: a table `map` per rule, in order.
+
+    [values]                                # optional: numbers that rules may name instead; what a model's config.json says goes first
+    num_attention_heads = 32
+
+    [[map]]
+    from = ["layers.*.q_proj", "layers.*.k_proj", "layers.*.v_proj"]     # several: they are merged
+    to = "h.*.qkv"                          # one name or several; if `from` is one and `to` several, it is split
+    axis = 0                                # of the one: along which the several lie; 0 unless told otherwise
+    ratio = [4, 1, 1]                       # or sizes = [4096, 1024, 1024]: how long they are; when splitting, equal unless told otherwise
+    interleave = 8                          # they lie in turn, in so many groups
+    stack = 0                               # of the one: counts what only the several have a wildcard for
+    transpose = true                        # or [1, 0]: per dimension of what is made (but `stack`), the dimension it was
+    rotary = {heads = "num_attention_heads", to = "pairs"}               # rows of heads, reordered; or to = "halves"
+    unfold = {axis = 1, count = "num_attention_heads"}                   # of the one: this dimension is two there
+    optional = true                         # may match nothing
+
+All keys but `from` and `to` may be missing, and no others may be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as Named
+from importlib import resources
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from shardckpt.convert.naming.captures import NamePattern
+from shardckpt.convert.naming.folding import Unfold
+from shardckpt.convert.naming.mapping import Mapping
+from shardckpt.convert.naming.mapping_rule import MappingRule
+from shardckpt.convert.naming.runs import Rotary
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.reshard.config_files import parse_text, read_file
+from shardckpt.reshard.rules.hf_config import head_counts, read_config
+from shardckpt.state.names import did_you_mean
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["PRESETS", "config_values", "parse_mapping", "read_mapping"]
+
+_TOP = ("map", "values")
+_KEYS = ("from", "to", "axis", "stack", "sizes", "ratio", "interleave", "transpose", "rotary", "unfold", "optional")
+_ENDINGS = (".toml", ".yaml", ".yml")
+_FOLDER = resources.files("shardckpt.convert.naming") / "mappings"
+PRESETS = tuple(sorted(entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")))
+"""Mappings that come with shardckpt, by name."""
+
+Values = Named[str, int]
+
+
+def read_mapping(source: str | os.PathLike[str], values: Values | None = None) -> Mapping:
+    """The mapping that a file says.
+
+    Args:
+        source: its name ends with .toml, .yaml or .yml; or one of `PRESETS`.
+        values: numbers that its rules name, as of `config_values`.
+
+    Raises:
+        OptionError: it cannot be read, or says what cannot be; names the file and the rule.
+    """
+    if isinstance(source, str) and source in PRESETS:
+        where = f"mapping {source}"
+        return parse_mapping(parse_text((_FOLDER / f"{source}.toml").read_text("utf-8"), ".toml", where), where, values)
+    try:
+        return parse_mapping(read_file(source, "mapping file", _ENDINGS), str(source), values)
+    except OptionError as error:
+        if isinstance(source, str) and not source.endswith(_ENDINGS):
+            listed = ", ".join(PRESETS)
+            raise OptionError(
+                f"there is no mapping {excerpt(source)}{did_you_mean(source, PRESETS)}: give a TOML or YAML file, or one of {listed}."
+            ) from error
+        raise
+
+
+def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
+    """The numbers in a model's configuration; the numbers of heads by one name each, whatever the model calls them.
+
+    Args:
+        path: `config.json`, or the directory that has it.
+
+    Raises:
+        OptionError: it cannot be read.
+    """
+    _, config = read_config(path)
+    text = config.get("text_config")  # of a model that reads more than text
+    config = {**config, **text} if isinstance(text, dict) else config
+    heads = head_counts(config)
+    named = {} if heads is None else {"num_attention_heads": heads.query, "num_key_value_heads": heads.key_value}
+    return {key: value for key, value in config.items() if type(value) is int} | named
+
+
+def parse_mapping(doc: Any, where: str, values: Values | None = None) -> Mapping:
+    """The mapping that a document says.
+
+    Args:
+        doc: as TOML or YAML has it.
+        where: the file, for messages.
+        values: numbers that its rules name.
+
+    Raises:
+        OptionError: it says what cannot be; names the rule.
+    """
+    _refuse_others(doc, _TOP, where)
+    own = doc.get("values", {})
+    if not isinstance(own, Named) or not all(isinstance(key, str) and type(value) is int for key, value in own.items()):
+        raise OptionError(f"{where}: values is {excerpt(own)}; give a table of whole numbers.")
+    rules = doc.get("map")
+    if not isinstance(rules, list) or not rules:
+        raise OptionError(f"{where}: there are no rules; write each as a table [[map]] with from and to.")
+    return Mapping(tuple(_Rule(rule, f"{where}, rule {number}", {**own, **(values or {})}).read() for number, rule in enumerate(rules, 1)))
+
+
+def _refuse_others(doc: Any, keys: tuple[str, ...], where: str) -> None:
+    if not isinstance(doc, Named):
+        raise OptionError(f"{where}: a {type(doc).__name__} stands where keys are expected: {', '.join(keys)}.")
+    for key in doc:
+        if key not in keys:
+            raise OptionError(f"{where}: there is no key {excerpt(key)}{did_you_mean(str(key), keys)}; there are {', '.join(keys)}.")
+
+
+class _Rule:
+    """One table of a file, being read."""
+
+    def __init__(self, doc: Any, where: str, values: Values) -> None:
+        _refuse_others(doc, _KEYS, where)
+        self._doc, self._where, self._values = doc, where, values
+
+    def read(self) -> MappingRule:
+        sources, targets = self._names("from"), self._names("to")
+        if len(sources) > 1 and len(targets) > 1:
+            self._refuse(f"from has {len(sources)} names and to has {len(targets)}; one of them is one name")
+        merges = len(targets) == 1 and (len(sources) > 1 or len(sources[0].keys) >= len(targets[0].keys))
+        parts, (whole,) = (sources, targets) if merges else (targets, sources)
+        shares, exact = self._shares()
+        return MappingRule(
+            parts=parts,
+            whole=whole,
+            merges=merges,
+            axis=self._dimension("axis") or 0,
+            stack=self._dimension("stack"),
+            shares=shares,
+            exact=exact,
+            groups=self._number(self._doc.get("interleave", 1), "interleave"),
+            permutation=self._permutation(merges=merges),
+            rotary=self._rotary(merges=merges),
+            unfold=self._unfold(),
+            optional=self._flag("optional"),
+            origin=self._where,
+        )
+
+    def _names(self, key: str) -> tuple[NamePattern, ...]:
+        value = self._doc.get(key)
+        listed = value if isinstance(value, list) else [value]
+        if not listed or not all(isinstance(name, str) for name in listed):
+            self._refuse(f"{key} is {excerpt(value)}; give a name of tensors, or a list of them")
+        try:
+            return tuple(map(NamePattern, listed))
+        except OptionError as error:
+            raise OptionError(f"{self._where}, {key}: {error}") from error
+
+    def _shares(self) -> tuple[tuple[int, ...] | None, bool]:
+        given = [key for key in ("sizes", "ratio") if key in self._doc]
+        if len(given) > 1:
+            self._refuse("sizes and ratio say the same; give one of them")
+        if not given:
+            return None, False
+        (key,) = given
+        value = self._doc[key]
+        if not isinstance(value, list):
+            self._refuse(f"{key} is {excerpt(value)}; give a list of whole numbers, one for each part")
+        return tuple(self._number(n, key) for n in value), key == "sizes"
+
+    def _number(self, value: Any, key: str) -> int:
+        """A positive number, or the value of that name."""
+        if isinstance(value, str):
+            if value not in self._values:
+                self._refuse(
+                    f"{key} names {excerpt(value)}, which nothing says{did_you_mean(value, self._values)}; "
+                    f"give the model's config.json, or a table [values]"
+                )
+            return self._number(self._values[value], f"{key}, {value}")
+        if type(value) is not int or value < 1:
+            self._refuse(f"{key} is {excerpt(value)}; give a positive whole number, or the name of one")
+        return value
+
+    def _dimension(self, key: str) -> int | None:
+        value = self._doc.get(key)
+        if value is not None and type(value) is not int:
+            self._refuse(f"{key} is {excerpt(value)}; give the number of a dimension: 0 is the first, -1 the last")
+        return value
+
+    def _permutation(self, *, merges: bool) -> Any:
+        value = self._doc.get("transpose", False)
+        if isinstance(value, bool):
+            return "reverse" if value else None
+        if not isinstance(value, list) or not all(type(d) is int for d in value) or sorted(value) != list(range(len(value))):
+            self._refuse(f"transpose is {excerpt(value)}; give true, or all dimensions in their new order, such as [1, 0]")
+        return tuple(value) if merges else tuple(map(value.index, range(len(value))))
+
+    def _rotary(self, *, merges: bool) -> Rotary | None:
+        value = self._doc.get("rotary")
+        if value is None:
+            return None
+        _refuse_others(value, ("heads", "to"), f"{self._where}, rotary")
+        if value.get("to") not in ("pairs", "halves"):
+            self._refuse(f'rotary: to is {excerpt(value.get("to"))}; use "pairs" or "halves"')
+        return Rotary(self._number(value.get("heads"), "rotary, heads"), pairs_in_whole=(value["to"] == "pairs") == merges)
+
+    def _unfold(self) -> Unfold | None:
+        value = self._doc.get("unfold")
+        if value is None:
+            return None
+        _refuse_others(value, ("axis", "count"), f"{self._where}, unfold")
+        if type(value.get("axis")) is not int:
+            self._refuse(f"unfold: axis is {excerpt(value.get('axis'))}; give the number of a dimension")
+        return Unfold(value["axis"], self._number(value.get("count"), "unfold, count"))
+
+    def _flag(self, key: str) -> bool:
+        value = self._doc.get(key, False)
+        if not isinstance(value, bool):
+            self._refuse(f"{key} is {excerpt(value)}; give true or false")
+        return value
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise OptionError(f"{self._where}: {problem}.")

@@ -1,0 +1,345 @@
+"""How is one tensor made of several, and how are several cut out of one? By a rule, which reads both ways.
+
+A rule has *parts* and a *whole*, and goes from the parts to the whole (it merges) or back (it splits). Both are the same picture:
+
+1. Each part has its dimensions in the whole's order (`permutation`).
+2. Parts of one index lie along `axis`: concatenated, or in turn, group by group (`runs`).
+3. Where parts have an index that the whole has not, such as the number of an expert, index i is at i along one more dimension, `stack`.
+4. One dimension of the whole may be made two (`unfold`).
+
+So what goes where follows from shapes alone, and the inverse of a rule is the same rule, the other way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+
+from shardckpt.convert.naming.runs import Rotary, Run, runs_in_turn
+from shardckpt.convert.streaming.outputs import OutputTensor, View
+from shardckpt.errors import DtypeMismatchError, OptionError, ShapeMismatchError
+from shardckpt.layout.box import Box
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.convert.naming.captures import NamePattern
+    from shardckpt.convert.naming.folding import Unfold
+    from shardckpt.format.structure import TensorRecord
+
+__all__ = ["MappingRule"]
+
+_Part = TypeVar("_Part")
+Dims = tuple[int, ...]
+_WHOLE = [Run(0, 0, 0, 0)]
+"""Of what is not cut; its numbers are not looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappingRule:
+    """One rule of a mapping."""
+
+    parts: tuple[NamePattern, ...]
+    whole: NamePattern
+    merges: bool
+    """From the parts to the whole; else from the whole to the parts."""
+    axis: int = 0
+    """The whole's dimension along which parts of one index lie; from the end where it is negative."""
+    stack: int | None = None
+    """The whole's dimension that counts the index which the parts have and it has not; or the parts, if they have none."""
+    shares: tuple[int, ...] | None = None
+    """Per part its elements along `axis`, or its proportion of them; None: whatever there is, of a rule that merges."""
+    exact: bool = False
+    """Whether `shares` are numbers of elements."""
+    groups: int = 1
+    """How often each part has its turn along `axis`."""
+    permutation: tuple[int, ...] | Literal["reverse"] | None = None
+    """Per dimension of the whole without `stack`, the part's dimension; "reverse": in reverse order; None: as they are."""
+    rotary: Rotary | None = None
+    """Rows of heads that are put in another order."""
+    unfold: Unfold | None = None
+    """A dimension of the whole that is two in the end; `axis` and `stack` count without the second."""
+    optional: bool = False
+    """Whether it may match nothing."""
+    origin: str
+    """The rule as messages name it: file and number."""
+
+    def __post_init__(self) -> None:
+        """Refuse rules that cannot be read, and those that say what has no meaning."""
+        self._check_names()
+        if self.stack is not None and self.counted is None and len(self.parts) == 1:
+            self._refuse("stack: there is nothing to stack; write {expert} into the name of what is counted")
+        if not self.cuts and (self.shares is not None or self.groups != 1):
+            self._refuse("sizes, ratio and interleave say how parts lie along an axis, and there is one part")
+        if self.rotary is not None and (len(self.parts) > 1 or self.stack is not None):
+            self._refuse("rotary goes with one tensor on each side")
+        if self.shares is not None and len(self.shares) != len(self.parts):
+            self._refuse(f"{len(self.shares)} sizes are given for {len(self.parts)} parts")
+        if not self.merges and self.shares is None and self.concatenates:
+            object.__setattr__(self, "shares", (1,) * len(self.parts))
+
+    def _check_names(self) -> None:
+        """Refuse names of which one side does not follow from the other."""
+        for part in self.parts:
+            if set(part.keys) != set(self.parts[0].keys):
+                self._refuse(f"{part} and {self.parts[0]} have different wildcards; give them the same")
+        if len(set(self.parts)) != len(self.parts):
+            self._refuse("it has the same name twice on one side; give each part a name of its own")
+        lost = [key for key in self.whole.keys if key not in self.parts[0].keys]
+        if lost:
+            self._refuse(f"{self.whole} has the wildcard {_written(lost[0])}, and {self.parts[0]} has not")
+        extra = [key for key in self.parts[0].keys if key not in self.whole.keys]
+        if len(extra) > 1:
+            self._refuse(f"{self.whole} lacks {' and '.join(map(_written, extra))}; only one of them can be stacked")
+        if extra and self.stack is None:
+            self._refuse(f"{self.whole} lacks {_written(extra[0])}; where what it counts is stacked, say the dimension: stack = 0")
+
+    @property
+    def counted(self) -> str | None:
+        """The key of the wildcard that is stacked, if one is."""
+        return next((key for key in self.parts[0].keys if key not in self.whole.keys), None)
+
+    @property
+    def concatenates(self) -> bool:
+        """Whether several parts lie along `axis`."""
+        return len(self.parts) > 1 and (self.stack is None or self.counted is not None)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the whole's `axis` is more than one run."""
+        return self.concatenates or self.rotary is not None
+
+    def inverse(self) -> MappingRule:
+        """The rule the other way.
+
+        Raises:
+            OptionError: that would have to guess how long the parts are.
+        """
+        if self.merges and self.concatenates and self.shares is None:
+            self._refuse(
+                f"to be read the other way, it has to say what each part's share is; write ratio = {[1] * len(self.parts)} for equal parts"
+            )
+        return replace(self, merges=not self.merges)
+
+    # --- parts → whole ----------------------------------------------------------------------------------------------
+
+    def merged(self, name: str, members: Sequence[Sequence[TensorRecord]]) -> OutputTensor:
+        """The whole of some parts.
+
+        Args:
+            name: of the whole.
+            members: per index that is stacked (or once), the parts in order.
+
+        Raises:
+            ShapeMismatchError: they do not fit together.
+        """
+        rows = self._by_index(members)
+        first = rows[0][0]
+        rank = len(first.shape)
+        stack, axis = self._places(rank + (self.stack is not None), first)
+        order = self._order(rank, first)
+        shapes = [[self._permuted(tensor, order, first) for tensor in row] for row in rows]
+        self._check_alike(rows, shapes, axis)
+        whole, runs = list(shapes[0][0]), _WHOLE
+        if axis is not None:
+            sizes = [shape[axis] for shape in shapes[0]]
+            self._check_shares(sizes, name)
+            runs = self._runs(sizes, first)
+            whole[axis] = sum(sizes)
+        permutation = order if stack is None else (*order[:stack], None, *order[stack:])
+        views = []
+        for index, row in enumerate(rows):
+            full = [Box.full(tensor.shape) for tensor in row]
+            for run in runs:
+                tensor, box, start = row[run.part], full[run.part], [0] * rank
+                if axis is not None:
+                    box = _cut(box, order[axis], run.start, run.length)
+                    start[axis] = run.place
+                views.append(View(tensor.name, box, permutation, _inserted(start, stack, index)))
+        made = OutputTensor(name, _inserted(whole, stack, len(rows)), first.dtype, tuple(views))
+        unfolded = made if self.unfold is None else self.unfold.output(made)
+        if unfolded is None:
+            self._mismatch(f"{shown(name)}: no dimension of {made.shape} but stack can be made two, as unfold says")
+        return unfolded
+
+    # --- whole → parts ----------------------------------------------------------------------------------------------
+
+    def length(self, whole: TensorRecord) -> int:
+        """How many there are of what is stacked in a whole; 1 where nothing is.
+
+        Raises:
+            ShapeMismatchError: it has too few dimensions.
+        """
+        shape = self._folded(whole).shape
+        stack, _ = self._places(len(shape), whole)
+        if stack is not None and shape[stack] == 0:
+            self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has nothing along dimension {stack}: nothing would be left of it")
+        return 1 if stack is None else shape[stack]
+
+    def split(self, whole: TensorRecord, names: Sequence[Sequence[str]]) -> list[OutputTensor]:
+        """The parts of a whole.
+
+        Args:
+            whole: the tensor.
+            names: of the parts, as `merged` has the parts themselves.
+
+        Raises:
+            ShapeMismatchError: it cannot be cut so.
+        """
+        unfolded, whole, rows = whole, self._folded(whole), self._by_index(names)
+        stack, axis = self._places(len(whole.shape), whole)
+        if stack is not None and whole.shape[stack] != len(rows):
+            self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has {whole.shape[stack]} along dimension {stack}, not {len(rows)}")
+        base = [n for d, n in enumerate(whole.shape) if d != stack]
+        order = self._order(len(base), whole)
+        back = tuple(map(order.index, range(len(order))))
+        dims = [d for d in range(len(whole.shape)) if d != stack]
+        permutation = _ordered(dims, back)
+        sizes = None if axis is None else self._sizes(base[axis], whole)
+        runs = _WHOLE if sizes is None else self._runs(sizes, whole)
+        found = []
+        for index, row in enumerate(rows):
+            layer = Box.full(whole.shape) if stack is None else _cut(Box.full(whole.shape), stack, index, 1)
+            shapes = [list(base) for _ in row]
+            views: list[list[View]] = [[] for _ in row]
+            for run in runs:
+                box, start = layer, [0] * len(base)
+                if axis is not None and sizes is not None:
+                    box = _cut(layer, dims[axis], run.place, run.length)
+                    start[axis] = run.start
+                    shapes[run.part][axis] = sizes[run.part]
+                views[run.part].append(View(whole.name, box, permutation, _ordered(start, back)))
+            found += [
+                OutputTensor(name, _ordered(shape, back), whole.dtype, tuple(seen))
+                for name, shape, seen in zip(row, shapes, views, strict=True)
+            ]
+        return found if self.unfold is None else [self.unfold.reading(output, unfolded) for output in found]
+
+    # --- shapes -----------------------------------------------------------------------------------------------------
+
+    def _folded(self, whole: TensorRecord) -> TensorRecord:
+        """The whole without the dimension that `unfold` has made of another."""
+        found = whole if self.unfold is None else self.unfold.folded(whole)
+        if found is None:
+            assert self.unfold is not None
+            axis, count = self.unfold.axis, self.unfold.count
+            self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has not {count} along dimension {axis} and one more (unfold)")
+        return found
+
+    def _places(self, rank: int, tensor: TensorRecord) -> tuple[int | None, int | None]:
+        """`stack` as a dimension of the whole, and `axis` as one of the whole without it; None where there is none."""
+        places = []
+        for what, d, needed in (("stack", self.stack, self.stack is not None), ("axis", self.axis, self.cuts)):
+            if needed and d is not None and not -rank <= d < rank:
+                self._mismatch(
+                    f"{what} = {d} is no dimension of {self.whole}, which has {rank} with {shown(tensor.name)} of {tensor.shape}"
+                )
+            places.append(d % rank if needed and d is not None else None)
+        stack, axis = places
+        if stack is not None and axis is not None:
+            if stack == axis:
+                self._refuse(f"axis and stack are both dimension {axis} of {self.whole}; give the other one of its {rank}")
+            axis -= axis > stack
+        return stack, axis
+
+    def _order(self, rank: int, tensor: TensorRecord) -> tuple[int, ...]:
+        """Per dimension of the whole without `stack`, the part's."""
+        if self.permutation is None:
+            return tuple(range(rank))
+        if self.permutation == "reverse":
+            return tuple(reversed(range(rank)))
+        if len(self.permutation) != rank:
+            self._mismatch(
+                f"transpose names {len(self.permutation)} dimensions, and with {shown(tensor.name)} of {tensor.shape} it is {rank}"
+            )
+        return self.permutation
+
+    def _permuted(self, tensor: TensorRecord, order: Sequence[int], first: TensorRecord) -> tuple[int, ...]:
+        if len(tensor.shape) != len(order):
+            self._mismatch(f"{shown(tensor.name)} of shape {tensor.shape} and {shown(first.name)} of shape {first.shape} differ in rank")
+        return _ordered(tensor.shape, order)
+
+    def _check_alike(self, rows: Sequence[Sequence[TensorRecord]], shapes: Sequence[Sequence[Dims]], axis: int | None) -> None:
+        """Refuse parts that differ in dtype, from the same part of another index, or from others in a dimension that is not `axis`."""
+        first = rows[0][0]
+        for row, made in zip(rows, shapes, strict=True):
+            for tensor, shape, model in zip(row, made, shapes[0], strict=True):
+                if tensor.dtype != first.dtype:
+                    unlike = f"{shown(tensor.name)} has dtype {tensor.dtype}, {shown(first.name)} has {first.dtype}"
+                    raise DtypeMismatchError(f"{self}: {unlike}; one tensor has one dtype. Leave this rule out.")
+                odd = [d for d, (a, b) in enumerate(zip(shape, shapes[0][0], strict=True)) if a != b and d != axis]
+                if shape != model or odd:
+                    aside = "" if axis is None else f" but for what lies along dimension {self.axis}"
+                    self._mismatch(
+                        f"{shown(tensor.name)} has shape {tensor.shape}, {shown(first.name)} has {first.shape}; they must agree{aside}"
+                    )
+
+    def _check_shares(self, sizes: Sequence[int], name: str) -> None:
+        if self.shares is None:
+            return
+        total, whole = sum(sizes), sum(self.shares)
+        if (
+            tuple(sizes) != self.shares
+            if self.exact
+            else any(n * whole != share * total for n, share in zip(sizes, self.shares, strict=True))
+        ):
+            what = "sizes" if self.exact else "ratio"
+            self._mismatch(f"the parts of {shown(name)} have {list(sizes)} along dimension {self.axis}; {what} is {list(self.shares)}")
+
+    def _sizes(self, total: int, whole: TensorRecord) -> list[int]:
+        """The parts' lengths along the axis of a whole."""
+        if self.shares is None:
+            return [total]
+        share, where = sum(self.shares), f"{shown(whole.name)} of shape {whole.shape} has {total} along dimension {self.axis}"
+        if self.exact:
+            if share != total:
+                self._mismatch(f"{where}, and sizes {list(self.shares)} are {share} together")
+            return list(self.shares)
+        if total % share:
+            self._mismatch(f"{where}, which cannot be cut by the ratio {':'.join(map(str, self.shares))}")
+        return [total // share * n for n in self.shares]
+
+    def _runs(self, sizes: Sequence[int], tensor: TensorRecord) -> list[Run]:
+        if self.rotary is not None:
+            if sizes[0] % (2 * self.rotary.heads):
+                self._mismatch(f"{shown(tensor.name)}: {sizes[0]} rows are not an even number for each of {self.rotary.heads} heads")
+            return list(self.rotary.runs(sizes[0]))
+        if any(n % self.groups for n in sizes):
+            self._mismatch(f"{shown(tensor.name)}: parts of {list(sizes)} cannot lie in turn in {self.groups} groups (interleave)")
+        return list(runs_in_turn(sizes, self.groups if any(sizes) else 1))
+
+    def _by_index(self, rows: Sequence[Sequence[_Part]]) -> Sequence[Sequence[_Part]]:
+        """Parts by the index that is stacked; where it is the parts themselves that are, each is one."""
+        return rows if self.counted is not None or self.stack is None else [[part] for row in rows for part in row]
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """The rule for people."""
+        parts = ", ".join(map(str, self.parts))
+        return f"{self.origin} ({parts} → {self.whole})" if self.merges else f"{self.origin} ({self.whole} → {parts})"
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise OptionError(f"{self}: {problem}.")
+
+    def _mismatch(self, problem: str) -> NoReturn:
+        raise ShapeMismatchError(f"{self}: {problem}.")
+
+
+def _written(key: str) -> str:
+    """A wildcard as it is written."""
+    return "one of its *" if key.isdecimal() else f"{{{key}}}"
+
+
+def _cut(box: Box, d: int, start: int, length: int) -> Box:
+    """Some elements of one dimension of a box that starts at 0 there."""
+    return Box((*box.start[:d], start, *box.start[d + 1 :]), (*box.stop[:d], start + length, *box.stop[d + 1 :]))
+
+
+def _ordered(values: Sequence[int], order: Sequence[int]) -> Dims:
+    return tuple([values[d] for d in order])
+
+
+def _inserted(values: Sequence[int], at: int | None, value: int) -> Dims:
+    return tuple(values) if at is None else (*values[:at], value, *values[at:])

@@ -1,0 +1,1 @@
+"""Outputs read block by block within a memory limit. Begin with `stream`."""

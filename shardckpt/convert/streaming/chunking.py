@@ -1,0 +1,167 @@
+"""In which blocks is an output written to a file in which it lies row by row, so that each stored byte is read once?
+
+A block is written when all its elements are read, so the source's chunks that reach into it are in memory together with what else
+they hold: a slab.
+
+1. The output is cut along its first dimension where parts of it meet that are stored apart (shards of different lengths, tensors that
+   are joined): each has a grid of chunks of its own.
+2. *Rows*: as many whole rows, or planes, as make `BLOCK_BYTES`; one run of bytes in the file. Where the source is cut in the dimension
+   in which rows are counted, their number divides the source's side or is a multiple of it, so that slabs do not overlap.
+3. Where the slab of rows does not fit the room (chunks that are tall columns of a large matrix), and the file may be written in any
+   order, *blocks*: as tall as the source's chunks, and as long as the room is enough for. Each row of one is a run of bytes; it has
+   to have `LEAST_RUN`, since every run is a call of the system.
+4. Else rows all the same, and source chunks are read again for each slab.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.plan.chunks import divisors
+from shardckpt.plan.plan import Piece
+from shardckpt.reshard.cells import unbroken, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.layout.box import Box
+
+__all__ = ["BLOCK_BYTES", "blocks", "grid", "rows", "runs"]
+
+BLOCK_BYTES = 4 << 20
+"""Bytes to which rows are joined to be written at once."""
+LEAST_RUN = 4 << 10
+"""Bytes that lie side by side in the file, at the least, where blocks are not whole rows."""
+_LEAST_PART = 1 << 20
+"""Bytes of the parts into which an output is cut, at the least."""
+
+
+def grid(output: OutputTensor, chunks: Sequence[int]) -> list[Piece]:
+    """One regular grid of blocks of that shape, cut off at the output's edges."""
+    return [Piece(output.name, (0,) * len(output.shape), output.shape, tuple(chunks))]
+
+
+def rows(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
+    """Blocks of whole rows, in row-major order.
+
+    Args:
+        output: what is written; it has elements.
+        stored: the arrays that it is made of, in its own indices.
+        room: bytes that a block has at most.
+    """
+    itemsize = output.dtype.itemsize
+    return [Piece(*part, _rows(part[2], near, itemsize, room)) for part, near in _parts(output, stored)]
+
+
+def blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
+    """Whole rows, or blocks of parts of rows where those are read once and rows are not; as `rows`."""
+    itemsize, found = output.dtype.itemsize, []
+    for (path, start, shape), near in _parts(output, stored):
+        chunks = _rows(shape, near, itemsize, room)
+        if _slab(shape, chunks, near) * itemsize <= room:
+            found.append(Piece(path, start, shape, chunks))
+        else:
+            found += _blocks(Piece(path, start, shape, chunks), near, itemsize, room)
+    return found
+
+
+def runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:
+    """Where the bytes of a box lie in a tensor that is one run of bytes, row by row.
+
+    Args:
+        shape: the tensor's.
+        box: one of its boxes, not empty.
+        itemsize: bytes of an element.
+
+    Returns:
+        (n,) the first byte of each part that lies side by side, in row-major order, and the bytes of each.
+    """
+    if box.shape == tuple(shape):  # as those of most tensors are, by number
+        return np.zeros(1, np.int64), prod(shape) * itemsize
+    # Of the last dimensions that are whole, and one more, a run is made.
+    along = max((d for d, n in enumerate(shape) if box.shape[d] < n), default=0)
+    strides = [itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]
+    offsets = np.array([sum(start * stride for start, stride in zip(box.start, strides, strict=True))], np.int64)
+    for n, stride in zip(box.shape[:along], strides[:along], strict=True):
+        offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * stride).reshape(-1)
+    return offsets, prod(box.shape[along:]) * itemsize
+
+
+def _parts(output: OutputTensor, stored: Sequence[Piece]) -> list[tuple[tuple[str, tuple[int, ...], tuple[int, ...]], list[Piece]]]:
+    """Path, start and shape of each part of an output that is stored apart along its first dimension, and what it is made of."""
+    if not output.shape:
+        return [((output.name, (), ()), list(stored))]
+    n, spans = output.shape[0], sorted({(piece.start[0], piece.start[0] + piece.shape[0]) for piece in stored})
+    borders, reached, least = [0], 0, -(-_LEAST_PART * n // output.nbytes)
+    for start, stop in spans:
+        if reached <= start and borders[-1] + least <= start <= n - least:
+            borders.append(start)
+        reached = max(reached, stop)
+    found = []
+    for i, (a, b) in enumerate(pairwise([*borders, n])):
+        near = [piece for piece in stored if a <= piece.start[0] < b]
+        found.append(((f"{output.name}={i}", (a, *[0] * (len(output.shape) - 1)), (b - a, *output.shape[1:])), near))
+    return found
+
+
+def _rows(shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int, room: int) -> tuple[int, ...]:
+    chunks, most = [1] * len(shape), max(1, min(BLOCK_BYTES, room // 4) // itemsize)
+    for d in reversed(range(len(shape))):
+        chunks[d] = _suited(min(shape[d], most), shape[d], {piece.chunks[d] for piece in stored})
+        if chunks[d] < shape[d]:
+            break
+        most //= chunks[d]
+    return tuple(chunks)
+
+
+def _slab(shape: tuple[int, ...], chunks: tuple[int, ...], stored: Sequence[Piece]) -> int:
+    """Elements that are in memory together for a block of whole rows."""
+    split = next((d for d, n in enumerate(shape) if chunks[d] < n), 0)
+    return prod(max(chunks[d], _tallest(stored, d, n)) if d <= split else n for d, n in enumerate(shape))
+
+
+def _blocks(whole: Piece, stored: Sequence[Piece], itemsize: int, room: int) -> list[Piece]:
+    """Arrays of blocks as tall as stored chunks, side by side along one dimension; or the given one, where they would be too narrow."""
+    tall = [_tallest(stored, d, n) for d, n in enumerate(whole.shape)]
+    along = len(tall) - 1
+    while along and prod(tall[:along]) * prod(whole.shape[along:]) * itemsize <= room:
+        along -= 1
+    tall[along + 1 :] = whole.shape[along + 1 :]
+    reach = room // (itemsize * prod(tall[:along]) * prod(tall[along + 1 :]))
+    run = reach * prod(tall[along + 1 :]) * itemsize
+    if reach < tall[along] or run < LEAST_RUN:
+        return [whole]
+    found = []
+    for i, (first, last) in enumerate(pairwise(walk(unbroken(stored, along), reach))):
+        start, shape, chunks = list(whole.start), list(whole.shape), list(tall)
+        start[along], shape[along], chunks[along] = first, last - first, last - first
+        found.append(Piece(f"{whole.path}.{i}", tuple(start), tuple(shape), tuple(chunks)))
+    return found
+
+
+def _tallest(stored: Sequence[Piece], d: int, n: int) -> int:
+    """The longest side of any stored chunk along a dimension of that length."""
+    return min(n, max(piece.chunks[d] for piece in stored))
+
+
+def _suited(most: int, length: int, sides: set[int]) -> int:
+    """At most so many indices of a dimension of that length, so that the source's chunks end where these do, if that can be."""
+    side = max(sides)
+    if most == length or len(sides) > 1:
+        return most
+    return most // side * side if most >= side else _divisor(side, most)
+
+
+def _divisor(side: int, most: int) -> int:
+    """The largest divisor of a side up to some number, unless that is a small part of it."""
+    found = max((n for n in divisors(side) if n <= most), default=1)
+    return found if 8 * found >= most else most

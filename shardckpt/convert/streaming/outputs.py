@@ -1,0 +1,89 @@
+"""Which elements of which tensors make each output?
+
+An output is a tensor of another format's file, or whatever else is written. It is made of views: boxes of the checkpoint's tensors,
+perhaps transposed, each at its place (`planning.views`). Together they are the output, each element once. A plain export has one
+view per output; one that takes stacked layers apart, or joins projections into one matrix, has others.
+
+Pure: nothing is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import DtypeMismatchError, ShapeMismatchError
+from shardckpt.layout.dtypes import castable
+from shardckpt.plan.plan import Piece, coverage_gap
+from shardckpt.plan.views import View
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.layout.dtypes import DType
+
+__all__ = ["OutputTensor", "View", "check", "identity"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor that is written."""
+
+    name: str
+    """As it is called there."""
+    shape: tuple[int, ...]
+    dtype: DType
+    """What its elements are converted to, where that is another one than the sources have."""
+    sources: tuple[View, ...]
+    """What it is made of."""
+
+    def __post_init__(self) -> None:
+        """Refuse views that are not the whole tensor, each element once."""
+        odd = next((view for view in self.sources if len(view.start) != len(self.shape)), None)
+        if odd is not None:
+            raise ShapeMismatchError(
+                f"{shown(self.name)}: its shape is {self.shape}, and a part of {len(odd.start)} dimensions is put into it, from "
+                f"{shown(odd.tensor)}; give both the same number."
+            )
+        pieces = [Piece(view.tensor, view.start, view.shape, (1,) * len(self.shape)) for view in self.sources]
+        gap = coverage_gap(self.shape, pieces)
+        if gap is not None:
+            raise ShapeMismatchError(f"{shown(self.name)}: what it is made of does not make its shape {self.shape}: {gap}.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def identity(record: TensorRecord, name: str | None = None, dtype: DType | None = None) -> OutputTensor:
+    """A tensor as it is, under another name or in another dtype where one is given."""
+    view = View.whole(record.name, record.shape)
+    return OutputTensor(record.name if name is None else name, record.shape, dtype or record.dtype, (view,))
+
+
+def check(output: OutputTensor, tensors: Mapping[str, TensorRecord]) -> None:
+    """Refuse an output that cannot be made of some tensors.
+
+    Args:
+        output: what to make.
+        tensors: by name, all that its views name.
+
+    Raises:
+        ShapeMismatchError: a view lies outside its tensor; names both.
+        DtypeMismatchError: a tensor's elements cannot be converted.
+    """
+    for view in output.sources:
+        tensor = tensors[view.tensor]
+        if view.box.ndim != len(tensor.shape) or any(b > n for b, n in zip(view.box.stop, tensor.shape, strict=True)):
+            raise ShapeMismatchError(
+                f"{shown(output.name)}: the box {view.box} of {shown(tensor.name)} lies outside its shape {tensor.shape}."
+            )
+        if not castable(tensor.dtype, output.dtype):
+            raise DtypeMismatchError(
+                f"{shown(output.name)}: {shown(tensor.name)} has dtype {tensor.dtype}, which cannot be converted to {output.dtype}; "
+                f"leave it out, or give it another dtype."
+            )

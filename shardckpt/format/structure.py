@@ -1,0 +1,314 @@
+"""What does a checkpoint hold, apart from the bytes: the tree, its small leaves, and how each tensor is stored.
+
+A `Structure` is a part of the commit record, and of what each host says. Everything read here was written by somebody
+else: types, sizes and references are checked before use, and every error names the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from shardckpt.errors import CommitError, DtypeError, FormatError, ShardingError
+from shardckpt.format.bases import Base, InBase, bases_of
+from shardckpt.format.fields import LARGEST_DIMENSION, Fields
+from shardckpt.layout import dtypes
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.op_sharding import OpSharding
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Layout, Sharding
+from shardckpt.plan.plan import Piece, coverage_gap
+from shardckpt.state import tensor_names
+from shardckpt.state.names import array_path, piece_path, shown
+from shardckpt.state.union import union
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from shardckpt.layout.dtypes import DType
+
+__all__ = ["StoredLayout", "Structure", "TensorRecord"]
+
+StoredLayout: TypeAlias = Layout | Placements
+"""How a tensor was laid out when it was saved: GSPMD's way wherever that says it, else DTensor's."""
+
+_Devices = TypeVar("_Devices", Mesh, StoredLayout)
+MOST_DEVICES = 1 << 24
+"""Over all meshes, and over all shardings: bounds the memory of believing a short record that names many large ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One stored tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    layout: StoredLayout | None
+    """How it was laid out when it was saved; None: a plain host tensor."""
+    pieces: tuple[Piece, ...]
+    """The zarr arrays that hold it."""
+    partial: bool = False
+    """Whether these pieces are only those of one process, which does not know the others'."""
+    base: InBase | None = None
+    """Where its elements are, if not in this checkpoint: then `pieces` are cut as those in the base, by this tensor's own name."""
+
+    @property
+    def is_one_array(self) -> bool:
+        """Whether it lies in this checkpoint, in an array that goes by its name."""
+        return self.base is None and not self.partial and len(self.pieces) == 1 and self.pieces[0].path == array_path(self.name)
+
+    def called(self, name: str) -> TensorRecord:
+        """A tensor of another name that is stored likewise: this `is_one_array`."""
+        (piece,) = self.pieces
+        return TensorRecord(name, self.shape, self.dtype, self.layout, (Piece(array_path(name), piece.start, piece.shape, piece.chunks),))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored elements, without padding and checksums."""
+        return prod(self.shape) * self.dtype.storage.itemsize
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks over all pieces."""
+        return sum(p.num_chunks for p in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a checkpoint holds, apart from the bytes: the tree, its small leaves, and every tensor's record."""
+
+    tree: Any
+    """JSON document of `tree.flatten`."""
+    tensors: dict[str, TensorRecord]
+
+    @property
+    def bases(self) -> list[Base]:
+        """The other checkpoints in which tensors of this one lie, each once."""
+        return list(dict.fromkeys(t.base.base for t in self.tensors.values() if t.base is not None))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form; equal meshes and shardings appear once."""
+        meshes: dict[Mesh, int] = {}
+        bases: dict[Base, int] = {}
+        shardings: dict[tuple[StoredLayout, int], int] = {}
+        tensors = {}
+        for name, t in self.tensors.items():
+            entry: dict[str, Any] = {"shape": list(t.shape), "dtype": t.dtype.name}
+            if t.layout is not None:
+                # Told apart as objects, which is cheap; a mesh has as many ids as there are devices.
+                entry["sharding"] = shardings.setdefault((t.layout, len(t.shape)), len(shardings))
+            if [p.path for p in t.pieces] == [array_path(name)]:
+                entry["chunks"] = list(t.pieces[0].chunks)
+            else:
+                entry["pieces"] = [{"start": list(p.start), "shape": list(p.shape), "chunks": list(p.chunks)} for p in t.pieces]
+            if t.partial:
+                entry["partial"] = True
+            if t.base is not None:
+                entry["base"] = bases.setdefault(t.base.base, len(bases))
+                entry |= {} if t.base.name == name else {"base_name": t.base.name}
+            tensors[name] = entry
+        return {
+            **({"bases": [base.to_json() for base in bases]} if bases else {}),
+            "shardings": [_layout_json(layout, ndim, meshes) for layout, ndim in shardings],
+            "meshes": [mesh.to_json() for mesh in meshes],
+            "tensors": tensors,
+            "tree": self.tree,
+        }
+
+    @classmethod
+    def union(cls, parts: Sequence[tuple[Sequence[int], Structure]]) -> Structure:
+        """What several processes hold together.
+
+        Args:
+            parts: distinct structures, each with the processes that say so, ascending; by lowest process.
+
+        Raises:
+            CommitError: they contradict each other; names the leaf or tensor, and the processes.
+        """
+        if len(parts) == 1 and not any(t.partial for t in parts[0][1].tensors.values()):
+            return parts[0][1]
+        tree = union([(processes, part.tree) for processes, part in parts])
+        tensors: dict[str, TensorRecord] = {}
+        said_by: dict[str, Sequence[int]] = {}
+        for processes, part in parts:
+            for name, tensor in part.tensors.items():
+                known = tensors.get(name)
+                if known is None:
+                    tensors[name], said_by[name] = tensor, processes
+                elif known != tensor:
+                    tensors[name] = _joined(known, tensor, said_by[name], processes)
+        return cls(tree, {name: _complete(tensors[name]) for name in tensor_names(tree)})
+
+    @classmethod
+    def from_json(cls, doc: Any, where: str, *, allow_partial: bool = False) -> Structure:
+        """Inverse of `to_json`; raises FormatError for anything that it would not write.
+
+        Args:
+            doc: the JSON form.
+            where: its file, for messages.
+            allow_partial: whether tensors may lack pieces: the document is of one process.
+        """
+        read = Fields(doc, where)
+        layouts, bases = _layouts(read), bases_of(read.doc, where)
+        tensors: dict[str, TensorRecord] = {}
+        known: dict[str, TensorRecord] = {}
+        suited: set[tuple[int, int]] = set()
+        for name, entry in read.mapping("tensors").items():
+            # Of a thousand tensors some dozen differ in more than their names; as text, because to Python 1, 1.0 and True are equal.
+            text = repr(entry)
+            if text in known:
+                tensors[name] = known[text].called(name)
+                continue
+            inside = Fields(entry, f"{where}: tensor {shown(name)}")
+            t = tensors[name] = _tensor(inside, name, layouts, bases, allow_partial=allow_partial)
+            if t.is_one_array:
+                known[text] = t
+            if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
+                try:
+                    t.layout.parts(len(t.shape))
+                except ShardingError as e:
+                    raise FormatError(f"{where}: tensor {shown(name)}: {e}") from e
+                suited.add((id(t.layout), len(t.shape)))
+        tree = read.value("tree")
+        named = tensor_names(tree)
+        if set(named) != set(tensors):
+            odd = min(set(named) ^ set(tensors))
+            read.fail(f"the tree and the list of tensors disagree about {shown(odd)}")
+        return cls(tree, {name: tensors[name] for name in named})
+
+
+def _joined(one: TensorRecord, other: TensorRecord, processes: Sequence[int], others: Sequence[int]) -> TensorRecord:
+    """One tensor of which two processes say different things; one that has no part of it knows nothing of it."""
+    if one.partial and other.partial and not (one.pieces and other.pieces):
+        return one if one.pieces else other
+    for what, a, b in (
+        ("shape", one.shape, other.shape),
+        ("dtype", one.dtype.name, other.dtype.name),
+        ("layout", one.layout, other.layout),
+        ("base", _whereabouts(one), _whereabouts(other)),
+        ("chunks", one.partial or one.pieces, other.partial or other.pieces),
+    ):
+        if a != b:
+            advice = "give tensors that differ names of their own"
+            if what == "layout" and one.layout is not None and other.layout is not None:
+                advice = "lay it out over one mesh of all its processes, replicated where they have the same"
+            if what == "base":
+                advice = "save with the same base= and skip= on all, while nobody replaces the base"
+            raise CommitError(
+                f"{shown(one.name)}: its {what} is {str(a)[:200]} on process {processes[0]} and {str(b)[:200]} on process {others[0]}; "
+                f"{advice}. Nothing was published."
+            )
+    return replace(one, pieces=tuple(dict.fromkeys([*one.pieces, *other.pieces])))
+
+
+def _whereabouts(tensor: TensorRecord) -> str:
+    """Where a tensor's elements are, in words; the same wherever a base is the same, by whatever url it is reached."""
+    return "none" if tensor.base is None else f"attempt {tensor.base.base.attempt}, {shown(tensor.base.name)}"
+
+
+def _complete(tensor: TensorRecord) -> TensorRecord:
+    """A tensor of which all processes have shown their pieces."""
+    if not tensor.partial:
+        return tensor
+    gap = coverage_gap(tensor.shape, tensor.pieces)
+    if gap is not None:
+        raise CommitError(
+            f"{shown(tensor.name)}: the processes' shards do not make the tensor of shape {tensor.shape}: {gap}. Nothing was published."
+        )
+    pieces = sorted(tensor.pieces, key=lambda piece: piece.start)
+    return replace(tensor, pieces=tuple(pieces), partial=False)
+
+
+def _layout_json(layout: StoredLayout, ndim: int, meshes: dict[Mesh, int]) -> dict[str, Any]:
+    """A layout's JSON form: always with OpSharding text, and with mesh (by position) and spec where they are known."""
+    if isinstance(layout, Placements):
+        return layout.to_json(meshes.setdefault(layout.mesh, len(meshes)))
+    if isinstance(layout, Sharding):
+        text = layout.op_sharding(ndim).to_hlo()
+        return {**layout.to_json(meshes.setdefault(layout.mesh, len(meshes))), "op_sharding": text}
+    doc = layout.to_json()
+    return {"op_sharding": doc.pop("hlo"), **doc}
+
+
+def _layouts(read: Fields) -> list[StoredLayout]:
+    """The shardings that tensors refer to by position."""
+    # A newer minor version may add members; what is read is picked out here.
+    meshes = _believed(read, "meshes", lambda doc: Mesh.from_json(_picked(doc, ("shape", "axes", "devices"))))
+
+    def layout(doc: dict[str, Any]) -> StoredLayout:
+        if "placements" in doc:
+            return Placements.from_json(_picked(doc, ("mesh", "placements")), meshes)
+        if "mesh" in doc:
+            return Sharding.from_json(_picked(doc, ("mesh", "spec")), meshes)
+        return OpSharding.from_json({"hlo": doc.get("op_sharding"), **_picked(doc, ("devices",))})
+
+    return _believed(read, "shardings", layout)
+
+
+def _believed(read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices]) -> list[_Devices]:
+    """All of a list of meshes or shardings, as long as their devices are not too many together."""
+    found: list[_Devices] = []
+    devices = 0
+    for entry in read.sequence(key):
+        try:
+            found.append(parse(Fields(entry, read.where).doc))
+        except (FormatError, ShardingError) as e:
+            raise FormatError(f"{read.where}: a sharding that cannot be: {e}") from e
+        last = found[-1]
+        if not isinstance(last, OpSharding):
+            devices += last.size if isinstance(last, Mesh) else last.num_devices
+        elif last.tiles is not None:
+            devices += last.tiles.num_devices
+        if devices > MOST_DEVICES:
+            read.fail(f"its {key} have more than {MOST_DEVICES} devices together")
+    return found
+
+
+def _picked(doc: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {k: doc[k] for k in keys if k in doc}
+
+
+def _pieces(read: Fields, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """The arrays of a tensor."""
+    if "pieces" not in read.doc:
+        return (Piece(array_path(name), (0,) * len(shape), shape, read.dimensions("chunks", least=1)),)
+    entries = [Fields(p, read.where) for p in read.sequence("pieces")]
+    starts = [e.dimensions("start", least=0) for e in entries]
+    if any(len(start) != len(shape) for start in starts):
+        read.fail(f"its pieces have another rank than its shape {shape}")
+    return tuple(
+        Piece(piece_path(name, shape, start), start, e.dimensions("shape", least=0), e.dimensions("chunks", least=1))
+        for e, start in zip(entries, starts, strict=True)
+    )
+
+
+def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Base], *, allow_partial: bool) -> TensorRecord:
+    shape = read.dimensions("shape", least=0)
+    try:
+        dtype = dtypes.by_name(read.string("dtype"))
+    except DtypeError as e:
+        raise FormatError(f"{read.where}: {e}") from e
+    layout = read.pick("sharding", layouts) if "sharding" in read.doc else None
+    pieces = _pieces(read, name, shape)
+    if any(len(p.shape) != len(shape) for p in pieces):
+        read.fail(f"its pieces have another rank than its shape {shape}")
+    if any(prod(max(n, 1) for n in sides) * dtype.itemsize > LARGEST_DIMENSION for sides in (shape, *(p.chunks for p in pieces))):
+        read.fail(f"its shape {shape} or its chunks have more bytes than can be addressed")
+    partial = read.doc.get("partial") is True
+    if partial and not allow_partial:
+        read.fail("it has only some of its pieces")
+    if len({p.path for p in pieces}) != len(pieces):
+        read.fail("two of its pieces start at the same element")
+    gap = None if partial else coverage_gap(shape, pieces)
+    if gap is not None:
+        read.fail(gap)
+    if not pieces and not partial:
+        read.fail("it has no pieces")  # of a tensor of no elements they would hold all
+    base = None
+    if "base" in read.doc:
+        base = InBase(read.pick("base", bases), read.string("base_name") if "base_name" in read.doc else name)
+        if partial:
+            read.fail("it lies in another checkpoint, and has only some of its pieces")
+    return TensorRecord(name, shape, dtype, layout, pieces, partial, base)

@@ -1,0 +1,244 @@
+"""The chunk table: where a host put each of its chunks, and what they hold.
+
+One binary file per host, and one for all hosts, little-endian throughout: the header (`table_header`), and then for all
+chunks, array after array, each array in grid order, a row of
+
+```
+u64 chunk      position in the array's grid, row-major, ascending within an array
+u32 file       index into "files"; 0xFFFFFFFF: the chunk is an object of its own
+u64 offset     first byte in the file
+u32 length     bytes stored, the codec's 4-byte checksum included
+u32 crc32c     of the stored bytes before that checksum
+```
+
+Files are named relative to the attempt. The record holds the SHA-256 of the header, which holds a digest of each block of
+rows, so a reader that goes by the table knows for each chunk the place and the contents: two swapped data files do not pass.
+In the table of all hosts every array has all chunks of its grid, so that a chunk's row is known without a look
+(`table_blocks`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt.errors import FormatError
+from shardckpt.format.table_header import OWN_OBJECT, ROW, TableHeader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["OWN_OBJECT", "ArrayChunks", "Table", "merge_tables", "same_places"]
+
+_COLUMNS = tuple((name, ROW[name]) for name in ROW.names or ())
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayChunks:
+    """The chunks of one array, in grid order; one row per chunk."""
+
+    chunk: NDArray[np.uint64]
+    """Position in the array's grid, ascending."""
+    file: NDArray[np.uint32]
+    """Index into the table's files, or `OWN_OBJECT`."""
+    offset: NDArray[np.uint64]
+    """First byte in the file."""
+    length: NDArray[np.uint32]
+    """Bytes stored."""
+    crc: NDArray[np.uint32]
+    """crc32c of the stored bytes, without the codec's own checksum."""
+
+    @classmethod
+    def none(cls) -> ArrayChunks:
+        """No chunks."""
+        return cls(**{name: np.empty(0, dtype) for name, dtype in _COLUMNS})
+
+    @classmethod
+    def of_columns(cls, *columns: NDArray[Any]) -> ArrayChunks:
+        """Chunks given as their columns, of any integer types that fit."""
+        return cls(**{name: column.astype(dtype, copy=False) for (name, dtype), column in zip(_COLUMNS, columns, strict=True)})
+
+    @classmethod
+    def of_records(cls, rows: NDArray[np.void]) -> ArrayChunks:
+        """Chunks given as an array of `ROW`."""
+        return cls(**{name: np.ascontiguousarray(rows[name]) for name, _ in _COLUMNS})
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[int, int, int, int, int]]) -> ArrayChunks:
+        """Few chunks, given as (chunk, file, offset, length, crc), ascending."""
+        return cls(**{name: np.array(column, dtype) for (name, dtype), column in zip(_COLUMNS, zip(*rows, strict=True), strict=True)})
+
+    @classmethod
+    def concatenate(cls, some: Sequence[ArrayChunks]) -> ArrayChunks:
+        """The rows of all; at least one is given."""
+        return cls(**{name: np.concatenate([getattr(rows, name) for rows in some]) for name, _ in _COLUMNS})
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.chunk)
+
+    def take(self, row: NDArray[np.int64]) -> ArrayChunks:
+        """Some of the chunks, by row."""
+        return ArrayChunks(**{name: getattr(self, name)[row] for name, _ in _COLUMNS})
+
+    def first_missing(self, num_chunks: int) -> int | None:
+        """The first of a grid's chunks that the table does not have; None where it has all, and row i is chunk i.
+
+        Cheap however large the grid claims to be, because rows ascend.
+        """
+        if len(self.chunk) >= num_chunks and (num_chunks == 0 or int(self.chunk[num_chunks - 1]) == num_chunks - 1):
+            return None
+        astray = np.flatnonzero(self.chunk != np.arange(len(self.chunk), dtype=np.uint64))
+        return int(astray[0]) if len(astray) else len(self.chunk)
+
+    def find(self, chunk: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows of those chunks, -1 where the table has none."""
+        if not len(self.chunk):
+            return np.full(len(chunk), -1, np.int64)
+        wanted = chunk.astype(np.uint64)
+        row = np.minimum(np.searchsorted(self.chunk, wanted), len(self.chunk) - 1)
+        found: NDArray[np.int64] = np.where(self.chunk[row] == wanted, row, -1)
+        return found
+
+    def row(self, chunk: int) -> int:
+        """Row of one chunk, -1 where the table has none."""
+        row = int(np.searchsorted(self.chunk, np.uint64(chunk)))
+        return row if row < len(self.chunk) and int(self.chunk[row]) == chunk else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All of a table at once, in columns: a job's tables have an array for every pair of host and tensor."""
+
+    files: list[str]
+    """Data files, relative to the attempt."""
+    counts: dict[str, int]
+    """Array path → chunks, in the order of the rows."""
+    rows: ArrayChunks
+    """The chunks of all arrays, array after array."""
+
+    @classmethod
+    def of(cls, files: Sequence[str], arrays: Mapping[str, ArrayChunks]) -> Table:
+        """The table of those arrays, in that order."""
+        columns = {
+            name: np.concatenate([np.asarray(getattr(rows, name), dtype) for rows in arrays.values()]) if arrays else np.empty(0, dtype)
+            for name, dtype in _COLUMNS
+        }
+        return cls(list(files), {path: len(rows) for path, rows in arrays.items()}, ArrayChunks(**columns))
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Table:
+        """Inverse of `encode`.
+
+        Args:
+            data: the whole table.
+            where: its url, for messages.
+
+        Raises:
+            FormatError: not a chunk table, or one that contradicts itself.
+        """
+        return cls.of_body(TableHeader.decode(data, where), data, where)
+
+    @classmethod
+    def of_body(cls, header: TableHeader, data: bytes, where: str) -> Table:
+        """The table of that header; `data` is all of it, header included, and `where` as for `decode`."""
+        expected = header.nbytes + header.rows * ROW.itemsize
+        if expected != len(data):
+            raise FormatError(f"{where}: {header.rows} chunks need {expected} bytes, the chunk table has {len(data)}.")
+        return cls.of_rows(header, ArrayChunks.of_records(header.read_rows(memoryview(data)[header.nbytes :], 0, where)), where)
+
+    @classmethod
+    def of_rows(cls, header: TableHeader, rows: ArrayChunks, where: str) -> Table:
+        """The table of that header and all its rows; `where` as for `decode`."""
+        table = cls(header.files, header.counts, rows)
+        astray = table._not_after(rows.chunk[1:] <= rows.chunk[:-1])
+        if astray is not None:
+            raise FormatError(f"{where}: the chunks of {astray} are not in grid order, or one is there twice.")
+        return table
+
+    @classmethod
+    def merge(cls, tables: Sequence[Table]) -> Table:
+        """One table over all hosts; see `doubled`."""
+        arrays: dict[str, int] = {}
+        files: list[str] = []
+        numbers, bases = [], []
+        for table in tables:
+            bases.append(len(files))
+            files += table.files
+            mine = np.fromiter((arrays.setdefault(path, len(arrays)) for path in table.counts), np.int64, len(table.counts))
+            numbers.append(np.repeat(mine, np.fromiter(table.counts.values(), np.int64, len(table.counts))))
+        number = np.concatenate([*numbers, np.empty(0, np.int64)])
+        columns = {name: np.concatenate([*(getattr(table.rows, name) for table in tables), np.empty(0, dtype)]) for name, dtype in _COLUMNS}
+        base = np.repeat(np.array(bases, np.uint64), [len(table.rows) for table in tables])
+        own = columns["file"] == OWN_OBJECT
+        columns["file"] = np.where(own, OWN_OBJECT, columns["file"] + base).astype("<u4")
+        order = np.lexsort((columns["chunk"], number))
+        counts = np.bincount(number, minlength=len(arrays)).tolist()
+        rows = ArrayChunks(**{name: column[order] for name, column in columns.items()})
+        return cls(files, dict(zip(arrays, counts, strict=True)), rows)
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the rows, which end the table."""
+        return len(self.rows) * ROW.itemsize
+
+    def encode(self) -> bytes:
+        """The table's bytes."""
+        rows = np.empty(len(self.rows), ROW)
+        for name, _ in _COLUMNS:
+            rows[name] = getattr(self.rows, name)
+        body = rows.tobytes()
+        return TableHeader.encode(self.files, self.counts, body) + body
+
+    def arrays(self) -> dict[str, ArrayChunks]:
+        """Array path → its chunks."""
+        found, row = {}, 0
+        for path, count in self.counts.items():
+            found[path] = ArrayChunks(**{name: getattr(self.rows, name)[row : row + count] for name, _ in _COLUMNS})
+            row += count
+        return found
+
+    def last_chunks(self) -> dict[str, int]:
+        """Array path → its last chunk, of arrays that have any."""
+        counts = np.fromiter(self.counts.values(), np.int64, len(self.counts))
+        last = self.rows.chunk[np.cumsum(counts)[counts > 0] - 1].tolist()
+        return dict(zip((path for path, count in self.counts.items() if count), last, strict=True))
+
+    def doubled(self) -> str | None:
+        """The path of an array that has a chunk twice, if there is one."""
+        return self._not_after(self.rows.chunk[1:] == self.rows.chunk[:-1])
+
+    def _not_after(self, wrong: NDArray[np.bool_]) -> str | None:
+        """The array of the first row that is wrong beside the one before it; `wrong[i]` is of row i + 1.
+
+        Where an array begins, nothing is wrong.
+        """
+        ends = np.cumsum(np.fromiter(self.counts.values(), np.int64, len(self.counts)))
+        inside = np.ones(len(wrong), bool)
+        inside[ends[(ends > 0) & (ends <= len(wrong))] - 1] = False
+        rows = np.flatnonzero(wrong & inside)
+        return None if not len(rows) else list(self.counts)[int(np.searchsorted(ends, rows[0] + 1, side="right"))]
+
+
+def merge_tables(tables: Sequence[Table]) -> Table:
+    """One table over all hosts.
+
+    Raises:
+        FormatError: two hosts wrote the same chunk.
+    """
+    merged = Table.merge(tables)
+    doubled = merged.doubled()
+    if doubled is not None:
+        raise FormatError(f"{doubled}: two hosts wrote the same chunk; the checkpoint's records contradict each other.")
+    return merged
+
+
+def same_places(a: ArrayChunks, a_files: NDArray[np.object_], b: ArrayChunks, b_files: NDArray[np.object_], row: NDArray[np.int64]) -> bool:
+    """Whether two tables have the same places for the chunks of `a`, which are those rows of `b`."""
+    same = (a.offset == b.offset[row]) & (a.length == b.length[row]) & (a.crc == b.crc[row])
+    last = np.uint32(len(a_files) - 1), np.uint32(len(b_files) - 1)  # chunks that are objects of their own
+    return bool(same.all() and (a_files[np.minimum(a.file, last[0])] == b_files[np.minimum(b.file[row], last[1])]).all())

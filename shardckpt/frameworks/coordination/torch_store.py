@@ -1,0 +1,76 @@
+"""Through the store that torch.distributed was set up with, whatever the backend; torch_xla's rendezvous brings one too."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from shardckpt.errors import CoordinationError
+from shardckpt.frameworks.coordination.base import Coordinator
+from shardckpt.frameworks.coordination.calls import StoreCalls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+__all__ = ["TorchStore"]
+
+T = TypeVar("T")
+
+
+class TorchStore(Coordinator):
+    """The coordinator of a torch.distributed job: its processes are the ranks of the default group."""
+
+    def __init__(self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
+        """Agree with the other ranks; see `Coordinator`."""
+        # Neither the group nor its store is held: both go when the program destroys the group.
+        self._group = weakref.ref(dist.group.WORLD)
+        self._calls = StoreCalls("torch.distributed's store")
+        store = _get_default_store()
+        self._store = self._until(timeout, lambda: self._calls.make(lambda: _own_connection(store)))
+        super().__init__(dist.get_rank(), dist.get_world_size(), devices=devices, timeout=timeout)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the process group that this was made in is still the one."""
+        group = self._group()
+        return group is not None and group is dist.group.WORLD
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._ask(lambda store: store.set(key, value.decode("ascii")))
+
+    def _get(self, key: str) -> bytes | None:
+        # `get` waits for a missing key, up to the group's timeout; `check` does not, and no key of ours is ever deleted.
+        return self._ask(lambda store: bytes(store.get(key)) if store.check([key]) else None)
+
+    def _ask(self, question: Callable[[Any], T]) -> T:
+        store = self._store()
+        if store is None:
+            raise CoordinationError("the torch.distributed process group of this run was destroyed; call Coordinator.current() again.")
+        try:
+            return self._calls.make(lambda: question(store))
+        except RuntimeError as error:  # torch's DistError is one
+            raise CoordinationError(
+                f"torch.distributed's store does not answer ({_first_line(error)}); the process that holds it has ended, or was never "
+                f"there: start the job again, and end it on all processes at the same point."
+            ) from error
+
+
+def _own_connection(store: Any) -> Callable[[], Any]:
+    """A store's client of our own, or the store itself as long as it lives.
+
+    A client does one operation at a time: through the program's own, ours would wait behind whatever blocking one
+    another thread has begun. And a client of our own keeps no server alive, as the store itself on process 0 does; one
+    that outlives its group answers the next group of the same address with addresses of dead processes.
+    """
+    try:
+        client = store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):  # older torch, or a store written in Python
+        return weakref.ref(store)
+    return lambda: client
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,249 @@
+"""How are the values stored that every process owns by itself, and who gets which of them back?
+
+A value becomes one JSON document, in the file of its process:
+
+    {"tree": tree document, "arrays": {name: {"kind", "dtype", "shape", "data"}, …}}
+
+1. The tree is that of any state (`shardckpt.state`). All names in it begin with the value's own.
+2. Its tensors are host arrays, stored in place: `data` is base64 of the elements in row-major order, little-endian.
+   They come back as what they were, `kind`: `numpy`, `torch`, or `jax`. JAX's come back as numpy's where the program
+   has not imported jax, and of key arrays (`jax.random.key`) that are the words of the key.
+3. All values of a process take at most 64 MiB. This is for what is small and cannot be shared; the rest is tensors.
+
+Decoding believes nothing, and takes memory in proportion to the document.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import sys
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardckpt import frameworks
+from shardckpt.errors import DtypeError, DtypeMismatchError, FormatError, LeafError, MismatchError, MissingExtraError
+from shardckpt.format.fields import Fields
+from shardckpt.layout.dtypes import DType, by_name
+from shardckpt.layout.world import World
+from shardckpt.state import PerProcess, flatten
+from shardckpt.state.document import Owned, Tensor, leaves_of, parse
+from shardckpt.state.names import shown
+from shardckpt.state.unflatten import assemble
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from shardckpt.state.leaves import JSON
+
+__all__ = ["LARGEST_VALUES", "PerProcess", "choose_value", "decode_value", "encode_value", "encode_values"]
+
+LARGEST_VALUES = 64 << 20
+"""Bytes of all values of one process, encoded."""
+_KEY = "jax.key:"
+"""How the meaning of the words of a JAX key begins (`frameworks.jax_keys`); the generator's name follows."""
+
+
+# --- who gets which -------------------------------------------------------------------------------------------------
+
+
+def choose_value(values: Mapping[int, object], leaf: PerProcess, name: str, *, saved: int, world: World) -> object:
+    """The value that this process restores.
+
+    Args:
+        values: what is stored at this place, by process; those that had nothing there are left out.
+        leaf: what `like` has there.
+        name: its name.
+        saved: how many processes saved the checkpoint.
+        world: which process this is, of how many.
+
+    Raises:
+        MismatchError: nobody has said which one is meant.
+    """
+    if saved == world.processes and world.process in values:
+        return values[world.process]
+    if leaf.choose is not None:
+        return leaf.choose([values[process] for process in sorted(values)])
+    found = (
+        f"process {world.process} saved none"
+        if saved == world.processes
+        else f"{saved} process{'es' if saved > 1 else ''} saved the checkpoint, and {world.processes} restore it"
+    )
+    raise MismatchError(
+        f"{shown(name)} is a value of each process's own; {found}. Say which one to take, as in "
+        f"PerProcess(value, choose=lambda values: values[0]), or leave it out with only=."
+    )
+
+
+# --- encoding -------------------------------------------------------------------------------------------------------
+
+
+def encode_values(values: Mapping[str, object]) -> dict[str, JSON]:
+    """All values of this process as JSON documents.
+
+    Args:
+        values: by name (`Flat.per_process`).
+
+    Raises:
+        LeafError: something that cannot be stored there, by name; or values that are too large together.
+    """
+    documents: dict[str, JSON] = {}
+    room = LARGEST_VALUES
+    for name, value in values.items():
+        documents[name], size = _encode(value, name, room)
+        room -= size
+    return documents
+
+
+def encode_value(value: object, name: str) -> JSON:
+    """One value as a JSON document; see `encode_values`."""
+    return _encode(value, name, LARGEST_VALUES)[0]
+
+
+def _encode(value: object, name: str, room: int) -> tuple[JSON, int]:
+    """The document, and bytes that it takes: of `room` at most."""
+    flat = flatten(value, frameworks.is_tensor, frameworks.identity, frameworks.meaning, root=name)
+    for inner in flat.per_process:
+        raise LeafError(f"{shown(inner)} is a PerProcess inside of the PerProcess {shown(name)}; mark the outer one only.")
+    arrays = {path: _host_array(leaf, path) for path, leaf in flat.tensors.items()}
+    size = len(json.dumps(flat.tree, separators=(",", ":"))) + sum(-(-array.nbytes // 3) * 4 for _, _, array in arrays.values())
+    if size > room:
+        raise LeafError(
+            f"{shown(name)} takes {size / 2**20:.1f} MiB, and all PerProcess values of a process may take "
+            f"{LARGEST_VALUES >> 20} MiB; give large arrays keys of their own per process, outside of PerProcess, "
+            f'and save with SaveOptions(host_tensors="local").'
+        )
+    written: dict[str, JSON] = {
+        path: {"kind": kind, "dtype": dtype.name, "shape": list(array.shape), "data": base64.b64encode(_bits(array).data).decode()}
+        for path, (kind, dtype, array) in arrays.items()
+    }
+    return {"tree": flat.tree, "arrays": written}, size
+
+
+def _bits(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _host_array(leaf: Any, name: str) -> tuple[str, DType, NDArray[Any]]:
+    """Which framework's it is, its dtype, and its elements; mostly not a copy."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if isinstance(leaf, np.ndarray):
+        return "numpy", *_of_numpy(leaf, name)
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        return "torch", *_of_torch(leaf, name)
+    if jax is not None and isinstance(leaf, jax.Array):
+        return "jax", *_of_jax(leaf, name)
+    raise LeafError(f"{shown(name)}: a {type(leaf).__qualname__} has no data to save; leave it out of the state.")
+
+
+def _of_numpy(leaf: NDArray[Any], name: str) -> tuple[DType, NDArray[Any]]:
+    from shardckpt.frameworks import numpy as adapter
+
+    source: Any = adapter.sources({name: leaf}, World())[name]
+    return source.dtype, source.array.astype(source.dtype.numpy, copy=False)
+
+
+def _of_torch(leaf: Any, name: str) -> tuple[DType, NDArray[Any]]:
+    from shardckpt.frameworks import torch as adapter
+
+    if leaf.device.type != "cpu" or type(leaf).__name__ == "DTensor":
+        raise LeafError(f"{shown(name)} is a {type(leaf).__name__} on {leaf.device}, inside of a PerProcess; {_ADVICE}.")
+    source: Any = adapter.sources({name: leaf}, World())[name]
+    return source.dtype, adapter.array_of(leaf.detach().resolve_conj().resolve_neg(), source.dtype)
+
+
+def _of_jax(leaf: Any, name: str) -> tuple[DType, NDArray[Any]]:
+    import jax
+
+    from shardckpt.frameworks import jax as adapter
+
+    if not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable:
+        raise LeafError(f"{shown(name)} is a jax.Array that other processes have parts of, inside of a PerProcess; {_ADVICE}.")
+    source: Any = adapter.sources({name: leaf}, World())[name]
+    return source.dtype, jax.device_get(source.array)
+
+
+_ADVICE = "keep it outside, where every process stores its part, or make it a local tensor on the CPU first"
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+def decode_value(document: JSON, name: str) -> Any:
+    """The value that a document says, in plain dicts, lists and tuples.
+
+    Raises:
+        FormatError: no value is written so.
+        MissingExtraError: a part of it is torch's, and torch is not installed.
+        DtypeMismatchError: a part of it is JAX's, of a dtype that JAX is not configured for.
+    """
+    read = Fields(document, f"The per-process value of {shown(name)}")
+    root = parse(read.value("tree"), name)
+    arrays = read.mapping("arrays")
+    values: dict[str, object] = {}
+    for leaf in leaves_of(root):
+        if isinstance(leaf, Owned):
+            read.fail(f"{leaf.name!r:.200} is a per-process value inside of one")
+        if isinstance(leaf, Tensor):
+            if leaf.name not in arrays:
+                read.fail(f"the array {leaf.name!r:.200} is missing")
+            values[leaf.name] = _decode_array(Fields(arrays[leaf.name], f"{read.where}, array {leaf.name!r:.200}"), leaf)
+    if len(values) != len(arrays):
+        read.fail("it has arrays that its tree does not name")
+    return assemble(root, values)
+
+
+def _decode_array(read: Fields, leaf: Tensor) -> object:
+    kind = read.one_of("kind", ("numpy", "torch", "jax"))
+    shape = read.dimensions("shape", least=0)
+    try:
+        dtype = by_name(read.string("dtype"))
+        data = bytearray(base64.b64decode(read.string("data").encode("ascii"), validate=True))
+    except (DtypeError, UnicodeEncodeError, binascii.Error) as e:
+        read.fail(str(e)[:200])
+    if len(data) != prod(shape) * dtype.itemsize:
+        read.fail(f"it has {len(data)} bytes, and {prod(shape)} elements of {dtype} are expected")
+    if dtype.name == "bool" and data.translate(None, b"\0\1"):
+        read.fail("it has bools that are neither true nor false")
+    try:
+        array = np.frombuffer(data, dtype.numpy).reshape(shape)
+    except ValueError as e:  # none of no elements is as long as this in another dimension
+        read.fail(str(e)[:200])
+    if leaf.meaning is not None and (kind != "jax" or not leaf.meaning.startswith(_KEY)):
+        read.fail(f"it means {leaf.meaning!r}, which is not known")
+    if kind == "torch":
+        return _to_torch(read, array, dtype)
+    return array if kind == "numpy" or "jax" not in sys.modules else _to_jax(read, array, leaf)
+
+
+def _to_torch(read: Fields, array: NDArray[Any], dtype: DType) -> object:
+    try:
+        from shardckpt.frameworks import torch as adapter
+    except ImportError:
+        raise MissingExtraError(f"{read.where} is a tensor of torch's: install torch to read it, or leave it out with only=.") from None
+    try:
+        return adapter.tensor_of(array, dtype)
+    except DtypeError as e:
+        raise FormatError(f"{read.where}: {e}") from e
+
+
+def _to_jax(read: Fields, array: NDArray[Any], leaf: Tensor) -> object:
+    import jax
+
+    made = jax.device_put(array)
+    if made.dtype != array.dtype:
+        raise DtypeMismatchError(
+            f"{read.where} is a jax.Array of {array.dtype}, and JAX makes it {made.dtype} here; "
+            f'call jax.config.update("jax_enable_x64", True) first, or leave it out with only=.'
+        )
+    if leaf.meaning is None:
+        return made
+    try:
+        return jax.random.wrap_key_data(made, impl=leaf.meaning.removeprefix(_KEY))
+    except (ValueError, TypeError) as e:
+        raise FormatError(f"{read.where} is no key of a generator that this JAX has ({str(e)[:200]}).") from e

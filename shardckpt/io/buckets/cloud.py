@@ -1,0 +1,306 @@
+"""What the object stores need besides a bucket and names: endpoint, credentials, patience, rates, and a lister.
+
+All of it comes from the environment, by the variables that each cloud's own tools go by.
+
+Google Cloud Storage (`gs://`, needs the extra `shardckpt[gcs]`):
+
+- Credentials are Google's application default ones: the file that `GOOGLE_APPLICATION_CREDENTIALS` names (a service
+  account's key or a user's refresh token; TensorStore reads no `external_account` files), else what
+  `gcloud auth application-default login` left, else the machine's own service account, else none.
+- `TENSORSTORE_GCS_HTTP_URL` (TensorStore's name) or `STORAGE_EMULATOR_HOST` (everybody else's) is another endpoint; one
+  of them is enough. Over plain `http://`, to an emulator, no credentials are sent.
+
+S3 and what speaks its protocol (`s3://`, needs the extra `shardckpt[s3]`):
+
+- Credentials: `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` (and `AWS_SESSION_TOKEN`), else the profile
+  `AWS_PROFILE` of `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE`, else the container's or the machine's role.
+  `AWS_NO_SIGN_REQUEST=1`: none, for public buckets.
+- `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL` is another endpoint, addressed as endpoint/bucket/name. It must
+  enforce `If-Match` and `If-None-Match` on PUT, else two savers can both believe to have committed.
+- `AWS_REGION` or `AWS_DEFAULT_REGION` is the bucket's region. Without it AWS is asked, and another endpoint gets us-east-1.
+
+Both:
+
+- `SHARDCKPT_RETRY_SECONDS` (300): how long a request is tried again, with growing pauses, when the service answers
+  408, 429 or 5xx, or breaks off. A connection on which nothing moves is given up after
+  `TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` (30, unless it is set) and counts as broken off.
+  Listings and server-side copies are not TensorStore's: `patience` repeats them by the same rule.
+- `SHARDCKPT_READS_PER_SECOND`, `SHARDCKPT_WRITES_PER_SECOND`: at most how many reads and listings, and how many writes
+  and deletions, this process begins per second. By default 4000 and 800 (`BUCKET`), of which each process of a save has
+  its share. Tries after the first are not counted, their pauses spread them; nor are the few requests for an OCDBT index.
+- `TENSORSTORE_GCS_REQUEST_CONCURRENCY`, `TENSORSTORE_S3_REQUEST_CONCURRENCY` (32): requests at a time.
+
+Set them before a process first uses shardckpt: those of patience, rates and AWS credentials are read once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from configparser import ConfigParser, ParsingError
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from shardckpt.errors import MissingExtraError, OptionError
+from shardckpt.io.buckets.pace import ALONE, Pace, Share
+
+__all__ = [
+    "BUCKET",
+    "context",
+    "endpoint_of",
+    "filesystem",
+    "is_anonymous",
+    "is_passing",
+    "kvstore",
+    "pace",
+    "pauses",
+    "prepare",
+    "region_of_s3",
+    "stalled_seconds",
+    "status_of",
+]
+
+_EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+"""Scheme → the package that lists its buckets, and the extra that installs it."""
+_RETRY_SECONDS = 300.0
+_STALLED_SECONDS = 30
+_AWS_SOURCES = ("aws_access_key_id", "role_arn", "credential_process")
+"""Options of a profile, one of which it needs."""
+_PASSING = {408, 429, 500, 502, 503, 504}
+"""HTTP statuses of refusals that may be over the next time."""
+_RATES = {"read": "SHARDCKPT_READS_PER_SECOND", "write": "SHARDCKPT_WRITES_PER_SECOND"}
+BUCKET = {"read": 4000.0, "write": 800.0}
+"""Requests per second to one bucket: four fifths of what a new one of GCS bears. (S3 bears 5,500 and 3,500 per prefix.)
+
+https://cloud.google.com/storage/docs/request-rate
+"""
+
+
+def prepare(scheme: str) -> None:
+    """Make a process ready for an object store: its lister is there, and TensorStore knows the endpoint.
+
+    Raises:
+        MissingExtraError: the scheme's extra is not installed.
+        OptionError: a rate is no number.
+    """
+    package, extra = _EXTRAS[scheme]
+    if find_spec(package) is None:
+        raise MissingExtraError(f"{scheme}:// needs {package} to list buckets; install shardckpt[{extra}].")
+    for kind in BUCKET:
+        _pace(kind, ALONE)
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
+    endpoint = endpoint_of(scheme)
+    if scheme == "gs" and endpoint is not None:
+        # TensorStore's driver for GCS takes them in no other way.
+        os.environ["TENSORSTORE_GCS_HTTP_URL"] = endpoint
+        if endpoint.startswith("http:"):
+            os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+
+
+def kvstore(scheme: str, bucket: str, path: str) -> dict[str, Any]:
+    """TensorStore's spec of the objects in a bucket whose names begin with `path`."""
+    spec: dict[str, Any] = {"driver": "gcs" if scheme == "gs" else "s3", "bucket": bucket, "path": path}
+    if scheme == "s3":
+        endpoint, region = endpoint_of(scheme), region_of_s3()
+        spec |= {key: value for key, value in (("endpoint", endpoint), ("aws_region", region)) if value is not None}
+    return spec
+
+
+def context() -> dict[str, Any]:
+    """Spec of the TensorStore context that all of a process's stores share.
+
+    Raises:
+        OptionError: a number of seconds is none, or `AWS_PROFILE` is no profile.
+    """
+    tries = pauses()
+    # As many tries, with such pauses, as take about that long where each fails at once.
+    retries = {"max_retries": len(tries), "initial_delay": f"{tries[0]}s", "max_delay": f"{tries[-1]}s"}
+    return {"gcs_request_retries": retries, "s3_request_retries": retries, "aws_credentials": _aws_credentials()}
+
+
+def pace(kind: Literal["read", "write"], share: Share = ALONE) -> None:
+    """Return when this process, with that share of a bucket, may begin a request of that kind."""
+    _pace(kind, share).wait()
+
+
+def endpoint_of(scheme: str) -> str | None:
+    """Where requests go, without a slash at the end; None: to the cloud itself."""
+    names = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST") if scheme == "gs" else ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    endpoint = next(filter(None, map(os.environ.get, names)), None)
+    if endpoint is None:
+        return None
+    return (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
+
+
+def region_of_s3() -> str | None:
+    """The region that requests to S3 are signed for; None: AWS is asked where the bucket is."""
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return region or ("us-east-1" if endpoint_of("s3") else None)
+
+
+def is_anonymous() -> bool:
+    """Whether requests to S3 are to carry no credentials."""
+    return os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true", "on")
+
+
+def stalled_seconds() -> float:
+    """After how long a connection on which nothing moves is given up."""
+    return _number("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or _STALLED_SECONDS
+
+
+def pauses() -> list[float]:
+    """Seconds between one try and the next: they double up to a longest one, and take `SHARDCKPT_RETRY_SECONDS` together.
+
+    Raises:
+        OptionError: that is no positive number.
+    """
+    seconds = _number("SHARDCKPT_RETRY_SECONDS") or _RETRY_SECONDS
+    first, longest = min(0.5, seconds / 8), min(16.0, seconds / 4)
+    found = [first]
+    while sum(found) < seconds:
+        found.append(min(longest, 2 * found[-1]))
+    return found
+
+
+def filesystem(scheme: str) -> Any:
+    """The fsspec file system that lists buckets: TensorStore knows no delimiter and no times. It makes each request once.
+
+    And what it says of GCS is not to be relied on: a listing that is refused comes back empty (0.1.86).
+    """
+    prepare(scheme)
+    if scheme == "gs":
+        return _gcs(endpoint_of("gs"), stalled_seconds())
+    return _s3(endpoint_of("s3"), region_of_s3(), is_anonymous(), stalled_seconds())
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether what a client of `filesystem` has raised may be over the next time."""
+    if isinstance(error, TimeoutError):
+        return True
+    status = status_of(error)
+    if status is not None:
+        return status in _PASSING or (status == 401 and "Invalid Credentials" in str(error))  # gcsfs then asks for others
+    # What has no status is of a connection, or of an answer that broke off; which kinds those are, each client knows.
+    module = type(error).__module__.partition(".")[0]
+    if module in ("botocore", "aiobotocore", "urllib3"):
+        from botocore.exceptions import ConnectionError as NoConnection
+        from s3fs.core import S3_RETRYABLE_ERRORS
+
+        return isinstance(error, (NoConnection, *S3_RETRYABLE_ERRORS))
+    if module in ("aiohttp", "requests", "google", "gcsfs"):
+        from gcsfs.retry import is_retriable
+
+        return bool(is_retriable(error))
+    return False
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status of an answer that a client of `filesystem` has made an error of; None: there was no answer, or it does not say."""
+    answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)  # of botocore, of which s3fs makes an OSError
+    if isinstance(answer, dict):
+        return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+    code = getattr(error, "code", None)  # of gcsfs, a number or its digits
+    return int(code) if str(code).isdecimal() else None  # type: ignore[arg-type]
+
+
+@cache
+def _gcs(endpoint: str | None, stalled: float) -> Any:
+    from aiohttp import ClientTimeout
+
+    # Not gcsfs's default, which asks another service over gRPC what kind of bucket each one is, before anything else.
+    from gcsfs.core import GCSFileSystem
+
+    class OneTry(GCSFileSystem):  # type: ignore[misc]  # it has no types
+        """Makes each request once; gcsfs makes it six times, after pauses that it does not let anyone set."""
+
+        _request = GCSFileSystem._request.__wrapped__  # noqa: SLF001  (the one place where it repeats requests)
+
+    # It logs a traceback of every error that it also raises: not to stderr, unless the program says so.
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())
+    return OneTry(
+        token="anon" if endpoint is not None and endpoint.startswith("http:") else None,
+        endpoint_url=endpoint,
+        requests_timeout=ClientTimeout(sock_connect=stalled, sock_read=stalled),
+        skip_instance_cache=True,
+        use_listings_cache=False,
+    )
+
+
+@cache
+def _s3(endpoint: str | None, region: str | None, anonymous: bool, stalled: float) -> Any:
+    from s3fs import S3FileSystem
+
+    filesystem = S3FileSystem(
+        anon=anonymous,
+        endpoint_url=endpoint,
+        client_kwargs={"region_name": region} if region else {},
+        config_kwargs={"retries": {"total_max_attempts": 1}, "connect_timeout": stalled, "read_timeout": stalled},
+        skip_instance_cache=True,
+        use_listings_cache=False,
+    )
+    filesystem.retries = 1
+    return filesystem
+
+
+def _aws_credentials() -> dict[str, str]:
+    """TensorStore's spec of where credentials for S3 come from.
+
+    Raises:
+        OptionError: `AWS_PROFILE` names a profile without keys or a role.
+    """
+    if is_anonymous():
+        return {"type": "anonymous"}
+    # Asked for by name, the environment is all that is looked at: the default writes errors about files that nobody has,
+    # and does not find the files that somebody has (0.1.86).
+    if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
+        return {"type": "environment"}
+    credentials, config = (
+        Path(os.environ.get(variable) or default).expanduser()
+        for variable, default in (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config"))
+    )
+    named = os.environ.get("AWS_PROFILE")
+    profile = named or "default"
+    if _has_profile(credentials, profile) or _has_profile(config, profile if profile == "default" else f"profile {profile}"):
+        files = {"credentials_file": credentials, "config_file": config}
+        return {"type": "profile", "profile": profile} | {key: str(file if file.exists() else os.devnull) for key, file in files.items()}
+    if named:
+        raise OptionError(
+            f"AWS_PROFILE={named}: neither {credentials} nor {config} has a profile of that name with keys or a role; name another "
+            f"one, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        )
+    return {"type": "default"}
+
+
+def _has_profile(file: Path, section: str) -> bool:
+    """Whether a file of AWS's has credentials in that section; many have a region there and no more."""
+    parser = ConfigParser(interpolation=None, strict=False)
+    try:
+        parser.read(file)
+    except (OSError, UnicodeDecodeError, ParsingError) as e:
+        raise OptionError(f"{file} cannot be read as a file of AWS profiles ({e}); mend it.") from e
+    return parser.has_section(section) and any(parser.has_option(section, key) for key in _AWS_SOURCES)
+
+
+@cache
+def _pace(kind: str, share: Share) -> Pace:
+    """The pace of those requests; what the environment sets is for the process, whatever its share."""
+    own = _number(_RATES[kind])
+    if own is not None and share != ALONE:
+        return _pace(kind, ALONE)
+    return Pace(own or BUCKET[kind], share)
+
+
+def _number(variable: str) -> float | None:
+    """An environment variable that is a positive number, None where it is not set."""
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise OptionError(f"{variable}={text}: must be a positive number.")
+    return value

@@ -1,0 +1,74 @@
+"""Deletion of an object of S3 on condition that it is still a known version.
+
+TensorStore 0.1.86 asks S3 for the version, and then deletes whatever is there. S3 itself takes `If-Match` on DeleteObject
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-deletes.html). Some services that speak its protocol ignore
+the header and delete the object all the same. So each bucket is tried once per process: an object of our own is deleted on a
+condition that does not hold.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from shardckpt.io.buckets import cloud
+from shardckpt.io.buckets.listing import PROBE
+from shardckpt.io.buckets.patience import Patience
+from shardckpt.io.buckets.s3_client import RefusedError, ask
+
+if TYPE_CHECKING:
+    from shardckpt.io.url import Location
+
+__all__ = ["delete_if_match"]
+
+_OTHER = f'"{"0" * 32}"'
+"""An ETag that no object of ours has."""
+_REFUSED, _MISSING, _UNKNOWN = 412, 404, 501
+_honours: dict[tuple[str, str | None], bool] = {}
+"""Bucket and endpoint → whether the service there refuses to delete an object on a condition that does not hold."""
+
+
+def delete_if_match(location: Location, key: str, generation: bytes) -> bool:
+    """Delete an object if it still has that generation.
+
+    Args:
+        location: the place in a bucket of S3.
+        key: of the object, relative to it.
+        generation: TensorStore's.
+
+    Returns:
+        Whether it was deleted; False where it is another one or gone, and where the service ignores conditions.
+
+    Raises:
+        OSError: the service failed or refused.
+    """
+    bucket, prefix = location.bucket, location.object_prefix
+    assert bucket is not None
+    service = bucket, cloud.endpoint_of("s3")
+    if service not in _honours:
+        _honours[service] = _refuses_others(bucket, prefix)
+    return _honours[service] and _deleted(bucket, prefix + key, generation[generation.index(b'"') :].decode())
+
+
+def _refuses_others(bucket: str, prefix: str) -> bool:
+    """Whether an object is safe from a deletion on a condition that does not hold."""
+    probe = f"{prefix}{PROBE}{secrets.token_hex(8)}"
+    ask("put_object", bucket, probe, kind="write", patience=Patience(), Body=b"")
+    try:
+        return not _deleted(bucket, probe, _OTHER)
+    except RefusedError as e:
+        if e.status == _UNKNOWN:
+            return False
+        raise
+    finally:
+        ask("delete_object", bucket, probe, kind="write", patience=Patience())
+
+
+def _deleted(bucket: str, name: str, etag: str) -> bool:
+    try:
+        ask("delete_object", bucket, name, kind="write", patience=Patience(), IfMatch=etag)
+    except RefusedError as e:
+        if e.status in (_REFUSED, _MISSING):
+            return False
+        raise
+    return True

@@ -1,0 +1,234 @@
+"""What lies at a place, and since when.
+
+On an object store a listing is paged, and by far the most of a checkpoint's objects are data that nobody wants to
+see. So `children` asks for one level (a *delimited* listing): an attempt of a million chunks is one entry. `keys` and
+`modification_times` go through everything below a prefix, page by page, and are for places that hold little or
+that are to be deleted.
+
+Ages are differences between times of one clock, the storage's own: `modification_times` says when an object was
+last written, `storage_now` what time it is there.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import errno
+import os
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.io.buckets import cloud
+from shardckpt.io.buckets.patience import Patience
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.interrupted import LOCK_SUFFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from shardckpt.io.store import Store
+    from shardckpt.io.url import Location
+
+__all__ = ["children", "keys", "modification_times", "sizes", "storage_now"]
+
+PROBE = ".now-"
+"""Begins the names of the objects that `storage_now` writes and deletes; one that is left behind means nothing."""
+PAGE = 1000
+"""Objects per request, the most that S3 gives."""
+
+
+def children(store: Store, prefix: str = "") -> list[str]:
+    """The names directly below `prefix` ("" or ending in a slash), sorted; those with more below end in a slash.
+
+    On disk one directory is read, and an empty directory counts as one with more below.
+
+    Raises:
+        StorageError: the storage failed or refused.
+    """
+    with storage_errors("list", store.path_of(prefix)):
+        path = store.local_path(prefix)
+        if path is not None:
+            return _directory(path)
+        if store.location.bucket is None:
+            heads = (key.removeprefix(prefix).partition("/") for key in store.list(prefix))
+            return sorted({head + slash for head, slash, _ in heads})
+        found: set[str] = set()
+        for page in _pages(store.location, prefix, delimiter="/"):
+            found.update(name.removeprefix(prefix) for name in page.prefixes)
+            found.update(file.key.removeprefix(prefix) for file in page.objects)
+        return sorted(found - {""})
+
+
+def keys(location: Location, prefix: str = "") -> Iterator[str]:
+    """All keys on an object store that start with `prefix`, in order, as they are at the time of each page.
+
+    Raises:
+        StorageError: the storage failed or refused.
+    """
+    with storage_errors("list", f"{location}/{prefix}"):
+        for page in _pages(location, prefix):
+            yield from (found.key for found in page.objects)
+
+
+def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every object below `prefix` ("", a whole key, or ending in a slash), and when it was last written.
+
+    Args:
+        store: where.
+        prefix: keys start with it.
+
+    Yields:
+        Key, and POSIX seconds by the storage's clock (S3's have no fractions). On disk in no particular order; links
+        are not followed. Memory keeps no times: everything was written this very moment.
+
+    Raises:
+        StorageError: the storage failed or refused.
+    """
+    with storage_errors("list", store.path_of(prefix)):
+        path = store.local_path(prefix)
+        if path is not None and prefix and not prefix.endswith("/"):
+            with suppress(FileNotFoundError):
+                yield prefix, path.stat(follow_symlinks=False).st_mtime
+        elif path is not None:
+            yield from _tree(path, prefix)
+        elif store.location.bucket is None:
+            yield from ((key, time.time()) for key in store.list(prefix))
+        else:
+            for page in _pages(store.location, prefix):
+                yield from ((found.key, found.time) for found in page.objects)
+
+
+def sizes(store: Store, prefix: str) -> dict[str, int]:
+    """Bytes of every object whose key starts with `prefix`, which may be a whole key; on disk, of the files in one directory.
+
+    Raises:
+        StorageError: the storage failed or refused.
+    """
+    with storage_errors("list", store.path_of(prefix)):
+        above = prefix.rpartition("/")[0]
+        path = store.local_path(above + "/" if above else "")
+        if path is not None:
+            names = [above + "/" * bool(above) + name for name in _directory(path) if not name.endswith("/")]
+            return {name: (store.location.local / name).stat().st_size for name in names if name.startswith(prefix)}  # type: ignore[operator]
+        if store.location.bucket is None:
+            return {key: len(store.read(key)) for key in store.list(prefix)}
+        return {found.key: found.nbytes for page in _pages(store.location, prefix) for found in page.objects}
+
+
+def storage_now(store: Store) -> float:
+    """What time it is by the storage's own clock, in POSIX seconds: that of a small object written just now.
+
+    Raises:
+        StorageError: nothing can be written there.
+    """
+    key = PROBE + secrets.token_hex(8)
+    store.write(key, b"")
+    try:
+        path = store.local_path(key)
+        with storage_errors("look at", store.path_of(key)):
+            return path.stat().st_mtime if path is not None else dict(modification_times(store, key))[key]
+    finally:
+        store.delete(key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """An object, as a listing has it."""
+
+    key: str
+    """On its way here the whole name, then relative to the location."""
+    time: float
+    """Of its last write, in POSIX seconds."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """One answer to a listing."""
+
+    objects: list[_Object]
+    prefixes: list[str]
+    """Keys up to the delimiter, where one was asked for."""
+
+
+def _pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[_Page]:
+    """The pages of a listing on an object store; there is one, if an empty one, as long as the bucket exists."""
+    ask = _gcs_page if location.scheme == "gs" else _s3_page
+    filesystem = cloud.filesystem(location.scheme)
+    below = location.object_prefix
+    query = {"prefix": below + prefix, **({"delimiter": delimiter} if delimiter else {})}
+    token: str | None = None
+    while True:
+        cloud.pace("read")
+        try:
+            objects, prefixes, token = Patience().ask(partial(ask, filesystem, location.bucket, query, token), cloud.is_passing)
+        except FileNotFoundError as e:
+            raise OSError(f"there is no such bucket ({e})") from e
+        except Exception as e:  # the clients' own kinds, which have no root in common
+            raise OSError(f"{type(e).__name__}: {e}") from e
+        strip = len(below)
+        yield _Page([replace(found, key=found.key[strip:]) for found in objects], [name[strip:] for name in prefixes])
+        if token is None:
+            return
+
+
+_Raw = tuple[list[_Object], list[str], str | None]
+
+
+def _gcs_page(filesystem: Any, bucket: str | None, query: dict[str, str], token: str | None) -> _Raw:
+    """One page: https://cloud.google.com/storage/docs/json_api/v1/objects/list."""
+    options = {**query, "maxResults": PAGE, "fields": "items(name,updated,size),prefixes,nextPageToken", "pageToken": token}
+    page = filesystem.call("GET", "b/{}/o", bucket, json_out=True, **options)
+    objects = [
+        _Object(item["name"], dt.datetime.fromisoformat(item["updated"]).timestamp(), int(item["size"])) for item in page.get("items", ())
+    ]
+    return objects, page.get("prefixes", []), page.get("nextPageToken") or None
+
+
+def _s3_page(filesystem: Any, bucket: str | None, query: dict[str, str], token: str | None) -> _Raw:
+    """One page: https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html."""
+    options = {name.capitalize(): value for name, value in query.items()} | ({"ContinuationToken": token} if token else {})
+    page = filesystem.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=PAGE, **options)
+    objects = [_Object(item["Key"], item["LastModified"].timestamp(), item["Size"]) for item in page.get("Contents", ())]
+    prefixes = [item["Prefix"] for item in page.get("CommonPrefixes", ())]
+    return objects, prefixes, page.get("NextContinuationToken") if page.get("IsTruncated") else None
+
+
+def _directory(path: Path) -> list[str]:
+    """A directory's entries, directories with a slash; none where there is no directory."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(e.name + "/" if _is_directory(e) else e.name for e in entries if not e.name.endswith(LOCK_SUFFIX))
+    except FileNotFoundError:
+        return []
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory or a link to one; a link that leads back to itself is neither."""
+    try:
+        return entry.is_dir()
+    except OSError as e:
+        if e.errno == errno.ELOOP:
+            return False
+        raise
+
+
+def _tree(path: Path, prefix: str) -> Iterator[tuple[str, float]]:
+    """The files below a directory; what goes away meanwhile is left out."""
+    try:
+        with os.scandir(path) as found:
+            entries = list(found)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _tree(path / entry.name, f"{prefix}{entry.name}/")
+            elif not entry.name.endswith(LOCK_SUFFIX):
+                yield prefix + entry.name, entry.stat(follow_symlinks=False).st_mtime
+        except FileNotFoundError:
+            continue

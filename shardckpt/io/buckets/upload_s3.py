@@ -1,0 +1,219 @@
+"""A large object for S3, as a multipart upload.
+
+1. `CreateMultipartUpload` asks for CRC32C of every part; a service that refuses that gets MD5.
+2. `UploadPart` carries the part's checksum, so that the service refuses what was damaged on the way. Parts are numbered by their
+   offset, so one that is sent again takes its own place.
+3. `CompleteMultipartUpload` names every part's checksum and ETag, and has `If-None-Match: *` if nothing may be replaced.
+4. To go on, `ListParts` says which parts are there. Those that follow each other from the first one, each of full size, are kept.
+
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpuoverview.html, and for the conditional completion
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import threading
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from crc32c import crc32c
+
+from shardckpt.io.buckets.patience import Patience
+from shardckpt.io.buckets.s3_client import RefusedError, ask
+from shardckpt.io.buckets.upload_session import TOKEN, UploadState, already_exists, bucket_and_name, new_token, vanished
+
+if TYPE_CHECKING:
+    from shardckpt.io.url import Location
+
+__all__ = ["S3Session"]
+
+PARALLEL = 3
+"""Parts on their way at a time."""
+_KNOWS_NO_CHECKSUM = {"NotImplemented", "XNotImplemented", "InvalidArgument", "InvalidRequest"}
+"""Names of errors by which services refuse a header that they do not know."""
+
+
+class S3Session:
+    """A multipart upload."""
+
+    parallel = PARALLEL
+
+    def __init__(self, place: Location, state: UploadState) -> None:
+        self.published = False
+        self.state = state
+        self._place = place
+        self._bucket, self._name = bucket_and_name(place)
+        self._patience = Patience()
+        self._parts: dict[int, dict[str, Any]] = {}
+        """Number → what `CompleteMultipartUpload` says of it."""
+        self._sizes: dict[int, int] = {}
+        """Number → bytes."""
+        self._together = 0
+        """Parts that are there from the first one on."""
+        self._durable = 0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def begin(cls, place: Location, part_bytes: int, *, if_absent: bool) -> Self:
+        """Begin an upload."""
+        session = cls(place, UploadState("", new_token(), part_bytes, if_absent))
+        if if_absent and session._owner() is not None:
+            raise already_exists(place)
+        begin: dict[str, Any] = {"Metadata": {TOKEN: session.state.token}, "ContentType": "application/octet-stream"}
+        try:
+            answer = session._ask("create_multipart_upload", ChecksumAlgorithm="CRC32C", **begin)
+        except RefusedError as refused:
+            if refused.status != 501 and refused.code not in _KNOWS_NO_CHECKSUM:
+                raise
+            answer = session._ask("create_multipart_upload", **begin)
+        checksum = "crc32c" if answer.get("ChecksumAlgorithm") == "CRC32C" else "md5"
+        session.state = UploadState(answer["UploadId"], session.state.token, part_bytes, if_absent, checksum)
+        return session
+
+    @classmethod
+    def resume(cls, place: Location, state: UploadState) -> Self | None:
+        """Go on with an upload; None if it is known no more."""
+        session = cls(place, state)
+        owner = session._owner()
+        session.published = owner == state.token
+        if session.published:
+            return session
+        if state.if_absent and owner is not None:
+            raise already_exists(place)
+        try:
+            session._find_parts()
+        except RefusedError as refused:
+            if refused.status != 404:
+                raise
+            return None
+        return session
+
+    @property
+    def durable(self) -> int:
+        """Bytes from the beginning that the service has confirmed."""
+        return self._durable
+
+    @property
+    def resume_at(self) -> int:
+        """The offset of the first part to send."""
+        return self._durable
+
+    def send(self, offset: int, data: memoryview) -> None:
+        """Send a part."""
+        number = offset // self.state.part_bytes + 1
+        if self.state.checksum == "crc32c":
+            checksum = {"ChecksumCRC32C": base64.b64encode(crc32c(data).to_bytes(4)).decode()}
+            given = {"ChecksumAlgorithm": "CRC32C", **checksum}
+        else:
+            checksum = {}
+            given = {"ContentMD5": base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()}
+        try:
+            answer = self._ask("upload_part", body=data, UploadId=self.state.upload, PartNumber=number, **given)
+        except RefusedError as refused:
+            self._gone(refused)
+        else:
+            self._confirm(number, len(data), {"ETag": answer["ETag"], **checksum})
+
+    def publish(self, offset: int, data: memoryview) -> None:
+        """Send the last part, and make the object visible."""
+        if len(data) or not offset:
+            self.send(offset, data)
+        if self.published:
+            return
+        parts = [{"PartNumber": number, **part} for number, part in sorted(self._parts.items())]
+        condition: dict[str, Any] = {"IfNoneMatch": "*"} if self.state.if_absent else {}
+        try:
+            self._ask("complete_multipart_upload", UploadId=self.state.upload, MultipartUpload={"Parts": parts}, **condition)
+        except RefusedError as refused:
+            if refused.status != 412:
+                self._gone(refused)
+            elif self._owner() != self.state.token:
+                raise already_exists(self._place) from refused
+        self.published = True
+
+    def give_up(self) -> None:
+        """Make no request again that fails."""
+        self._patience.give_up()
+
+    def abort(self) -> None:
+        """End the upload."""
+        self._patience = Patience()
+        try:
+            self._ask("abort_multipart_upload", UploadId=self.state.upload)
+        except RefusedError as refused:
+            if refused.status != 404:
+                raise
+
+    def _find_parts(self) -> None:
+        """Ask which parts are there."""
+        marker = 0
+        while True:
+            answer = self._ask("list_parts", UploadId=self.state.upload, PartNumberMarker=marker)
+            for part in answer.get("Parts", ()):
+                if part["PartNumber"] != len(self._parts) + 1 or part["Size"] != self.state.part_bytes:
+                    return
+                known = {key: part[key] for key in ("ETag", "ChecksumCRC32C") if key in part}
+                self._confirm(part["PartNumber"], part["Size"], known)
+            if not answer.get("IsTruncated"):
+                return
+            marker = answer["NextPartNumberMarker"]
+
+    def _confirm(self, number: int, nbytes: int, part: dict[str, Any]) -> None:
+        """Note that a part is there."""
+        with self._lock:
+            self._parts[number] = part
+            self._sizes[number] = nbytes
+            while self._together + 1 in self._parts:
+                self._together += 1
+                self._durable += self._sizes[self._together]
+
+    def _gone(self, refused: RefusedError) -> None:
+        """The service refuses a request: raise that, unless the upload has ended by becoming the object."""
+        if refused.status != 404 or refused.code == "NoSuchBucket":
+            raise refused
+        if self._owner() != self.state.token:
+            raise vanished(self._place) from refused
+        self.published = True
+
+    def _owner(self) -> str | None:
+        """The token of the upload that made the object that is there; None: there is no object."""
+        try:
+            answer = self._ask("head_object")
+        except RefusedError as refused:
+            if refused.status != 404:
+                raise
+            return None
+        return str(answer["Metadata"].get(TOKEN, ""))
+
+    def _ask(self, operation: str, body: memoryview | None = None, **parameters: Any) -> dict[str, Any]:
+        """The answer to one request about the object."""
+        kind: Literal["read", "write"] = "read" if operation in ("head_object", "list_parts") else "write"
+        given = parameters if body is None else {**parameters, "Body": _Body(body)}
+        return ask(operation, self._bucket, self._name, kind=kind, patience=self._patience, **given)
+
+
+class _Body:
+    """Bytes that a client of HTTP reads, several times if it wants to; they are not copied."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, nbytes: int | None = -1) -> memoryview:
+        """The next bytes."""
+        begin = self._at
+        self._at = len(self._data) if nbytes is None or nbytes < 0 else min(len(self._data), begin + nbytes)
+        return self._data[begin : self._at]
+
+    def tell(self) -> int:
+        """Where the next byte is."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to an offset from the beginning (0), from here (1) or from the end (2)."""
+        self._at = (0, self._at, len(self._data))[whence] + offset
+        return self._at

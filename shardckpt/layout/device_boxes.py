@@ -1,0 +1,152 @@
+"""Which box of a tensor does every device hold, and as which replica?
+
+1. What does not depend on the tensor's size is a `Tiling`: every device's tile coordinate, once per layout
+   and rank, and cached by the layouts.
+2. A tile is ceil(dim / parts) long in every dimension, as in XLA. Every shard has that (padded) size on its
+   device; the box is the part of it that lies inside the tensor. A shard with nothing left is the empty
+   box at the end: 10 rows over 8 are 2, 2, 2, 2, 2, 0, 0, 0.
+3. Replicas are the devices with the same tile, numbered by ascending device id. This is torch_xla's rule in
+   one sentence: 0 for tiled; the position in the last tile dimension for partial (XLA keeps it sorted by
+   id); the global ordinal for replicated. For ids that are not 0…N-1, the ordinal is the rank among them.
+
+Devices always come in ascending order of their ids, so that `np.searchsorted` finds one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardckpt.errors import ShardingError
+from shardckpt.layout.box import BoxArray
+from shardckpt.layout.mesh import MAX_AXES, checked_sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["DeviceBoxes", "Tiling", "checked_tensor_shape", "tile_shape"]
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBoxes:
+    """The box of every device, for one tensor shape and one layout."""
+
+    device_ids: Index
+    """(n,) int64, ascending."""
+    boxes: BoxArray
+    """(n, ndim), clamped to the tensor; empty shards are `start == stop == dim` where nothing is left."""
+    tile: tuple[int, ...]
+    """The padded shape of every shard, ceil(dim / parts)."""
+    replica_id: Index
+    """(n,) int64: 0 for exactly one device of every tile."""
+    parts: tuple[int, ...]
+    """Tiles per dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The tile of every device, for tensors of one rank and any size."""
+
+    device_ids: Index
+    """(n,) int64, ascending."""
+    parts: tuple[int, ...]
+    """Tiles per dimension."""
+    coords: Index
+    """(n, ndim) int64: 0 <= coords[i, d] < parts[d]."""
+    replica_id: Index
+    """(n,) int64: rank by device id among the devices with the same tile."""
+
+    @classmethod
+    def of(cls, device_ids: Index, tile_ids: Index, parts: tuple[int, ...]) -> Tiling:
+        """Build from the row-major number of every device's tile.
+
+        Args:
+            device_ids: (n,) ids in any order.
+            tile_ids: (n,) row-major tile numbers below prod(parts), in the order of `device_ids`.
+            parts: Tiles per dimension.
+        """
+        if not (device_ids[1:] > device_ids[:-1]).all():
+            order = np.argsort(device_ids)
+            device_ids, tile_ids = device_ids[order], tile_ids[order]
+        coords = np.empty((len(device_ids), len(parts)), np.int64)
+        rest = tile_ids
+        for d in reversed(range(len(parts))):
+            rest, coords[:, d] = np.divmod(rest, parts[d])
+        tiling = cls(device_ids, parts, coords, _ranks(tile_ids, prod(parts)))
+        for array in (tiling.device_ids, tiling.coords, tiling.replica_id):
+            array.setflags(write=False)  # shared through a cache
+        return tiling
+
+    def device_boxes(self, shape: Sequence[int], device_ids: ArrayLike | None = None) -> DeviceBoxes:
+        """The boxes of all devices, or of some, in a tensor of that shape.
+
+        Args:
+            shape: Of the tensor, in elements; its rank is the tiling's.
+            device_ids: Only these devices, in any order (the result is ascending): the cost is theirs alone.
+
+        Raises:
+            ShardingError: The rank is another, or a device is not among the layout's.
+        """
+        shape = checked_tensor_shape(shape)
+        tile = tile_shape(shape, self.parts)
+        ids, coords, replicas = self.device_ids, self.coords, self.replica_id
+        if device_ids is not None:
+            rows = self._rows(np.unique(np.asarray(device_ids, np.int64)))
+            ids, coords, replicas = ids[rows], coords[rows], replicas[rows]
+        end = np.array(shape, np.int64)
+        start = coords * np.array(tile, np.int64)
+        stop = np.minimum(start + np.array(tile, np.int64), end)
+        return DeviceBoxes(ids, BoxArray(np.minimum(start, end), stop), tile, replicas, self.parts)
+
+    def _rows(self, wanted: Index) -> Index:
+        rows = np.minimum(np.searchsorted(self.device_ids, wanted), len(self.device_ids) - 1)
+        strangers = wanted[self.device_ids[rows] != wanted]
+        if len(strangers):
+            raise ShardingError(
+                f"Device {strangers[0]} is not among the {len(self.device_ids)} devices of this layout; ask for those only."
+            )
+        return rows.astype(np.int64)
+
+
+def tile_shape(shape: tuple[int, ...], parts: tuple[int, ...]) -> tuple[int, ...]:
+    """The padded shape of every shard: ceil(dim / parts), XLA's rule.
+
+    Raises:
+        ShardingError: The ranks differ.
+
+    >>> tile_shape((10, 7), (4, 2))
+    (3, 4)
+    """
+    if len(shape) != len(parts):
+        raise ShardingError(f"A tensor of shape {shape} has {len(shape)} dimensions and the layout cuts {len(parts)}: {parts}.")
+    return tuple(-(-dim // part) for dim, part in zip(shape, parts, strict=True))
+
+
+def checked_tensor_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """A tensor's shape as a tuple of ints.
+
+    Raises:
+        ShardingError: A dimension is negative, no integer, or too long for int64, or there are more than 32 of them.
+    """
+    checked = checked_sizes(shape, "Tensor shape", least=0)
+    if len(checked) > MAX_AXES:
+        raise ShardingError(f"Tensor shape: {len(checked)} dimensions; at most {MAX_AXES} can be stored.")
+    return checked
+
+
+def _ranks(tile_ids: Index, num_tiles: int) -> Index:
+    """The rank of every entry among the equal ones, in order of appearance."""
+    n = len(tile_ids)
+    if num_tiles == 1:
+        return np.arange(n, dtype=np.int64)
+    if num_tiles == n:  # every layout gives all tiles equally many devices
+        return np.zeros(n, np.int64)
+    ranks = np.empty(n, np.int64)
+    ranks[np.argsort(tile_ids, kind="stable")] = np.tile(np.arange(n // num_tiles), num_tiles)
+    return ranks

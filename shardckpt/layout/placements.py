@@ -1,0 +1,430 @@
+"""Which boxes of a tensor does every rank hold, if DTensor's placements say so?
+
+A placement says what one mesh dimension does to the tensor: it holds replicas, or shards of a tensor dimension.
+
+1. Placements become splits: per tensor dimension, in the order in which they are made, outermost first. Shards split
+   in the order of the mesh. A strided shard, `_S(d,f)`, says that later mesh dimensions have split d into f parts
+   before: its split goes in behind theirs. That is what FSDP2 over tensor parallelism does. Where later dimensions
+   make fewer parts than f, what is missing is a split of which every rank holds all parts: several boxes per rank.
+2. Each split cuts what it is given as `torch.chunk` does, into parts of ceil(length / parts), the last ones short or
+   empty. Nested splits round up again and again where a `Sharding` rounds once: 10 rows over 4 and then 2 begin at 0,
+   2, 3, 5, 6, 8, 9; over 8 at 0, 2, 4, 6, 8.
+3. A mesh dimension splits one tensor dimension only, so all boxes together are the cells of a grid.
+4. Where the boxes are those of a `Sharding`, that is what a tensor's layout should be called (`as_sharding`): it means
+   something to every framework.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.errors import FormatError, ShardingError
+from shardckpt.excerpt import excerpt, shortened
+from shardckpt.layout.box import BoxArray
+from shardckpt.layout.device_boxes import checked_tensor_shape
+from shardckpt.layout.mesh import MAX_AXES, MAX_DEVICES, Mesh, referred_mesh
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.sharding import Sharding
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Index = NDArray[np.int64]
+
+__all__ = ["MOST_BOXES", "Placement", "Placements"]
+
+MOST_BOXES = MAX_DEVICES
+"""Boxes of one tensor, over all ranks: bounds the memory of believing a checkpoint that somebody else made."""
+
+_TEXT = re.compile(r"R|S\((\d{1,2})\)|_S\((\d{1,2}),(\d{1,7})\)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What one mesh dimension does to a tensor.
+
+    Raises:
+        ShardingError: no placement of DTensor's.
+
+    >>> Placement.parse("_S(0,2)")
+    Placement(dim=0, split_factor=2)
+    >>> str(Placement())
+    'R'
+    """
+
+    dim: int | None = None
+    """The tensor dimension that it shards; None: it holds replicas."""
+    split_factor: int = 1
+    """Parts that later mesh dimensions have split that tensor dimension into before; a plain shard has 1."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of range."""
+        if self.dim is None and self.split_factor == 1:
+            return
+        if type(self.dim) is not int or not 0 <= self.dim < MAX_AXES:
+            raise ShardingError(f"Placement: the tensor dimension must be a number from 0 to {MAX_AXES - 1}, found {excerpt(self.dim)}.")
+        if type(self.split_factor) is not int or not 1 <= self.split_factor <= MAX_DEVICES:
+            raise ShardingError(f"Placement: the split factor must be from 1 to {MAX_DEVICES}, found {excerpt(self.split_factor)}.")
+
+    @classmethod
+    def parse(cls, text: object) -> Placement:
+        """Read what `str` writes.
+
+        Raises:
+            ShardingError: it is not that.
+        """
+        found = _TEXT.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise ShardingError(f"Placement: expected 'R', 'S(0)' or '_S(0,2)', with the tensor dimension first, found {excerpt(text)}.")
+        plain, strided, factor = found.groups()
+        return cls(int(strided), int(factor)) if strided else cls(int(plain)) if plain else cls()
+
+    def __str__(self) -> str:
+        """DTensor's own notation, without its spaces."""
+        if self.dim is None:
+            return "R"
+        return f"S({self.dim})" if self.split_factor == 1 else f"_S({self.dim},{self.split_factor})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """One of the splits that are made of a tensor dimension."""
+
+    parts: int
+    """How many."""
+    axis: int | None
+    """The mesh dimension along which each rank holds one part; None: every rank holds all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """A tensor laid out over a mesh of ranks by one placement per mesh dimension.
+
+    Raises:
+        ShardingError: their number is not the mesh's, or a split factor fits nothing that later dimensions do.
+
+    >>> tp_then_fsdp = Placements.of(Mesh((2, 2), ("dp", "tp")), ["_S(0,2)", "S(0)"])
+    >>> tp_then_fsdp.rank_boxes((5, 3), 1)[0]
+    Box(start=(3, 0), stop=(4, 3))
+    >>> tp_then_fsdp.as_sharding((8, 3)).spec
+    PartitionSpec(('tp', 'dp'), None)
+    """
+
+    mesh: Mesh
+    """The ranks."""
+    placements: tuple[Placement, ...]
+    """One per mesh dimension."""
+    _splits: tuple[tuple[_Split, ...], ...] = field(init=False, repr=False, compare=False)
+    """Per tensor dimension, up to the last one that is sharded."""
+
+    def __post_init__(self) -> None:
+        """Put the splits of every tensor dimension in order."""
+        if len(self.placements) != self.mesh.ndim:
+            raise ShardingError(
+                f"Placements: {len(self.placements)} placements for a mesh of {self.mesh.ndim} dimensions; give one for each."
+            )
+        splits = _ordered(self)
+        if prod(split.parts for some in splits for split in some) > MOST_BOXES:
+            raise ShardingError(f"{self.text}: a tensor would be in more than {MOST_BOXES} boxes.")
+        object.__setattr__(self, "_splits", splits)
+
+    @classmethod
+    def of(cls, mesh: Mesh, texts: Sequence[object]) -> Placements:
+        """Read placements as `str` writes them.
+
+        Raises:
+            ShardingError: they are not that.
+        """
+        return cls(mesh, tuple(map(Placement.parse, texts)))
+
+    @property
+    def text(self) -> str:
+        """For people: `_S(0,2) over dp=2, S(0) over tp=4`, cut off where it is very long."""
+        sizes = self.mesh.axis_sizes.items()
+        texts = [f"{placement} over {name}={size}" for placement, (name, size) in zip(self.placements, sizes, strict=True)]
+        return shortened(", ".join(texts) or "R", 200)
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the mesh."""
+        return self.mesh.size
+
+    def parts(self, ndim: int) -> tuple[int, ...]:
+        """Cells per dimension of a tensor with `ndim` dimensions, empty ones counted.
+
+        Raises:
+            ShardingError: a placement shards a dimension beyond those.
+        """
+        return tuple(prod(split.parts for split in splits) for splits in self._splits_of(ndim))
+
+    def cuts(self, shape: Sequence[int]) -> tuple[Index, ...]:
+        """Where each dimension is cut: ascending, from 0 to its length. The cells between them are all boxes of all ranks.
+
+        Raises:
+            ShardingError: the placements do not say where the elements of such a tensor are.
+
+        >>> [cuts.tolist() for cuts in Placements.of(Mesh((4, 2), None), ["S(0)", "S(0)"]).cuts((10, 3))]
+        [[0, 2, 3, 5, 6, 8, 9, 10], [0, 3]]
+        """
+        return tuple(_cuts(length, splits) for length, splits in self._dimensions(shape))
+
+    def distinct_boxes(self, shape: Sequence[int]) -> BoxArray:
+        """The boxes of all ranks, each once, none of them empty, in row-major order: together they are the tensor.
+
+        Raises:
+            ShardingError: as for `cuts`.
+        """
+        cuts = self.cuts(shape)
+        return _grid(1, [c[None, :-1] for c in cuts], [np.diff(c[None]) for c in cuts])
+
+    def boxes(self, shape: Sequence[int]) -> tuple[Index, BoxArray]:
+        """The boxes of every rank that are not empty.
+
+        Returns:
+            (m,) ranks in the order of the mesh, each as often as it has boxes, and the m boxes.
+
+        Raises:
+            ShardingError: as for `cuts`.
+        """
+        ranks = self.mesh.size
+        spans = self._spans(shape, np.arange(ranks))
+        boxes = _grid(ranks, *spans)
+        kept = boxes.sizes() > 0
+        return np.repeat(self.mesh.device_ids, len(boxes) // ranks)[kept], BoxArray(boxes.start[kept], boxes.stop[kept])
+
+    def rank_boxes(self, shape: Sequence[int], rank: int) -> BoxArray:
+        """The boxes of one rank that are not empty, in row-major order; none where the mesh does not have the rank.
+
+        Raises:
+            ShardingError: as for `cuts`.
+        """
+        row = _row(self.mesh, rank)
+        return _not_empty(_grid(len(row), *self._spans(shape, row)))
+
+    def local_boxes(self, shape: Sequence[int], rank: int) -> BoxArray:
+        """Where each of `rank_boxes` lies in the rank's local tensor, which they fill without gaps.
+
+        Raises:
+            ShardingError: as for `cuts`.
+        """
+        row = _row(self.mesh, rank)
+        _, sizes = self._spans(shape, row)
+        return _not_empty(_grid(len(row), [np.cumsum(size, axis=1) - size for size in sizes], sizes))
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
+        """The shape of a rank's local tensor; None where the mesh does not have the rank.
+
+        Raises:
+            ShardingError: as for `cuts`.
+        """
+        row = _row(self.mesh, rank)
+        _, sizes = self._spans(shape, row)
+        return tuple(int(size.sum()) for size in sizes) if len(row) else None
+
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same boxes as `rank`, ascending, of a tensor of any shape; none for a rank that is not in the mesh."""
+        return _holders(self, rank)
+
+    def as_sharding(self, shape: Sequence[int]) -> Sharding | None:
+        """The sharding by which every rank holds the same box of a tensor of that shape: the splits in their order, made at once.
+
+        None where that gives other boxes, and where ranks hold several.
+
+        Raises:
+            ShardingError: as for `cuts`.
+        """
+        dimensions = self._dimensions(shape)
+        if all(length for length, _ in dimensions) and not all(_cuts_once(length, splits) for length, splits in dimensions):
+            return None
+        names = self.mesh.axis_names
+        return Sharding(self.mesh, PartitionSpec(*(tuple(names[s.axis] for s in splits if s.axis is not None) for _, splits in dimensions)))
+
+    def to_json(self, mesh: int | None = None) -> dict[str, object]:
+        """The JSON form: `{"mesh": {…}, "placements": ["_S(0,2)", "S(0)"]}`.
+
+        Args:
+            mesh: the place of the mesh in a list that the document keeps once; it is written instead of the mesh.
+        """
+        return {"mesh": self.mesh.to_json() if mesh is None else mesh, "placements": [str(placement) for placement in self.placements]}
+
+    @classmethod
+    def from_json(cls, doc: object, meshes: Sequence[Mesh] = ()) -> Placements:
+        """Read what `to_json` wrote.
+
+        Args:
+            doc: the document.
+            meshes: the list that a number in place of a mesh refers to.
+
+        Raises:
+            FormatError: it is not that.
+        """
+        if not isinstance(doc, Mapping) or set(doc) != {"mesh", "placements"}:
+            raise FormatError(f"placements: expected an object with mesh and placements, found {excerpt(doc)}.")
+        mesh, texts = referred_mesh(doc["mesh"], meshes, "placements"), doc["placements"]
+        if not isinstance(texts, list) or len(texts) > MAX_AXES:
+            raise FormatError(f"placements: expected a list of at most {MAX_AXES}, found {excerpt(texts)}.")
+        try:
+            return cls.of(mesh, texts)
+        except ShardingError as error:
+            raise FormatError(str(error)) from error
+
+    def _splits_of(self, ndim: int) -> tuple[tuple[_Split, ...], ...]:
+        """The splits of every dimension."""
+        if len(self._splits) > ndim:
+            raise ShardingError(f"{self.text}: it shards dimension {len(self._splits) - 1} of a tensor that has {ndim}; redistribute it.")
+        return self._splits + ((),) * (ndim - len(self._splits))
+
+    def _dimensions(self, shape: Sequence[int]) -> list[tuple[int, tuple[_Split, ...]]]:
+        """Every dimension's length and splits."""
+        shape = checked_tensor_shape(shape)
+        dimensions = list(zip(shape, self._splits_of(len(shape)), strict=True))
+        for d, (length, splits) in enumerate(dimensions):
+            parts = prod(split.parts for split in splits)
+            if length % parts and any(split.axis is None for split in splits):
+                # There torch's functions disagree: distribute_tensor cuts into all parts at once up to torch 2.9, full_tensor
+                # and later versions into the split factor's first.
+                raise ShardingError(
+                    f"{self.text}: torch has no one rule for strided shards of a dimension ({d}) whose length ({length}) is no multiple "
+                    f"of all its parts ({parts}); redistribute it to plain Shard placements."
+                )
+        return dimensions
+
+    def _spans(self, shape: Sequence[int], rows: Index) -> tuple[list[Index], list[Index]]:
+        """What some places in the mesh hold of every dimension: per dimension, (n, k) starts and sizes of k intervals each."""
+        coordinates = np.empty((len(rows), self.mesh.ndim), np.int64)
+        for axis in reversed(range(self.mesh.ndim)):
+            rows, coordinates[:, axis] = np.divmod(rows, self.mesh.shape[axis])
+        spans = [_intervals(length, splits, coordinates) for length, splits in self._dimensions(shape)]
+        return [start for start, _ in spans], [size for _, size in spans]
+
+
+def _ordered(layout: Placements) -> tuple[tuple[_Split, ...], ...]:
+    """Per tensor dimension its splits, outermost first."""
+    order: dict[int, list[_Split]] = {}
+    for axis in reversed(range(layout.mesh.ndim)):
+        placement = layout.placements[axis]
+        if placement.dim is None:
+            continue
+        splits = order.setdefault(placement.dim, [])
+        parts = layout.mesh.shape[axis]
+        factor = placement.split_factor if parts > 1 else 1  # one part of each of any number of parts is all there is
+        made, behind = 1, 0
+        while behind < len(splits) and factor % (made * splits[behind].parts) == 0:
+            made *= splits[behind].parts
+            behind += 1
+        missing = factor // made
+        if missing > 1 and behind < len(splits):
+            raise ShardingError(
+                f"{layout.text}: what later mesh dimensions make of tensor dimension {placement.dim} does not fit the split factor "
+                f"{factor}; redistribute it to plain Shard placements."
+            )
+        splits[behind:behind] = [*([_Split(missing, None)] if missing > 1 else []), _Split(parts, axis)]
+    return tuple(_without_idle(order.get(d, [])) for d in range(max(order, default=-1) + 1))
+
+
+def _without_idle(splits: list[_Split]) -> tuple[_Split, ...]:
+    """The splits without those that all ranks hold all parts of, and that nothing splits any further: their parts lie side by side."""
+    last = max((i for i, split in enumerate(splits) if split.axis is not None and split.parts > 1), default=-1)
+    return tuple(split for i, split in enumerate(splits) if split.axis is not None or i < last)
+
+
+def _cut(length: int, splits: Sequence[_Split], chosen: Sequence[Index]) -> tuple[Index, Index]:
+    """Start and size of parts of parts.
+
+    Args:
+        length: of what is split.
+        splits: outermost first.
+        chosen: per split which of its parts, arrays that broadcast together.
+    """
+    start, size = np.zeros(1, np.int64), np.full(1, length, np.int64)
+    for split, part in zip(splits, chosen, strict=True):
+        chunk = -(-size // split.parts)
+        offset = np.minimum(part * chunk, size)
+        start, size = start + offset, np.minimum(chunk, size - offset)
+    return start, size
+
+
+def _cuts(length: int, splits: Sequence[_Split]) -> Index:
+    start, size = _cut(length, splits, np.ix_(*(np.arange(split.parts) for split in splits)))
+    return np.append(start[size > 0], length)
+
+
+def _cuts_once(length: int, splits: Sequence[_Split]) -> bool:
+    """Whether the splits, one after the other, cut as one into all their parts does."""
+    parts = prod(split.parts for split in splits)
+    if any(split.axis is None for split in splits):
+        return False
+    if length % parts == 0 or len(splits) == 1:
+        return True
+    _, size = _cut(length, splits, np.ix_(*(np.arange(split.parts) for split in splits)))
+    _, once = _cut(length, [_Split(parts, None)], [np.arange(parts)])
+    return bool(np.array_equal(size.reshape(-1), once))
+
+
+def _intervals(length: int, splits: Sequence[_Split], coordinates: Index) -> tuple[Index, Index]:
+    """Start and size of the intervals that some places in the mesh hold of a dimension.
+
+    Args:
+        length: of the dimension.
+        splits: of it.
+        coordinates: (n, axes of the mesh).
+
+    Returns:
+        Two arrays of shape (n, k): k intervals for each place, ascending.
+    """
+    all_parts = [split.parts for split in splits if split.axis is None]
+    chosen, seen = [], 0
+    for split in splits:
+        if split.axis is None:
+            seen += 1
+            chosen.append(np.arange(split.parts).reshape(-1, *[1] * (len(all_parts) - seen)))
+        else:
+            chosen.append(coordinates[:, split.axis].reshape(-1, *[1] * len(all_parts)))
+    n, k = len(coordinates), prod(all_parts)
+    start, size = (np.broadcast_to(a, (n, *all_parts)).reshape(n, k) for a in _cut(length, splits, chosen))
+    return start, size
+
+
+def _grid(n: int, starts: Sequence[Index], sizes: Sequence[Index]) -> BoxArray:
+    """All combinations of intervals of n grids, one grid after the other, row-major.
+
+    Args:
+        n: how many.
+        starts: per dimension (n, k), first indices of k intervals.
+        sizes: likewise.
+    """
+    counts = [start.shape[1] for start in starts]
+    corners = np.empty((2, n, *counts, len(counts)), np.int64)
+    for d, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        for corner, bound in zip(corners, (start, start + size), strict=True):
+            corner[..., d] = bound.reshape(n, *[1] * d, counts[d], *[1] * (len(counts) - d - 1))
+    return BoxArray(*corners.reshape(2, n * prod(counts), len(counts)))
+
+
+def _not_empty(boxes: BoxArray) -> BoxArray:
+    kept = boxes.sizes() > 0
+    return BoxArray(boxes.start[kept], boxes.stop[kept])
+
+
+@lru_cache(maxsize=256)
+def _row(mesh: Mesh, rank: int) -> Index:
+    """Where a rank stands in the mesh, row-major; no place, or one."""
+    return np.flatnonzero(mesh.device_ids == rank)
+
+
+@lru_cache(maxsize=256)
+def _holders(layout: Placements, rank: int) -> tuple[int, ...]:
+    """`Placements.holders`: of a thousand tensors replicated over thousands of ranks, one tuple."""
+    row = _row(layout.mesh, rank)
+    if not len(row):
+        return ()
+    place = np.unravel_index(row[0], layout.mesh.shape)
+    same = tuple(slice(None) if p.dim is None else i for p, i in zip(layout.placements, place, strict=True))
+    return tuple(np.sort(layout.mesh.devices[same], axis=None).tolist())

@@ -1,0 +1,252 @@
+"""A mesh and a partition spec together: what the field means by the sharding of a tensor.
+
+From it follow, for a tensor of any shape: the box of every device, the OpSharding that torch_xla and JAX would
+give to XLA, and back, from an OpSharding, the spec that says the same with names.
+
+The tile of a device along one tensor dimension is a number in mixed radix whose digits are the device's
+coordinates on that dimension's axes, first axis most significant (GSPMD, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from shardckpt.errors import FormatError, ShardingError
+from shardckpt.layout.device_boxes import DeviceBoxes, Tiling, checked_tensor_shape, tile_shape
+from shardckpt.layout.mesh import Mesh, checked_sizes, referred_mesh
+from shardckpt.layout.op_sharding import Kind, OpSharding
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.tile_assignment import Iota, TileAssignment
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+__all__ = ["Layout", "Sharding", "layout_from_json"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """A tensor cut over a mesh.
+
+    Raises:
+        ShardingError: The spec names an axis the mesh does not have, or one axis twice.
+
+    >>> mesh = Mesh((4, 2), ("data", "model"))
+    >>> Sharding(mesh, PartitionSpec("data")).tile((10, 7))
+    (3, 7)
+    >>> str(Sharding(mesh, PartitionSpec("data")).op_sharding(2))
+    '{devices=[4,1,2]<=[8] last_tile_dim_replicate}'
+    """
+
+    mesh: Mesh
+    """The devices."""
+    spec: PartitionSpec
+    """What cuts each dimension; indices are replaced by the mesh's names."""
+
+    def __post_init__(self) -> None:
+        """Resolve the spec against the mesh."""
+        mesh: object = self.mesh
+        spec: object = self.spec
+        if not isinstance(mesh, Mesh) or not isinstance(spec, PartitionSpec):
+            found = f"{type(mesh).__name__} and {type(spec).__name__}"
+            raise ShardingError(f"Sharding: expected a shardckpt Mesh and PartitionSpec, found {found}; write PartitionSpec(*entries).")
+        object.__setattr__(self, "spec", self.spec.named(self.mesh))
+
+    @classmethod
+    def from_partition_counts(cls, counts: Sequence[int | None] | None, num_devices: int) -> Sharding:
+        """The sharding that JAX's `sharded_jit` meant by `PartitionSpec(4, 1)`: parts per dimension, no mesh.
+
+        Tiles go to devices 0, 1, 2, … in row-major order, and what is left of `num_devices` is replicas of each.
+
+        Args:
+            counts: Parts per dimension, None for 1; None as a whole for replicated.
+            num_devices: A multiple of the product of the counts.
+
+        Raises:
+            ShardingError: It is no multiple, or a count is not a positive integer.
+
+        >>> Sharding.from_partition_counts((4, 1), 8)
+        Sharding(mesh=Mesh((4, 2), ('dim0', 'replica')), spec=PartitionSpec('dim0', None))
+        """
+        parts = checked_sizes([1 if count is None else count for count in counts or ()], "Partition counts", least=1)
+        (devices,) = checked_sizes([num_devices], "Number of devices", least=1)
+        if devices % prod(parts):
+            raise ShardingError(f"Partition counts {parts} make {prod(parts)} parts, which do not divide {devices} devices evenly.")
+        cut = {f"dim{d}": count for d, count in enumerate(parts) if count > 1}
+        replicas = devices // prod(parts)
+        axes = cut if replicas == 1 and cut else {**cut, "replica": replicas}
+        return cls(
+            Mesh(tuple(axes.values()), tuple(axes)), PartitionSpec(*(f"dim{d}" if f"dim{d}" in cut else None for d in range(len(parts))))
+        )
+
+    @classmethod
+    def infer(cls, mesh: Mesh, op_sharding: OpSharding, ndim: int) -> Sharding | None:
+        """The sharding over `mesh` that is equivalent to an OpSharding, where there is one.
+
+        A spec makes a device's tile the sum of its mesh coordinates times a stride per axis. So the device one step
+        along an axis gives that axis's stride; the strides say which axes cut a dimension and in which order. The
+        spec so found is then checked for every device. Axes of one device are never named.
+
+        Args:
+            mesh: Over exactly the sharding's devices.
+            op_sharding: For tensors of `ndim` dimensions. Replicated without a number of devices: over all of the mesh.
+            ndim: Number of tensor dimensions, and of the spec's entries.
+
+        Returns:
+            None where no spec over this mesh says the same, manual and unknown shardings among them.
+        """
+        if op_sharding.kind is Kind.REPLICATED and op_sharding.tiles is None:
+            return cls(mesh, PartitionSpec(*[None] * ndim))
+        try:
+            tiling = op_sharding.tiling(ndim)
+        except ShardingError:
+            return None
+        order = np.argsort(mesh.device_ids)
+        if not np.array_equal(mesh.device_ids[order], tiling.device_ids):
+            return None
+        coords = np.empty_like(tiling.coords)
+        coords[order] = tiling.coords  # by position in the mesh
+        cuts: list[list[tuple[int, str]]] = [[] for _ in range(ndim)]
+        for axis, (name, size) in enumerate(mesh.axis_sizes.items()):
+            step = coords[prod(mesh.shape[axis + 1 :])] if size > 1 else coords[0]
+            for d in np.flatnonzero(step).tolist():
+                cuts[d].append((int(step[d]), name))
+        try:
+            spec = PartitionSpec(*(tuple(name for _, name in sorted(cut, reverse=True)) for cut in cuts))
+        except ShardingError:  # an axis that steps in two dimensions at once
+            return None
+        found = cls(mesh, spec)
+        same = found.parts(ndim) == tiling.parts and np.array_equal(found.tiling(ndim).coords, tiling.coords)
+        return found if same else None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.mesh.size
+
+    def parts(self, ndim: int) -> tuple[int, ...]:
+        """Tiles per dimension of a tensor with `ndim` dimensions.
+
+        Raises:
+            ShardingError: The spec has more entries than that.
+        """
+        if len(self.spec) > ndim:
+            raise ShardingError(
+                f"{self.spec!r} has {len(self.spec)} entries and the tensor {ndim} dimensions; give at most one per dimension."
+            )
+        sizes = self.mesh.axis_sizes
+        cut = tuple(prod(sizes[str(axis)] for axis in axes) for axes in self.spec.axes)
+        return cut + (1,) * (ndim - len(cut))
+
+    def tile(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The padded shape of every shard, ceil(dim / parts), without looking at the devices."""
+        shape = checked_tensor_shape(shape)
+        return tile_shape(shape, self.parts(len(shape)))
+
+    def tiling(self, ndim: int) -> Tiling:
+        """The tile of every device; cached.
+
+        Raises:
+            ShardingError: The spec has more entries than `ndim`.
+        """
+        return _tiling(self, ndim)
+
+    def device_boxes(self, shape: Sequence[int], device_ids: ArrayLike | None = None) -> DeviceBoxes:
+        """The box of every device, or of those asked for, in a tensor of that shape.
+
+        Raises:
+            ShardingError: The spec has more entries than the tensor dimensions, or a device is not in the mesh.
+        """
+        shape = checked_tensor_shape(shape)
+        return self.tiling(len(shape)).device_boxes(shape, device_ids)
+
+    def op_sharding(self, ndim: int) -> OpSharding:
+        """What torch_xla (and JAX, whose numbers are positions in the mesh) gives to XLA for a tensor of that rank.
+
+        Raises:
+            ShardingError: The spec has more entries than `ndim`.
+        """
+        parts = self.parts(ndim)
+        if prod(parts) == 1:
+            return OpSharding.replicated(self.mesh.device_ids)
+        order = _axis_order(self)
+        replicas = self.mesh.size // prod(parts)
+        dims = parts if replicas == 1 else (*parts, replicas)
+        devices: Iota | np.ndarray
+        if self.mesh.is_arange:
+            devices = Iota(self.mesh.shape, order)
+        else:
+            devices = np.sort(self.mesh.devices.transpose(order).reshape(-1, replicas), axis=1).reshape(-1)
+        return OpSharding(Kind.TILED, TileAssignment(dims, devices), (Kind.REPLICATED,) if replicas > 1 else ())
+
+    def to_json(self, mesh: int | None = None) -> dict[str, object]:
+        """The JSON form: `{"mesh": {…}, "spec": […]}`.
+
+        Args:
+            mesh: The place of the mesh in a list that the document keeps once; it is written instead of the mesh.
+        """
+        return {"mesh": self.mesh.to_json() if mesh is None else mesh, "spec": self.spec.to_json()}
+
+    @classmethod
+    def from_json(cls, doc: object, meshes: Sequence[Mesh] = ()) -> Sharding:
+        """Read what `to_json` wrote.
+
+        Args:
+            doc: The document.
+            meshes: The list that a number in place of a mesh refers to.
+
+        Raises:
+            FormatError: It is not that.
+        """
+        if not isinstance(doc, Mapping) or set(doc) != {"mesh", "spec"}:
+            raise FormatError(f"sharding: expected an object with mesh and spec, found {type(doc).__name__}.")
+        mesh = referred_mesh(doc["mesh"], meshes, "sharding")
+        try:
+            return cls(mesh, PartitionSpec.from_json(doc["spec"]))
+        except ShardingError as error:
+            raise FormatError(str(error)) from error
+
+
+Layout: TypeAlias = Sharding | OpSharding
+"""Both have `num_devices`, `parts`, `tile`, `tiling` and `device_boxes`."""
+
+
+def layout_from_json(doc: object, meshes: Sequence[Mesh] = ()) -> Layout:
+    """Read what `Sharding.to_json` or `OpSharding.to_json` wrote.
+
+    Raises:
+        FormatError: It is neither.
+    """
+    if isinstance(doc, Mapping) and "hlo" in doc:
+        return OpSharding.from_json(doc)
+    return Sharding.from_json(doc, meshes)
+
+
+@lru_cache(maxsize=64)
+def _tiling(sharding: Sharding, ndim: int) -> Tiling:
+    parts = sharding.parts(ndim)
+    mesh = sharding.mesh
+    order = _axis_order(sharding)
+    strides = np.zeros(mesh.ndim, np.int64)
+    step = 1
+    for axis in reversed(order[: sum(map(len, sharding.spec.axes))]):
+        strides[axis] = step  # of the row-major tile number: the axes that cut, in order, are its digits
+        step *= mesh.shape[axis]
+    tile_ids = np.zeros(mesh.shape, np.int64)
+    for axis, (size, stride) in enumerate(zip(mesh.shape, strides.tolist(), strict=True)):
+        if stride:
+            tile_ids += (np.arange(size, dtype=np.int64) * stride).reshape(-1, *[1] * (mesh.ndim - axis - 1))
+    return Tiling.of(mesh.device_ids, tile_ids.reshape(-1), parts)
+
+
+def _axis_order(sharding: Sharding) -> tuple[int, ...]:
+    """Mesh axes: those that cut, in the order of the spec, then the others in the order of the mesh."""
+    place = {name: i for i, name in enumerate(sharding.mesh.axis_names)}
+    cut = [place[str(axis)] for axes in sharding.spec.axes for axis in axes]
+    return (*cut, *(i for i in range(sharding.mesh.ndim) if i not in cut))

@@ -1,0 +1,80 @@
+"""Which process is this, of how many, and whose is each device?
+
+Agreed once when a job starts (`shardckpt.frameworks.coordination`) and never asked again: who writes which chunk follows from
+this and from the tensors alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.errors import ShardingError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["DeviceOwners", "World"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceOwners:
+    """The process of every device of a framework. Equal to itself only, which makes it a cheap key of caches.
+
+    >>> DeviceOwners.of({7: 1, 2048: 0}).of_devices([2048, 7])
+    array([0, 1])
+    """
+
+    device_ids: NDArray[np.int64]
+    """(n,) ascending."""
+    processes: NDArray[np.int64]
+    """(n,) the process of each."""
+
+    @classmethod
+    def of(cls, owners: Mapping[int, int]) -> DeviceOwners:
+        """Device id → process."""
+        ids = np.array(sorted(owners), np.int64)
+        return cls(ids, np.array([owners[i] for i in ids.tolist()], np.int64))
+
+    @classmethod
+    def identity(cls, processes: int) -> DeviceOwners:
+        """One device per process, of the same number, as torch.distributed's ranks are."""
+        return cls(np.arange(processes), np.arange(processes))
+
+    def of_devices(self, device_ids: ArrayLike) -> NDArray[np.int64]:
+        """The process of each of some devices.
+
+        Raises:
+            ShardingError: nobody has said whose one of them is.
+        """
+        ids = np.asarray(device_ids, np.int64)
+        at = np.minimum(np.searchsorted(self.device_ids, ids), max(0, len(self.device_ids) - 1))
+        known = self.device_ids[at] == ids if len(self.device_ids) else np.zeros(ids.shape, bool)
+        if not known.all():
+            raise ShardingError(
+                f"device {ids[~known].flat[0]} belongs to no process of this job, by what the {len(self.device_ids)} devices' "
+                f"processes said when it started; make the mesh of the job's own devices."
+            )
+        return self.processes[at]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes of a job, seen from one of them."""
+
+    process: int = 0
+    """This one's number; the writer of that number in a checkpoint."""
+    processes: int = 1
+    """How many there are."""
+    devices: Mapping[str, DeviceOwners] = field(default_factory=dict)
+    """By framework, `jax` or `torch_xla`. Where one is not named, every process has devices of its own that it calls
+    by the same ids as the others theirs."""
+
+    def __post_init__(self) -> None:
+        """Check that this process is one of them."""
+        if not 0 <= self.process < self.processes:
+            raise ValueError(f"process {self.process} of {self.processes}: processes are numbered from 0")

@@ -1,0 +1,327 @@
+"""Which stored chunks do these boxes need, and where does each part of a chunk go?
+
+A tensor is stored in pieces: usually one that covers it, and several where no common grid suits its shards.
+Every piece has a regular grid of chunks. For a set of boxes that one process needs, `overlaps` lists each
+(chunk, box) pair that has elements in common, in closed form on the grid:
+
+1. per box and dimension, the first and one past the last chunk that it touches;
+2. all combinations of those, enumerated for all boxes at once (mixed radix over the ranges);
+3. per pair, the common part, as positions inside the chunk and inside the box.
+
+Cost and result are O(pairs); chunks are never compared with boxes one by one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.errors import FormatError
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.chunks import grid_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "Overlaps",
+    "Piece",
+    "chunk_boxes",
+    "chunk_runs",
+    "chunk_spans",
+    "chunks_inside",
+    "count_chunks",
+    "coverage_gap",
+    "overlaps",
+    "overlaps_of",
+    "touched",
+    "touching",
+    "whole_chunks",
+]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor that is stored as one zarr array."""
+
+    path: str
+    """Where the array is stored, relative to the attempt's arrays."""
+    start: tuple[int, ...]
+    """The tensor's index of the array's first element."""
+    shape: tuple[int, ...]
+    """The array's shape."""
+    chunks: tuple[int, ...]
+    """Shape of a chunk."""
+
+    def __post_init__(self) -> None:
+        """Refuse ranks that differ and sides that are not positive."""
+        if not len(self.start) == len(self.shape) == len(self.chunks):
+            raise FormatError(f"{self.path}: start {self.start}, shape {self.shape} and chunks {self.chunks} differ in rank.")
+        if self.shape and min(*self.start, *self.shape, min(self.chunks) - 1) < 0:
+            raise FormatError(f"{self.path}: start {self.start} and shape {self.shape} must be >= 0, chunks {self.chunks} >= 1.")
+
+    @property
+    def box(self) -> Box:
+        """The box of the tensor that the piece holds."""
+        return Box(self.start, tuple(a + n for a, n in zip(self.start, self.shape, strict=True)))
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks per dimension."""
+        return grid_shape(self.shape, self.chunks)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks: 1 for a scalar, 0 for an array of size zero."""
+        return prod(self.grid)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlaps:
+    """The (chunk, box) pairs of one piece; every array has one row per pair, ordered by chunk."""
+
+    chunk: Ints
+    """(n,) the chunk's position in grid order (row-major)."""
+    box: Ints
+    """(n,) which box."""
+    in_chunk: BoxArray
+    """Common part, relative to the chunk's first element."""
+    in_box: BoxArray
+    """Common part, relative to the box's first element."""
+
+
+def overlaps(piece: Piece, boxes: BoxArray) -> Overlaps:
+    """All pairs of a chunk of `piece` and one of `boxes` (in the tensor's indices) that share elements."""
+    return overlaps_of([piece], boxes, np.zeros(len(boxes), np.int64))
+
+
+def overlaps_of(pieces: Sequence[Piece], boxes: BoxArray, owner: Ints) -> Overlaps:
+    """As `overlaps`, of many pieces at once: each box is wanted of one of them.
+
+    Args:
+        pieces: of any tensors.
+        boxes: in the indices of their tensors. Those of fewer dimensions than others have one element in each that they lack,
+            which come first: 0 to 1.
+        owner: (n,) of which piece each box is.
+
+    Returns:
+        The pairs, ordered by piece and chunk; a pair's piece is `owner` of its box.
+    """
+    ndim = boxes.start.shape[1]
+    start, shape, chunks, grid = (
+        np.array([(fill,) * (ndim - len(row)) + row for row in rows], np.int64).reshape(len(pieces), ndim)
+        for rows, fill in (
+            ([p.start for p in pieces], 0),
+            ([p.shape for p in pieces], 1),
+            ([p.chunks for p in pieces], 1),
+            ([p.grid for p in pieces], 1),
+        )
+    )
+    first = np.maximum(boxes.start - start[owner], 0)
+    last = np.minimum(boxes.stop - start[owner], shape[owner])
+    touching = np.flatnonzero((first < last).all(axis=1))
+    sides = chunks[owner[touching]]
+    low = first[touching] // sides
+    coords, nth = _enumerate(low, -(-last[touching] // sides) - low)
+    coords += low[nth]
+    box = touching[nth]
+    piece = owner[box]
+    chunk = _linear(coords, grid[piece])
+    order = np.lexsort((chunk, piece))
+    coords, box, chunk, piece = coords[order], box[order], chunk[order], piece[order]
+
+    sides = chunks[piece]
+    origin = coords * sides
+    common_start = np.maximum(first[box], origin)
+    common_stop = np.minimum(last[box], origin + sides)
+    box_origin = boxes.start[box] - start[piece]
+    return Overlaps(
+        chunk,
+        box,
+        BoxArray(common_start - origin, common_stop - origin),
+        BoxArray(common_start - box_origin, common_stop - box_origin),
+    )
+
+
+def chunk_runs(piece: Piece, boxes: BoxArray) -> tuple[Ints, Ints]:
+    """Runs of chunks side by side in grid order that together are the chunks of `overlaps`: O(runs), however long they are.
+
+    Returns:
+        (n,) first chunk and one past the last of each run, by box; those of different boxes may have chunks in common.
+    """
+    start, shape, chunks, grid = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks, piece.grid))
+    first = np.maximum(boxes.start - start, 0)
+    last = np.minimum(boxes.stop - start, shape)
+    touching = (first < last).all(axis=1)
+    low, high = first[touching] // chunks, -(-last[touching] // chunks)
+    if not piece.grid:
+        return np.zeros(len(low), np.int64), np.ones(len(low), np.int64)
+    # Runs go along one dimension: those behind it are touched from end to end by all boxes.
+    along = int(np.flatnonzero(((low > 0) | (high < grid)).any(axis=0)).max(initial=0))
+    coords, owner = _enumerate(low[:, :along], (high - low)[:, :along])
+    row = _linear(coords + low[owner, :along], piece.grid[:along]) * piece.grid[along]
+    inner = prod(piece.grid[along + 1 :])
+    return (row + low[owner, along]) * inner, (row + high[owner, along]) * inner
+
+
+def touched(pieces: Sequence[Piece], boxes: BoxArray) -> list[Piece]:
+    """Those pieces that hold elements of some box, in their order.
+
+    A tensor may be in thousands of pieces, and `overlaps` of each would take longer than reading the few that matter.
+    """
+    return list(pieces) if len(pieces) == 1 else [pieces[k] for k in np.unique(touching(pieces, boxes)[0]).tolist()]
+
+
+def touching(pieces: Sequence[Piece], boxes: BoxArray) -> tuple[Ints, Ints]:
+    """(n,) pieces and (n,) boxes that may have elements in common; a single piece comes with every box."""
+    if len(pieces) == 1:
+        return np.zeros(len(boxes), np.int64), np.arange(len(boxes))
+    held = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
+    found = [held.overlapping(boxes[i]) for i in range(len(boxes))]
+    return np.concatenate([*found, np.empty(0, np.int64)]), np.repeat(np.arange(len(boxes)), [len(some) for some in found])
+
+
+def chunks_inside(piece: Piece, box: Box, which: range | None = None) -> tuple[Ints, BoxArray]:
+    """The chunks of `piece` that lie in `box`; the part of the box that lies in the piece must be a union of them.
+
+    Args:
+        piece: an array.
+        box: in the tensor's indices.
+        which: a run of the `count_chunks(piece, box)` chunks, counted in grid order, and nothing is spent on the others;
+            None: all.
+
+    Returns:
+        (n,) their positions in the piece's grid, ascending, and the elements of each (in the tensor's indices, cut off at
+        the piece's edge).
+
+    Raises:
+        FormatError: a chunk crosses the border of the box, so it would have two writers.
+    """
+    spans = whole_chunks(piece, box)
+    within = np.arange(*(0, prod(map(len, spans))) if which is None else (which.start, which.stop), dtype=np.int64)
+    coords = _coordinates(within, tuple(map(len, spans))) + np.array([span.start for span in spans], np.int64)
+    chunk = _linear(coords, piece.grid)
+    return chunk, chunk_boxes(piece, chunk)
+
+
+def whole_chunks(piece: Piece, box: Box) -> list[range]:
+    """`chunk_spans` of a box of which the part that lies in the piece is a union of its chunks.
+
+    Raises:
+        FormatError: as for `chunks_inside`.
+    """
+    spans = chunk_spans(piece, box)
+    if all(spans):
+        for span, start, n, side, a, b in zip(spans, piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
+            if start + span.start * side < a or start + min(span.stop * side, n) > b:
+                raise FormatError(
+                    f"{piece.path}: chunks of {piece.chunks} cross the border of the shard {box}; a chunk must have one writer."
+                )
+    return spans
+
+
+def count_chunks(piece: Piece, box: Box) -> int:
+    """How many chunks of `piece` share elements with a box."""
+    return prod(map(len, chunk_spans(piece, box)))
+
+
+def chunk_spans(piece: Piece, box: Box) -> list[range]:
+    """Per dimension, the places in the grid of chunks that reach into a box; empty where none does."""
+    spans = []
+    for start, n, chunk, a, b in zip(piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
+        first, last = max(a - start, 0), min(b - start, n)
+        spans.append(range(first // chunk, -(-last // chunk)) if first < last else range(0))
+    return spans
+
+
+def chunk_boxes(piece: Piece, chunk: Ints) -> BoxArray:
+    """The elements that chunks hold, in the tensor's indices, cut off at the piece's edge."""
+    start, shape, chunks = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks))
+    coords = _coordinates(chunk, piece.grid)
+    return BoxArray(start + coords * chunks, start + np.minimum((coords + 1) * chunks, shape))
+
+
+def coverage_gap(shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
+    """Why `pieces` do not hold every element of a tensor exactly once, or None where they do.
+
+    The random test at the end only tells pieces that overlap from those that do not; all else is exact.
+    """
+    if len(pieces) == 1 and pieces[0].shape == shape and not any(pieces[0].start):
+        return None  # as nearly all are
+    whole = Box.full(shape)
+    boxes = [p.box for p in pieces]
+    outside = [p.path for p, box in zip(pieces, boxes, strict=True) if not whole.contains(box)]
+    if outside:
+        return f"piece {outside[0]} lies outside the shape {shape}"
+    held = sum(box.size for box in boxes)
+    if held != whole.size:
+        return f"the pieces hold {held} elements of {whole.size}"
+    if len(pieces) > 1 and not _same_elements(whole, boxes):
+        return "two pieces hold the same elements"
+    return None
+
+
+_PRIME = (1 << 127) - 1
+
+
+def _same_elements(whole: Box, parts: Sequence[Box]) -> bool:
+    """Whether `parts` hold each element of `whole` exactly once, and no others; linear in their number.
+
+    Let the element i stand for the monomial x0^i0 · x1^i1 · … and a box for the sum of its elements, which is the
+    product over d of (xd^start - xd^stop) / (1 - xd). Two collections of boxes hold the same elements equally often
+    if and only if these polynomials are equal. They are compared at a random point modulo a prime, where different ones
+    of degree below 2^63 agree with a probability of at most 2^-64 (Schwartz and Zippel). Comparing boxes with
+    each other would take minutes for a record of a few megabytes that is made for it.
+    """
+    point = [2 + secrets.randbelow(_PRIME - 2) for _ in range(whole.ndim)]
+
+    @cache
+    def power(d: int, i: int) -> int:
+        return pow(point[d], i, _PRIME)
+
+    def value(box: Box) -> int:
+        product = 1
+        for d, (a, b) in enumerate(zip(box.start, box.stop, strict=True)):
+            product = product * (power(d, a) - power(d, b)) % _PRIME
+        return product
+
+    return (sum(map(value, parts)) - value(whole)) % _PRIME == 0
+
+
+def _enumerate(low: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """All coordinates of n grids of `counts` (n, ndim), concatenated, and the grid of each row."""
+    ndim = low.shape[1]
+    sizes = np.prod(counts, axis=1, dtype=np.int64)
+    owner = np.repeat(np.arange(len(low), dtype=np.int64), sizes)
+    within = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    coords = np.empty((len(owner), ndim), np.int64)
+    for d in reversed(range(ndim)):
+        radix = counts[owner, d]
+        coords[:, d] = within % radix
+        within //= radix
+    return coords, owner
+
+
+def _linear(coords: Ints, grid: Ints | tuple[int, ...]) -> Ints:
+    """Row-major positions of coordinates in one grid, or each in its own: (n, ndim)."""
+    position = np.zeros(len(coords), np.int64)
+    for d, n in enumerate(np.asarray(grid, np.int64).T):
+        position = position * n + coords[:, d]
+    return position
+
+
+def _coordinates(chunk: Ints, grid: tuple[int, ...]) -> Ints:
+    """Grid coordinates of row-major positions."""
+    coords = np.empty((len(chunk), len(grid)), np.int64)
+    for d in reversed(range(len(grid))):
+        coords[:, d] = chunk % max(grid[d], 1)
+        chunk = chunk // max(grid[d], 1)
+    return coords

@@ -1,0 +1,132 @@
+"""Which stored chunks does each host read, when a checkpoint is restored onto some layout?
+
+The counterpart of `writers`, for all hosts at once and without asking any of them.
+
+1. `host_boxes`: a host reads the distinct boxes of its devices. Hosts whose devices hold the same boxes make a *group*: they
+   read the same chunks, so whatever is counted is counted once for all of them.
+2. `chunks_read`: per group, the chunks that its boxes touch, each once, however many of the boxes share it.
+
+Both depend on a tensor's shape, chunks and layout alone, not on its name: of the thousand tensors of a model some dozen
+differ. Cost is in proportion to devices, and to pairs of a group and a chunk that it reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.layout.box import Box, BoxArray, distinct_boxes
+from shardckpt.layout.placements import Placements
+from shardckpt.plan.plan import overlaps, touched
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.layout.sharding import Layout
+    from shardckpt.layout.world import DeviceOwners
+    from shardckpt.plan.plan import Piece
+
+    Ints = NDArray[np.int64]
+
+__all__ = ["ChunksRead", "HostBoxes", "chunks_read", "host_boxes"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostBoxes:
+    """The boxes of one tensor that each host's devices hold, hosts with the same boxes together."""
+
+    boxes: BoxArray
+    """All that are distinct and not empty."""
+    group: Ints
+    """(hosts,) the group of each host; -1: its devices hold nothing of the tensor."""
+    held_by: Ints
+    """(n,) group of each pair of a group and a box that it holds, ascending."""
+    held: Ints
+    """(n,) the box of each pair."""
+
+    @property
+    def groups(self) -> int:
+        """How many there are."""
+        return int(self.group.max(initial=-1)) + 1
+
+    def elements(self) -> Ints:
+        """(groups,) elements that each host of a group needs."""
+        return np.bincount(self.held_by, self.boxes.sizes()[self.held], self.groups).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunksRead:
+    """The chunks of one tensor that each group of hosts reads: n pairs, by group and then by chunk."""
+
+    group: Ints
+    """(n,)"""
+    chunk: Ints
+    """(n,) counted through all pieces, in their order, in grid order within each."""
+
+
+def host_boxes(layout: Layout | Placements | None, shape: tuple[int, ...], owners: DeviceOwners, hosts: int) -> HostBoxes:
+    """Which boxes each host's devices hold.
+
+    Args:
+        layout: of the tensor; None: the whole tensor is on every host.
+        shape: of the tensor.
+        owners: whose each device is; devices that the layout does not name hold nothing.
+        hosts: how many there are.
+
+    Raises:
+        ShardingError: a device of the layout is nobody's, or the layout does not suit the shape.
+    """
+    if layout is None:
+        whole, where = distinct_boxes(BoxArray.of([Box.full(shape)], len(shape)))
+        everyone = np.zeros(hosts, np.int64) if len(whole) else np.full(hosts, -1, np.int64)
+        return HostBoxes(whole, everyone, where[where >= 0], where[where >= 0])
+    if isinstance(layout, Placements):
+        devices, every = layout.boxes(shape)
+    else:
+        found = layout.device_boxes(shape)
+        devices, every = found.device_ids, found.boxes
+    boxes, where = distinct_boxes(every)
+    holds = where >= 0
+    pairs = np.unique(np.stack([owners.of_devices(devices[holds]), where[holds]], axis=1), axis=0)
+    # Hosts with the same boxes are found by the bytes of their lists.
+    group = np.full(hosts, -1, np.int64)
+    known: dict[bytes, int] = {}
+    first: list[Ints] = []
+    begin = np.searchsorted(pairs[:, 0], np.arange(hosts + 1))
+    for host in np.unique(pairs[:, 0]).tolist():
+        mine = pairs[begin[host] : begin[host + 1], 1]
+        group[host] = known.setdefault(mine.tobytes(), len(known))
+        if len(known) > len(first):
+            first.append(mine)
+    held_by = np.repeat(np.arange(len(first), dtype=np.int64), [len(mine) for mine in first])
+    return HostBoxes(boxes, group, held_by, np.concatenate([*first, np.empty(0, np.int64)]))
+
+
+def chunks_read(pieces: Sequence[Piece], held: HostBoxes) -> ChunksRead:
+    """Which chunks each group of hosts reads.
+
+    Args:
+        pieces: the arrays that hold the tensor.
+        held: the boxes that each group needs.
+    """
+    begins = np.cumsum([0, *(piece.num_chunks for piece in pieces)])
+    number = {piece.path: int(begin) for piece, begin in zip(pieces, begins[:-1], strict=True)}
+    found = []
+    for piece in touched(pieces, held.boxes):
+        # There may be as many pieces as boxes; of each piece only the boxes near it are looked at closely.
+        near = held.boxes.overlapping(piece.box)
+        pairs = overlaps(piece, BoxArray(held.boxes.start[near], held.boxes.stop[near]))
+        order = np.argsort(pairs.box, kind="stable")
+        begin = np.searchsorted(near[pairs.box[order]], np.arange(len(held.boxes) + 1))
+        counts = (begin[1:] - begin[:-1])[held.held]
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        chunk = pairs.chunk[order][np.repeat(begin[held.held], counts) + within]
+        # A group's boxes may share chunks; each is read once.
+        found.append(np.unique(np.repeat(held.held_by, counts) * int(begins[-1]) + number[piece.path] + chunk))
+    keys = np.sort(np.concatenate([*found, np.empty(0, np.int64)]))
+    group, chunk = np.divmod(keys, max(int(begins[-1]), 1))
+    return ChunksRead(group, chunk)

@@ -1,0 +1,125 @@
+"""Where do elements of one tensor lie in another one that is made of it?
+
+A `View` is a box of a tensor, with its dimensions in another order, dimensions of length 1 left out or put in, at some place
+of an output. Boxes of the output are wanted, and boxes of the tensor are read: `View.back` says which, and `View.part` where
+in the output's memory each goes, without a copy. `View.pieces` shows how the tensor is stored as if the output were, for
+planning what to read at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.errors import OptionError
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.plan import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.generic]
+
+__all__ = ["View"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A box of a tensor, as it lies in an output.
+
+    >>> View("w", Box((0, 4, 0), (8, 5, 6)), (2, 0), (10, 0)).inside  # the transpose of w[:, 4, :], from row 10 on
+    Box(start=(10, 0), stop=(16, 8))
+    """
+
+    tensor: str
+    """Name of the tensor."""
+    box: Box
+    """Which of its elements, in its own indices."""
+    permutation: tuple[int | None, ...]
+    """Per dimension of the output the tensor's dimension that it is, as in `numpy.transpose`; None for one of length 1 that the
+    tensor has not. Dimensions of the tensor that are not named have length 1 in the box, and are left out."""
+    start: tuple[int, ...]
+    """The output's index of the first element."""
+
+    def __post_init__(self) -> None:
+        """Refuse ranks that differ, and dimensions that are named twice or lost."""
+        named = [d for d in self.permutation if d is not None]
+        if len(self.permutation) != len(self.start) or len(set(named)) != len(named) or any(not 0 <= d < self.box.ndim for d in named):
+            raise OptionError(
+                f"View of {self.tensor}: permutation {self.permutation} must name dimensions of the box {self.box}, each once, and start "
+                f"{self.start} must have as many."
+            )
+        lost = [d for d, n in enumerate(self.box.shape) if d not in named and n != 1]
+        if lost:
+            raise OptionError(
+                f"View of {self.tensor}: dimension {lost[0]} of the box {self.box} has {self.box.shape[lost[0]]} elements and is not in "
+                f"permutation {self.permutation}; only dimensions of length 1 can be left out."
+            )
+
+    @classmethod
+    def whole(cls, tensor: str, shape: Sequence[int]) -> View:
+        """The whole of a tensor, as it is."""
+        return cls(tensor, Box.full(tuple(shape)), tuple(range(len(shape))), (0,) * len(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the output."""
+        return tuple(1 if d is None else self.box.shape[d] for d in self.permutation)
+
+    @property
+    def inside(self) -> Box:
+        """The box of the output that it fills."""
+        return Box(self.start, tuple(a + n for a, n in zip(self.start, self.shape, strict=True)))
+
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether the output's indices are the tensor's."""
+        return self.start == self.box.start and self.permutation == tuple(range(self.box.ndim))
+
+    def back(self, boxes: BoxArray) -> BoxArray:
+        """Boxes of the output that lie in `inside`, in the tensor's indices."""
+        start = np.tile(np.array(self.box.start, np.int64), (len(boxes), 1))
+        stop = np.tile(np.array(self.box.stop, np.int64), (len(boxes), 1))
+        for out, d in enumerate(self.permutation):
+            if d is not None:
+                shift = self.box.start[d] - self.start[out]
+                start[:, d], stop[:, d] = boxes.start[:, out] + shift, boxes.stop[:, out] + shift
+        return BoxArray(start, stop)
+
+    def part(self, elements: Array) -> Array:
+        """Memory of a box of the output, with the dimensions that the tensor has; a view of it."""
+        kept = [d for d in self.permutation if d is not None]
+        if kept == list(range(self.box.ndim)) and len(kept) == len(self.permutation):
+            return elements
+        index = tuple(0 if d is None else slice(None) for d in self.permutation)
+        found = elements[(*index, ...)].transpose(np.argsort(kept, kind="stable"))
+        return np.expand_dims(found, tuple(d for d in range(self.box.ndim) if d not in kept))
+
+    def pieces(self, stored: Sequence[Piece]) -> list[Piece]:
+        """The arrays of the tensor, as far as they are in the view, in the output's indices.
+
+        A chunk that the view cuts off is shorter there; where it is the first along some dimension, it becomes an array by itself.
+        """
+        if self._is_in_place and all(self.box.contains(piece.box) for piece in stored):
+            return [piece for piece in stored if all(piece.shape)]
+        found = []
+        for piece in stored:
+            common = piece.box.overlap(self.box)
+            if common is None:
+                continue
+            sides = []
+            for out, d in enumerate(self.permutation):
+                if d is None:
+                    sides.append([(self.start[out], 1, 1)])
+                    continue
+                first, last, side = common.start[d], common.stop[d], piece.chunks[d]
+                border = min(last, piece.start[d] + -(-(first - piece.start[d]) // side) * side)
+                shift = self.start[out] - self.box.start[d]
+                sides.append([(a + shift, b - a, side) for a, b in ((first, border), (border, last)) if a < b])
+            found += [Piece(piece.path, *(tuple(some[i] for some in part) for i in range(3))) for part in product(*sides)]
+        return found

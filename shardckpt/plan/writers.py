@@ -1,0 +1,155 @@
+"""Which of the processes that hold a box writes which of its chunks?
+
+Every process answers this for itself, in time in proportion to its own boxes, and all answers agree.
+
+1. `box_holders`: the processes that hold a box are those whose devices have its tile. That follows from the layout
+   and from whose each device is, once per layout and rank, whatever the number of tensors.
+2. `deal`: all boxes with the same holders make one tape of bytes, in order of tensor, piece and place. Each of the k
+   holders owns one k-th of the tape, and a chunk is written by the one in whose part its middle lies. So two holders'
+   bytes differ by less than two chunks per tape, and a holder's share is one run of the tape: adjacent chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.errors import ShardingError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from shardckpt.layout.sharding import Layout
+    from shardckpt.layout.world import DeviceOwners
+
+__all__ = ["Part", "box_holders", "deal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The chunks of one piece that lie in one box."""
+
+    tensor: str
+    piece: str
+    """Path of the piece; tensor, piece and start tell parts of equal holders apart, and put them in order."""
+    start: tuple[int, ...]
+    """Of the box."""
+    holders: tuple[int, ...]
+    """The processes that hold the box, ascending."""
+    chunks: int
+    """How many."""
+    chunk_bytes: int
+    """Of each, as it is stored."""
+
+
+def deal(parts: Sequence[Part], process: int) -> list[range]:
+    """The chunks that one process writes: per part which of its chunks, counted in grid order.
+
+    Args:
+        parts: all parts that the process holds; other processes' parts may be among them. Of every tape that it is a
+            holder of it must know all parts, in any order.
+        process: whose share.
+
+    >>> parts = [Part("w", "w", (0,), (0, 1, 2), 7, 1 << 20)]
+    >>> [deal(parts, p)[0] for p in range(3)]
+    [range(0, 2), range(2, 5), range(5, 7)]
+    """
+    tapes: dict[tuple[int, ...], list[int]] = {}
+    known: dict[int, list[int]] = {}  # by identity: the same few tuples, of perhaps thousands of processes, are hashed once each
+    for i, part in enumerate(parts):
+        tape = known.get(id(part.holders))
+        if tape is None:
+            tape = known[id(part.holders)] = tapes.setdefault(part.holders, [])
+        tape.append(i)
+    shares = [range(0)] * len(parts)
+    for holders, tape in tapes.items():
+        if process not in holders:
+            continue
+        if len(holders) == 1:
+            for i in tape:
+                shares[i] = range(parts[i].chunks)
+            continue
+        length = sum(parts[i].chunks * parts[i].chunk_bytes for i in tape)
+        mine, offset = holders.index(process), 0
+        for i in sorted(tape, key=lambda i: (parts[i].tensor, parts[i].piece, parts[i].start)):
+            shares[i] = range(*(_first_chunk(parts[i], offset, length, m) for m in (mine, mine + 1)))
+            offset += parts[i].chunks * parts[i].chunk_bytes
+    return shares
+
+
+def _first_chunk(part: Part, offset: int, tape: int, holder: int) -> int:
+    """The first chunk of a part whose middle lies in the tape's share of that holder, or of a later one.
+
+    Args:
+        part: it begins `offset` bytes into the tape.
+        offset: see above.
+        tape: bytes of all of it.
+        holder: from 0 to the number of holders, which is beyond all.
+    """
+    k, size = len(part.holders), part.chunk_bytes
+    # The middle of chunk j is at offset + (j + 1/2) size, and the share begins at tape * holder / k.
+    first = -(-(2 * tape * holder - k * (2 * offset + size)) // (2 * size * k)) if size else 0
+    return min(max(first, 0), part.chunks) if holder < k else part.chunks
+
+
+def box_holders(layout: Layout, ndim: int, devices: ArrayLike, owners: DeviceOwners) -> list[tuple[int, ...]]:
+    """For each device, the processes whose devices hold the same tile of every tensor of that rank, ascending.
+
+    Args:
+        layout: of the tensors.
+        ndim: their rank.
+        devices: (n,) ids, such as those of this process.
+        owners: whose each device is.
+
+    Raises:
+        ShardingError: a device is not among the layout's, or nobody's.
+    """
+    return list(_box_holders(layout, ndim, tuple(np.asarray(devices, np.int64).tolist()), owners))
+
+
+@lru_cache(maxsize=1024)
+def _box_holders(layout: Layout, ndim: int, devices: tuple[int, ...], owners: DeviceOwners) -> tuple[tuple[int, ...], ...]:
+    """`box_holders`: a process asks the same of a thousand tensors."""
+    tiles = _tiles(layout, ndim, owners)
+    wanted = np.array(devices, np.int64)
+    rows = np.minimum(np.searchsorted(tiles.device_ids, wanted), len(tiles.device_ids) - 1)
+    strangers = wanted[tiles.device_ids[rows] != wanted]
+    if len(strangers):
+        raise ShardingError(f"device {strangers[0]} holds nothing of a tensor laid out by {layout}; ask for its own devices only.")
+    return tuple(_holders(tiles, tile) for tile in tiles.tile_of[rows].tolist())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tiles:
+    """Which tile each device has, and which processes have each tile."""
+
+    device_ids: NDArray[np.int64]
+    """(n,) ascending."""
+    tile_of: NDArray[np.int64]
+    """(n,) row-major number of the tile."""
+    processes: NDArray[np.int64]
+    """(tiles, replicas) the process of every replica."""
+
+
+@lru_cache(maxsize=64)
+def _tiles(layout: Layout, ndim: int, owners: DeviceOwners) -> _Tiles:
+    tiling = layout.tiling(ndim)
+    tile_of = np.zeros(len(tiling.device_ids), np.int64)
+    for d, parts in enumerate(tiling.parts):
+        tile_of = tile_of * parts + tiling.coords[:, d]
+    tiles = prod(tiling.parts)
+    if len(tile_of) % tiles:
+        raise ShardingError(f"{layout}: {len(tile_of)} devices cannot hold {tiles} tiles equally often.")
+    order = np.argsort(tile_of, kind="stable")
+    return _Tiles(tiling.device_ids, tile_of, owners.of_devices(tiling.device_ids[order]).reshape(tiles, -1))
+
+
+@lru_cache(maxsize=4096)
+def _holders(tiles: _Tiles, tile: int) -> tuple[int, ...]:
+    return tuple(np.unique(tiles.processes[tile]).tolist())

@@ -1,0 +1,137 @@
+"""Reading tensors of a checkpoint that has left some of them in others.
+
+Requests are sorted by where their tensors lie: the checkpoint's own go to its own reader, each other to that of its base.
+Each is opened when the first of its tensors is wanted, and stays open.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from shardckpt.commit.base_places import base_record, holder
+from shardckpt.errors import MissingDataError
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import numpy as np
+
+    from shardckpt.format.bases import Base
+    from shardckpt.format.record import CheckpointRecord
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.io.stats import ReadStats
+    from shardckpt.io.store import Store
+    from shardckpt.plan.plan import Piece
+    from shardckpt.reading.finder import Damaged
+    from shardckpt.reading.reader import ChunkReader
+    from shardckpt.reading.wanted import Request
+
+__all__ = ["BasedReader"]
+
+
+class BasedReader:
+    """Reads boxes of the tensors of one checkpoint, wherever they lie; safe to use from several threads."""
+
+    def __init__(
+        self, place: Store, record: CheckpointRecord, stats: ReadStats, open_one: Callable[[Store, CheckpointRecord], ChunkReader]
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            place: the checkpoint's attempt.
+            record: of the checkpoint.
+            stats: where all reads are counted, of the bases too.
+            open_one: makes the reader of what an attempt holds itself.
+        """
+        parent = place.location.parent
+        assert parent is not None
+        self.stats = stats
+        self._checkpoint = parent
+        self._store = place
+        self._record = record
+        self._open_one = open_one
+        self._opened: dict[Base | None, tuple[ChunkReader, CheckpointRecord]] = {}
+        self._opening = Lock()
+
+    def open(self, tensors: Iterable[TensorRecord]) -> None:
+        """Open the bases of those tensors.
+
+        Raises:
+            MissingDataError, FormatError: a base is gone, is another one now, or does not hold the tensor.
+        """
+        for tensor in tensors:
+            self._holder(tensor)
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """Fill every request's buffers; raises what `ChunkReader.read` and `open` do."""
+        for base, some in self._sorted(requests).items():
+            with self._may_be_gone(base, some):
+                self._opened[base][0].read(some)
+
+    def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
+        """A call for each group of requests that does what `read` does, planned together; see `ChunkReader.reads`."""
+        of_base: dict[Base | None, list[tuple[int, list[Request]]]] = defaultdict(list)
+        for i, group in enumerate(groups):
+            for base, some in self._sorted(group).items():
+                of_base[base].append((i, some))
+        of_group: list[list[tuple[Base | None, Sequence[Request], Callable[[], None]]]] = [[] for _ in groups]
+        for base, parts in of_base.items():
+            with self._may_be_gone(base, parts[0][1]):
+                planned = self._opened[base][0].reads([some for _, some in parts])
+            for (i, some), read in zip(parts, planned, strict=True):
+                of_group[i].append((base, some, read))
+        return [partial(self._read_planned, planned) for planned in of_group]
+
+    def _read_planned(self, planned: Iterable[tuple[Base | None, Sequence[Request], Callable[[], None]]]) -> None:
+        for base, some, read in planned:
+            with self._may_be_gone(base, some):
+                read()
+
+    @contextmanager
+    def _may_be_gone(self, base: Base | None, requests: Sequence[Request]) -> Iterator[None]:
+        """Says so if a base from which something is read was replaced or deleted meanwhile."""
+        try:
+            yield
+        except MissingDataError:
+            if base is not None:
+                base_record(self._checkpoint, base, shown(requests[0].name))
+            raise
+
+    def check(self, requests: Sequence[Request], damaged: Damaged) -> None:
+        """Compare every chunk of the requests' tensors with the table of whoever holds it; see `ChunkReader.check`."""
+        for base, some in self._sorted(requests).items():
+            self._opened[base][0].check(some, damaged)
+
+    def stored_chunk(self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int) -> bytes:
+        """A chunk's bytes as stored; see `ChunkReader.stored_chunk`."""
+        tensor = self._record.structure.tensors[name]
+        held = self._holder(tensor)
+        return self._opened[_base(tensor)][0].stored_chunk(name, dtype, held.pieces[tensor.pieces.index(piece)], position)
+
+    def _sorted(self, requests: Sequence[Request]) -> dict[Base | None, list[Request]]:
+        """Requests by where their tensors lie, with the pieces as they are called there."""
+        found: dict[Base | None, list[Request]] = defaultdict(list)
+        for request in requests:
+            tensor = self._record.structure.tensors[request.name]
+            held = self._holder(tensor)
+            found[_base(tensor)].append(request if held is tensor else replace(request, pieces=held.pieces))
+        return found
+
+    def _holder(self, tensor: TensorRecord) -> TensorRecord:
+        """The record of a tensor where it lies, which is open then."""
+        base = _base(tensor)
+        with self._opening:
+            if base not in self._opened:
+                at = (self._store, self._record) if base is None else base_record(self._checkpoint, base, shown(tensor.name))
+                self._opened[base] = self._open_one(*at), at[1]
+            return tensor if base is None else holder(self._checkpoint, tensor, self._opened[base][1])
+
+
+def _base(tensor: TensorRecord) -> Base | None:
+    return None if tensor.base is None else tensor.base.base

@@ -1,0 +1,217 @@
+"""Which checkpoints lie in a directory?
+
+A checkpoint is a directory whose `checkpoint.json` names an attempt. Only that record is read, and of it only
+what a list shows: a record of many tensors is not turned into tensors. What else lies there and is an attempt
+(`io.attempts`) is an unfinished save, or what is left of one; all other things are none of our business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardckpt.commit.assemble import finished_hosts, read_host_record
+from shardckpt.commit.attempts import attempts, places
+from shardckpt.commit.leftover import check_leftover
+from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked
+from shardckpt.commit.publish import RECORD
+from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError
+from shardckpt.format.bases import bases_of
+from shardckpt.format.fields import LARGEST_DIMENSION
+from shardckpt.format.record import open_envelope
+from shardckpt.io.ages import last_written
+from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.store import Store
+from shardckpt.io.url import Location, parse
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+__all__ = ["CatalogEntry", "State", "catalog"]
+
+State = Literal["committed", "uncommitted", "deleted", "unreadable"]
+"""Of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""
+
+_STEP = re.compile(r"(?<!\d)\d{1,19}$", re.ASCII)
+_AT_ONCE = 16
+"""Places that are looked at together: on an object store each question takes a round trip."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """One checkpoint, or one attempt that is none."""
+
+    name: str
+    """Relative to the root; "." for the root itself."""
+    location: Location
+    """Of the checkpoint's directory."""
+    state: State
+    attempt: str | None = None
+    """The attempt that the record names, or the unfinished one."""
+    created: str | None = None
+    """UTC, ISO 8601, by the committer's clock."""
+    layout: str | None = None
+    """"packed" or "zarr"."""
+    tensors: int | None = None
+    nbytes: int | None = None
+    """Bytes of all elements."""
+    stored_bytes: int | None = None
+    """Bytes of all chunks, with padding and checksums, compressed if they are."""
+    reason: str | None = None
+    """Why it was deleted or cannot be read."""
+    finished: int | None = None
+    """Of an unfinished attempt: how many hosts have written all of their share."""
+    hosts: int | None = None
+    """Of an unfinished attempt: how many there are. None while not one has finished: only those know."""
+    committable: bool = False
+    """Of an unfinished attempt: whether it lacks nothing but its commit, and nothing speaks against that (`io.leftover`)."""
+    metrics: Mapping[str, float | str] = field(default_factory=dict)
+    """Of a checkpoint: what was given to `CheckpointManager.save(metrics=…)`; numbers that are not finite as text."""
+    bases: tuple[str, ...] = ()
+    """Of a checkpoint: the urls of others in which tensors of it lie, as its record has them: `../0` is the one called 0 beside it."""
+    pinned: bool = False
+    """Of a checkpoint: whether it is kept from being deleted."""
+    superseded: bool = False
+    """Of a checkpoint: whether training went back to an earlier step."""
+    idle: float | None = None
+    """Of an unfinished attempt: seconds since anything was written into it, by this machine's clock. None where the storage keeps
+    no times."""
+
+    @property
+    def step(self) -> int | None:
+        """The number at the end of the name: 100 of `100`, `step_100` and `run-b-0100`."""
+        found = _STEP.search(self.name)
+        return int(found[0]) if found else None
+
+
+def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[CatalogEntry]:
+    """List the checkpoint at `root`, if there is one, and those directly below it.
+
+    Args:
+        root: A path or url.
+        everything: Also list unfinished attempts and deleted checkpoints.
+
+    Returns:
+        Entries in natural order of their names (9 before 10), `root` itself first; a checkpoint before its unfinished attempts.
+
+    Raises:
+        UrlError: `root` is no place.
+        NotFoundError: There is no such directory.
+    """
+    location = parse(root)
+    store = Store.open(location)
+    children = store.list_children()
+    if not children and (location.local is None or not location.local.exists()):
+        raise NotFoundError(f"{location}: no such directory.")
+
+    def at(named: tuple[str, Store]) -> list[CatalogEntry]:
+        name, place = named
+        try:
+            return _entries(place, name, everything)
+        except StorageError as e:
+            return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
+
+    with reading_takes_threads(store), ThreadPoolExecutor(_AT_ONCE, "shardckpt-catalog") as pool:
+        found = pool.map(at, places(store, children))
+        return [entry for some in found for entry in some]
+
+
+def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:
+    """The checkpoint at a place, and its other attempts."""
+    children = place.list_children()
+    data = None
+    if RECORD in children:
+        with contextlib.suppress(MissingDataError):  # it went away in between
+            data = place.read(RECORD)
+    entry = None if data is None else _committed(data, place, name)
+    if entry is not None and entry.state != "deleted":
+        pinned, superseded = (marker in children and is_marked(place, marker, entry.attempt) for marker in (PINNED, SUPERSEDED))
+        entry = replace(entry, pinned=pinned, superseded=superseded)
+    begun = entry is not None and entry.state == "deleted" and entry.reason is None
+    entries = [] if entry is None or begun or (entry.state == "deleted" and not everything) else [entry]
+    if everything:
+        published = None if entry is None else entry.attempt
+        digest = None if data is None else sha256(data).hexdigest()
+        entries += [_unfinished(place, name, attempt, published, digest) for attempt in attempts(place, children) if attempt != published]
+    return entries
+
+
+def _unfinished(place: Store, name: str, attempt: str, published: str | None, digest: str | None) -> CatalogEntry:
+    """How far an attempt has come; `published` is the one of the commit record as it is now, and `digest` that record's."""
+    inside = place.sub(attempt)
+    last = last_written(place, f"{attempt}/")
+    finished = finished_hosts(inside)
+    hosts, committable = None, False
+    with contextlib.suppress(ShardckptError):  # whoever wants to commit it is told what is wrong with its records
+        if finished:
+            first, _ = read_host_record(inside, finished[0])
+            hosts = first.hosts
+            if finished == list(range(hosts)) and first.prior == digest:
+                contents = first.files.contents
+                metadata = _typed(open_envelope(inside.read(contents.key), inside.path_of(contents.key)), "metadata", dict, name)
+                check_leftover(place, attempt, metadata, published)
+                committable = True
+    return CatalogEntry(
+        name,
+        place.location,
+        "uncommitted",
+        attempt,
+        finished=len(finished),
+        hosts=hosts,
+        committable=committable,
+        idle=None if last is None else max(0.0, time.time() - last),
+    )
+
+
+def _committed(data: bytes, place: Store, name: str) -> CatalogEntry:
+    """What the commit record says."""
+    where = place.path_of(RECORD)
+    try:
+        return _summary(open_envelope(data, where), name, place.location, where)
+    except ShardckptError as e:
+        return CatalogEntry(name, place.location, "unreadable", reason=str(e))
+
+
+def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> CatalogEntry:
+    if doc.get("begun") is True:
+        return CatalogEntry(name, location, "deleted")  # a placeholder: there never was a checkpoint
+    if "tombstone" in doc:
+        return CatalogEntry(name, location, "deleted", reason=_typed(doc, "tombstone", str, where))
+    totals = _typed(doc, "totals", dict, where)
+    return CatalogEntry(
+        name,
+        location,
+        "committed",
+        attempt=_typed(doc, "attempt", str, where),
+        created=_typed(doc, "created", str, where),
+        layout=_typed(doc, "layout", str, where),
+        tensors=_typed(totals, "tensors", int, where),
+        nbytes=_typed(totals, "bytes", int, where),
+        stored_bytes=_typed(totals, "stored_bytes", int, where),
+        metrics=_metrics(doc),
+        bases=tuple(base.url for base in bases_of(doc, where)),
+    )
+
+
+def _metrics(doc: dict[str, Any]) -> dict[str, float | str]:
+    """The numbers among the metrics of a record's metadata; the rest is nobody's metric."""
+    metadata = doc.get("metadata")
+    found = metadata.get("metrics") if isinstance(metadata, dict) else None
+    return {
+        name: value
+        for name, value in (found.items() if isinstance(found, dict) else ())
+        if (isinstance(value, int | float) and not isinstance(value, bool)) or value in ("nan", "inf", "-inf")
+    }
+
+
+def _typed(doc: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    value = doc.get(key)
+    if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= LARGEST_DIMENSION):
+        raise FormatError(f"{where}: {key!r} is no {kind.__name__} that a checkpoint could have; the record was not written by shardckpt.")
+    return value

@@ -1,0 +1,349 @@
+"""A committed checkpoint, open for reading.
+
+Opening reads the commit record and nothing else; host records and chunk tables follow when the first
+chunk is wanted.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import numpy as np
+
+from shardckpt.commit import index
+from shardckpt.commit.attempts import is_attempt
+from shardckpt.commit.base_places import base_location
+from shardckpt.commit.host_files import read_host_files
+from shardckpt.commit.publish import RECORD
+from shardckpt.errors import (
+    BudgetError,
+    FormatError,
+    MissingDataError,
+    NamesMismatchError,
+    NotFoundError,
+    OptionError,
+    ReplacedError,
+    ShapeMismatchError,
+    UncommittedError,
+)
+from shardckpt.excerpt import excerpt
+from shardckpt.format.fields import Fields
+from shardckpt.format.record import CheckpointRecord, Tombstone, open_envelope, parse_checkpoint
+from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.forking import check_fork
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.reading.based_reader import BasedReader
+from shardckpt.reading.opening import open_reader
+from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, Request
+from shardckpt.reading.verification import verify
+from shardckpt.state import alias_map
+from shardckpt.state import names as naming
+from shardckpt.state import parse as parse_tree
+from shardckpt.state.names import array_path, piece_path
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from shardckpt.format.structure import StoredLayout, TensorRecord
+    from shardckpt.io.stats import ReadStats
+    from shardckpt.io.url import Location
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.reading.verification import VerifyReport
+    from shardckpt.reading.zarr_store import CheckpointStore
+
+__all__ = ["Checkpoint", "TensorInfo", "empty", "open", "open_in_this_process"]
+
+_FOR_USERS = (
+    "bases", "info", "location", "metadata", "names", "read", "record", "stats", "stock_spec", "stock_url", "tree", "verify", "zarr_store",
+)  # fmt: skip
+"""Members of a `Checkpoint` that docs and users speak of."""
+_opened: WeakSet[Checkpoint] = WeakSet()
+_opening = Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of one stored tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    layout: StoredLayout | None
+    """How it was laid out when it was saved: a `Sharding` with mesh and spec, an `OpSharding`, DTensor's `Placements` where
+    neither says it, or None (plain)."""
+    chunks: tuple[int, ...]
+    """Shape of a chunk (of the first piece)."""
+    num_chunks: int
+    nbytes: int
+    """Bytes of its elements."""
+    tied_names: tuple[str, ...]
+    """Other names of the same tensor."""
+    base: str | None = None
+    """The checkpoint that holds its elements (path or url), where this one has left them there; None: this one."""
+
+
+def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.open, as in gzip.open)
+    """Open a committed checkpoint for reading.
+
+    Raises:
+        NotFoundError: there is none (UncommittedError: a save was begun there and not finished).
+        FormatError: its record is damaged; VersionError: a newer format.
+    """
+    return Checkpoint(url)
+
+
+class Checkpoint:
+    """A committed checkpoint; everything is read-only."""
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        """Read the commit record; see `shardckpt.open`."""
+        self.location = parse(url)
+        self._store = Store.open(self.location)
+        self.record = _read_record(self._store)
+        self._place = self._store.sub(self.record.attempt)
+        self.parsed_tree = parse_tree(self.record.structure.tree)
+        """The tree, read: for `shardckpt.state`, whose functions would each read it anew."""
+        self._opening = Lock()
+        self._opened: ChunkReader | BasedReader | None = None
+        self._reading: tuple[int | None, int] = (None, OBJECT_MEMORY)
+        self._stored_name = {**{name: name for name in self.record.structure.tensors}, **alias_map(self.parsed_tree)}
+        with _opening:
+            _opened.add(self)
+
+    @property
+    def tree(self) -> Any:
+        """The state's containers and small leaves, as a JSON document (docs/format.md)."""
+        return self.record.structure.tree
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the user gave to `SaveOptions(metadata=…)`."""
+        return self.record.metadata
+
+    def names(self) -> list[str]:
+        """Names of all tensors in tree order; then the further names of tied ones."""
+        return list(self._stored_name)
+
+    def tensor(self, name: str) -> TensorRecord:
+        """The record of a tensor, by any of its names.
+
+        Raises:
+            NamesMismatchError: there is no such tensor; says which name is nearest.
+            OptionError: that is no name.
+        """
+        if not isinstance(name, str):
+            raise OptionError(f"{self.location}: {excerpt(name)} is no name of a tensor; give one of names(), as a str.")
+        if name not in self._stored_name:
+            raise NamesMismatchError(f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}.")
+        return self.record.structure.tensors[self._stored_name[name]]
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, dtype, layout and chunks of a tensor."""
+        t = self.tensor(name)
+        return TensorInfo(
+            name=name,
+            shape=t.shape,
+            dtype=t.dtype,
+            layout=t.layout,
+            chunks=t.pieces[0].chunks,
+            num_chunks=t.num_chunks,
+            nbytes=t.nbytes,
+            tied_names=tuple(n for n in self._names_of[t.name] if n != name),
+            base=None if t.base is None else str(base_location(self.location, t.base.base)),
+        )
+
+    def read(self, name: str, box: Box | None = None) -> NDArray[Any]:
+        """The elements of a tensor, or of a box of it, as a numpy array (ml_dtypes for bfloat16 and fp8).
+
+        Raises:
+            NamesMismatchError: no such tensor.
+            ShapeMismatchError: the box lies outside it.
+            OptionError: that is no box.
+            CorruptionError: stored bytes are damaged or missing; MissingDataError where the base is gone that has them, or another
+                checkpoint has taken its place.
+        """
+        t = self.tensor(name)
+        box = Box.full(t.shape) if box is None else box
+        if not isinstance(box, Box):
+            raise OptionError(f"{name}: {excerpt(box)} is no box; give shardckpt.Box((first, …), (one past the last, …)).")
+        if box.ndim != len(t.shape) or not Box.full(t.shape).contains(box) or any(b > n for b, n in zip(box.stop, t.shape, strict=True)):
+            raise ShapeMismatchError(f"{name}: the box {box} lies outside its shape {t.shape} in {self.location}.")
+        out = empty(name, box.shape, t.dtype.storage)
+        with self.reading():
+            self.reader.read([Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([box], box.ndim), [out])])
+        return out.view(t.dtype.numpy)
+
+    @cached_property
+    def _names_of(self) -> dict[str, list[str]]:
+        """Stored name → every name of the tensor."""
+        names: dict[str, list[str]] = {}
+        for name, stored in self._stored_name.items():
+            names.setdefault(stored, []).append(name)
+        return names
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Tell data that is gone because somebody replaced or deleted the checkpoint from data that is lost.
+
+        Raises:
+            ReplacedError: what was raised inside is because of that.
+            StorageError: Python is ending, and starts no threads to read with.
+        """
+        try:
+            with reading_takes_threads(self.location):
+                yield
+        except MissingDataError as e:
+            data, _ = self._store.read_versioned(RECORD)
+            try:
+                now = None if data is None else parse_checkpoint(data, f"{self._store}/{RECORD}")
+            except FormatError:
+                raise e from None
+            if isinstance(now, CheckpointRecord) and now.attempt == self.record.attempt:
+                raise
+            what = "replaced" if isinstance(now, CheckpointRecord) else "deleted"
+            raise ReplacedError(f"{self.location}: the checkpoint was {what} while it was being read; open it again.") from e
+
+    def bases(self) -> list[str]:
+        """The checkpoints (paths or urls) in which tensors of this one lie; they are opened when such a tensor is read."""
+        return [str(base_location(self.location, base)) for base in self.record.structure.bases]
+
+    def open_bases(self, tensors: Iterable[TensorRecord]) -> None:
+        """Open the bases of some tensors, so that what is wrong with one is known before anything is read.
+
+        Raises:
+            MissingDataError, FormatError: a base is gone, is another one now, or does not hold the tensor.
+        """
+        elsewhere = [tensor for tensor in tensors if tensor.base is not None]
+        if elsewhere and isinstance(self.reader, BasedReader):
+            self.reader.open(elsewhere)
+
+    @property
+    def place(self) -> Store:
+        """The attempt, for parts of the library that read its files."""
+        return self._place
+
+    @property
+    def reader(self) -> ChunkReader | BasedReader:
+        """Reads chunks by the chunk table, whose header is read when this is first asked for; all threads share it."""
+        check_fork(self.location)
+        with self._opening:
+            if self._opened is None:
+                threads, memory = self._reading
+                self._opened = open_reader(self._place, self.record, threads=threads, memory=memory)
+            return self._opened
+
+    def limit_reading(self, *, threads: int | None, memory: int) -> None:
+        """Say what reading chunks may take, before the first is read.
+
+        Args:
+            threads: how many read at once, at most; None: as many as `ChunkReader` chooses.
+            memory: bytes of what is being read; less of it means smaller reads, and fewer at a time from an object store.
+        """
+        assert self._opened is None, "its reader is at work already"
+        self._reading = threads, memory
+
+    @property
+    def stats(self) -> ReadStats:
+        """Reads and bytes, of chunks and of the chunk table, of everything read through this object so far."""
+        return self.reader.stats
+
+    def zarr_store(self) -> CheckpointStore:
+        """A read-only store for zarr-python 3: `zarr.open_group(ckpt.zarr_store(), mode="r")`, in either layout."""
+        from shardckpt.reading.zarr_store import CheckpointStore
+
+        return CheckpointStore(self.record, self.reader)
+
+    def stock_spec(self, name: str) -> dict[str, Any]:
+        """The spec with which stock TensorStore opens the array of a tensor (its first piece), in whichever checkpoint it lies."""
+        return index.stock_spec(*self._stock_array(name))
+
+    def stock_url(self, name: str) -> str:
+        """The same as a url, for people to paste."""
+        return index.stock_url(*self._stock_array(name))
+
+    def _stock_array(self, name: str) -> tuple[Location, str, str, str]:
+        """Checkpoint, attempt, array's path and layout of a tensor's first piece."""
+        t = self.tensor(name)
+        piece = t.pieces[0]
+        if t.base is None:
+            return self.location, self.record.attempt, piece.path, self.record.layout
+        whole = piece.path == array_path(t.name)
+        path = array_path(t.base.name) if whole else piece_path(t.base.name, t.shape, piece.start)
+        return base_location(self.location, t.base.base), t.base.base.attempt, path, t.base.base.layout
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read everything and compare it with what was written; nothing damaged stops it.
+
+        Args:
+            progress: called with chunks checked so far and in all.
+
+        Returns:
+            What was checked, and the damage: by tensor and index range for chunks, by file for metadata. Covers
+            every chunk, in bases too those of the tensors that lie there, that each is in its place, the host records,
+            the chunk tables, and what stock zarr readers go by (the merged index, the zarr.json documents).
+        """
+        with reading_takes_threads(self.location):
+            return verify(self._store, self.record, progress)
+
+    def process_values(self, process: int) -> dict[str, Any]:
+        """What a process owned by itself when it saved (`PerProcess`), by name, not decoded."""
+        host = read_host_files(self._place, self.record.hosts[process])
+        if host.values is None:
+            return {}
+        data, where = self._place.read(host.values.key), f"{self._place}/{host.values.key}"
+        host.values.check(data, where)
+        return Fields(open_envelope(data, where), where).mapping("values")
+
+    def __dir__(self) -> list[str]:
+        """What is there for users; the rest is for other parts of the library."""
+        return sorted(_FOR_USERS)
+
+    def __repr__(self) -> str:
+        """Url and size."""
+        return f"<shardckpt.Checkpoint {self.location} with {len(self.record.structure.tensors)} tensors>"
+
+
+def open_in_this_process(location: Location) -> bool:
+    """Whether somebody in this process holds the checkpoint at a place open."""
+    with _opening:
+        return any(checkpoint.location == location for checkpoint in _opened)
+
+
+def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Memory for a tensor.
+
+    Raises:
+        BudgetError: this machine has not enough, or none could have.
+    """
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError) as e:
+        raise BudgetError(f"{name}: there is no memory for an array of {shape} ({e}); read a box of it, or leave it out with only=.") from e
+
+
+def _read_record(store: Store) -> CheckpointRecord:
+    """The commit record, or the reason why there is none."""
+    try:
+        found = parse_checkpoint(store.read(RECORD), f"{store}/{RECORD}")
+    except MissingDataError:
+        found = None
+    if isinstance(found, CheckpointRecord):
+        return found
+    children = [child.removesuffix("/") for child in store.list_children() if child.endswith("/")]
+    if isinstance(found, Tombstone) and not found.begun:
+        raise NotFoundError(f"{store}: the checkpoint was deleted ({found.reason}).")
+    if any(is_attempt(store, child) for child in children):
+        raise UncommittedError(f"{store}: a save was begun there and never committed; it holds no checkpoint. Look for an earlier one.")
+    inside = [child for child in children if store.exists(f"{child}/{RECORD}")]
+    hint = f"; did you mean {store}/{max(inside, key=naming.natural_key)}?" if inside else "."
+    raise NotFoundError(f"{store}: no checkpoint there{hint}")

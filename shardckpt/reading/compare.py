@@ -1,0 +1,248 @@
+"""Do two checkpoints hold the same state, and if not, where do they differ?
+
+1. Structure, from the two records alone: every place of both trees is looked up by name, and names that only one
+   has, kinds, ties, shapes, dtypes, small leaves and layouts are compared. How the bytes are stored (chunks,
+   compression, packed or plain) is no part of the state and never a difference.
+2. Values of all tensors that both have with one shape and dtype, bit by bit, block after block within a memory
+   limit (`compare_values`).
+
+How a tensor was laid out over devices is told, but is no difference by itself: restoring works from any layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardckpt.errors import OptionError, ShardingError
+from shardckpt.excerpt import file_size
+from shardckpt.io.ending import reading_takes_threads
+from shardckpt.layout.op_sharding import OpSharding
+from shardckpt.layout.placements import Placements
+from shardckpt.options import parse_bytes
+from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, Pair, ValueChange, compare_values
+from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of
+from shardckpt.state.leaves import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.format.structure import StoredLayout
+    from shardckpt.reading.checkpoint import Checkpoint
+
+__all__ = ["Aspect", "Change", "Comparison", "ValueChange", "compare"]
+
+Aspect = Literal["kind", "tied", "shape", "dtype", "leaf", "layout", "per process"]
+"""What differs at a name that both have."""
+
+LEAST_MEMORY_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something other than a tensor's values that differs at one name."""
+
+    name: str
+    aspect: Aspect
+    a: object
+    """In the first checkpoint. kind: text; tied: the first name of the same tensor, or None; shape: tuple; dtype: name;
+    leaf: the value as text, and its type where types differ; layout: the `Layout`, or None."""
+    b: object
+    """The same in the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between two checkpoints."""
+
+    only_a: tuple[str, ...]
+    """Leaves and empty containers that only the first has, in its order."""
+    only_b: tuple[str, ...]
+    """The same for the second."""
+    changes: tuple[Change, ...]
+    """Differences of structure and of small leaves."""
+    layouts: tuple[Change, ...]
+    """Tensors that were laid out otherwise."""
+    values: tuple[ValueChange, ...]
+    """Tensors with elements that differ."""
+    tensors_compared: int
+    """How many tensors' values were compared: 0 where only the structure was."""
+    bytes_compared: int
+    """Bytes of their elements, in one of the two."""
+
+    def equal(self, *, layout: bool = False) -> bool:
+        """Whether nothing differs; with `layout`, layouts neither."""
+        return not (self.only_a or self.only_b or self.changes or self.values or (layout and self.layouts))
+
+
+def compare(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    values: bool = True,
+    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Compare two checkpoints.
+
+    Args:
+        a: One.
+        b: The other.
+        values: Also read and compare the tensors' elements, bit by bit: NaNs with the same payload are equal, 0.0
+            and -0.0 are not.
+        memory_limit: Bytes (or text such as "512MiB") for elements of both that are in memory at once, at least 1 MiB.
+            Reader threads take a few MiB each besides.
+        progress: Called with bytes compared so far and in all.
+
+    Raises:
+        OptionError: The memory limit is too low.
+        FormatError: A tree that cannot be.
+        CorruptionError: Stored bytes are damaged or missing; `verify` says where.
+    """
+    limit = parse_bytes(memory_limit, "memory_limit")
+    if limit < LEAST_MEMORY_LIMIT:
+        raise OptionError(f"memory_limit={file_size(limit)}: comparing takes at least {file_size(LEAST_MEMORY_LIMIT)}.")
+    structure = _Structure(a, b)
+    structure.compare()
+    pairs = list(structure.pairs.values()) if values else []
+    with reading_takes_threads(a.location):
+        differing = tuple(compare_values(a.reader, b.reader, pairs, limit, progress) if pairs else ())
+    return Comparison(
+        only_a=tuple(structure.only_a),
+        only_b=tuple(structure.only_b),
+        changes=tuple(structure.changes),
+        layouts=tuple(structure.layouts),
+        values=differing,
+        tensors_compared=len(pairs),
+        bytes_compared=sum(pair.a.nbytes for pair in pairs),
+    )
+
+
+class _Structure:
+    """Comparing two trees and tensors' records."""
+
+    def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
+        self.nodes_a, self.nodes_b = _nodes(a), _nodes(b)
+        self.tensors_a, self.tensors_b = a.record.structure.tensors, b.record.structure.tensors
+        self.only_a = [name for name, node in self.nodes_a.items() if name not in self.nodes_b and _counts(node)]
+        self.only_b = [name for name, node in self.nodes_b.items() if name not in self.nodes_a and _counts(node)]
+        self.changes: list[Change] = []
+        self.layouts: list[Change] = []
+        self.pairs: dict[tuple[str, str], Pair] = {}
+        """Tensors whose values can be compared, each pair of stored ones once."""
+        self.same_layouts: dict[tuple[int, int, int], bool] = {}
+        self.owned = _owned(a), _owned(b)
+
+    def compare(self) -> None:
+        """Look at every name that both have."""
+        for name, node_a in self.nodes_a.items():
+            node_b = self.nodes_b.get(name)
+            if node_b is None:
+                continue
+            if isinstance(node_a, Small | Custom) and isinstance(node_b, Small | Custom):
+                self.leaf(name, node_a, node_b)
+            elif _kinds_differ(node_a, node_b):
+                self.changes.append(Change(name, "kind", _kind(node_a), _kind(node_b)))
+            elif isinstance(node_a, Tensor | Tied) and isinstance(node_b, Tensor | Tied):
+                self.tensor(name, node_a, node_b)
+            elif isinstance(node_a, Owned) and (said := [of.get(name, []) for of in self.owned])[0] != said[1]:
+                self.changes.append(Change(name, "per process", *(f"{len(values)} values" for values in said)))
+
+    def leaf(self, name: str, a: Small | Custom, b: Small | Custom) -> None:
+        """Compare two small leaves, types included."""
+        kinds = _kind(a), _kind(b)
+        if kinds[0] != kinds[1]:
+            self.changes.append(Change(name, "leaf", f"{_value(a)} {kinds[0]}", f"{_value(b)} {kinds[1]}"))
+        elif _content(a) != _content(b):
+            self.changes.append(Change(name, "leaf", _value(a), _value(b)))
+
+    def tensor(self, name: str, node_a: Tensor | Tied, node_b: Tensor | Tied) -> None:
+        """Compare all but the values of a tensor."""
+        first_a, first_b = (node.stored if isinstance(node, Tied) else None for node in (node_a, node_b))
+        if first_a != first_b:
+            self.changes.append(Change(name, "tied", first_a, first_b))
+        a, b = self.tensors_a[node_a.stored], self.tensors_b[node_b.stored]
+        if a.shape != b.shape:
+            self.changes.append(Change(name, "shape", a.shape, b.shape))
+        if a.dtype != b.dtype:
+            self.changes.append(Change(name, "dtype", a.dtype.name, b.dtype.name))
+        if not self.same_layout(a.layout, b.layout, len(a.shape), len(b.shape)):
+            self.layouts.append(Change(name, "layout", a.layout, b.layout))
+        if a.shape == b.shape and a.dtype == b.dtype and a.nbytes:
+            self.pairs.setdefault((a.name, b.name), Pair(name, a, b))
+
+    def same_layout(self, a: StoredLayout | None, b: StoredLayout | None, ndim_a: int, ndim_b: int) -> bool:
+        """Whether every device holds the same part, whatever the mesh's axes are called."""
+        if a is None or b is None or ndim_a != ndim_b:
+            return a is b or (a == b and ndim_a == ndim_b)
+        # Tensors share their layouts: one comparison serves them all.
+        key = (id(a), id(b), ndim_a)
+        if key not in self.same_layouts:
+            self.same_layouts[key] = a == b or _equivalent(a, b, ndim_a)
+        return self.same_layouts[key]
+
+
+def _equivalent(a: StoredLayout, b: StoredLayout, ndim: int) -> bool:
+    if isinstance(a, Placements) or isinstance(b, Placements):
+        return False
+    try:
+        one, other = (layout if isinstance(layout, OpSharding) else layout.op_sharding(ndim) for layout in (a, b))
+    except ShardingError:
+        return False
+    return one.equivalent(other)
+
+
+def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
+    """Every place of the tree by name, in order."""
+    nodes: dict[str, Node] = {}
+    stack = [checkpoint.parsed_tree]
+    while stack:
+        node = stack.pop()
+        nodes[node.name] = node
+        if isinstance(node, Branch):
+            stack.extend(reversed(node.children))
+    return nodes
+
+
+def _owned(checkpoint: Checkpoint) -> dict[str, list[Any]]:
+    """What each process owned by itself, not decoded: name → the values of those that had one."""
+    found: dict[str, list[Any]] = {}
+    if any(isinstance(node, Owned) for node in leaves_of(checkpoint.parsed_tree)):
+        for process in range(checkpoint.record.processes):
+            for name, value in checkpoint.process_values(process).items():
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def _counts(node: Node) -> bool:
+    """Whether a name says something that its children's names do not."""
+    return not isinstance(node, Branch) or not node.children
+
+
+def _kinds_differ(a: Node, b: Node) -> bool:
+    if isinstance(a, Branch) and isinstance(b, Branch) and a.form == b.form and not (a.children and b.children):
+        return False  # an empty dict has keys of no type
+    return _kind(a) != _kind(b)
+
+
+def _kind(node: Node) -> str:
+    """What stands at a place: a tensor, a leaf's type, or a container and the types of its keys unless all are text."""
+    if isinstance(node, Tensor | Tied):
+        return "tensor"
+    if isinstance(node, Small):
+        return describe(node.content, node.name)[0]
+    if isinstance(node, Custom):
+        return node.type_name
+    if isinstance(node, Owned):
+        return "per process"
+    types = sorted({type(key).__name__ for key in node.keys}) if node.form == "dict" else []
+    return node.form if types in ([], ["str"]) else f"dict[{'|'.join(types)}]"
+
+
+def _content(leaf: Small | Custom) -> str:
+    # The repr, because to Python's == the leaves 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    return repr(leaf.content)
+
+
+def _value(leaf: Small | Custom) -> str:
+    return describe(leaf.content, leaf.name)[1] if isinstance(leaf, Small) else "…"

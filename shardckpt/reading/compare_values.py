@@ -1,0 +1,239 @@
+"""Which elements of pairs of tensors differ, in bounded memory?
+
+1. Every pair is cut into blocks: boxes of at most the memory allowed, whose sides are common multiples of both
+   tensors' chunks where that fits, so that each stored chunk is read once.
+2. Blocks go in batches, small tensors many at a time, each batch read by one call per checkpoint.
+3. Elements are compared as bits. Only those that differ are looked at as numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.batches import batches
+from shardckpt.reading.reader import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.plan.plan import Piece
+    from shardckpt.reading.based_reader import BasedReader
+    from shardckpt.reading.reader import ChunkReader
+
+__all__ = ["DEFAULT_MEMORY_LIMIT", "Pair", "ValueChange", "block_shape", "compare_values"]
+
+DEFAULT_MEMORY_LIMIT = 256 << 20
+"""Bytes of elements, of both checkpoints together, that are in memory at once."""
+MOST_BLOCKS = 4096
+"""Blocks in one batch: what planning a batch takes stays small beside what reading it does."""
+STRIDE = 1 << 16
+"""Elements compared at a time: masks and differences stay in the processor's cache."""
+
+Bits = NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two tensors of one shape and dtype."""
+
+    name: str
+    a: TensorRecord
+    b: TensorRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """How the elements of two tensors differ."""
+
+    name: str
+    differing: int
+    """Elements with different bits."""
+    size: int
+    """Elements in all."""
+    largest: float | None
+    """The largest absolute difference (exact for integers; 0 where only 0.0 and -0.0 differ; infinite beside an infinity)
+    among differing elements that are no NaN in either, or None where there are none."""
+    nans: int
+    """Differing elements that are NaN in one or both."""
+    first: tuple[int, ...]
+    """Index of the first that differs, in row-major order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    pair: Pair
+    box: Box
+    last: bool
+    """Whether it is the pair's last block."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.pair.a.dtype.itemsize
+
+
+def compare_values(
+    a: ChunkReader | BasedReader,
+    b: ChunkReader | BasedReader,
+    pairs: Sequence[Pair],
+    limit: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[ValueChange]:
+    """Compare pairs of tensors, and yield those that differ, in order.
+
+    Args:
+        a: Reads the pairs' first tensors.
+        b: Reads their second ones.
+        pairs: Each of one shape and dtype.
+        limit: Bytes for elements of both tensors.
+        progress: Called with bytes compared so far and in all.
+    """
+    total = sum(pair.a.nbytes for pair in pairs)
+    done = 0
+    tally: _Tally | None = None
+    for batch in batches(_blocks(pairs, limit // 2), lambda block: (block.nbytes, 1), (limit // 2, MOST_BLOCKS)):
+        if progress is not None:
+            progress(done, total)
+        for block, one, other in zip(batch, _read(a, batch, "a"), _read(b, batch, "b"), strict=True):
+            if tally is None:
+                tally = _Tally(block.pair)
+            tally.add(block.box, one, other)
+            done += block.nbytes
+            if block.last:
+                if tally.differing:
+                    yield tally.result()
+                tally = None
+        del one, other  # the next batch needs the memory
+    if progress is not None:
+        progress(done, total)
+
+
+def block_shape(shape: Sequence[int], steps: Sequence[Sequence[int]], most: int) -> tuple[int, ...]:
+    """The sides of blocks in which a box is gone through.
+
+    Args:
+        shape: Of the box, no side 0.
+        steps: Chunk shapes; block sides are common multiples of them where such a block is not too large.
+        most: Elements a block may have.
+
+    >>> block_shape((100, 64), [(10, 64), (25, 64)], 3200)
+    (50, 64)
+    >>> block_shape((100, 64), [(10, 64), (25, 64)], 1000)
+    (10, 64)
+    """
+    common = [min(n, lcm(*sides)) for n, *sides in zip(shape, *steps, strict=True)]
+    block = common if prod(common) <= most else [min(n, step) for n, step in zip(shape, steps[0], strict=True)]
+    while prod(block) > most:
+        longest = max(range(len(block)), key=block.__getitem__)
+        block[longest] = -(-block[longest] // 2)
+    for d in reversed(range(len(block))):
+        room = most // (prod(block) // block[d])
+        if room < shape[d]:
+            block[d] *= room // block[d]
+            break
+        block[d] = shape[d]
+    return tuple(block)
+
+
+def _blocks(pairs: Sequence[Pair], nbytes: int) -> Iterator[_Block]:
+    """All blocks of all pairs, each at most `nbytes` in one of the tensors."""
+    for pair in pairs:
+        pieces = [piece for piece in pair.a.pieces if prod(piece.shape)]
+        for piece in pieces:
+            most = max(1, nbytes // pair.a.dtype.itemsize)
+            sides = block_shape(piece.shape, (piece.chunks, pair.b.pieces[0].chunks), most)
+            grid = [-(-n // side) for n, side in zip(piece.shape, sides, strict=True)]
+            count = prod(grid)
+            for k in range(count):
+                yield _Block(pair, _block_box(piece, sides, grid, k), last=piece is pieces[-1] and k == count - 1)
+
+
+def _block_box(piece: Piece, sides: Sequence[int], grid: Sequence[int], k: int) -> Box:
+    """Block k, in row-major order, of a piece that is cut into a grid of blocks."""
+    start: list[int] = []
+    for origin, side, extent in zip(reversed(piece.start), reversed(sides), reversed(grid), strict=True):
+        k, coordinate = divmod(k, extent)
+        start.insert(0, origin + coordinate * side)
+    return Box(tuple(start), tuple(min(a + side, end) for a, side, end in zip(start, sides, piece.box.stop, strict=True)))
+
+
+def _read(reader: ChunkReader | BasedReader, batch: Sequence[_Block], side: str) -> list[NDArray[Any]]:
+    """The elements of a batch's blocks, as they are stored."""
+    requests = []
+    for block in batch:
+        tensor: TensorRecord = getattr(block.pair, side)
+        out = np.empty(block.box.shape, tensor.dtype.storage)
+        requests.append(Request(tensor.name, tensor.dtype.storage, tensor.pieces, BoxArray.of([block.box], block.box.ndim), [out]))
+    reader.read(requests)
+    return [request.buffers[0] for request in requests]
+
+
+class _Tally:
+    """What is known of one pair so far."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.differing = 0
+        self.nans = 0
+        self.largest: float | None = None
+        self.first: tuple[int, ...] | None = None
+
+    def add(self, box: Box, one: NDArray[Any], other: NDArray[Any]) -> None:
+        """Compare a block."""
+        bits_a, bits_b = _bits(one), _bits(other)
+        flat_a, flat_b = (array.reshape(-1).view(self.pair.a.dtype.numpy) for array in (one, other))
+        for begin in range(0, len(bits_a), STRIDE):
+            part = slice(begin, begin + STRIDE)
+            unequal = bits_a[part] != bits_b[part]
+            where = np.flatnonzero(unequal.any(axis=1))
+            if len(where):
+                self._differ(box, begin + int(where[0]), flat_a[part][where], flat_b[part][where])
+
+    def _differ(self, box: Box, position: int, one: NDArray[Any], other: NDArray[Any]) -> None:
+        """Count elements that differ; the first is at `position` of the block."""
+        self.differing += len(one)
+        first = tuple(int(i) + start for i, start in zip(np.unravel_index(position, box.shape), box.start, strict=True))
+        self.first = first if self.first is None else min(self.first, first)
+        largest, nans = _distance(one, other, self.pair.a.dtype)
+        self.nans += nans
+        if largest is not None:
+            self.largest = largest if self.largest is None else max(self.largest, largest)
+
+    def result(self) -> ValueChange:
+        """The whole, once all blocks were added."""
+        assert self.first is not None
+        return ValueChange(self.pair.name, self.differing, prod(self.pair.a.shape), self.largest, self.nans, self.first)
+
+
+def _bits(array: NDArray[Any]) -> Bits:
+    """(elements, words): the elements as unsigned integers, several for types wider than 8 bytes."""
+    word = min(array.itemsize, 8)
+    return array.reshape(-1).view(f"u{word}").reshape(array.size, array.itemsize // word)
+
+
+def _distance(one: NDArray[Any], other: NDArray[Any], dtype: DType) -> tuple[float | None, int]:
+    """The largest absolute difference, and how many pairs have a NaN and so none."""
+    if dtype.name == "bool":
+        return 1, 0
+    if dtype.name.startswith(("int", "uint")):
+        if dtype.itemsize == 1:  # int4 and its kin have no arithmetic of their own
+            one, other = one.astype(np.int16), other.astype(np.int16)
+        # Modular arithmetic of the same width: exact where the signed difference would overflow.
+        unsigned = f"u{one.itemsize}"
+        high, low = np.maximum(one, other).view(unsigned), np.minimum(one, other).view(unsigned)
+        return int((high - low).max()), 0
+    wide = np.complex128 if "complex" in dtype.name else np.float64
+    with np.errstate(all="ignore"):
+        difference = np.abs(one.astype(wide) - other.astype(wide))
+        # Infinities of one sign have equal bits, unless the type is complex; then their difference is no number.
+        is_nan = np.isnan(one.astype(wide)) | np.isnan(other.astype(wide))
+    known = difference[~is_nan]
+    largest = float(np.where(np.isnan(known), np.inf, known).max()) if len(known) else None
+    return largest, int(is_nan.sum())

@@ -1,0 +1,216 @@
+"""Cooperative restore: what several processes need, each reads a part of, and the interconnect brings it to the others.
+
+By itself every process reads what its own devices need, so that with R replicas the storage serves every byte R times.
+Here it serves it once:
+
+1. Tensors are grouped by who needs the same boxes of them (`Sink.sharers`): with data-parallel replicas that are all
+   processes, or those of one place in the model's mesh.
+2. Where the caller leaves the choice, `Bandwidths` says of each group whether reading together is worth it.
+3. All processes of the job tell each other, once, the digests of the groups that they want to read together: of whose tensors,
+   boxes, dtypes and sizes. A group is read together if and only if all its members said the same of it. What was said is the same
+   for all, and so is the answer: nobody enters a collective that another one does not.
+4. Group after group, in one order, is read together (`shared_reading`), and by itself what is left.
+
+Who fails before that tells it instead of digests; and all raise it. Who fails later tells the groups that it has not finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeAlias
+
+from shardckpt import errors
+from shardckpt.errors import CoordinationError, OptionError, ShardckptError
+from shardckpt.excerpt import excerpt, file_size
+from shardckpt.frameworks.coordination import Coordinator
+from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
+from shardckpt.plan.bandwidths import Bandwidths, Estimate
+from shardckpt.plan.shares import fellows
+from shardckpt.reading.shared_reading import J, Job, SharedReading, told
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from shardckpt.io.url import Location
+    from shardckpt.layout.world import World
+    from shardckpt.reading.checkpoint import Checkpoint
+
+__all__ = ["Choice", "Meeting", "check_choice", "exchange_bytes"]
+
+Choice: TypeAlias = "bool | Literal['auto'] | Bandwidths"
+"""Whether to read together: never, always, or as the model says."""
+_log = logging.getLogger("shardckpt")
+
+
+def check_choice(choice: object) -> None:
+    """Refuse what is no choice; in the meeting, so that the others hear of it.
+
+    Raises:
+        OptionError: neither a bool, nor "auto", nor bandwidths.
+    """
+    if not _is_choice(choice):
+        raise OptionError(f'restore(cooperative={excerpt(choice)}): use True, False, "auto", or shardckpt.Bandwidths(…).')
+
+
+def _is_choice(choice: object) -> bool:
+    return isinstance(choice, bool | Bandwidths) or (isinstance(choice, str) and choice == "auto")
+
+
+def exchange_bytes(limit: int) -> int:
+    """Of a restore's memory limit, the part that a round takes: what this process has read of it, and all that comes in."""
+    return limit // 4
+
+
+class Meeting:
+    """One restore, in which all processes of the job agree on what they read together.
+
+    A context manager around all that may fail in it: whatever is raised inside, the others hear of it and do not wait.
+    Nobody is asked anything where the choice is False, the job has one process, or nothing connects its processes; and where
+    the choice is "auto" and the checkpoint on a path, since nothing is known of what is behind it.
+    """
+
+    def __init__(self, choice: Choice, coordinator: Coordinator | None, location: Location | None = None) -> None:
+        """Nothing is exchanged yet.
+
+        Args:
+            choice: the same on all processes; it need not be one (`check_choice`).
+            coordinator: of the job; None: found out.
+            location: of the checkpoint; None: not known yet.
+        """
+        self._choice: Choice = choice if _is_choice(choice) else True  # then the others expect this process
+        self._given = coordinator
+        self.location = location
+        self._met = False
+        self._readings: list[SharedReading[Any]] = []
+
+    def __enter__(self) -> Self:
+        """The meeting itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Tell the others what was raised."""
+        if error is None or self._choice is False:
+            return
+        for reading in self._readings:
+            reading.give_up(error)
+        if not self._met and isinstance(error, Exception) and not isinstance(error, CoordinationError):
+            try:
+                found = self._connection()
+                if not isinstance(found, str):
+                    found[0].share("cooperative", {"failure": told(error)})
+            except ShardckptError as e:
+                _log.debug("%s: the others have not heard of the failure: %s", self.location, e)
+
+    def divide(self, checkpoint: Checkpoint, jobs: Sequence[J], limit: int) -> tuple[list[J], list[SharedReading[J]]]:
+        """Agree with all other processes of the job on what is read together. Blocks until all of them have called it.
+
+        Args:
+            checkpoint: where from.
+            jobs: what this process needs.
+            limit: bytes of host staging; `exchange_bytes` of them are for a round.
+
+        Returns:
+            What this process reads by itself, and what it reads with others, in an order that all of them have.
+
+        Raises:
+            CoordinationError: not all processes called it in time.
+            ShardckptError: what was raised on another process instead.
+        """
+        found = self._connection()
+        if isinstance(found, str):
+            if self._choice is not False:
+                _say(checkpoint, found)
+            return list(jobs), []
+        coordinator, link = found
+        groups = _groups(checkpoint, jobs, coordinator.world, limit)
+        if self._choice is not True:
+            rates = self._choice if isinstance(self._choice, Bandwidths) else Bandwidths()
+            rates = rates if rates.interconnect is not None else replace(rates, interconnect=link.bandwidth)
+            for group in groups:
+                counts = {"readers": len(group.members), "processes": coordinator.world.processes, "nbytes": group.nbytes}
+                group.estimate = rates.estimate(rounds=-(-group.nbytes // max(exchange_bytes(limit), 1)), **counts)
+        proposed = [group for group in groups if group.estimate is None or group.estimate.together]
+        self._met = True
+        said = coordinator.share("cooperative", {"call": secrets.token_hex(8), "groups": [group.digest for group in proposed]})
+        for process, one in enumerate(said):
+            if "failure" in one:
+                raise errors.by_code(one["failure"]["code"])(f"process {process} could not restore: {one['failure']['message']}")
+        agreed = [group for group in proposed if all(group.digest in said[member]["groups"] for member in group.members)]
+        _tell(checkpoint, groups, proposed, agreed)
+        for group in agreed:
+            key = f"{said[0]['call']}/{group.digest}"
+            self._readings.append(SharedReading(checkpoint, coordinator, link, group.members, group.jobs, key, exchange_bytes(limit)))
+        shared = {id(job) for group in agreed for job in group.jobs}
+        return [job for job in jobs if id(job) not in shared], self._readings
+
+    def _connection(self) -> tuple[Coordinator, Interconnect] | str:
+        """What this process reaches the others with, or why everybody reads by itself: the same on all processes."""
+        if self._choice is False:
+            return "so it was asked for"
+        if self._choice == "auto" and (self.location is None or self.location.local is not None):
+            return "how fast a path is cannot be known; give cooperative=shardckpt.Bandwidths(…), or True, to read together"
+        coordinator = Coordinator.current() if self._given is None else self._given
+        link = interconnect_of(coordinator) if coordinator.world.processes > 1 else "the job has one process"
+        return link if isinstance(link, str) else (coordinator, link)
+
+
+@dataclass(slots=True)
+class _Group(Generic[J]):
+    """Tensors whose boxes the same processes need."""
+
+    members: tuple[int, ...]
+    jobs: list[J]
+    digest: str = ""
+    """The same on all members that want the same."""
+    estimate: Estimate | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(job.nbytes for job in self.jobs)
+
+
+def _groups(checkpoint: Checkpoint, jobs: Sequence[J], world: World, limit: int) -> list[_Group[J]]:
+    """The tensors that this process needs together with others, by with whom; in an order that all of these have, too."""
+    found: dict[tuple[int, ...], list[J]] = {}
+    for job in jobs:
+        sharers = job.landings[0].sink.sharers(world) if len(job.landings) == 1 and job.nbytes else None
+        if sharers is not None and len(sharers) > 1 and world.process in sharers:
+            found.setdefault(fellows(sharers, world.process), []).append(job)
+    groups = [_Group(members, sorted(found[members], key=lambda job: job.tensor.name)) for members in sorted(found)]
+    for group in groups:
+        said = [checkpoint.record.attempt, limit, group.members, [_said_of(job) for job in group.jobs]]
+        group.digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+    return groups
+
+
+def _said_of(job: Job) -> list[Any]:
+    """All that the members of a group have to have alike: what is read, what is sent, and how it is put into batches."""
+    (landing,) = job.landings
+    kinds = [array.dtype.str for array in landing.destinations or ()]
+    boxes = [landing.boxes.start.tolist(), landing.boxes.stop.tolist()]
+    return [job.tensor.name, boxes, landing.sink.dtype.name, kinds, job.staged_bytes, job.placing_bytes, job.nbytes]
+
+
+def _say(checkpoint: Checkpoint, why: str) -> None:
+    _log.info("%s: every process reads by itself: %s", checkpoint.location, why)
+
+
+def _tell(checkpoint: Checkpoint, groups: Sequence[_Group[J]], proposed: Sequence[_Group[J]], agreed: Sequence[_Group[J]]) -> None:
+    """Log what was chosen, and why."""
+    if not groups:
+        _say(checkpoint, "no tensor is needed by several processes alike")
+    for group in groups:
+        why = ""
+        if group.estimate is not None:
+            why = f" (about {group.estimate.together_s:.2g} s, and {group.estimate.alone_s:.2g} s each by itself)"
+        together = any(group is other for other in agreed)
+        if not together and any(group is other for other in proposed):
+            why = " (not all of them restore into the same layouts, with the same options)"
+        what = "read together" if together else "each read by itself"
+        sizes = len(group.members), what, len(group.jobs), file_size(group.nbytes)
+        _log.info("%s: %d processes %s %d tensors, %s%s", checkpoint.location, *sizes, why)

@@ -1,0 +1,190 @@
+"""Getting a task's bytes from where they are stored.
+
+On a local disk that is a positional scatter read: a chunk that is contiguous in its destination goes there
+directly, any other into the thread's scratch buffer. On an object store it is one ranged read into memory of its own.
+Nothing is verified here.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
+from shardckpt.format.codec import CHECKSUM_BYTES
+from shardckpt.io.vectors import scatter_read
+from shardckpt.reading.bands import places_of
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.io.store import Store
+    from shardckpt.reading.bands import Band, Place
+    from shardckpt.reading.runs import Run, Task
+
+    Ints = NDArray[np.int64]
+
+__all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The bytes of a task; they are good until the thread fetches again."""
+
+    task: Task
+    payloads: Sequence[memoryview]
+    """Per chunk the stored bytes without the checksum."""
+    data: NDArray[np.uint8]
+    """The bytes of all runs, one after another, without the elements of what is where it goes already."""
+    at: Ints
+    """Per chunk where it begins in there; of what is where it goes, where it would if its checksum ended it."""
+    bands: Sequence[tuple[Band, Sequence[Place]]]
+    """Those that are not, and their places."""
+
+    def checksums(self) -> NDArray[np.uint32]:
+        """Per chunk the checksum that it ends in."""
+        last = self.at + self.task.chunks.length[self.task.begin : self.task.end] - CHECKSUM_BYTES
+        found: NDArray[np.uint32] = self.data[last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
+        return found
+
+    def stored(self, band: Band) -> NDArray[np.uint8]:
+        """(chunks, bytes) of a band's chunks, which are of one length, without their checksums."""
+        begin, length = int(self.at[band.begin - self.task.begin]), int(self.task.chunks.length[band.begin])
+        return self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)[:, :-CHECKSUM_BYTES]
+
+
+class Fetch(Protocol):
+    """A way to get the bytes of a task. Safe to use from several threads."""
+
+    def __call__(self, task: Task) -> Fetched:
+        """Read it.
+
+        Raises:
+            MissingDataError: there is no such file.
+            CorruptionError: it ends before a run does.
+            StorageError: it cannot be read.
+        """
+
+
+class LocalFetch:
+    """Reads from a file on this machine."""
+
+    def __init__(self, place: Store, *, direct: bool, scratch: int, of_thread: threading.local) -> None:
+        """Read below `place`, the attempt.
+
+        Args:
+            place: where.
+            direct: whether a chunk's bytes are its elements, so that they may go to where those go.
+            scratch: bytes of each thread's buffer; a run that is larger takes what it takes.
+            of_thread: has that buffer; who reads other places by the same threads shares it.
+        """
+        self._place = place
+        self._direct = direct
+        self._least = scratch
+        self._scratch = of_thread
+
+    def __call__(self, task: Task) -> Fetched:
+        """See `Fetch`."""
+        fetched, vectors = self._laid_out(task)
+        run = task.runs[0]
+        try:
+            # Without O_NONBLOCK a pipe in place of the file would be waited for.
+            fd = os.open(str(self._place.local_path(task.file)), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                for run, into in zip(task.runs, vectors, strict=True):
+                    scatter_read(fd, run.start, run.nbytes, into)
+            finally:
+                os.close(fd)
+        except (OSError, EOFError) as e:
+            raise _said(e, task, run, self._place) from e
+        return fetched
+
+    def _laid_out(self, task: Task) -> tuple[Fetched, list[list[memoryview]]]:
+        """Where each byte of a task goes, before it is read: by chunk, and per run one after another."""
+        data = self._scratch_of(task.nbytes)
+        stored = data.data
+        offset, length = (column[task.begin : task.end].tolist() for column in (task.chunks.offset, task.chunks.length))
+        places = iter(places_of([band for run in task.runs for band in run.bands]))
+        payloads: list[memoryview] = []
+        at: list[int] = []
+        bands, vectors = [], []
+        free = 0
+        for run in task.runs:
+            into: list[memoryview] = []
+            kept, reached = free, run.start
+            for band in run.bands:
+                row, n = band.begin - task.begin, band.end - band.begin
+                each, nbytes = length[row], length[row] - CHECKSUM_BYTES
+                free += offset[row] - reached
+                reached = offset[row] + n * each
+                wanted = next(places)
+                place = band.destination(wanted, nbytes) if self._direct else None
+                if place is None:
+                    bands.append((band, wanted))
+                    begins = range(free, free := free + n * each, each)
+                    at += begins
+                    payloads += [stored[begin : begin + nbytes] for begin in begins]
+                    continue
+                for begin in range(0, len(place), nbytes):
+                    if kept < free:
+                        into.append(stored[kept:free])
+                    payloads.append(place[begin : begin + nbytes])
+                    into.append(payloads[-1])
+                    at.append(free - nbytes)  # nothing but its checksum takes room: fresh memory costs as much as reading to it
+                    kept, free = free, free + CHECKSUM_BYTES
+            if kept < free:
+                into.append(stored[kept:free])
+            vectors.append(into)
+        return Fetched(task, payloads, data, np.array(at), bands), vectors
+
+    def _scratch_of(self, nbytes: int) -> NDArray[np.uint8]:
+        """This thread's scratch buffer, at least that large; what it held is gone."""
+        scratch: NDArray[np.uint8] | None = getattr(self._scratch, "buffer", None)
+        if scratch is None or scratch.nbytes < nbytes:
+            scratch = self._scratch.buffer = np.empty(max(nbytes, self._least), np.uint8)
+        return scratch
+
+
+class ObjectFetch:
+    """Reads from an object."""
+
+    def __init__(self, place: Store) -> None:
+        """Read below `place`, the attempt."""
+        self._place = place
+
+    def __call__(self, task: Task) -> Fetched:
+        """See `Fetch`. For a moment takes three times a run's bytes, and then once."""
+        (run,) = task.runs
+        try:
+            data = np.frombuffer(self._place.read(task.file, run.start, run.stop), np.uint8)
+        except (OSError, MissingDataError, CorruptionError) as e:
+            raise _said(e, task, run, self._place) from e
+        at = task.chunks.offset[task.begin : task.end] - run.start
+        ends = at + task.chunks.length[task.begin : task.end] - CHECKSUM_BYTES
+        stored = data.data
+        payloads = [stored[begin:end] for begin, end in zip(at.tolist(), ends.tolist(), strict=True)]
+        return Fetched(task, payloads, data, at, list(zip(run.bands, places_of(run.bands), strict=True)))
+
+
+def _said(error: Exception, task: Task, run: Run, place: Store) -> ShardckptError:
+    """An error of a run, with the tensor and the file."""
+    chunks = task.chunks
+    first = f"{chunks.wanted.where(run.begin)}: {place}/{task.file}"
+    if isinstance(error, (FileNotFoundError, MissingDataError)):
+        return MissingDataError(f"{first} is missing; restore it from a copy, or leave the tensor out with only= (an export: exclude=).")
+    if isinstance(error, (EOFError, CorruptionError)):
+        # Chunks are in the order of their places: of those that reach beyond the end the first is named.
+        row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(task.file, chunks.stop(row) - 1))
+        row += run.begin
+        return CorruptionError(
+            f"{chunks.wanted.where(row)}: {place}/{task.file} is cut off before byte {chunks.stop(row)}; restore it from a copy, "
+            f"or leave the tensor out with only= (an export: exclude=)."
+        )
+    return StorageError(f"{first} cannot be read ({error}).")

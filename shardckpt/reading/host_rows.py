@@ -1,0 +1,183 @@
+"""Rows of the table of all chunks, as the hosts' own chunk tables have them.
+
+In the table of all, a tensor's rows lie together, whoever wrote its chunks; who needs little of each of a thousand tensors finds a row
+or two in each of a thousand places. A host's own table has the rows of all that the host wrote side by side, and whoever needs
+little of everything mostly needs all of what one or a few hosts wrote: in two requests each, its record and its table.
+
+1. Which host wrote a chunk follows from a row that is known: its data file lies in the host's folder.
+2. The record is compared with its digest in the commit record, the table with its digest in the record, each block with the table's
+   header, and every row with the array that it is said to be of.
+3. A row's number in the table of all is the first of its array and its position. By that it is found here.
+
+A host whose record or table is gone, damaged or refused has no rows here: the table of all says the same.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from itertools import accumulate
+from math import inf
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.commit.host_files import read_host_files, read_table
+from shardckpt.errors import CorruptionError, FormatError, StorageError
+from shardckpt.format.table_header import ROW
+from shardckpt.io.together import together
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.format.record import FileReference, HostFiles
+    from shardckpt.format.table import Table
+    from shardckpt.format.table_header import TableHeader
+    from shardckpt.io.stats import ReadStats
+    from shardckpt.io.store import Store
+
+__all__ = ["HostRows", "cost"]
+
+REQUEST_BYTES = 1 << 20
+"""Bytes that take an object store as long as a request does."""
+MOST_BYTES = 32 << 20
+"""Of hosts' tables that are known at a time."""
+_UNTOLD = (CorruptionError, FormatError, StorageError)
+"""Errors of a host that is done without: a storage may refuse its files alone; where all fails, so does the table of all."""
+_FOLDER = re.compile(r"hosts/(\d{1,9})(?:-[^/]*)?/")
+
+
+def cost(requests: int, nbytes: int) -> float:
+    """What it takes to read something from an object store, in requests."""
+    return requests + nbytes / REQUEST_BYTES
+
+
+class HostRows:
+    """The rows of some hosts. Safe to use from several threads."""
+
+    def __init__(
+        self, place: Store, records: Sequence[FileReference], header: TableHeader, first: Mapping[str, int], stats: ReadStats
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            place: the attempt.
+            records: of all hosts, in their order; none: no host is asked for anything.
+            header: of the table of all.
+            first: array path → its first row there.
+            stats: where reads are counted.
+        """
+        self._place = place
+        self._records = records
+        self._header = header
+        self._first = first
+        self._stats = stats
+        self._lock = Lock()
+        self._asked: set[int] = set()
+        self._known = np.empty(0, np.int64), np.empty(0, ROW)
+        """Numbers of rows, ascending, and the rows."""
+
+    def __bool__(self) -> bool:
+        """Whether there are hosts to ask."""
+        return bool(self._records)
+
+    def least_cost(self, hosts: Sequence[int]) -> float:
+        """What asking so many hosts takes in requests, if their tables are as large as all are on average."""
+        return cost(2 * len(hosts), len(hosts) * self._header.rows * ROW.itemsize // len(self._records))
+
+    def hosts_of(self, files: NDArray[np.uint32]) -> list[int]:
+        """Hosts that wrote some of those files of the table of all, and have not been asked; whose are the most comes first."""
+        number, times = np.unique(files, return_counts=True)
+        names = (self._header.files[i] for i in number[np.argsort(-times, kind="stable")].tolist() if i < len(self._header.files))
+        hosts = dict.fromkeys(int(found[1]) for found in map(_FOLDER.match, names) if found)
+        return [host for host in hosts if host < len(self._records) and host not in self._asked]
+
+    def take(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
+        """An array with the rows of those numbers where they are known, and where that is."""
+        known, rows = self._known
+        if not len(known):
+            return np.empty(len(numbers), ROW), np.zeros(len(numbers), bool)
+        at = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
+        return rows[at], known[at] == numbers
+
+    def read(self, hosts: Sequence[int], most: float, wanted: NDArray[np.int64]) -> float:
+        """Ask hosts for their rows, unless their tables turn out to cost more than `most`.
+
+        Args:
+            hosts: which.
+            most: as `cost` says.
+            wanted: numbers of rows that stay known, if they are, where others must go to make room.
+
+        Returns:
+            What it has cost; infinity where there was no room for all that they know.
+        """
+        with self._lock:
+            self._asked.update(hosts)
+        records = {host: found for host, found in zip(hosts, together(self._record, hosts), strict=True) if found is not None}
+        spent = cost(len(hosts), sum(self._records[host].size for host in hosts))
+        costs = cost(len(records), nbytes := sum(record.table.size for record in records.values()))
+        if spent + costs > most:
+            return spent
+        room = self._make_room(nbytes, hosts, wanted)
+        ends = accumulate(record.table.size for record in records.values())
+        left_out = {host for host, end in zip(records, ends, strict=True) if end > room}
+        told = together(self._table, [record for host, record in records.items() if host not in left_out])
+        with self._lock:
+            self._asked -= left_out
+            self._add([found for found in told if found is not None])
+        return inf if left_out else spent + costs
+
+    def _make_room(self, nbytes: int, hosts: Sequence[int], wanted: NDArray[np.int64]) -> int:
+        """Forget rows that are not wanted, if that many bytes do not fit beside them; how many do then."""
+        with self._lock:
+            numbers, rows = self._known
+            if rows.nbytes + nbytes > MOST_BYTES:
+                kept = np.isin(numbers, wanted)
+                numbers, rows = self._known = numbers[kept], rows[kept]
+                self._asked = set(hosts)  # others' rows may be forgotten: they can be asked again
+            return MOST_BYTES - rows.nbytes
+
+    def _record(self, host: int) -> HostFiles | None:
+        reference = self._records[host]
+        self._stats.count_index(reference.size)
+        try:
+            return read_host_files(self._place, reference)
+        except _UNTOLD:
+            return None
+
+    def _table(self, files: HostFiles) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
+        """A host's rows with their numbers."""
+        try:
+            return self._numbered(read_table(self._place, files.table, self._stats))
+        except _UNTOLD:
+            return None
+
+    def _numbered(self, table: Table) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
+        """The rows of a table, as those of the table of all; None where that does not have them."""
+        counts = np.fromiter(table.counts.values(), np.int64, len(table.counts))
+        first, end = (
+            np.repeat(np.fromiter(map(column.get, table.counts, [0] * len(counts)), np.int64, len(counts)), counts)
+            for column in (self._first, self._header.counts)
+        )
+        files = np.fromiter((self._file.get(name, -1) for name in table.files), np.int64, len(table.files))
+        rows = table.rows
+        if (files < 0).any() or (rows.file >= len(files)).any() or (rows.chunk >= end.astype(np.uint64)).any():
+            return None
+        found = np.empty(len(rows), ROW)
+        for name in ROW.names or ():
+            found[name] = files[rows.file] if name == "file" else getattr(rows, name)
+        return first + rows.chunk.astype(np.int64), found
+
+    def _add(self, some: Sequence[tuple[NDArray[np.int64], NDArray[np.void]]]) -> None:
+        numbers, rows = zip(self._known, *some, strict=True)
+        every = np.concatenate(numbers)
+        order = np.argsort(every, kind="stable")
+        self._known = every[order], np.concatenate(rows)[order]
+
+    @cached_property
+    def _file(self) -> dict[str, int]:
+        """Data file → which one of the table of all."""
+        return {name: i for i, name in enumerate(self._header.files)}

@@ -1,0 +1,85 @@
+"""Where are these chunks? What a reader asks of a chunk table, and a table in memory that answers it.
+
+`TableBlocks` answers the same without reading all of a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from shardckpt.format.table import ArrayChunks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.layout.box import BoxArray
+    from shardckpt.plan.plan import Piece
+
+__all__ = ["Lookup", "WholeTable"]
+
+_NO_CHUNKS = ArrayChunks.none()
+
+
+class Lookup(Protocol):
+    """Finds chunks. Safe to use from several threads."""
+
+    def first_missing(self, path: str, num_chunks: int) -> int | None:
+        """The first of a grid's chunks that an array lacks, None where it has all; cheap however large the grid claims to be."""
+
+    def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
+        """Get ready to `find` all chunks of the pieces that boxes touch; what is read for it is read together."""
+
+    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+        """Data files, and of each chunk the row, which refers to them.
+
+        Args:
+            paths: arrays.
+            array: (n,) the chunk's array among those; ascending.
+            chunks: (n,) the chunk's position in its grid.
+
+        Raises:
+            KeyError: there is no such chunk; its argument is the row of the first of them.
+        """
+
+    def whole(self) -> WholeTable:
+        """All of it in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTable:
+    """A chunk table in memory, or several as one."""
+
+    files: Sequence[str]
+    """Data files, relative to the attempt."""
+    arrays: Mapping[str, ArrayChunks]
+    """Array path → its chunks."""
+
+    def first_missing(self, path: str, num_chunks: int) -> int | None:
+        """See `Lookup`."""
+        return self.arrays.get(path, _NO_CHUNKS).first_missing(num_chunks)
+
+    def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
+        """See `Lookup`; all is here."""
+
+    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+        """See `Lookup`."""
+        found = [_NO_CHUNKS]
+        begins = np.searchsorted(array, np.arange(len(paths) + 1)).tolist()
+        for path, begin, end in zip(paths, begins, begins[1:], strict=False):
+            if begin == end:
+                continue
+            table = self.arrays.get(path, _NO_CHUNKS)
+            row = table.find(chunks[begin:end])
+            if (row < 0).any():
+                raise KeyError(begin + int(np.argmax(row < 0)))
+            found.append(table.take(row))
+        return self.files, ArrayChunks.concatenate(found)
+
+    def whole(self) -> WholeTable:
+        """Itself."""
+        return self

@@ -1,0 +1,107 @@
+"""Where is every chunk of a checkpoint, and which host put it there?
+
+The table of all chunks names each chunk's data file, and a host's files lie below a prefix of its own. Where chunks are
+objects of their own (layout "zarr") no name tells, but each host's own table lists what that host has written.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.commit.host_files import read_host_files, read_table
+from shardckpt.errors import MissingDataError
+from shardckpt.format.table import OWN_OBJECT
+from shardckpt.io.together import together
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.format.record import CheckpointRecord
+    from shardckpt.format.table import ArrayChunks
+    from shardckpt.io.store import Store
+    from shardckpt.plan.plan import Piece
+    from shardckpt.reading.lookup import WholeTable
+
+    Ints = NDArray[np.int64]
+
+__all__ = ["ChunkPlaces", "Places", "read_places"]
+
+_OF_HOST = re.compile(r"hosts/(\d+)[-/]")
+_NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkPlaces:
+    """The chunks of some pieces, one after another, each in grid order."""
+
+    file: Ints
+    """(n,) number of the data file; no two chunks that are objects of their own have the same."""
+    offset: Ints
+    """(n,) first byte in it."""
+    length: Ints
+    """(n,) stored bytes, checksum included."""
+    host: Ints
+    """(n,) who wrote it; -1: the committer, for small plain tensors."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """All chunks of a checkpoint."""
+
+    table: WholeTable
+    host_of_file: Ints
+    """(files,)"""
+    host_of_object: Mapping[str, Ints]
+    """Array path → who wrote each chunk that is an object of its own."""
+
+    def of(self, name: str, pieces: Sequence[Piece]) -> ChunkPlaces:
+        """Those of a tensor.
+
+        Raises:
+            MissingDataError: the table lacks chunks of it.
+        """
+        found = [self._of_piece(name, piece) for piece in pieces]
+        file, offset, length, host = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        own = file == OWN_OBJECT
+        file[own] = len(self.host_of_file) + np.arange(int(own.sum()))
+        return ChunkPlaces(file, offset, length, host)
+
+    def _of_piece(self, name: str, piece: Piece) -> tuple[Ints, Ints, Ints, Ints]:
+        rows: ArrayChunks | None = self.table.arrays.get(piece.path)
+        if piece.num_chunks == 0:
+            return tuple(np.empty(0, np.int64) for _ in range(4))  # type: ignore[return-value]
+        if rows is None or rows.first_missing(piece.num_chunks) is not None:
+            raise MissingDataError(f"{name}: the chunk table lacks chunks of it; run `shardckpt verify` for the full list.")
+        file, offset, length = (np.asarray(column[: piece.num_chunks], np.int64) for column in (rows.file, rows.offset, rows.length))
+        own = file == OWN_OBJECT
+        host = np.full(len(file), _NOBODY, np.int64)
+        host[~own] = self.host_of_file[file[~own]]
+        if own.any() and piece.path in self.host_of_object:
+            host[own] = self.host_of_object[piece.path][own]
+        return file, offset, length, host
+
+
+def read_places(place: Store, record: CheckpointRecord, table: WholeTable) -> Places:
+    """Find out who wrote what.
+
+    Args:
+        place: the attempt.
+        record: of the checkpoint.
+        table: of all chunks.
+    """
+    of_files = np.array([int(m[1]) if (m := _OF_HOST.match(file)) else _NOBODY for file in table.files], np.int64)
+    of_objects: dict[str, Ints] = {}
+    if record.layout == "zarr":
+        references = [host.table for host in together(partial(read_host_files, place), record.hosts)]
+        for host, written in enumerate(together(partial(read_table, place), references)):
+            for path, rows in written.arrays().items():
+                known = of_objects.setdefault(path, np.full(len(table.arrays[path]), _NOBODY, np.int64))
+                known[rows.chunk.astype(np.int64)] = host
+    return Places(table, of_files, of_objects)

@@ -1,0 +1,215 @@
+"""One process's part in reading what several processes need.
+
+1. What is needed is read in rounds (`planning.shares`). Of each, every member reads its part into the places where it
+   belongs, packs it, and announces that it has.
+2. When all have, they send each other their parts (`interconnect`), and unpack the others'. Meanwhile the next round is read.
+3. Who fails announces what went wrong instead, and all raise it. Who dies is missed: its announcement by the coordinator's
+   timeout, its bytes by the interconnect.
+
+Memory: a round, besides the places themselves. What is sent and received has no dtype, so that every dtype may be.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from shardckpt import errors
+from shardckpt.errors import ShardckptError
+from shardckpt.io.budget import round_up
+from shardckpt.layout.box import BoxArray
+from shardckpt.plan.shares import Region, Wanted, rounds
+from shardckpt.reading.reader import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.frameworks.base import Array, Sink
+    from shardckpt.frameworks.coordination import Coordinator
+    from shardckpt.frameworks.interconnect import Interconnect
+    from shardckpt.reading.checkpoint import Checkpoint
+
+__all__ = ["Job", "SharedReading", "told"]
+
+_log = logging.getLogger("shardckpt")
+
+
+class _Landing(Protocol):
+    """One place that a tensor goes to; see `restoring`."""
+
+    sink: Sink
+    boxes: BoxArray
+    buffers: list[Array]
+    converts: bool
+    destinations: list[Array] | None
+
+
+class Job(Protocol):
+    """One stored tensor and every place it goes to; see `restoring`."""
+
+    @property
+    def tensor(self) -> TensorRecord:
+        """What is stored."""
+
+    @property
+    def landings(self) -> Sequence[_Landing]:
+        """Where it goes."""
+
+    @property
+    def staged_bytes(self) -> int:
+        """Staging that it takes."""
+
+    @property
+    def placing_bytes(self) -> int:
+        """Host bytes that placing takes besides."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the boxes that this process needs, as they are stored."""
+
+
+J = TypeVar("J", bound=Job)
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    """A failure, as other processes hear of it."""
+    return {"code": error.code if isinstance(error, ShardckptError) else None, "message": str(error) or type(error).__name__}
+
+
+@dataclass(slots=True)
+class SharedReading(Generic[J]):
+    """One process's part in reading what a group of them needs."""
+
+    checkpoint: Checkpoint
+    coordinator: Coordinator
+    interconnect: Interconnect
+    members: tuple[int, ...]
+    jobs: list[J]
+    """In an order that all members have."""
+    key: str
+    """Of the group and this one restore."""
+    limit: int
+    """Bytes of a round."""
+    _round: int = 0
+    """Rounds that this process has announced."""
+    _memory: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    """What is sent and received, from round to round."""
+
+    def read(self, batch: Sequence[J]) -> None:
+        """Fill the buffers of some tensors, which all members give in the same order. A collective of the members.
+
+        Raises:
+            CoordinationError: a member is gone.
+            ShardckptError: what this process's or another one's reading raised.
+        """
+        wanted = [Wanted(job.tensor.pieces, job.landings[0].boxes, _itemsize(job)) for job in batch]
+        me = self.members.index(self.coordinator.world.process)
+        planned = rounds(wanted, len(self.members), self.limit)
+        with ThreadPoolExecutor(1, "shardckpt-share") as ahead:
+            shares = next(planned, None)
+            coming = None if shares is None else ahead.submit(self._read, batch, shares[me])
+            while shares is not None:
+                assert coming is not None
+                coming.result()
+                parts = self._packed(batch, shares, me)
+                following = next(planned, None)
+                coming = None if following is None else ahead.submit(self._read, batch, following[me])
+                self._all_are_ready()
+                self.interconnect.all_gather(self.members, self.coordinator.world.process, [part.memory for part in parts])
+                for m, part in enumerate(parts):
+                    if m != me:
+                        part.unpack()
+                shares = following
+
+    def give_up(self, error: BaseException) -> None:
+        """Let the others know that this process comes to no further round."""
+        try:
+            self._announce(told(error))
+        except ShardckptError:
+            _log.debug("%s: the job's store is gone, too", self.checkpoint.location)
+
+    def _read(self, batch: Sequence[J], regions: Sequence[Region]) -> None:
+        """Read this process's part of a round into the places where it belongs."""
+        requests = []
+        for i, some in groupby(regions, lambda region: region.tensor):
+            mine = list(some)
+            tensor, (landing,) = batch[i].tensor, batch[i].landings
+            views = [_view(landing, region) for region in mine]
+            boxes = BoxArray.of([region.part for region in mine], len(tensor.shape))
+            storage = tensor.dtype.storage
+            if landing.converts:
+                requests.append(Request(tensor.name, storage, tensor.pieces, boxes, views, convert_from=tensor.dtype.numpy))
+            else:
+                requests.append(Request(tensor.name, storage, tensor.pieces, boxes, [view.view(storage) for view in views]))
+        with self.checkpoint.reading():
+            self.checkpoint.reader.read(requests)
+
+    def _packed(self, batch: Sequence[J], shares: Sequence[Sequence[Region]], me: int) -> list[_Packed]:
+        """Memory for all members' parts, with this one's in it."""
+        views = [[_view(batch[region.tensor].landings[0], region) for region in share] for share in shares]
+        sizes = [sum(round_up(view.nbytes) for view in some) for some in views]
+        if self._memory.size < sum(sizes):
+            self._memory = np.empty(sum(sizes), np.uint8)
+        stops = np.cumsum(sizes).tolist()
+        parts = [_Packed(self._memory[stop - n : stop], some) for stop, n, some in zip(stops, sizes, views, strict=True)]
+        parts[me].pack()
+        return parts
+
+    def _announce(self, failure: object) -> str:
+        key = f"cooperative/{self.key}/{self._round}"
+        self._round += 1
+        self.coordinator.announce(f"{key}/{self.coordinator.world.process}", failure)
+        return key
+
+    def _all_are_ready(self) -> None:
+        """Wait until all members have their parts of a round in memory.
+
+        From here to the end of the exchange this process does nothing else that could fail.
+        """
+        key = self._announce(None)
+        for member, failure in zip(self.members, self.coordinator.listen(key, self.members), strict=True):
+            if failure is not None:
+                raise errors.by_code(failure["code"])(f"process {member} could not read its part: {failure['message']}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """One member's part of a round."""
+
+    memory: NDArray[np.uint8]
+    views: Sequence[Array]
+    """Where its elements belong, in the order in which they lie in the memory."""
+
+    def pack(self) -> None:
+        for place, view in self._pairs():
+            place[...] = view
+
+    def unpack(self) -> None:
+        for place, view in self._pairs():
+            view[...] = place
+
+    def _pairs(self) -> Iterator[tuple[Array, Array]]:
+        at = 0
+        for view in self.views:
+            yield self.memory[at : at + view.nbytes].view(view.dtype).reshape(view.shape), view
+            at += round_up(view.nbytes)
+
+
+def _view(landing: _Landing, region: Region) -> Array:
+    """The memory of some elements."""
+    origin = landing.boxes[region.box].start
+    inside: tuple[Any, ...] = tuple(slice(a - o, b - o) for a, b, o in zip(region.part.start, region.part.stop, origin, strict=True))
+    view: Array = landing.buffers[region.box][(*inside, ...)]
+    return view
+
+
+def _itemsize(job: Job) -> int:
+    return max(job.tensor.dtype.itemsize, job.landings[0].sink.dtype.itemsize)

@@ -1,0 +1,236 @@
+"""Is everything in a checkpoint as it was written?
+
+1. The records, and all chunk tables, against what vouches for them; the table of all hosts against the hosts' own.
+2. Every chunk against the table; of a tensor that lies in a base, against the base's.
+3. What stock zarr readers go by against record and table.
+
+Nothing damaged stops it: all is reported.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.commit.host_files import read_host_files, read_table
+from shardckpt.commit.index_check import IndexCheck
+from shardckpt.commit.publish import RECORD
+from shardckpt.errors import FormatError, ShardckptError
+from shardckpt.format.documents import zarr_documents
+from shardckpt.format.record import CheckpointRecord, format_version, parse_checkpoint
+from shardckpt.format.table import merge_tables, same_places
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.opening import open_reader
+from shardckpt.reading.reader import ChunkReader, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shardckpt.format.record import FileReference
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.io.store import Store
+
+__all__ = ["Damage", "VerifyReport", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something that is not as it was written."""
+
+    tensor: str | None
+    """Name, or None where a metadata file is concerned."""
+    box: Box | None
+    """Index range of the tensor that is lost."""
+    file: str
+    """Relative to the checkpoint; of a tensor in a base, the base's url or a file below it."""
+    reason: str
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What `Checkpoint.verify` found."""
+
+    chunks: int = 0
+    """Chunks compared with their checksums, those in bases too."""
+    bytes_read: int = 0
+    damage: list[Damage] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it was written."""
+        return not self.damage
+
+
+def verify(store: Store, record: CheckpointRecord, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """Read everything and compare it with what was written; see `Checkpoint.verify`.
+
+    Args:
+        store: the checkpoint's place.
+        record: as it was when the checkpoint was opened.
+        progress: called with chunks checked so far and in all.
+    """
+    return _Verification(store, record, progress).run()
+
+
+class _Verification:
+    """One run of `verify`."""
+
+    def __init__(self, store: Store, record: CheckpointRecord, progress: Callable[[int, int], None] | None) -> None:
+        self.record = record
+        self.store = store
+        self.place = store.sub(record.attempt)
+        self.progress = progress or (lambda _done, _all: None)
+        self.report = VerifyReport()
+        self.lanes: list[str] = []
+        self.versions: list[tuple[int, int]] = []
+        """Of the format, that the hosts' files name."""
+
+    def run(self) -> VerifyReport:
+        """Metadata first, then all chunks, then what other readers go by."""
+        version = self._record()
+        table = self._table()
+        if version is not None and self.versions and version != max(self.versions):
+            self._damaged_record("it names another format version than the hosts' files")
+        complete = self.report.ok
+        reader = ChunkReader(self.place, table, compression=self.record.compression)
+        everything = list(self.record.structure.tensors.values())
+        tensors = [t for t in everything if t.base is None]
+        total = sum(t.num_chunks for t in everything)
+        done = 0
+        self.progress(0, total)
+        for some in _groups(tensors):
+            reader.check(_requests(some), self._damaged_chunk)
+            done += sum(t.num_chunks for t in some)
+            self.progress(done, total)
+        self.report.chunks = total
+        self.report.bytes_read = reader.stats.bytes_read
+        if done < total:
+            self._in_bases([t for t in everything if t.base is not None])
+            self.progress(total, total)
+        for file, error in reader.longer_files():
+            self._damaged_file(file, error)
+        if complete:  # else every entry of an index would be news to an incomplete table
+            self._index(table)
+        return self.report
+
+    def _record(self) -> tuple[int, int] | None:
+        """Compare the commit record as it is now with what was opened; the format version that it names.
+
+        No digest covers the version, but the hosts' files are covered whole, and the newest of theirs is the record's.
+        """
+        try:
+            data = self.store.read(RECORD)
+            if parse_checkpoint(data, RECORD) != self.record:
+                self._damaged_record("it is not the record that was there when the checkpoint was opened")
+            return format_version(data, RECORD)
+        except ShardckptError as e:
+            self._damaged_record(str(e))
+            return None
+
+    def _table(self) -> WholeTable:
+        """The chunk table of all hosts, compared with the hosts' own; where it cannot be read, theirs as one."""
+        own = self._host_tables()
+        if self.record.table is None:
+            return own
+        try:
+            table = read_table(self.place, self.record.table)
+        except ShardckptError as e:
+            self._damaged_file(self.record.table.key, e)
+            return own
+        arrays = table.arrays()
+        names, own_names = (np.array([*files, ""], object) for files in (table.files, own.files))
+        for path, rows in own.arrays.items():
+            row = arrays[path].find(rows.chunk.astype(np.int64)) if path in arrays else np.full(1, -1)
+            if (row < 0).any() or not same_places(rows, own_names, arrays[path], names, row):
+                self._damaged_file(self.record.table.key, FormatError(f"{path}: its chunks are not where the hosts' own tables have them."))
+        return WholeTable(table.files, arrays)
+
+    def _host_tables(self) -> WholeTable:
+        """All hosts' chunk tables that can be read, and the committer's of small tensors, as one; damage to hosts' files is reported."""
+        own = [] if self.record.small_table is None else [self.record.small_table]
+        others: dict[FileReference, None] = {}  # each once, though hosts that say the same share a file
+        for reference in self.record.hosts:
+            with self._reporting(reference.key):
+                host = read_host_files(self.place, reference)
+                self.lanes += host.lanes
+                own.append(host.table)
+                others |= dict.fromkeys(part for part in (host.contents, host.values) if part is not None)
+        for part in others:
+            with self._reporting(part.key):
+                data = self.place.read(part.key)
+                part.check(data, f"{self.place}/{part.key}")
+                self.versions.append(format_version(data, part.key))
+        tables = []
+        for table in own:
+            with self._reporting(table.key):
+                tables.append(read_table(self.place, table))
+        try:
+            merged = merge_tables(tables)
+        except FormatError as e:
+            self._damaged_file("hosts", e)
+            return WholeTable([], {})
+        return WholeTable(merged.files, merged.arrays())
+
+    def _index(self, table: WholeTable) -> None:
+        """Compare what stock zarr readers go by with the record and the table."""
+        structure = self.record.structure
+        documents = zarr_documents(structure, self.record.compression)
+        pieces = {p.path: p for t in structure.tensors.values() if t.base is None for p in t.pieces}
+        check = IndexCheck(self.place, documents, pieces, table.files, table.arrays)
+        found = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
+        self.report.damage += [Damage(None, None, f"{self.record.attempt}/{file}", reason) for file, reason in found]
+
+    @contextmanager
+    def _reporting(self, file: str) -> Iterator[None]:
+        """Report what is raised inside as damage to a file, and go on."""
+        try:
+            yield
+        except ShardckptError as e:
+            self._damaged_file(file, e)
+
+    def _in_bases(self, tensors: Sequence[TensorRecord]) -> None:
+        """Compare tensors with what is in their bases; of one that cannot be had at all, that is reported."""
+        reader = open_reader(self.place, self.record)
+        for tensor in tensors:
+            assert tensor.base is not None
+            url = tensor.base.base.url
+
+            def damaged(name: str, box: Box, file: str, error: ShardckptError, url: str = url) -> None:
+                self.report.damage.append(Damage(name, box, f"{url}/{file}", str(error)))
+
+            try:
+                reader.check(_requests([tensor]), damaged)
+            except ShardckptError as e:
+                self.report.damage.append(Damage(tensor.name, Box.full(tensor.shape), url, str(e)))
+        self.report.bytes_read += reader.stats.bytes_read
+
+    def _damaged_chunk(self, tensor: str, box: Box, file: str, error: ShardckptError) -> None:
+        self.report.damage.append(Damage(tensor, box, f"{self.record.attempt}/{file}", str(error)))
+
+    def _damaged_record(self, reason: str) -> None:
+        self.report.damage.append(Damage(None, None, RECORD, reason))
+
+    def _damaged_file(self, file: str, error: ShardckptError) -> None:
+        self.report.damage.append(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
+
+
+def _requests(tensors: Sequence[TensorRecord]) -> list[Request]:
+    """All of those tensors, to be checked and not to be kept."""
+    return [Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([], len(t.shape)), []) for t in tensors]
+
+
+def _groups(tensors: Sequence[TensorRecord], limit: int = 512 << 20) -> list[list[TensorRecord]]:
+    """Consecutive tensors whose bytes are about `limit` together: how often progress is told."""
+    groups: list[list[TensorRecord]] = []
+    size = limit
+    for tensor in tensors:
+        if size >= limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    return groups

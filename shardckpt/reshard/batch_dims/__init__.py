@@ -1,0 +1,16 @@
+"""Which dimension of each tensor of a program is its batch, and what data parallelism makes of the tensor.
+
+    found = shardckpt.reshard.batch_dims.batch_dims(torch.export.export(model, inputs, dynamic_shapes=…))
+    found.states["cache.k"]        # Shard(0), Replicate, Partial(sum) or Unknown, and found.explain("cache.k") says why
+
+`inference` has what users see, `shardings` makes layouts for saving and resharding of it, `rules` has one table per family of
+operators. Nothing here imports torch: a graph says all that is asked about itself.
+"""
+
+from __future__ import annotations
+
+from shardckpt.reshard.batch_dims.inference import BatchDims, batch_dims
+from shardckpt.reshard.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
+from shardckpt.reshard.batch_dims.shardings import batch_shardings
+
+__all__ = ["BatchDims", "Layout", "Numbered", "Partial", "Replicate", "Shard", "Unknown", "batch_dims", "batch_shardings"]

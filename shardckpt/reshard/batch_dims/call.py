@@ -1,0 +1,203 @@
+"""One call in a graph, as a rule sees it: arguments by the names of the operator's schema, shapes, and what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.reshard.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
+from shardckpt.reshard.batch_dims.sizes import BatchSize, Undecided, is_number
+
+if TYPE_CHECKING:
+    from shardckpt.reshard.batch_dims.assumptions import Assumptions
+
+__all__ = ["Call", "Result", "Unresolved", "is_node", "op_name", "shown"]
+
+Result = Layout | tuple[Layout, ...]
+"""Of one tensor, or of a tuple of them."""
+
+_SIZES = frozenset(
+    {"size", "shape", "sizes", "split_size", "split_sizes", "repeats", "N", "HxW", "num_weights", "output_size", "normalized_shape"}
+)
+"""Arguments, by their names in schemas, that say what shape the result has."""
+_POSITIONS = frozenset({"start", "end", "index", "shifts", "diagonal", "k", "pad"})
+"""Arguments that say where in a dimension, if they are numbers."""
+
+
+class Unresolved(Exception):  # noqa: N818 - it passes an operand's Unknown on
+    """An operand is Unknown, so the result is."""
+
+    def __init__(self, unknown: Unknown) -> None:
+        super().__init__(str(unknown))
+        self.unknown = unknown
+
+
+def is_node(value: object) -> bool:
+    """Whether an argument is another node of the graph."""
+    return hasattr(value, "all_input_nodes") and hasattr(value, "meta")
+
+
+class Call:
+    """A node whose operation has a rule.
+
+    Args:
+        node: a `torch.fx.Node` that calls an ATen operator.
+        batch: sizes.
+        known: what is known of the nodes before it.
+        assume: what the caller says.
+    """
+
+    def __init__(self, node: Any, batch: BatchSize, known: Mapping[Any, Result], assume: Assumptions) -> None:
+        self.node = node
+        self.batch = batch
+        self.assume = assume
+        self._known = known
+        self._arguments = _by_name(node)
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument of that name in the schema, or its default; None where the schema has no such."""
+        return self._arguments.get(name)
+
+    @property
+    def operands(self) -> list[Any]:
+        """Nodes among the arguments, lists flattened, in order."""
+        return list(self.node.all_input_nodes)
+
+    def layout(self, value: Any) -> Replicate | Shard | Partial:
+        """What is known of an argument: a node, or a number.
+
+        Raises:
+            Unresolved: nothing is known of it.
+            Undecided: it is a number, and depends on the batch in no simple way.
+        """
+        if not is_node(value):
+            return Replicate(self.batch.power(value)) if isinstance(value, int | float) else Replicate()
+        found = self._known[value]
+        if isinstance(found, tuple):
+            raise Undecided(f"{value.name} is a tuple of tensors")
+        if isinstance(found, Unknown):
+            raise Unresolved(found)
+        if isinstance(found, Numbered):
+            raise Undecided(f"{value.name} counts the samples, and every process begins at 0")
+        return found
+
+    def known(self, value: Any) -> Result:
+        """All that is known of a node."""
+        return self._known[value]
+
+    def steady(self, value: Any) -> Replicate | Shard:
+        """Of an operand that must be whole: replicated or cut, to no power of the batch.
+
+        Raises:
+            Unresolved: nothing is known of it.
+            Undecided: it is partial.
+        """
+        found = self.layout(value)
+        if isinstance(found, Partial):
+            raise Undecided(f"{shown(value)} is {found}, and the operation is not linear in it: it must be reduced before")
+        if found.power:
+            raise Undecided(f"{shown(value)} is {found}: it scales with the size of the part")
+        return found
+
+    def replicated(self, value: Any) -> Replicate:
+        """Of an operand that must be the same everywhere; None as an argument is.
+
+        Raises:
+            Unresolved: nothing is known of it.
+            Undecided: it is cut or partial.
+        """
+        found = self.steady(value)
+        if isinstance(found, Shard):
+            raise Undecided(f"{shown(value)} is {found}, where only one that is replicated is understood")
+        return found
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        """An argument's shape; () of a number."""
+        if not is_node(value):
+            return ()
+        return self.batch.shape(getattr(value.meta["val"], "shape", ()))
+
+    @property
+    def outs(self) -> list[tuple[int, ...] | None]:
+        """Shapes of all results; None for one that is no tensor."""
+        value = self.node.meta["val"]
+        return [self.batch.shape(v.shape) if hasattr(v, "shape") else None for v in (value if isinstance(value, tuple | list) else [value])]
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """The shape of the only result.
+
+        Raises:
+            Undecided: there are several.
+        """
+        shapes = self.outs
+        if len(shapes) > 1:
+            raise Undecided("it has several results")
+        return shapes[0] or ()
+
+    def refuse_counts(self) -> None:
+        """Refuse numbers among the arguments that differ with the size of the part, other than sizes, which the result's shape shows.
+
+        Raises:
+            Unresolved: how one depends on the batch is not known.
+            Undecided: one is a multiple of the batch, or, in a graph of fixed sizes, a position that may be.
+        """
+        for name, argument in self._arguments.items():
+            if name in {"start", "end"} and self._takes_all():
+                continue
+            for value in argument if isinstance(argument, list | tuple) else [argument]:
+                counts = is_number(value.meta.get("val")) if is_node(value) else name in _POSITIONS
+                if counts and name not in _SIZES and self.layout(value).power:
+                    raise Undecided(f"its {name}, {shown(value)}, depends on the size of the part")
+
+    def _takes_all(self) -> bool:
+        """Whether a slice is the whole dimension."""
+        return all(self.shape(self[name]) == self.out for name in ("self", "src") if self[name] is not None)
+
+    def dim(self, value: Any, ndim: int) -> int:
+        """A dimension that may be counted from the end."""
+        return int(value) % max(ndim, 1)
+
+    def dims(self, value: Any, ndim: int) -> tuple[int, ...]:
+        """Likewise of a list, a single one, or None or nothing, which means all."""
+        if value is None or value == []:
+            return tuple(range(ndim))
+        return tuple(self.dim(d, ndim) for d in (value if isinstance(value, Sequence) else [value]))
+
+    def is_zero(self, value: Any) -> bool:
+        """Whether an argument is zero everywhere: a literal, or made so."""
+        if not is_node(value):
+            return isinstance(value, int | float) and value == 0
+        if value.op != "call_function":
+            return False
+        name, arguments = op_name(value), _by_name(value)
+        if name in {"zeros", "zeros_like", "new_zeros"}:
+            return True
+        if name in {"full", "full_like", "new_full"}:
+            return self.is_zero(arguments["fill_value"])
+        if name == "scalar_tensor":
+            return self.is_zero(arguments["s"])
+        inner = arguments.get("self")
+        return name in {"expand", "view", "clone", "alias", "_to_copy", "detach"} and inner is not None and self.is_zero(inner)
+
+
+def op_name(node: Any) -> str:
+    """An ATen operator's name without its overload: "add" of "aten.add.Tensor"; any other target's as text."""
+    target = str(node.target)
+    if target.startswith("aten."):
+        return target.split(".")[1]
+    return target if "." in target else str(getattr(node.target, "__name__", target))
+
+
+def shown(value: Any) -> str:
+    """An argument, for messages."""
+    return str(value.name) if is_node(value) else repr(value)
+
+
+def _by_name(node: Any) -> dict[str, Any]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return dict(node.kwargs)
+    named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    named.update(zip((a.name for a in schema.arguments), node.args, strict=False))
+    return {**named, **node.kwargs}

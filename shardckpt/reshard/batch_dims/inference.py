@@ -1,0 +1,275 @@
+"""Which tensors of a data-parallel program are cut along the batch, which are replicated, and which are partial?
+
+1. The batch is a dimension of one or several inputs: named by the caller, or the one symbol of a graph with dynamic shapes.
+2. Parameters, buffers and all other inputs are replicated to begin with.
+3. One pass over the graph gives the layout of everything (`propagation`).
+4. State that the program changes is the input of its next step, so its layout must be one that the program returns. Where
+   replicated is none (a cache with a row per sample, a sum over samples), the others are tried: cut in a
+   dimension of the batch's size, a partial sum, mean, largest or smallest. State without such a layout is Unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.reshard.batch_dims.assumptions import Assumptions
+from shardckpt.reshard.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
+from shardckpt.reshard.batch_dims.program import Program
+from shardckpt.reshard.batch_dims.propagation import propagate
+from shardckpt.reshard.batch_dims.sizes import BatchSize, Undecided, symbol_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.reshard.batch_dims.call import Result
+
+__all__ = ["BatchDims", "batch_dims"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDims:
+    """What was found of a program's tensors."""
+
+    program: Program
+    """The graph and its names."""
+    nodes: Mapping[str, Result]
+    """Of every node, by its name in `program.graph`; a tuple for a node with several results."""
+    states: Mapping[str, Layout]
+    """Of parameters, buffers and constants, by their names in the module."""
+    inputs: Mapping[str, Layout]
+    """Of what a caller passes."""
+    outputs: Mapping[str, Layout]
+    """Of what is returned; of gradients in a joint graph, by `<parameter>.grad`."""
+    _by_node: Mapping[Any, Result] = field(repr=False)
+
+    def __getitem__(self, name: str) -> Result:
+        """Of a state, an input, an output or a node, by name.
+
+        Raises:
+            NamesMismatchError: there is none of that name.
+        """
+        for some in (self.states, self.inputs, self.outputs, self.nodes):
+            if name in some:
+                return some[name]
+        raise NamesMismatchError(
+            f"batch_dims: the program has no tensor {name!r}; explain what is in .states, .inputs, .outputs or .nodes."
+        )
+
+    @property
+    def unknown_operators(self) -> Counter[str]:
+        """Where Unknown begins: operator → number of nodes."""
+        begun = {name for found in self._by_node.values() for name in _origins(found)}
+        return Counter(str(node.target) for node in self.program.graph.nodes if node.name in begun)
+
+    def explain(self, name: str) -> str:
+        """How the layout of a tensor came about: one line per node, from where the batch comes in to the tensor itself.
+
+        Raises:
+            NamesMismatchError: there is no tensor of that name.
+        """
+        node = self._node(name)
+        lines: list[str] = []
+        while node is not None:
+            lines.append(f"{node.name}: {_call_text(node)} → {_text(self._by_node[node])}{_source_line(node)}")
+            node = self._cause(node)
+        return "\n".join([*reversed(lines), f"{name} is {_text(self[name])}"])
+
+    def _node(self, name: str) -> Any:
+        program = self.program
+        for some in (program.changed, program.states, program.inputs, program.outputs, {n.name: n for n in self._by_node}):
+            if name in some:
+                return some[name]
+        self[name]
+        raise AssertionError(name)
+
+    def _cause(self, node: Any) -> Any:
+        """The operand that a node's layout comes from: Unknown for the same reason, or as partial, or cut; of several, the latest."""
+        found = self._by_node[node]
+        telling = [
+            n for n in self._by_node if n in node.all_input_nodes and any(layout != Replicate() for layout in _each(self._by_node[n]))
+        ]
+        if isinstance(found, Unknown):
+            telling = [n for n in telling if found in _each(self._by_node[n])]
+        alike = [n for n in telling if self._by_node[n] == found]
+        return next(reversed(alike or telling), None)
+
+
+def batch_dims(
+    exported: Any, batch: Mapping[str, int] | None = None, *, even_counts: bool = False, local_batch_norm: bool = False
+) -> BatchDims:
+    """Work out the layout of every tensor of a program over equal parts of its batch.
+
+    Args:
+        exported: a `torch.export.ExportedProgram`, of a forward pass or joint with its backward pass, or a `torch.fx.GraphModule`
+            of functional ATen operators whose nodes have `meta["val"]`.
+        batch: input or buffer → the dimension that is its batch. Optional for a graph with one dynamic dimension. In a graph with
+            dynamic shapes every other input with the same symbol is cut, too.
+        even_counts: masks have as many true elements in every part of the batch. The mean loss over targets that are not ignored
+            is then the mean of the parts' means, as data-parallel training assumes; otherwise it is Unknown.
+        local_batch_norm: batch normalisation in training by the statistics of each process's own part is what is meant, as in
+            data-parallel training without SyncBatchNorm. That is another function than that of the whole batch. Its result is
+            then cut, and what is found after it holds of the parts' results put together; otherwise it is Unknown.
+
+    Raises:
+        OptionError: no such input or dimension, several sizes for the batch, or the batch was not named and cannot be told.
+    """
+    program = Program.of(exported)
+    size, given = _batch_of(program, batch)
+    inputs: dict[Any, Layout] = {**_with_symbol(program, size), **given}
+    settled = _settled(program, inputs, size, Assumptions(even_counts, local_batch_norm))
+    known = {node: _in_numbers(node, found, size) for node, found in settled.items()}
+    return BatchDims(
+        program,
+        {node.name: found for node, found in known.items()},
+        {name: _single(known[node]) for name, node in program.states.items()},
+        {name: _single(known[node]) for name, node in program.inputs.items()},
+        {name: _single(known[node]) for name, node in program.outputs.items()},
+        known,
+    )
+
+
+def _in_numbers(node: Any, found: Result, batch: BatchSize) -> Result:
+    """What was found, if no symbol is in it: a size that is not known yet is no number of runs."""
+    if isinstance(found, tuple):
+        return tuple(_single(_in_numbers(node, layout, batch)) for layout in found)
+    if isinstance(found, Shard | Numbered) and not batch.is_literal(found.outer):
+        return Unknown(f"dimension {found.dim} has the batch behind another dynamic size", node.name)
+    return found
+
+
+def _single(found: Result) -> Layout:
+    assert not isinstance(found, tuple)
+    return found
+
+
+# --- The batch ----------------------------------------------------------------------------------------------------
+
+
+def _batch_of(program: Program, batch: Mapping[str, int] | None) -> tuple[BatchSize, dict[Any, Layout]]:
+    """The size of the batch, and the inputs that were named."""
+    if not batch:
+        symbols = {
+            str(expr): size for node in _tensors(program) for size in node.meta["val"].shape if (expr := symbol_of(size)) is not None
+        }
+        if len(symbols) != 1:
+            raise OptionError(
+                f"batch_dims: {len(symbols)} dimensions of the inputs are dynamic ({', '.join(symbols) or 'none'}), so which is the batch "
+                f"cannot be told; name an input and its dimension: batch={{'input': 0}}."
+            )
+        return _checked_size(next(iter(symbols.values()))), {}
+    sizes: dict[str, Any] = {}
+    given: dict[Any, Layout] = {}
+    for name, dim in batch.items():
+        node = program.placeholder(name)
+        shape = getattr(node.meta["val"], "shape", ())
+        if type(dim) is not int or not 0 <= dim < len(shape):
+            raise OptionError(
+                f"batch_dims: {name!r} of shape {tuple(shape)} has no dimension {dim!r}; give one from 0 to {len(shape) - 1}."
+            )
+        sizes[f"{name!r} has {shape[dim]} in dimension {dim}"] = shape[dim]
+        given[node] = Shard(dim)
+    if len(set(map(str, sizes.values()))) > 1:
+        raise OptionError(f"batch_dims: the batch has one size, and {' and '.join(sizes)}.")
+    return _checked_size(next(iter(sizes.values()))), given
+
+
+def _checked_size(size: Any) -> BatchSize:
+    expr = symbol_of(size)
+    if expr is not None and not expr.is_Symbol:
+        raise OptionError(f"batch_dims: the batch's size is {expr}; export it as a dimension of its own, torch.export.Dim('batch').")
+    if expr is None and int(size) < 2:
+        raise OptionError(f"batch_dims: a batch of {int(size)} cannot be told from dimensions of one element; trace the program with more.")
+    return BatchSize(size)
+
+
+def _tensors(program: Program) -> list[Any]:
+    return [node for node in (*program.inputs.values(), *program.states.values()) if hasattr(node.meta["val"], "shape")]
+
+
+def _with_symbol(program: Program, batch: BatchSize) -> dict[Any, Layout]:
+    """Inputs that say by their shape that they have the batch; plain numbers that are its size."""
+    found: dict[Any, Layout] = {}
+    for node in (*program.inputs.values(), *program.states.values()):
+        try:
+            shape = batch.shape(getattr(node.meta["val"], "shape", ()))
+            if symbol_of(node.meta["val"]) is not None:
+                found[node] = Replicate(batch.power(node.meta["val"]))
+        except Undecided as reason:
+            found[node] = Unknown(str(reason), node.name)
+            continue
+        cut = [d for d, size in enumerate(shape) if batch.divides(size) and not batch.literal_sizes]
+        if cut:
+            found[node] = Shard(cut[0])
+    return found
+
+
+# --- State that the program changes -------------------------------------------------------------------------------
+
+
+def _settled(program: Program, inputs: dict[Any, Layout], batch: BatchSize, assume: Assumptions) -> dict[Any, Result]:
+    """The layouts of all nodes, with a layout for changed state that the program keeps up."""
+    changed = {program.placeholder(name): new for name, new in program.changed.items()}
+    left = {node: _candidates(node, batch) for node in changed if node not in inputs}
+    first: dict[Any, Result] = {}
+    while True:
+        known = propagate(program.graph, inputs, batch, assume)
+        first = first or known
+        moving = [node for node, new in changed.items() if known[new] != known[node] and not isinstance(known[node], Unknown)]
+        if not moving:
+            return known
+        for node in moving:
+            if left.get(node):
+                inputs[node] = left[node].pop(0)
+            else:
+                inputs[node] = _no_layout(node, _single(first[changed[node]]))
+
+
+def _candidates(node: Any, batch: BatchSize) -> list[Layout]:
+    """What state may be, if it is not replicated, in the order in which it is tried."""
+    try:
+        shape = batch.shape(node.meta["val"].shape)
+    except Undecided:
+        return []
+    cut: list[Layout] = [Shard(d) for d, size in enumerate(shape) if batch.divides(size)]
+    return [*cut, Partial("sum"), Partial("sum", -1), Partial("max"), Partial("min")]
+
+
+def _no_layout(node: Any, first: Layout) -> Unknown:
+    if isinstance(first, Unknown):
+        return first
+    return Unknown(f"it is {first} after one step from a replicated start, and no layout stays what it is from step to step", node.name)
+
+
+# --- Text ---------------------------------------------------------------------------------------------------------
+
+
+def _each(found: Result) -> tuple[Layout, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _origins(found: Result) -> list[str]:
+    return [layout.node for layout in _each(found) if isinstance(layout, Unknown)]
+
+
+def _text(found: Result) -> str:
+    return ", ".join(map(str, _each(found)))
+
+
+def _call_text(node: Any) -> str:
+    shape = getattr(node.meta.get("val"), "shape", None)
+    shaped = "" if shape is None else f" of shape [{', '.join(map(str, shape))}]"
+    if node.op != "call_function":
+        return f"input{shaped}"
+    name = getattr(node.target, "__name__", str(node.target)) if not str(node.target).startswith("aten.") else str(node.target)
+    return f"{name}({', '.join(n.name for n in node.all_input_nodes)}){shaped}"
+
+
+def _source_line(node: Any) -> str:
+    """Where in the user's program the node is from, if the graph says."""
+    trace = node.meta.get("stack_trace") or ""
+    found = [(path, line) for path, line in re.findall(r'File "([^"]*)", line (\d+)', trace) if "/torch/" not in path]
+    return f"  # {found[-1][0].rpartition('/')[2]}:{found[-1][1]}" if found else ""

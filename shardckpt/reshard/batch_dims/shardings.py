@@ -1,0 +1,93 @@
+"""Layouts over a mesh for the state of a data-parallel program.
+
+What is cut is laid out over the axis of the mesh that data parallelism uses, what is replicated over none. A tensor of
+which every process has a term has no layout that could be saved: it is reduced first, and replicated then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import ShardingError
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.placements import Placement, Placements
+from shardckpt.layout.sharding import Sharding
+from shardckpt.reshard.batch_dims.inference import BatchDims, batch_dims
+from shardckpt.reshard.batch_dims.layouts import Layout, Partial, Replicate, Shard
+from shardckpt.state.names import matches, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardckpt.layout.mesh import Mesh
+
+__all__ = ["batch_shardings"]
+
+
+def batch_shardings(
+    exported: Any,
+    batch: Mapping[str, int] | None = None,
+    *,
+    mesh: Mesh,
+    axis: str = "data",
+    replicated: Sequence[str] = (),
+    prefix: str = "",
+    even_counts: bool = False,
+    local_batch_norm: bool = False,
+) -> dict[str, Sharding | Placements]:
+    """Layouts of a program's parameters, buffers and changed inputs over a mesh, by name.
+
+    They are what `SaveOptions(shardings=…)` and `Rules.by_name` take.
+
+    Args:
+        exported: a program, or what `batch_dims` found of one.
+        batch: as for `batch_dims`.
+        mesh: the devices.
+        axis: the axis of the mesh that the batch is cut over.
+        replicated: patterns of names that the training keeps equal by means that are not in the graph: it reduces them, as
+            SyncBatchNorm does, or copies those of one process, as DistributedDataParallel does with buffers.
+        prefix: put before each name, such as "model/" for a state {"model": module.state_dict()}.
+        even_counts: as for `batch_dims`, unless its result is given.
+        local_batch_norm: likewise.
+
+    Raises:
+        OptionError: as for `batch_dims`.
+        ShardingError: the mesh has no such axis, or state that is partial or unknown is not in `replicated`.
+    """
+    if axis not in mesh.axis_names:
+        raise ShardingError(f"batch_shardings: the mesh has no axis {axis!r}; its axes are {', '.join(mesh.axis_names)}.")
+    found = (
+        exported
+        if isinstance(exported, BatchDims)
+        else batch_dims(exported, batch, even_counts=even_counts, local_batch_norm=local_batch_norm)
+    )
+    inputs = {name: found.inputs[name] for name in found.program.changed if name in found.inputs}
+    layouts = {name: _stated(name, layout, replicated) for name, layout in {**found.states, **inputs}.items()}
+    shapes = {name: tuple(found.program.placeholder(name).meta["val"].shape) for name in layouts}
+    return {prefix + name: _over(mesh, axis, layout, len(shapes[name])) for name, layout in layouts.items()}
+
+
+def _stated(name: str, layout: Layout, replicated: Sequence[str]) -> Replicate | Shard:
+    """The layout, if it can be saved."""
+    if isinstance(layout, Replicate | Shard) and not layout.power:
+        return layout
+    if matches(list(replicated), name):
+        return Replicate()
+    if isinstance(layout, Partial):
+        raise ShardingError(
+            f"{shown(name)}: every process has a term of it, {layout}; all-reduce it with op {layout.op} before it is saved, and name it "
+            f"in replicated=…, or keep its terms with shardckpt.PerProcess."
+        )
+    raise ShardingError(
+        f"{shown(name)}: how its parts make up the whole is not known ({layout}); if the training keeps it equal in all processes, "
+        f"name it in replicated=…, or keep each with shardckpt.PerProcess."
+    )
+
+
+def _over(mesh: Mesh, axis: str, layout: Replicate | Shard, ndim: int) -> Sharding | Placements:
+    if isinstance(layout, Replicate):
+        return Sharding(mesh, PartitionSpec(*[None] * ndim))
+    if layout.outer == 1:
+        return Sharding(mesh, PartitionSpec(*(axis if d == layout.dim else None for d in range(ndim))))
+    strided = Placement(layout.dim, layout.outer)
+    return Placements(mesh, tuple(strided if name == axis else Placement() for name in mesh.axis_names))

@@ -1,0 +1,154 @@
+"""How fast is this storage, for this machine? Measured on a little, so that an estimate of time rests on something.
+
+Reading: boxes of the largest tensors, through the library's own reader, checksums compared: at most 64 MiB, at most about a
+second. On a local disk the page cache is first asked to forget just those bytes, or memory would be measured.
+Writing: one object of 32 MiB beside the destination, until it is durable; it is deleted again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.errors import OptionError
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.layout.box import Box, BoxArray
+from shardckpt.options import parse_bytes
+from shardckpt.plan.plan import overlaps
+
+if TYPE_CHECKING:
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.places import Places
+
+__all__ = ["Rate", "Rates", "given_rates", "measure_read", "measure_write"]
+
+SAMPLE = 16 << 20
+"""Bytes that are read at a time."""
+MOST_SAMPLES = 4
+LONGEST = 1.0
+"""Seconds after which no further sample is read."""
+WRITTEN = 32 << 20
+"""Bytes that are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Bytes per second."""
+
+    per_second: float
+    sample_bytes: int | None = None
+    """How much was read or written to find out; None: somebody said so."""
+    sample_seconds: float | None = None
+    """How long that took."""
+
+    @classmethod
+    def measured(cls, nbytes: int, seconds: float) -> Rate:
+        """Of a sample."""
+        return cls(nbytes / max(seconds, 1e-9), nbytes, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one storage, or of two; None: not known."""
+
+    read: Rate | None = None
+    write: Rate | None = None
+
+
+def given_rates(text: str) -> Rates:
+    """The rates of an option such as "1GiB" or "1GiB,400MiB": bytes per second, for reading and writing.
+
+    >>> given_rates("1GiB,512MiB").write.per_second
+    536870912.0
+
+    Raises:
+        OptionError: that is no rate.
+    """
+    found = [float(parse_bytes(part, "rate")) for part in text.split(",")]
+    if not 1 <= len(found) <= 2 or min(found) <= 0:
+        raise OptionError(f"rate={text!r}: give bytes per second for reading and writing, as in 1GiB,400MiB.")
+    return Rates(Rate(found[0]), Rate(found[-1]))
+
+
+def measure_read(checkpoint: Checkpoint, places: Places | None) -> Rate | None:
+    """Stored bytes of chunks per second; None where there is nothing to read.
+
+    Args:
+        checkpoint: to be read.
+        places: of its chunks, where known: what the page cache holds of them is left out then.
+    """
+    tensors = sorted(checkpoint.record.structure.tensors.values(), key=lambda t: -t.nbytes)[:MOST_SAMPLES]
+    samples = [(tensor, _sample(tensor)) for tensor in tensors if tensor.nbytes]
+    if not samples:
+        return None
+    stats = checkpoint.stats
+    before, seconds = stats.bytes_read, 0.0
+    for tensor, box in samples:
+        if places is not None:
+            _forget(checkpoint, places, tensor, box)
+        begun = perf_counter()
+        checkpoint.read(tensor.name, box)
+        seconds += perf_counter() - begun
+        if seconds > LONGEST:
+            break
+    return Rate.measured(stats.bytes_read - before, seconds)
+
+
+def _sample(tensor: TensorRecord) -> Box:
+    """A box of whole chunks at the middle of a tensor's first array, no larger than `SAMPLE` where a chunk is not."""
+    piece = tensor.pieces[0]
+    stop = list(piece.shape)
+    for d, side in enumerate(piece.chunks):
+        most = SAMPLE // max(1, prod(stop[:d]) * prod(stop[d + 1 :]) * tensor.dtype.storage.itemsize)
+        if stop[d] > most:
+            stop[d] = min(stop[d], max(side, most // side * side))
+    start = [(n - s) // 2 // side * side for n, s, side in zip(piece.shape, stop, piece.chunks, strict=True)]
+    corner = [a + b for a, b in zip(piece.start, start, strict=True)]
+    return Box(tuple(corner), tuple(a + s for a, s in zip(corner, stop, strict=True)))
+
+
+def _forget(checkpoint: Checkpoint, places: Places, tensor: TensorRecord, box: Box) -> None:
+    """Ask a local disk's page cache to drop the chunks of a box; harmless where it does not."""
+    piece = tensor.pieces[0]
+    found = places.of(tensor.name, [piece])
+    for chunk in np.unique(overlaps(piece, BoxArray.of([box], box.ndim)).chunk).tolist():
+        number = int(found.file[chunk])
+        path = checkpoint.place.local_path(places.table.files[number]) if number < len(places.table.files) else None
+        if path is None:
+            return
+        with suppress(OSError, AttributeError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                os.posix_fadvise(fd, int(found.offset[chunk]), int(found.length[chunk]), os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def measure_write(url: str | os.PathLike[str]) -> Rate:
+    """Bytes written per second, until durable, into the directory in which a checkpoint is going to be.
+
+    Raises:
+        StorageError: nothing can be written there.
+    """
+    location = parse(url)
+    if location.local is not None:
+        existing = next(path for path in (location.local, *location.local.parents) if path.is_dir())
+        location = parse(existing)
+    store, key = Store.open(location), f".shardckpt-rate-{secrets.token_hex(8)}"
+    data = np.random.default_rng(0).bytes(WRITTEN)
+    begun = perf_counter()
+    try:
+        store.write(key, data)
+        seconds = perf_counter() - begun
+    finally:
+        store.delete(key)
+    return Rate.measured(WRITTEN, seconds)

@@ -1,0 +1,227 @@
+"""What does every host read when a checkpoint is restored onto a layout?
+
+1. Per tensor: which group of hosts reads which chunks (`planning.readers`). Tensors of one shape, chunking and layout share the
+   answer.
+2. The chunks' lengths (`stored`) make the bytes that each host reads, and with who wrote them the flow from hosts that wrote to
+   hosts that read.
+3. Requests: a host's chunks, batch after batch as `restore` reads them, are joined as the reader joins them. Where there are
+   many different hosts some are counted, evenly chosen, and stand for all.
+
+The counts are those of `restore` into memory that `like` lends: where elements pass through staging, batches may be smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardckpt.plan.batches import batches
+from shardckpt.plan.readers import chunks_read, host_boxes
+from shardckpt.reading.finder import MOST_CHUNKS
+from shardckpt.reading.restore import LARGEST_BATCH
+from shardckpt.reading.runs import count_runs
+from shardckpt.reshard.forecast.hosts import Bins
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.format.structure import StoredLayout, TensorRecord
+    from shardckpt.plan.readers import ChunksRead, HostBoxes
+    from shardckpt.reading.runs import RunLimits
+    from shardckpt.reshard.forecast.hosts import Hosts
+    from shardckpt.reshard.forecast.stored import Stored, StoredChunks
+
+    Ints = NDArray[np.int64]
+
+__all__ = ["Flow", "RestoreForecast", "TensorReads", "forecast_restore"]
+
+MOST_COUNTED = 20_000
+"""Pairs of a host and a tensor whose requests are counted one by one: about a second."""
+MOST_CELLS = 1 << 20
+"""Of a matrix of who wrote by who reads, for one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReads:
+    """One tensor, over all hosts together."""
+
+    read: int
+    """Bytes of chunks that are read, by all hosts."""
+    needed: int
+    """Bytes of the boxes that their devices hold, each once per host."""
+    unpacked: int
+    """Bytes of the elements of the chunks that are read, by all hosts."""
+
+    @property
+    def amplification(self) -> float | None:
+        """Elements read per element needed; None where none is needed."""
+        return self.unpacked / self.needed if self.needed else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """Bytes by the host that wrote them and the host that reads them, hosts in bins."""
+
+    writers: Bins
+    readers: Bins
+    nbytes: Ints
+    """(bins of writers, bins of readers)"""
+    exact: bool
+    """Whether the chunk tables say who wrote what; else each host of a box is taken to have written its share."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RestoreForecast:
+    """What a restore reads."""
+
+    read: Ints
+    """(hosts,) bytes of chunks."""
+    needed: Ints
+    """(hosts,) bytes of boxes."""
+    requests: int | None
+    """Over all hosts: read calls on a local disk, or requests to an object store; None: where chunks lie is not known."""
+    requests_counted: int
+    """Of how many hosts they were counted; the others are taken to need as many per byte."""
+    tensors: Mapping[str, TensorReads]
+    flow: Flow
+
+    @property
+    def amplification(self) -> float:
+        """Elements read per element needed, however they are compressed; 1 where nothing is needed."""
+        return sum(t.unpacked for t in self.tensors.values()) / int(self.needed.sum()) if self.needed.any() else 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """What tensors of one shape, chunking and layout have in common."""
+
+    held: HostBoxes
+    reads: ChunksRead
+    needed: Ints
+    """(groups,) bytes"""
+    unpacked: Ints
+    """(groups,) bytes of the elements of all chunks that a host reads"""
+    readers: NDArray[np.float64]
+    """(groups, bins of readers) how many hosts of each group are in each bin."""
+
+
+def forecast_restore(
+    tensors: Sequence[TensorRecord],
+    layouts: Mapping[str, StoredLayout | None],
+    hosts: Hosts,
+    stored: Stored,
+    limits: RunLimits | None = None,
+) -> RestoreForecast:
+    """Count what all hosts read.
+
+    Args:
+        tensors: what is restored, in the order in which it is.
+        layouts: tensor's name → the layout that it is restored onto; None: whole, on every host.
+        hosts: that restore it.
+        stored: knows how tensors are stored.
+        limits: how far the reader joins chunks.
+    """
+    bins = Bins(hosts.number)
+    read, needed = np.zeros(hosts.number, np.int64), np.zeros(hosts.number, np.int64)
+    flow = np.zeros((stored.bins.number, bins.number))
+    kinds: dict[Hashable, _Kind] = {}
+    counted: dict[Hashable, tuple[Ints, NDArray[np.float64]]] = {}
+    found: dict[str, TensorReads] = {}
+    of_tensor: list[tuple[_Kind, StoredChunks]] = []
+    for tensor in tensors:
+        cut = tuple((p.start, p.shape, p.chunks) for p in tensor.pieces)
+        key = (tensor.shape, tensor.dtype.storage, cut, layouts[tensor.name])
+        if key not in kinds:
+            kinds[key] = _kind(tensor, layouts[tensor.name], hosts, bins)
+        kind = kinds[key]
+        if stored.exact or (key, tensor.layout) not in counted:
+            chunks = stored.chunks(tensor)
+            counted[key, tensor.layout] = _count(kind, chunks)
+            if chunks.places is not None:
+                of_tensor.append((kind, chunks))
+        per_group, between = counted[key, tensor.layout]
+        mine = kind.held.group >= 0
+        reads, needs = per_group[kind.held.group[mine]], kind.needed[kind.held.group[mine]]
+        read[mine] += reads
+        needed[mine] += needs
+        flow += between
+        unpacked = int(kind.unpacked[kind.held.group[mine]].sum())
+        found[tensor.name] = TensorReads(int(reads.sum()), int(needs.sum()), unpacked)
+    requests, of_hosts = None, 0
+    if limits is not None and len(of_tensor) == len(tensors):
+        requests, of_hosts = _requests(of_tensor, read, limits)
+    return RestoreForecast(read, needed, requests, of_hosts, found, Flow(stored.bins, bins, np.rint(flow).astype(np.int64), stored.exact))
+
+
+def _kind(tensor: TensorRecord, layout: StoredLayout | None, hosts: Hosts, bins: Bins) -> _Kind:
+    held = host_boxes(layout, tensor.shape, hosts.owners, hosts.number)
+    readers = np.zeros((held.groups, bins.number))
+    known = held.group >= 0
+    np.add.at(readers, (held.group[known], bins.of(np.arange(hosts.number))[known]), 1.0)
+    reads, itemsize = chunks_read(tensor.pieces, held), tensor.dtype.storage.itemsize
+    size = np.repeat([prod(p.chunks) * itemsize for p in tensor.pieces], [p.num_chunks for p in tensor.pieces])
+    unpacked = np.bincount(reads.group, size[reads.chunk], held.groups).astype(np.int64)
+    return _Kind(held, reads, held.elements() * itemsize, unpacked, readers)
+
+
+def _count(kind: _Kind, chunks: StoredChunks) -> tuple[Ints, NDArray[np.float64]]:
+    """Bytes that a host of each group reads, and the flow of the tensor between bins."""
+    groups, pairs = kind.held.groups, kind.reads
+    length = chunks.length[pairs.chunk]
+    per_group = np.bincount(pairs.group, length, groups).astype(np.int64)
+    rows = len(chunks.shares)
+    if rows * groups > MOST_CELLS:  # many more than there are pairs
+        between = (chunks.shares[chunks.writer[pairs.chunk]] * length[:, None]).T @ kind.readers[pairs.group]
+        return per_group, between
+    by_row = np.bincount(chunks.writer[pairs.chunk] * groups + pairs.group, length, rows * groups).reshape(rows, groups)
+    return per_group, chunks.shares.T @ (by_row @ kind.readers)
+
+
+def _requests(tensors: Sequence[tuple[_Kind, StoredChunks]], read: Ints, limits: RunLimits) -> tuple[int, int]:
+    """Requests of all hosts together, and of how many hosts they were counted."""
+    distinct = {id(kind): kind for kind, _ in tensors}
+    groups = np.stack([kind.held.group for kind in distinct.values()], axis=1) if distinct else np.zeros((len(read), 0))
+    _, first, alike = np.unique(groups, axis=0, return_index=True, return_inverse=True)
+    alike = alike.reshape(-1)
+    most = max(1, MOST_COUNTED // max(1, len(tensors)))
+    chosen = np.unique(np.linspace(0, len(first) - 1, min(most, len(first))).astype(np.int64)) if len(first) else np.empty(0, np.int64)
+    begins = {id(kind): np.searchsorted(kind.reads.group, np.arange(kind.held.groups + 1)) for kind in distinct.values()}
+    total = hosts = nbytes = 0
+    for like in chosen.tolist():
+        same = int((alike == like).sum())
+        total += same * _requests_of(int(first[like]), tensors, begins, limits)
+        hosts += same
+        nbytes += same * int(read[first[like]])
+    if hosts < len(read) and nbytes:
+        total = round(total * int(read.sum()) / nbytes)
+    return total, hosts
+
+
+def _requests_of(host: int, tensors: Sequence[tuple[_Kind, StoredChunks]], begins: Mapping[int, Ints], limits: RunLimits) -> int:
+    """Requests of one host."""
+
+    def needs(entry: tuple[_Kind, StoredChunks]) -> tuple[int]:
+        group = int(entry[0].held.group[host])
+        return (int(entry[0].needed[group]) if group >= 0 else 0,)
+
+    total = 0
+    for batch in batches(tensors, needs, (LARGEST_BATCH,)):
+        columns: list[tuple[Ints, Ints, Ints]] = []
+        for kind, chunks in batch:
+            group = int(kind.held.group[host])
+            if group >= 0:
+                begin = begins[id(kind)]
+                mine = kind.reads.chunk[begin[group] : begin[group + 1]]
+                assert chunks.places is not None
+                columns.append((chunks.places.file[mine], chunks.places.offset[mine], chunks.places.length[mine]))
+        if columns:
+            file, offset, length = (np.concatenate(column) for column in zip(*columns, strict=True))
+            for i in range(0, len(file), MOST_CHUNKS):
+                some = slice(i, i + MOST_CHUNKS)
+                total += count_runs(file[some], offset[some], length[some], limits)[0]
+    return total

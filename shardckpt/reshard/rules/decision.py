@@ -1,0 +1,71 @@
+"""What was decided for one tensor: its layout, which rule said so, and what a reader should know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardckpt.layout.sharding import Sharding
+
+if TYPE_CHECKING:
+    from shardckpt.format.structure import StoredLayout
+    from shardckpt.layout.mesh import Mesh
+    from shardckpt.layout.partition_spec import PartitionSpec
+    from shardckpt.reshard.rules.rule import Rule
+
+__all__ = ["Decision", "notices_of", "one_element", "sharding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The layout of one tensor, and why."""
+
+    layout: StoredLayout | None
+    """How it is laid out; None: a plain host tensor, which no mesh knows."""
+    rule: str
+    """The text of the rule that decided; empty where none did."""
+    why: str
+    """A sentence, for people."""
+    notices: tuple[str, ...] = ()
+    """What may not be as it was meant, without the tensor's name, so that equal ones can be told once."""
+
+
+@lru_cache(maxsize=256)
+def sharding(mesh: Mesh | None, spec: PartitionSpec) -> Sharding | None:
+    """The spec over the mesh; over none, a plain tensor. Equal ones are one object, which is cheap to tell apart from others."""
+    return None if mesh is None else Sharding(mesh, spec)
+
+
+def notices_of(layout: StoredLayout | None, shape: tuple[int, ...], rule: Rule | None = None) -> tuple[str, ...]:
+    """What a reader should know of a tensor of that shape that is laid out so, by a rule that may know what it consists of."""
+    notices: list[str] = []
+    if not isinstance(layout, Sharding):
+        return ()
+    for dim, (size, parts) in enumerate(zip(shape, layout.parts(len(shape)), strict=True)):
+        if parts == 1 or size == 0:
+            continue
+        over = "×".join(f"{axis}={layout.mesh.axis_sizes[str(axis)]}" for axis in layout.spec.axes[dim])
+        if size % parts:
+            notices.append(_uneven(dim, size, parts, over))
+        if rule is not None and rule.units is not None and rule.units.dim == dim and rule.units.count % parts:
+            notices.append(f"dimension {dim}: {rule.units.count} {rule.units.what} do not divide into {parts} parts ({over}): some are cut")
+        if rule is not None and rule.packed is not None and rule.packed[0] == dim:
+            notices.append(
+                f"dimension {dim} holds {rule.packed[1]} one behind the other: a part ({over}) is a run of them, and not a run of each"
+            )
+    return tuple(notices)
+
+
+def _uneven(dim: int, size: int, parts: int, over: str) -> str:
+    tile = -(-size // parts)
+    full, last = divmod(size, tile)
+    ends = f"{full} of {tile}" + (f", one of {last}" if last else "")
+    empty = parts - full - bool(last)
+    return f"dimension {dim} is uneven: {size} in {parts} parts ({over}) are {ends}" + (f", {empty} empty" if empty else "")
+
+
+def one_element(shape: tuple[int, ...]) -> bool:
+    """Whether there is nothing to cut."""
+    return prod(shape) <= 1

@@ -1,0 +1,87 @@
+"""What does a rules file say? It is TOML, or the same in YAML.
+
+    mesh = "data=2,model=4"              # or a table: {data = 2, model = 4}; what --mesh says goes first
+    unmatched = "error"                  # or "replicate", the default
+    preset = "llama/fsdp=data+tp"        # or several in a list; for what the rules below do not mean
+
+    [rules]                              # in order; or a list of texts: rules = ["pattern=spec", …]
+    "**/layers.*.w1.weight" = "(None,model)"
+    "**/layers.*.w2.weight" = ["model", []]      # an entry per dimension: an axis, a list of them, or [] (null in YAML)
+
+All keys may be missing, and no others may be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import OptionError, ShardingError
+from shardckpt.excerpt import excerpt, shortened
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.reshard.config_files import read_file
+from shardckpt.reshard.rules.mesh_text import mesh_of
+from shardckpt.reshard.rules.preset import Preset
+from shardckpt.reshard.rules.rule import Rule
+from shardckpt.reshard.rules.rules import Rules
+from shardckpt.reshard.rules.spec_text import parse_spec
+from shardckpt.state.names import did_you_mean
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+__all__ = ["read_rules"]
+
+_KEYS = ("mesh", "unmatched", "preset", "rules")
+
+
+def read_rules(path: str | os.PathLike[str]) -> Rules:
+    """The rules that a file says.
+
+    Args:
+        path: its name ends with .toml, .yaml or .yml.
+
+    Raises:
+        OptionError, ShardingError: it cannot be read, or says what cannot be; names the file and the place in it.
+    """
+    file = Path(path)
+    doc = read_file(file, "rules file", (".toml", ".yaml", ".yml"))
+    if not isinstance(doc, Mapping):
+        raise OptionError(f"{file}: a {type(doc).__name__} stands where keys are expected: {', '.join(_KEYS)}.")
+    for key in doc:
+        if key not in _KEYS:
+            raise OptionError(f"{file}: there is no key {excerpt(key)}{did_you_mean(str(key), _KEYS)}; there are {', '.join(_KEYS)}.")
+    mesh = mesh_of(doc["mesh"], f"{file}, mesh") if doc.get("mesh") is not None else None
+    try:
+        presets = [Preset.parse(preset) for preset in _listed(doc.get("preset"))]
+        return Rules((*_rules(doc.get("rules"), file), *presets), doc.get("unmatched", "replicate"), mesh)
+    except OptionError as error:
+        raise OptionError(str(error) if str(error).startswith(str(file)) else f"{file}: {error}") from error
+
+
+def _rules(value: Any, file: Path) -> Iterator[Rule]:
+    if isinstance(value, Mapping):
+        for number, (pattern, spec) in enumerate(value.items(), 1):
+            origin = f"{file}, rule {number}"
+            yield Rule(pattern, _spec(spec, f"{origin} ({shortened(str(pattern))!r})"), origin)
+        return
+    for number, text in enumerate(_listed(value), 1):
+        yield Rule.parse(text, f"{file}, rule {number}")
+
+
+def _spec(value: Any, where: str) -> PartitionSpec:
+    """A spec as text, or as a list of entries."""
+    try:
+        if isinstance(value, str):
+            return parse_spec(value)
+        if isinstance(value, list):
+            return PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in value))
+    except (OptionError, ShardingError) as error:
+        raise OptionError(f"{where}: {error}") from error
+    raise OptionError(f'{where}: {excerpt(value)} is no partition spec; write "replicated", "(None,model)" or a list of entries.')
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,0 +1,86 @@
+"""The preset for a Hugging Face model, by what its `config.json` says.
+
+`model_type` chooses the family. The numbers of heads go along, so that cutting through one is noticed: transformers and
+vLLM replicate key-value heads where there are fewer of them than parts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.reshard.rules.preset import Heads, Preset
+from shardckpt.state.names import did_you_mean
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+__all__ = ["MODEL_TYPES", "head_counts", "read_config", "read_preset"]
+
+MODEL_TYPES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama"),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), "mixtral"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
+    "gpt2": "gpt2",
+    **dict.fromkeys(("t5", "mt5", "umt5"), "t5"),
+}
+"""`model_type` → the family whose names it has."""
+
+_LARGEST = 16 << 20
+"""Bytes of a configuration; real ones have some thousand."""
+
+
+def read_preset(path: str | os.PathLike[str], roles: str = "") -> Preset:
+    """The preset for a model.
+
+    Args:
+        path: `config.json`, or the directory that has it.
+        roles: such as "fsdp+tp".
+
+    Raises:
+        OptionError: it cannot be read, or names a model that no preset knows.
+    """
+    file, config = read_config(path)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
+        raise OptionError(
+            f"{file}: there is no preset for model_type {excerpt(kind)}{did_you_mean(str(kind), MODEL_TYPES)}; there are those for "
+            f"{', '.join(MODEL_TYPES)}. Choose one by its name, as in llama/fsdp+tp, or write rules."
+        )
+    family = MODEL_TYPES[kind]
+    return Preset.parse(f"{family}/{roles}" if roles else family, head_counts(config))
+
+
+def read_config(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """A model's configuration, and the file that it is in.
+
+    Args:
+        path: `config.json`, or the directory that has it.
+
+    Raises:
+        OptionError: it cannot be read.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= "config.json"
+    try:
+        with file.open("rb") as stream:
+            config = json.loads(stream.read(_LARGEST))
+    except (OSError, ValueError, RecursionError) as error:
+        raise OptionError(f"{file}: the model's configuration cannot be read: {error}.") from error
+    return file, config if isinstance(config, dict) else {}
+
+
+def head_counts(config: Mapping[str, Any]) -> Heads | None:
+    """How many heads a model has, by whatever keys its family says it with; None: it does not say."""
+    query = _count(config, "num_attention_heads", "n_head", "num_heads")
+    return None if query is None else Heads(query, _count(config, "num_key_value_heads") or query)
+
+
+def _count(config: Mapping[str, Any], *keys: str) -> int | None:
+    """The first of some numbers that the configuration has."""
+    return next((config[key] for key in keys if type(config.get(key)) is int and config[key] > 0), None)

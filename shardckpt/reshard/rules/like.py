@@ -1,0 +1,91 @@
+"""Layouts by name: those that another checkpoint has, or that were worked out for each tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import ShardingError
+from shardckpt.layout.op_sharding import OpSharding
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.format.structure import StoredLayout, Structure
+    from shardckpt.layout.mesh import Mesh
+
+__all__ = ["Like"]
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """Tensors, and how they are laid out somewhere else."""
+
+    tensors: tuple[tuple[str, tuple[int, ...] | None, StoredLayout | None], ...]
+    """Name, shape there (None: not known), layout there (None: a plain host tensor)."""
+    origin: str = field(default="the other checkpoint", compare=False)
+    """What has them, for messages."""
+    _by_name: Mapping[str, tuple[tuple[int, ...] | None, StoredLayout | None]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Index the names."""
+        object.__setattr__(self, "_by_name", {name: (shape, layout) for name, shape, layout in self.tensors})
+
+    @classmethod
+    def of(cls, structure: Structure, origin: str = "the other checkpoint") -> Like:
+        """The layouts of a checkpoint's tensors."""
+        return cls(tuple((name, tensor.shape, tensor.layout) for name, tensor in structure.tensors.items()), origin)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh over which all its layouts are; None where there are several."""
+        meshes = {layout.mesh for _, _, layout in self.tensors if isinstance(layout, Sharding | Placements)}
+        return meshes.pop() if len(meshes) == 1 else None
+
+    def layout(self, name: str, shape: tuple[int, ...], mesh: Mesh | None) -> StoredLayout | None:
+        """The layout of a tensor it has, over the mesh that is given, or over its own.
+
+        Raises:
+            ShardingError: it suits no tensor of that shape, or cannot be said over that mesh.
+        """
+        there, layout = self._by_name[name]
+        if layout is None:
+            return None
+        if there is not None and len(shape) != len(there):
+            raise ShardingError(
+                f"{shown(name)} has shape {shape}, and in {self.origin} it has {there}, whose layout does not suit it; "
+                "give it a rule of its own."
+            )
+        if mesh is None:
+            return layout
+        if isinstance(layout, OpSharding):
+            return self._over_devices(name, layout, mesh, len(shape))
+        if layout.mesh == mesh:
+            return layout
+        over = layout.as_sharding(shape) if isinstance(layout, Placements) else layout
+        if over is None:
+            assert isinstance(layout, Placements)
+            raise ShardingError(
+                f"{shown(name)}: {self.origin} has it laid out as no partition spec says ({layout.text}), and so over its own mesh only; "
+                "give it a rule of its own."
+            )
+        try:
+            return Sharding(mesh, over.spec)
+        except ShardingError as error:
+            raise ShardingError(f"{shown(name)}: {self.origin} has another mesh: {error}") from error
+
+    def _over_devices(self, name: str, layout: OpSharding, mesh: Mesh, ndim: int) -> StoredLayout:
+        """A layout that names no axes: the spec that says the same over the mesh, or itself over as many devices."""
+        found = Sharding.infer(mesh, layout, ndim)
+        if found is None and layout.num_devices != mesh.size:
+            raise ShardingError(
+                f"{shown(name)}: {self.origin} has it over {layout.num_devices} devices, without a mesh of named axes, and the mesh has "
+                f"{mesh.size}; give it a rule of its own."
+            )
+        return layout if found is None else found

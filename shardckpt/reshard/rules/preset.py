@@ -1,0 +1,166 @@
+"""The rules of a family of models, for what one wants to do with it: `llama/fsdp+tp`.
+
+1. A *role* says what an axis of the mesh is for, and which logical axes (`families`) it cuts:
+
+       fsdp   embed                               axis "fsdp", else "data" or "dp"
+       tp     heads, kv_heads, mlp, vocab         axis "tensor", "model", "tp" or "mp"
+       ep     expert                              axis "expert" or "ep"
+
+   That is how T5X, MaxText and torchprime lay these models out, and where transformers' plans for tensor parallelism say
+   something of a tensor, tp says the same: `colwise` cuts the first dimension of a Linear's weight, `rowwise` the second.
+2. The mesh decides which axis a role is played by: the first of the above that it has. `llama/fsdp=replica+tp=y` names them.
+   Without roles (`llama`) those are played for which the mesh has an axis of that name; "data" then holds replicas.
+3. Where one axis plays two roles, it cuts the first dimension of a tensor that asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import OptionError, ShardingError
+from shardckpt.excerpt import excerpt
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.reshard.rules.families import FAMILIES
+from shardckpt.reshard.rules.rule import Rule, Units
+from shardckpt.state.names import did_you_mean
+
+if TYPE_CHECKING:
+    from shardckpt.layout.mesh import Mesh
+
+__all__ = ["Heads", "Preset"]
+
+_CUTS = {"embed": "fsdp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "expert": "ep"}
+"""Logical axis → the role that cuts it. What is packed is cut as heads and mlp are."""
+_AXES = {"fsdp": ("fsdp",), "tp": ("tensor", "model", "tp", "mp"), "ep": ("expert", "ep")}
+"""The names by which a role's axis goes."""
+_MORE_AXES = {"fsdp": ("data", "dp")}
+"""And those that may be meant where the role is asked for."""
+_HEADS = {"heads": "query heads", "kv_heads": "key-value heads"}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads of a model, so that cutting one in two is noticed."""
+
+    query: int
+    key_value: int
+
+    def units(self, dim: int, logical: str) -> Units | None:
+        """What a dimension consists of."""
+        what = _HEADS.get(logical)
+        return None if what is None else Units(dim, self.query if logical == "heads" else self.key_value, what)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """The rules of one family for some roles.
+
+    Raises:
+        OptionError: no such family, or no such role.
+
+    >>> preset = Preset.parse("llama/fsdp+tp=y")
+    >>> preset.family, preset.roles, str(preset)
+    ('llama', (('fsdp', ''), ('tp', 'y')), 'llama/fsdp+tp=y')
+    """
+
+    family: str
+    """A key of `FAMILIES`."""
+    roles: tuple[tuple[str, str], ...] = ()
+    """Role and the axis that plays it, empty where the mesh decides; none: all that the mesh has an axis for."""
+    heads: Heads | None = None
+    """What is known of the model at hand."""
+
+    def __post_init__(self) -> None:
+        """Refuse families and roles that nobody knows."""
+        if self.family not in FAMILIES:
+            raise OptionError(
+                f"preset {excerpt(str(self))}: there is no family {excerpt(self.family)}{did_you_mean(str(self.family), FAMILIES)}; "
+                f"there are {', '.join(FAMILIES)}, each as it is or followed by /fsdp, /tp, /ep or several of them (/fsdp+tp)."
+            )
+        names = [role for role, _ in self.roles]
+        for role in names:
+            if role not in _AXES or names.count(role) > 1:
+                problem = "appears twice" if role in _AXES else "is none"
+                raise OptionError(
+                    f"preset {excerpt(str(self))}: the role {excerpt(role)} {problem}; there are {', '.join(_AXES)}, joined by +, and each "
+                    f"may name its axis, as in {self.family}/fsdp=data+tp."
+                )
+
+    @classmethod
+    def parse(cls, text: str, heads: Heads | None = None) -> Preset:
+        """Read what `str` writes.
+
+        Raises:
+            OptionError: it is no preset.
+        """
+        if not isinstance(text, str):
+            raise OptionError(f"preset {excerpt(text)}: give text such as 'llama/fsdp+tp'.")
+        family, slash, roles = text.strip().partition("/")
+        pairs = [role.partition("=") for role in roles.split("+")] if slash else []
+        return cls(family, tuple((role.strip(), axis.strip()) for role, _, axis in pairs), heads)
+
+    def __str__(self) -> str:
+        """The preset as text."""
+        roles = "+".join(f"{role}={axis}" if axis else role for role, axis in self.roles)
+        return f"{self.family}/{roles}" if roles else str(self.family)
+
+    @property
+    def origin(self) -> str:
+        """The preset as messages name it."""
+        return f"preset {self}"
+
+    def rules(self, mesh: Mesh | None) -> tuple[Rule, ...]:
+        """The rules over a mesh.
+
+        Raises:
+            ShardingError: there is none, or it has no axis for a role.
+        """
+        if mesh is None:
+            raise ShardingError(f"{self.origin} cuts over a mesh, and there is none; give one, as in data=2,model=4.")
+        return _rules(self, mesh.axis_names)
+
+    def axes(self, names: tuple[str, ...]) -> dict[str, str]:
+        """Role → axis, in a mesh whose axes have these names.
+
+        Raises:
+            ShardingError: it has none for a role.
+        """
+        wanted = self.roles or tuple((role, "") for role in _AXES)
+        found = {}
+        for role, given in wanted:
+            options = (given,) if given else _AXES[role] + (_MORE_AXES.get(role, ()) if self.roles else ())
+            axis = next((option for option in options if option in names), None)
+            if axis is None and self.roles:
+                meant = did_you_mean(given, names) if given else ""
+                raise ShardingError(
+                    f"{self.origin}: {role} is played by an axis {' or '.join(map(repr, options))}, and the mesh has "
+                    f"{', '.join(names) or 'none'}{meant}; name the axis, as in {role}={names[0]}, or leave the role out."
+                )
+            if axis is not None:
+                found[role] = axis
+        if not found:
+            raise ShardingError(
+                f"{self.origin}: of the mesh's axes, {', '.join(names) or 'none'}, none is called after a role; name it, as in "
+                f"{self.family}/fsdp={names[0] if names else 'x'}, or write '**=replicated'."
+            )
+        return found
+
+
+@lru_cache(maxsize=64)
+def _rules(preset: Preset, names: tuple[str, ...]) -> tuple[Rule, ...]:
+    axes = preset.axes(names)
+    lines = [line.split() for table in FAMILIES[preset.family] for line in table.split("\n") if line]
+    return tuple(_rule(preset, pattern, logical, axes) for pattern, *logical in lines)
+
+
+def _rule(preset: Preset, pattern: str, logical: list[str], axes: dict[str, str]) -> Rule:
+    parts: list[str | None] = []
+    for name in logical:
+        axis = axes.get("tp" if "+" in name else _CUTS.get(name, ""))
+        parts.append(None if axis in parts else axis)
+    units = None if preset.heads is None else next(filter(None, map(preset.heads.units, range(len(logical)), logical)), None)
+    packed = next(((dim, name.replace("+", " and ", 1).replace("+", " and ")) for dim, name in enumerate(logical) if "+" in name), None)
+    spec = PartitionSpec(*parts) if any(parts) else PartitionSpec()
+    return Rule(pattern, spec, preset.origin, len(logical), may_match_nothing=True, packed=packed, units=units)

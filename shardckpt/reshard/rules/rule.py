@@ -1,0 +1,129 @@
+"""One rule: the tensors that a pattern means are cut so.
+
+As text it is `pattern=spec`: `**/layers.*.w1.weight=(None,model)`. A pattern may contain "=" as well; the spec is the longest
+end of the text that is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import OptionError, ShardingError
+from shardckpt.excerpt import excerpt, shortened
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.reshard.rules.spec_text import format_spec, parse_spec
+from shardckpt.state.names import did_you_mean, pattern_regex
+
+if TYPE_CHECKING:
+    from shardckpt.layout.mesh import Mesh
+
+__all__ = ["Rule", "Units"]
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What a dimension consists of, which no part should hold a fraction of."""
+
+    dim: int
+    """The tensor dimension."""
+    count: int
+    """How many there are in it."""
+    what: str
+    """For messages: "key-value heads"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The tensors that a pattern means are cut so.
+
+    Raises:
+        OptionError: the pattern is none.
+
+    >>> rule = Rule.parse("**/layers.*.w1=(None,model)")
+    >>> rule.pattern, rule.spec, str(rule)
+    ('**/layers.*.w1', PartitionSpec(None, 'model'), '**/layers.*.w1=(None,model)')
+    """
+
+    pattern: str
+    """Which tensors; see `pattern`."""
+    spec: PartitionSpec
+    """What cuts each dimension."""
+    origin: str = field(default="", compare=False)
+    """Where it was written, for messages: "rules.toml, rule 3"."""
+    rank: int | None = None
+    """It means tensors of so many dimensions only; None: of any number."""
+    may_match_nothing: bool = False
+    """Whether it is no mistake that it decides nothing: rules of a family of models are made for several ways of naming."""
+    packed: tuple[int, str] | None = None
+    """A dimension, and what lies one behind the other along it, such as "gate and up" in a fused projection."""
+    units: Units | None = None
+    """What one of the dimensions consists of."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no pattern, and no spec."""
+        pattern: object = self.pattern
+        spec: object = self.spec
+        if not isinstance(pattern, str) or not pattern:
+            raise OptionError(f"{self._where}{excerpt(pattern)} is no pattern of names; give text such as '**/layers.*.w1'.")
+        if not isinstance(spec, PartitionSpec):
+            raise OptionError(f"{self._where}{pattern!r} has a {type(spec).__name__}; give a shardckpt.PartitionSpec.")
+        try:
+            pattern_regex(self.pattern)
+        except OptionError as error:
+            raise OptionError(f"{self._where}{error}") from error
+
+    @classmethod
+    def parse(cls, text: str, origin: str = "") -> Rule:
+        """Read what `str` writes.
+
+        Raises:
+            OptionError: it is no rule; says where.
+        """
+        if not isinstance(text, str) or "=" not in text:
+            raise OptionError(f"{origin or 'rule'}: {excerpt(text)} is no rule; write pattern=spec, as in '**/layers.*.w1=(None,model)'.")
+        at = text.find("=")
+        first = text.rfind("=") if text.rstrip().endswith("replicated") else text.rfind("=(") if "=(" in text else at
+        mistake: OptionError | None = None
+        while at >= 0:
+            try:
+                spec = parse_spec(text[at + 1 :])
+            except OptionError as error:
+                if at == first or mistake is None:
+                    mistake = error
+            else:
+                return cls(text[:at].strip(), spec, origin)
+            at = text.find("=", at + 1)
+        raise OptionError(f"{_title(text, origin)}: {mistake}") from mistake
+
+    def __str__(self) -> str:
+        """The rule as text."""
+        return f"{self.pattern}={format_spec(self.spec)}"
+
+    @property
+    def _where(self) -> str:
+        return f"{self.origin}: " if self.origin else ""
+
+    @property
+    def title(self) -> str:
+        """The rule as messages name it: where it was written, and its text."""
+        return _title(str(self), self.origin)
+
+    def check_axes(self, mesh: Mesh | None) -> None:
+        """Raise ShardingError unless the mesh has all axes of the spec, each once."""
+        for axis in (axis for axes in self.spec.axes for axis in axes):
+            if mesh is None:
+                raise ShardingError(f"{self.title} cuts over {axis!r}, and there is no mesh; give one, as in data=2,model=4.")
+            if axis not in mesh.axis_names and not (isinstance(axis, int) and axis < mesh.ndim):
+                meant = did_you_mean(axis, mesh.axis_names) if isinstance(axis, str) else ""
+                raise ShardingError(
+                    f"{self.title}: the mesh has no axis {axis!r}{meant}; its axes are {', '.join(mesh.axis_names) or 'none'}."
+                )
+        try:
+            _ = self.spec if mesh is None else self.spec.named(mesh)
+        except ShardingError as error:  # an index and a name of the same axis
+            raise ShardingError(f"{self.title}: {error}") from error
+
+
+def _title(text: str, origin: str) -> str:
+    return f"{origin} ({shortened(text)!r})" if origin else f"rule {shortened(text)!r}"

@@ -1,0 +1,360 @@
+"""What does a tree document say? Reading it, believing nothing.
+
+`parse` checks the whole document and turns it into nodes, with names; everything else walks the nodes. It bounds
+depth, knows the type of every part, refuses two equal keys in a dict and a tied tensor whose first name is none.
+`write` is its inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import TYPE_CHECKING, TypeAlias
+
+from shardckpt.errors import FormatError
+from shardckpt.state import leaves, names
+from shardckpt.state.containers import MAX_DEPTH, Form
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardckpt.state.leaves import JSON
+    from shardckpt.state.names import PathKey
+
+__all__ = [
+    "Branch",
+    "Custom",
+    "Meaning",
+    "Node",
+    "Owned",
+    "Small",
+    "Tensor",
+    "Tied",
+    "Tree",
+    "alias_map",
+    "child",
+    "is_meaning",
+    "iter_leaves",
+    "leaf_names",
+    "leaves_of",
+    "meanings",
+    "parse",
+    "per_process_names",
+    "stored_names",
+    "tensor_names",
+    "write",
+    "write_dict",
+]
+
+LONGEST_MEANING = 256
+"""Characters."""
+
+Meaning = Callable[[object], str | EllipsisType | None]
+"""Says what the elements of a tensor leaf are to its framework: None for just numbers, `...` for a leaf that does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor."""
+
+    name: str
+    """Its name."""
+    meaning: str | None = None
+    """What its elements are to its framework, e.g. `jax.key:threefry2x32`; None: the numbers that they are."""
+
+    @property
+    def stored(self) -> str:
+        """The name that the tensor is stored under: this one."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """Another name of a tensor."""
+
+    name: str
+    """The other name."""
+    stored: str
+    """The name that the tensor is stored under."""
+
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    """A small leaf, not decoded yet."""
+
+    name: str
+    """Its name."""
+    content: JSON
+    """What `leaves.encode` wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """A leaf of a registered type, not decoded yet."""
+
+    name: str
+    """Its name."""
+    type_name: str
+    """What its type is registered as."""
+    content: Node
+    """Its encoded form; every node in it has the leaf's own name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A place where every process has a value of its own, which is stored elsewhere."""
+
+    name: str
+    """Its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A container."""
+
+    name: str
+    """Its name; "" for the state itself."""
+    form: Form
+    """What it was stored as."""
+    keys: Sequence[PathKey]
+    """One per child; 0, 1, … unless the form is dict."""
+    children: Sequence[Node]
+    """In order."""
+
+
+Node = Tensor | Tied | Small | Custom | Owned | Branch
+Tree: TypeAlias = "JSON | Node"
+"""A tree document, or what `parse` made of one: whoever asks several things of it reads it once."""
+
+
+# --- parsing --------------------------------------------------------------------------------------------------------
+
+
+def parse(tree: Tree, root: str = "") -> Node:
+    """Read a tree document.
+
+    Small leaves are recognised and not decoded yet: `decode_leaf` may still refuse one.
+
+    Args:
+        tree: the document; a node, read before, is returned as it is.
+        root: what the whole is called, where it is a part of something larger (see `flatten`).
+
+    Raises:
+        FormatError: no tree document is written so.
+    """
+    if isinstance(tree, Node):
+        return tree
+    parser = _Parser()
+    node = parser.parse(tree, root, 0)
+    for tied in parser.tied:
+        if tied.stored not in parser.tensors:
+            raise FormatError(
+                f"{shown(tied.name)} is tied to {tied.stored[:200]!r}, which is no tensor; the checkpoint's record is damaged."
+            )
+    return node
+
+
+def is_meaning(text: object) -> bool:
+    """Whether a tensor's meaning can be written so."""
+    return isinstance(text, str) and 0 < len(text) <= LONGEST_MEANING and text.isprintable()
+
+
+class _Parser:
+    """What parsing one document has seen so far."""
+
+    def __init__(self) -> None:
+        self.tensors: set[str] = set()
+        self.tied: list[Tied] = []
+        self.in_leaf = False
+
+    def parse(self, node: JSON, name: str, depth: int) -> Node:
+        if isinstance(node, list):
+            return self.branch("list", range(len(node)), node, name, depth)
+        if isinstance(node, dict):
+            tag = next(iter(node), None) if len(node) == 1 else None
+            if isinstance(tag, str) and tag.startswith("$") and not tag.startswith("$$"):
+                return self.tagged(tag, node[tag], node, name, depth)
+            return self.branch("dict", [leaves.decode_text(key, name) for key in node], list(node.values()), name, depth)
+        if node == "$tensor" and not self.in_leaf:
+            self.tensors.add(name)
+            return Tensor(name)
+        if isinstance(node, str):
+            leaves.decode_text(node, name)  # refuses what another "$" word may mean in a format to come
+            return Small(name, node)
+        if node is None or isinstance(node, bool | int | float):
+            return Small(name, node)
+        raise _refused(node, name)
+
+    def tagged(self, tag: str, content: JSON, node: JSON, name: str, depth: int) -> Node:
+        if tag in leaves.TAGS:
+            return Small(name, node)
+        stored = None if self.in_leaf else self.stored_elsewhere(tag, content, name)
+        if stored is not None:
+            return stored
+        if isinstance(content, list):
+            if tag == "$tuple":
+                return self.branch("tuple", range(len(content)), content, name, depth)
+            if tag == "$dict" and all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+                keys = [_key(pair[0], name) for pair in content]  # type: ignore[index]
+                return self.branch("dict", keys, [pair[1] for pair in content], name, depth)  # type: ignore[index]
+            if tag == "$leaf" and len(content) == 2 and isinstance(content[0], str):
+                return self.custom(content[0], content[1], name, depth)
+        raise _refused(node, name)
+
+    def stored_elsewhere(self, tag: str, content: JSON, name: str) -> Tensor | Tied | Owned | None:
+        if tag == "$tensor" and is_meaning(content):
+            self.tensors.add(name)
+            return Tensor(name, str(content))
+        if tag == "$tied" and isinstance(content, str):
+            self.tied.append(Tied(name, content))
+            return self.tied[-1]
+        return Owned(name) if tag == "$per_process" and content is None else None
+
+    def branch(self, form: Form, keys: Sequence[PathKey], nodes: Sequence[JSON], name: str, depth: int) -> Branch:
+        if depth >= MAX_DEPTH:
+            raise FormatError(f"{shown(name)} lies in more than {MAX_DEPTH} containers; the checkpoint's record is damaged or not ours.")
+        # As Python's dicts see it, where True is 1.
+        if len(set(keys)) != len(keys):
+            raise FormatError(f"{shown(name)} is a dict with the same key twice; the checkpoint's record is damaged or not ours.")
+        children: list[Node] = []
+        for component, node in zip(names.component_names(keys), nodes, strict=True):
+            children.append(self.parse(node, name if self.in_leaf else names.child_name(name, component), depth + 1))
+        return Branch(name, form, keys, children)
+
+    def custom(self, type_name: str, content: JSON, name: str, depth: int) -> Custom:
+        if depth >= MAX_DEPTH:
+            raise _refused(content, name)
+        outer, self.in_leaf = self.in_leaf, True
+        parsed = self.parse(content, name, depth + 1)
+        self.in_leaf = outer
+        return Custom(name, type_name, parsed)
+
+
+def _key(node: JSON, name: str) -> PathKey:
+    if node is None or isinstance(node, bool | int | str) or (isinstance(node, dict) and set(node) in ({"$int"}, {"$str"})):
+        key = leaves.decode(node, name)
+        assert key is None or isinstance(key, str | int)
+        return key
+    raise _refused(node, name)
+
+
+def _refused(node: JSON, name: str) -> FormatError:
+    what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
+    return FormatError(
+        f"{shown(name)}: a node {str(what)[:60]!r} is not part of the tree's grammar here; the checkpoint's record is damaged or not ours."
+    )
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(node: Node) -> JSON:
+    """The document of a node: the inverse of `parse`."""
+    document: JSON
+    if isinstance(node, Branch):
+        document = _write_branch(node)
+    elif isinstance(node, Tensor):
+        document = "$tensor" if node.meaning is None else {"$tensor": node.meaning}
+    elif isinstance(node, Tied):
+        document = {"$tied": node.stored}
+    elif isinstance(node, Small):
+        document = node.content
+    elif isinstance(node, Custom):
+        document = {"$leaf": [node.type_name, write(node.content)]}
+    else:
+        document = {"$per_process": None}
+    return document
+
+
+def _write_branch(node: Branch) -> JSON:
+    nodes = [write(child) for child in node.children]
+    if node.form == "dict":
+        return write_dict(node.keys, nodes, node.name)
+    return nodes if node.form == "list" else {"$tuple": nodes}
+
+
+def write_dict(keys: Sequence[PathKey], nodes: Sequence[JSON], name: str) -> JSON:
+    """The document of a dict called `name`."""
+    written = [leaves.encode(key, name) for key in keys]
+    if all(type(key) is str and type(text) is str for key, text in zip(keys, written, strict=True)):
+        return dict(zip(written, nodes, strict=True))  # type: ignore[arg-type]
+    return {"$dict": [[key, node] for key, node in zip(written, nodes, strict=True)]}
+
+
+# --- walking --------------------------------------------------------------------------------------------------------
+
+
+def child(node: Node | None, key: PathKey) -> Node | None:
+    """The node under a key, where there is one."""
+    if not isinstance(node, Branch):
+        return None
+    return next((found for k, found in zip(node.keys, node.children, strict=True) if type(k) is type(key) and k == key), None)
+
+
+def leaves_of(node: Node) -> Iterator[Tensor | Tied | Small | Custom | Owned]:
+    """All leaves at and below a node, in order."""
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, Branch):
+            stack.extend(reversed(top.children))
+        else:
+            yield top
+
+
+def tensor_names(tree: Tree) -> list[str]:
+    """The names of the stored tensors, in order; the further names of tied ones are in `alias_map`.
+
+    Raises:
+        FormatError: no tree document is written so. (So all functions here.)
+    """
+    return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Tensor)]
+
+
+def leaf_names(tree: Tree) -> list[str]:
+    """The names of the leaves that are no tensors, in order."""
+    return [leaf.name for leaf in leaves_of(parse(tree)) if not isinstance(leaf, Tensor | Tied)]
+
+
+def per_process_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[str]:
+    """The names of the places where every process has a value of its own, in order, as far as `only` asks for them."""
+    return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Owned) and (only is None or only(leaf.name))]
+
+
+def meanings(tree: Tree) -> dict[str, str]:
+    """What tensors' elements mean, by name, where they are more than numbers; a tied name means what its tensor does."""
+    found = list(leaves_of(parse(tree)))
+    stored = {leaf.name: leaf.meaning for leaf in found if isinstance(leaf, Tensor) and leaf.meaning is not None}
+    return {leaf.name: stored[leaf.stored] for leaf in found if isinstance(leaf, Tensor | Tied) and leaf.stored in stored}
+
+
+def alias_map(tree: Tree) -> dict[str, str]:
+    """The further names of tied tensors, in order, and for each the name that the tensor is stored under."""
+    return {leaf.name: leaf.stored for leaf in leaves_of(parse(tree)) if isinstance(leaf, Tied)}
+
+
+def stored_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[str]:
+    """The names of the stored tensors that `unflatten` needs with the same `only`, each once."""
+    found = leaves_of(parse(tree))
+    return list(dict.fromkeys(leaf.stored for leaf in found if isinstance(leaf, Tensor | Tied) and (only is None or only(leaf.name))))
+
+
+def iter_leaves(tree: Tree) -> Iterator[tuple[str, str, str]]:
+    """Every leaf as (name, kind, value on a few characters), for people.
+
+    The kind is `tensor` (the value is what its elements mean, if that is said), `tied`, `per process`, the leaf's type,
+    or what its type is registered as; nothing needs to be registered or installed for that.
+    """
+    for leaf in leaves_of(parse(tree)):
+        if isinstance(leaf, Tensor):
+            yield leaf.name, "tensor", leaf.meaning or ""
+        elif isinstance(leaf, Tied):
+            yield leaf.name, "tied", leaf.stored
+        elif isinstance(leaf, Owned):
+            yield leaf.name, "per process", ""
+        elif isinstance(leaf, Custom):
+            yield leaf.name, leaf.type_name, ""
+        else:
+            yield leaf.name, *leaves.describe(leaf.content, leaf.name)

@@ -1,0 +1,187 @@
+"""Which tensors does a state hold, under which names, and what is the rest of it?
+
+One walk, depth first, in the order of the containers. Every value is, in this order: a tensor (the caller says so), a
+`PerProcess`, a leaf of a registered type, a small leaf, a container, or an error that names its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import LeafError
+from shardckpt.excerpt import excerpt
+from shardckpt.state import leaves, names
+from shardckpt.state.containers import MAX_DEPTH, Container, container_of
+from shardckpt.state.document import is_meaning, write_dict
+from shardckpt.state.names import shown
+from shardckpt.state.per_process import PerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from shardckpt.state.document import Meaning
+    from shardckpt.state.leaves import JSON
+
+__all__ = ["Flat", "flatten", "unsupported"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A state taken apart."""
+
+    tensors: dict[str, Any]
+    """Tensor leaves by name, in tree order; tied ones once, under their first name."""
+    tree: JSON
+    """The tree document: containers and small leaves (grammar in `shardckpt.state`)."""
+    aliases: dict[str, str]
+    """Further names of tied tensors, and for each the name that the tensor is stored under."""
+    per_process: dict[str, Any] = field(default_factory=dict)
+    """This process's values of the `PerProcess` leaves by name, in tree order. The tree holds none of them."""
+
+
+def flatten(
+    state: object,
+    is_tensor: Callable[[object], bool],
+    identity: Callable[[object], Hashable | None] | None = None,
+    meaning: Meaning | None = None,
+    *,
+    root: str = "",
+) -> Flat:
+    """Take a state apart into named tensors and the tree document.
+
+    Args:
+        state: nested dicts, lists and tuples, and what comes back as such (`shardckpt.state.containers`).
+        is_tensor: whether a value is a tensor leaf. Asked first, about every value.
+        identity: equal for tensors that are the same memory seen the same way, None for one that is never shared.
+            Tensors of equal identity are stored once.
+        meaning: what a tensor's elements are to its framework, e.g. `jax.key:threefry2x32`.
+        root: what the whole is called, where it is a part of something larger. All names begin with it.
+
+    Raises:
+        LeafError: a value that cannot be stored, a key that is none, a cycle, or more than 200 containers around one
+            value; it names the place.
+    """
+    walk = _Walk(is_tensor, identity, meaning)
+    tree = walk.visit(state, root, 0)
+    return Flat(walk.tensors, tree, walk.aliases, walk.per_process)
+
+
+class _Walk:
+    """What one walk has seen so far."""
+
+    def __init__(
+        self,
+        is_tensor: Callable[[object], bool],
+        identity: Callable[[object], Hashable | None] | None,
+        meaning: Meaning | None,
+    ) -> None:
+        self.is_tensor = is_tensor
+        self.identity = identity
+        self.meaning = meaning
+        self.tensors: dict[str, Any] = {}
+        self.per_process: dict[str, Any] = {}
+        self.aliases: dict[str, str] = {}
+        self.first_names: dict[Hashable, str] = {}
+        self.inside: set[int] = set()
+        """ids of the containers that the walk is inside of."""
+        self.leaf: str | None = None
+        """Name of the registered leaf whose encoded form the walk is inside of."""
+
+    def visit(self, value: object, name: str, depth: int) -> JSON:
+        if self.is_tensor(value):
+            return self.tensor(value, name)
+        if isinstance(value, PerProcess):
+            self.refuse_in_leaf(value)
+            self.per_process[name] = value.value
+            return {"$per_process": None}
+        registered = leaves.leaf_type(value)
+        if registered is not None:
+            with _Inside(self, value, name, depth):
+                return {"$leaf": [registered.name, self.encoded(registered.encode(value), name, depth + 1)]}
+        if leaves.is_small(value):
+            return leaves.encode(value, name)
+        container = container_of(value, name)
+        if container is None:
+            raise unsupported(value, name)
+        with _Inside(self, value, name, depth):
+            return self.container(container, name, depth + 1)
+
+    def tensor(self, value: object, name: str) -> JSON:
+        self.refuse_in_leaf(value)
+        identity = None if self.identity is None else self.identity(value)
+        if identity is not None:
+            first = self.first_names.setdefault(identity, name)
+            if first != name:
+                self.aliases[name] = first
+                return {"$tied": first}
+        self.tensors[name] = value
+        meaning = None if self.meaning is None else self.meaning(value)
+        if meaning is None or meaning is ...:
+            return "$tensor"
+        if not is_meaning(meaning):
+            raise LeafError(f"{shown(name)} means {excerpt(meaning)}, which is no short printable text; store it as plain numbers.")
+        return {"$tensor": meaning}
+
+    def refuse_in_leaf(self, value: object) -> None:
+        """Raise LeafError inside of a registered leaf's encoded form."""
+        if self.leaf is not None:
+            raise LeafError(
+                f"{shown(self.leaf)}: the encode function of this registered leaf returned a {type(value).__qualname__}; "
+                f"it may return small leaves, dicts, lists and tuples of them only. Keep tensors and PerProcess in the state itself."
+            )
+
+    def encoded(self, value: object, name: str, depth: int) -> JSON:
+        outer, self.leaf = self.leaf, name
+        try:
+            return self.visit(value, name, depth)
+        finally:
+            self.leaf = outer
+
+    def container(self, container: Container, name: str, depth: int) -> JSON:
+        nodes: list[JSON] = []
+        for component, child in zip(names.component_names(container.keys), container.children, strict=True):
+            nodes.append(self.visit(child, names.child_name(name, component), depth))
+        if container.form == "dict":
+            return write_dict(container.keys, nodes, name)
+        return nodes if container.form == "list" else {"$tuple": nodes}
+
+
+class _Inside:
+    """Guards the walk while it is inside of one container: against cycles, and against depth."""
+
+    def __init__(self, walk: _Walk, value: object, name: str, depth: int) -> None:
+        if depth >= MAX_DEPTH:
+            raise LeafError(
+                f"{shown(name)} lies in more than {MAX_DEPTH} containers, one within the other; flatten that part of the state."
+            )
+        if id(value) in walk.inside:
+            raise LeafError(f"{shown(name)} is a {type(value).__qualname__} that contains itself; a state is a tree. Take the cycle out.")
+        self.inside, self.key = walk.inside, id(value)
+
+    def __enter__(self) -> None:
+        self.inside.add(self.key)
+
+    def __exit__(self, *_error: object) -> None:
+        self.inside.discard(self.key)
+
+
+def unsupported(value: object, name: str) -> LeafError:
+    """The error for a value that is neither tensor, small leaf nor container."""
+    kind = type(value)
+    what = f"{shown(name)} is a {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " ") + ", which cannot be stored."
+    base = next((base for base in kind.__mro__[1:] if base in _BASES), None)
+    if isinstance(value, set | frozenset):
+        return LeafError(f"{what} Sets have no order: store sorted(…) of it, a list.")
+    if base is not None:
+        return LeafError(f"{what} Convert it with {base.__name__}(…), or keep its class: call shardckpt.register_leaf for it.")
+    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+        return LeafError(
+            f"{what} Store its state_dict(), or make the state with shardckpt.train_state(model=…), which also restores into it."
+        )
+    if callable(value):
+        return LeafError(f"{what} Leave functions and classes out of the state, and make them anew when restoring.")
+    return LeafError(f"{what} Store what it consists of (its state_dict(), say), or call shardckpt.register_leaf for its class.")
+
+
+_BASES = frozenset({bool, int, float, complex, str, bytes, dict, list, tuple})

@@ -1,0 +1,417 @@
+"""How is a leaf that is no tensor written as JSON, exactly?
+
+What JSON has, stands for itself; everything else is an object with one key that begins with "$". Strict JSON: no NaN
+or Infinity tokens, no integer that another language would round, no lone surrogates.
+
+    null, true, false          None, bool
+    42                         int, below 2^53 in size          {"$int": "-1f"} in hex beyond that
+    0.001, 1e-08, 1.0          float, always with a fraction or an exponent
+    {"$float": "7ff8…"}        float that is not finite: its 64 bits in hex, a NaN's payload included
+    {"$complex": [re, im]}     complex; both written as floats are
+    "text"                     str; one that begins with "$" gets another "$" in front
+    {"$str": "6ced…"}          str with surrogates: its UTF-8 in hex, each surrogate as three bytes
+    {"$bytes": "…"}            bytes, base64
+    {"$numpy": ["int8", "ff"]} numpy or ml_dtypes scalar: dtype and little-endian bytes in hex; datetime64[unit],
+                               timedelta64[unit], str (UTF-8) and bytes likewise
+    {"$torch.dtype": "int8"}, {"$torch.device": "cuda:0"}, {"$torch.Size": [2, 3]}
+
+Decoding believes nothing: every surprise is a FormatError. A leaf of a registered type (`register_leaf`) is a tree of
+its own and belongs to `shardckpt.state`; this module keeps the register.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+import struct
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from shardckpt.errors import FormatError, MissingExtraError, OptionError
+from shardckpt.excerpt import shortened
+from shardckpt.state.names import shown
+from shardckpt.state.scalars import decode_scalar, encode_scalar, from_hex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+__all__ = [
+    "JSON",
+    "TAGS",
+    "LeafType",
+    "decode",
+    "decode_text",
+    "describe",
+    "encode",
+    "encode_text",
+    "is_small",
+    "leaf_type",
+    "leaf_type_named",
+    "register_leaf",
+]
+
+JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+"""What `json.dumps` takes; ours never holds a NaN or an infinity."""
+
+T = TypeVar("T")
+
+
+# --- the register ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LeafType:
+    """A type that somebody registered with `register_leaf`."""
+
+    type: type
+    """Exactly this type; subclasses are registered by themselves."""
+    name: str
+    """What checkpoints call it, for ever."""
+    encode: Callable[[Any], object]
+    """The object as a tree of small leaves, dicts, lists and tuples."""
+    decode: Callable[[Any], object]
+    """The inverse of `encode`."""
+
+
+_BY_TYPE: dict[type, LeafType] = {}
+_BY_NAME: dict[str, LeafType] = {}
+
+
+def register_leaf(type: type[T], *, name: str, encode: Callable[[T], object], decode: Callable[[Any], T]) -> None:  # noqa: A002
+    """Let objects of exactly this type be leaves of a state.
+
+    Registering a type again replaces its functions, and so does a new definition of the same class.
+
+    Args:
+        type: the class; neither one that is stored anyway nor a container.
+        name: what checkpoints call it, e.g. `"mypackage.Schedule"`. Whoever restores registers the same name.
+        encode: gives a tree of small leaves, dicts, lists, tuples and bytes that says everything about the object.
+        decode: gives an equal object from such a tree. It may come from a checkpoint that somebody else made.
+
+    Raises:
+        OptionError: the name is taken by another type, or the type needs no registration.
+    """
+    if not isinstance(name, str) or not name:
+        raise OptionError(f"register_leaf({type.__qualname__}): name= takes a text that is not empty, not {name!r}.")
+    if type in {*_ENCODERS, tuple, list, dict} or issubclass(type, np.generic):
+        raise OptionError(f"register_leaf({type.__qualname__}): every state may hold these already; register a class of your own.")
+    taken = _BY_NAME.get(name)
+    if taken is not None and (taken.type.__module__, taken.type.__qualname__) != (type.__module__, type.__qualname__):
+        other = f"{taken.type.__module__}.{taken.type.__qualname__}"
+        raise OptionError(f"register_leaf({type.__qualname__}): the name {name!r} belongs to {other}; choose another.")
+    previous = _BY_TYPE.pop(type, None)
+    if previous is not None:
+        _BY_NAME.pop(previous.name, None)
+    _BY_TYPE[type] = _BY_NAME[name] = LeafType(type, name, encode, decode)
+
+
+def leaf_type(value: object) -> LeafType | None:
+    """The registration of this object's type, if there is one."""
+    return _BY_TYPE.get(type(value))
+
+
+def leaf_type_named(name: str, where: str) -> LeafType:
+    """The registration under that name.
+
+    Raises:
+        FormatError: there is none; it says which one the leaf `where` needs.
+    """
+    found = _BY_NAME.get(name)
+    if found is None:
+        raise FormatError(f"{shown(where)} is a leaf of a registered type; call shardckpt.register_leaf(…, name={name[:100]!r}) first.")
+    return found
+
+
+# --- encoding -------------------------------------------------------------------------------------------------------
+
+_LARGEST_BARE_INT = 2**53
+
+
+def is_small(value: object) -> bool:
+    """Whether `encode` writes it. Subclasses of these types are none of them: they would come back as something else."""
+    return type(value) in _ENCODERS or isinstance(value, np.generic) or _torch_kind(value) is not None
+
+
+def encode(value: object, where: str) -> JSON:
+    """A small leaf as JSON.
+
+    Args:
+        value: a leaf of which `is_small` is true.
+        where: its name, for messages.
+
+    Raises:
+        LeafError: a numpy scalar whose dtype cannot be stored.
+    """
+    encoder = _ENCODERS.get(type(value))
+    if encoder is not None:
+        return encoder(value)
+    if isinstance(value, np.generic):
+        return {"$numpy": encode_scalar(value, where)}
+    kind = _torch_kind(value)
+    assert kind is not None, f"{where!r}: encode() was given a {type(value).__qualname__}, of which is_small() is false"
+    if kind == "Size":
+        return {"$torch.Size": [int(extent) for extent in value]}  # type: ignore[attr-defined]
+    return {f"$torch.{kind}": str(value).removeprefix("torch.")}
+
+
+def _encode_int(value: int) -> JSON:
+    return value if abs(value) < _LARGEST_BARE_INT else {"$int": format(value, "x")}
+
+
+def _encode_float(value: float) -> JSON:
+    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+def _encode_complex(value: complex) -> JSON:
+    return {"$complex": [_encode_float(value.real), _encode_float(value.imag)]}
+
+
+def _encode_bytes(value: bytes) -> JSON:
+    return {"$bytes": base64.b64encode(value).decode()}
+
+
+def _itself(value: bool | None) -> JSON:
+    return value
+
+
+def encode_text(value: str) -> JSON:
+    """A str, as leaf or as key."""
+    if value.isascii() or not _SURROGATE.search(value):
+        return "$" + value if value.startswith("$") else value
+    return {"$str": value.encode("utf-8", "surrogatepass").hex()}
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+_ENCODERS: dict[type, Callable[[Any], JSON]] = {
+    type(None): _itself,
+    bool: _itself,
+    int: _encode_int,
+    float: _encode_float,
+    complex: _encode_complex,
+    str: encode_text,
+    bytes: _encode_bytes,
+}
+"""By exact type."""
+
+
+def _torch_kind(value: object) -> str | None:
+    """`dtype`, `device` or `Size`, without importing torch: whoever holds one has imported it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not type(value).__module__.startswith("torch"):
+        return None
+    return next((kind for kind in ("dtype", "device", "Size") if type(value) is getattr(torch, kind, None)), None)
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+def decode(node: JSON, where: str) -> object:
+    """The small leaf that JSON says.
+
+    Args:
+        node: what `encode` returned, or what somebody else wrote.
+        where: the leaf's name, for messages.
+
+    Raises:
+        FormatError: no small leaf is written so.
+        MissingExtraError: the leaf is torch's, and torch is not installed.
+    """
+    try:
+        return _decode(node)
+    except MissingExtraError as error:
+        raise MissingExtraError(f"{shown(where)} is a leaf of torch's: {error}") from error
+    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError):
+        raise _refused(node, where) from None
+
+
+def decode_text(node: JSON, where: str) -> str:
+    """A str, as leaf or as key.
+
+    Raises:
+        FormatError: no str is written so.
+    """
+    value = decode(node, where)
+    if type(value) is not str:
+        raise _refused(node, where)
+    return value
+
+
+def _refused(node: object, where: str) -> FormatError:
+    # Never its repr: that of a hostile node may be endless.
+    what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
+    return FormatError(
+        f"{shown(where)}: this {shortened(str(what), _SHOWN)!r} is not how a leaf is written; "
+        f"the checkpoint's record is damaged or not ours."
+    )
+
+
+def _decode(node: JSON) -> object:
+    if isinstance(node, dict):
+        ((tag, content),) = node.items()
+        return _DECODERS[tag](content)
+    return _BARE_DECODERS[type(node)](node)
+
+
+def _bare_int(node: int) -> int:
+    if abs(node) >= _LARGEST_BARE_INT:
+        raise ValueError
+    return node
+
+
+def _bare_float(node: float) -> float:
+    if not math.isfinite(node):
+        raise ValueError
+    return node
+
+
+def _bare_text(node: str) -> str:
+    if node.startswith("$"):
+        node = node[1:]
+        if not node.startswith("$"):
+            raise ValueError
+    return node
+
+
+_BARE_DECODERS: dict[type, Callable[[Any], object]] = {
+    type(None): _itself,
+    bool: _itself,
+    int: _bare_int,
+    float: _bare_float,
+    str: _bare_text,
+}
+
+_HEX_INT = re.compile(r"-?[0-9a-f]+", re.ASCII)
+_WORD = re.compile(r"[a-z][a-z0-9_]{0,63}(?::[0-9]{1,9})?", re.ASCII)
+
+
+def _text(content: object) -> str:
+    return from_hex(content).decode("utf-8", "surrogatepass")
+
+
+def _int(content: object) -> int:
+    if not isinstance(content, str) or not _HEX_INT.fullmatch(content):
+        raise ValueError
+    return int(content, 16)
+
+
+def _float(content: object) -> float:
+    try:
+        (value,) = struct.unpack(">d", from_hex(content))
+    except struct.error:
+        raise ValueError from None
+    return float(value)
+
+
+def _complex(content: object) -> complex:
+    if not isinstance(content, list) or len(content) != 2:
+        raise ValueError
+    real, imag = (_decode(part) for part in content)
+    if not isinstance(real, float) or not isinstance(imag, float):
+        raise TypeError
+    return complex(real, imag)
+
+
+def _bytes(content: object) -> bytes:
+    if not isinstance(content, str):
+        raise TypeError
+    try:
+        return base64.b64decode(content.encode("ascii"), validate=True)
+    except binascii.Error:
+        raise ValueError from None
+
+
+def _torch() -> ModuleType:
+    try:
+        import torch
+    except ImportError:
+        raise MissingExtraError("install torch to read it, or leave it out with only=.") from None
+    module: ModuleType = torch
+    return module
+
+
+def _word(content: object) -> str:
+    if not isinstance(content, str) or not _WORD.fullmatch(content):
+        raise ValueError
+    return content
+
+
+def _extents(content: object) -> list[int]:
+    if not isinstance(content, list) or not all(type(extent) is int and abs(extent) < 2**63 for extent in content):
+        raise ValueError
+    return content
+
+
+def _torch_dtype(content: object) -> object:
+    name = _word(content)
+    torch = _torch()
+    dtype = vars(torch).get(name)  # getattr would import a submodule of that name
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError
+    return dtype
+
+
+def _torch_device(content: object) -> object:
+    name = _word(content)
+    return _torch().device(name)
+
+
+def _torch_size(content: object) -> object:
+    extents = _extents(content)
+    return _torch().Size(extents)
+
+
+_DECODERS: dict[str, Callable[[object], object]] = {
+    "$int": _int,
+    "$float": _float,
+    "$complex": _complex,
+    "$str": _text,
+    "$bytes": _bytes,
+    "$numpy": decode_scalar,
+    "$torch.dtype": _torch_dtype,
+    "$torch.device": _torch_device,
+    "$torch.Size": _torch_size,
+}
+
+TAGS = frozenset(_DECODERS)
+"""The keys that mark an object of JSON as a small leaf."""
+
+
+# --- showing --------------------------------------------------------------------------------------------------------
+
+
+def describe(node: JSON, where: str) -> tuple[str, str]:
+    """The kind of a small leaf, and its value on a few characters, for people.
+
+    Torch is not needed to look at torch's leaves.
+
+    Raises:
+        FormatError: no small leaf is written so.
+    """
+    if isinstance(node, dict) and len(node) == 1:
+        ((tag, content),) = node.items()
+        try:
+            if tag == "$torch.Size":
+                return tag[1:], shortened(str(tuple(_extents(content))), _SHOWN)
+            if tag in {"$torch.dtype", "$torch.device"}:
+                return tag[1:], _word(content)
+        except ValueError:
+            raise _refused(node, where) from None
+    value = decode(node, where)
+    if isinstance(value, np.generic):
+        return f"numpy.{encode_scalar(value, where)[0]}", shortened(str(value), _SHOWN)
+    if isinstance(value, int) and abs(value) >= _LARGEST_BARE_INT:
+        return "int", shortened(hex(value), _SHOWN)
+    kind = "None" if value is None else type(value).__name__
+    return kind, shortened(repr(value[:100] if isinstance(value, str | bytes) else value), _SHOWN)
+
+
+_SHOWN = 60
+"""Characters of a leaf that people are shown."""

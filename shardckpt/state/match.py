@@ -1,0 +1,286 @@
+"""Which stored tensor goes into which leaf of `like`, and what does the state look like afterwards?
+
+Both trees are walked side by side, paired by typed key (0 and "0" are two keys) and in sequences by index, before
+anything is read:
+
+1. A tensor in `like` takes the stored tensor at its place, whichever name that one is stored under.
+2. A small leaf in `like` is replaced by the stored one, of whatever type that is.
+3. A `PerProcess` in `like` takes the value that one process stored at its place; which one, the caller says.
+4. A container takes any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
+   tuples by index. `like`'s class wins.
+5. Anything else at one place is a structure mismatch, and so are tensors whose elements mean different things. What
+   only one side has, be it an empty container, is a missing or unexpected name.
+
+The walk leaves a tree of steps behind, and `Matched.build` follows it with the values that were read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
+from shardckpt.state import leaves, names
+from shardckpt.state.containers import MAX_DEPTH, Container, container_of
+from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
+from shardckpt.state.flatten import unsupported
+from shardckpt.state.names import shown
+from shardckpt.state.per_process import PerProcess
+from shardckpt.state.unflatten import decode_leaf
+
+if TYPE_CHECKING:
+    from shardckpt.state.document import Meaning, Tree
+
+__all__ = ["Matched", "match"]
+
+_Step = Callable[[Mapping[str, object]], object]
+"""Builds one place of the new state from the values by name."""
+
+_LISTED = 10
+"""Names of each sort that a message lists."""
+_WRAP = "wrap it there: shardckpt.PerProcess(…)"
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A `like` laid beside a tree document."""
+
+    tensors: dict[str, list[tuple[str, Any]]]
+    """Per stored tensor that is needed, in tree order of `like`: the names in `like` that want it, with their leaves."""
+    missing: list[str] = field(default_factory=list)
+    """Names in `like` that are not stored and keep `like`'s values; empty unless `strict=False`."""
+    unexpected: list[str] = field(default_factory=list)
+    """Stored names that `like` has no place for; empty unless `strict=False`."""
+    per_process: dict[str, PerProcess] = field(default_factory=dict)
+    """The `PerProcess` leaves of `like` that want a value, by name, in tree order of `like`."""
+    _step: _Step = field(kw_only=True, repr=False)
+
+    def build(self, values: Mapping[str, object]) -> Any:
+        """A new state of `like`'s own containers around stored values; `like` stays as it is.
+
+        Args:
+            values: for every name of `like` in `tensors`, the tensor that goes there; for every name in
+                `per_process`, the value, which comes back in a `PerProcess` like the one in `like`.
+        """
+        return self._step(values)
+
+    def skipped(self) -> str:
+        """What `strict=False` left alone, for people."""
+        kept = f"; {_count(self.missing)} in `like` alone, and stay as they were: {_listed(self.missing, [])}" if self.missing else ""
+        left = (
+            f"; {_count(self.unexpected)} in the checkpoint alone, and not read: {_listed(self.unexpected, [])}" if self.unexpected else ""
+        )
+        return f"{kept}{left}".removeprefix("; ") + "."
+
+
+def match(
+    like: object,
+    tree: Tree,
+    is_tensor: Callable[[object], bool],
+    *,
+    only: Callable[[str], bool] | None = None,
+    strict: bool = True,
+    meaning: Meaning | None = None,
+) -> Matched:
+    """Lay `like` beside a tree document, and check that one fits the other.
+
+    Args:
+        like: a state whose tensor leaves say where tensors go.
+        tree: the document.
+        is_tensor: whether a value is a tensor leaf, or something else that a tensor can go into. Asked first.
+        only: which names to restore. Whatever it does not ask for keeps `like`'s value, or is not looked at.
+        strict: whether names that only one side has are an error. Otherwise `like`'s value stays, or the stored one
+            is not looked at.
+        meaning: what the elements of a tensor leaf of `like` are to its framework; None not to compare that with what
+            is stored.
+
+    Raises:
+        NamesMismatchError: names missing from the checkpoint, or that `like` has no place for.
+        StructureMismatchError: a tensor, a small leaf, a PerProcess and a container that ought to be the same thing,
+            or tensors of different meaning.
+        LeafError: `like` has a value that no state can have.
+        FormatError: the document is none.
+        MissingExtraError: a leaf is torch's, and torch is not installed.
+    """
+    root = parse(tree)
+    walk = _Walk(root, is_tensor, only or (lambda _name: True), meaning)
+    step = walk.visit(like, root, 0)
+    if strict and (walk.missing or walk.unexpected):
+        raise walk.names_mismatch()
+    return Matched(walk.tensors, walk.missing, walk.unexpected, walk.per_process, _step=step)
+
+
+class _Walk:
+    """What one walk of both trees has seen so far."""
+
+    def __init__(self, root: Node, is_tensor: Callable[[object], bool], selected: Callable[[str], bool], meaning: Meaning | None) -> None:
+        self.is_tensor = is_tensor
+        self.selected = selected
+        self.meaning = meaning
+        self.meanings = {} if meaning is None else {leaf.name: leaf.meaning for leaf in leaves_of(root) if isinstance(leaf, Tensor)}
+        """By stored name."""
+        self.tensors: dict[str, list[tuple[str, Any]]] = {}
+        self.per_process: dict[str, PerProcess] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+
+    # A place that both sides have. It is called what the checkpoint calls it.
+
+    def visit(self, value: object, node: Node, depth: int) -> _Step:
+        if self.is_tensor(value):
+            return self.tensor(value, node)
+        if isinstance(value, PerProcess):
+            return self.own(value, node)
+        container = _taken_apart(value, node.name)
+        if container is not None:
+            return self.container(value, container, node, depth)
+        if not self.any_selected(node):
+            return _keep(value)
+        if not _is_leaf(value):
+            container_of(value, node.name)  # knows better what is wrong, where a key is
+            raise unsupported(value, node.name)
+        if isinstance(node, Small | Custom):
+            return _keep(decode_leaf(node))
+        if isinstance(node, Branch):
+            raise _structure(node, f"{_said(value)}; put a container of the same keys there, or leave it out with only=")
+        if isinstance(node, Owned):
+            raise _structure(node, f"{_said(value)}; {_WRAP}")
+        raise _structure(node, f"{_said(value)}; pass a tensor, an ndarray or a shardckpt.Target there")
+
+    def tensor(self, value: object, node: Node) -> _Step:
+        if not self.any_selected(node):
+            return _keep(value)
+        if not isinstance(node, Tensor | Tied):
+            advice = _WRAP if isinstance(node, Owned) else "pass what is stored, or any value of its kind, there"
+            raise _structure(node, f"a tensor ({type(value).__qualname__}); {advice}")
+        name = node.name
+        found, stored = ... if self.meaning is None else self.meaning(value), self.meanings.get(node.stored)
+        if found is not ... and found != stored:
+            raise StructureMismatchError(
+                f"{shown(name)} holds {_meant(stored)} in the checkpoint, and in `like` {_meant(found)} ({type(value).__qualname__}); "
+                f"pass a tensor of the same meaning there, or a shardckpt.Target."
+            )
+        self.tensors.setdefault(node.stored, []).append((name, value))
+        return lambda values: values[name]
+
+    def own(self, value: PerProcess, node: Node) -> _Step:
+        if not self.any_selected(node):
+            return _keep(value)
+        if not isinstance(node, Owned):
+            raise _structure(node, "a shardckpt.PerProcess; pass what is stored, or any value of its kind, without it")
+        name = node.name
+        self.per_process[name] = value
+        return lambda values: replace(value, value=values[name])
+
+    def container(self, value: object, container: Container, node: Node, depth: int) -> _Step:
+        if depth >= MAX_DEPTH:
+            raise LeafError(f"{shown(node.name)} in `like` lies in more than {MAX_DEPTH} containers, or in itself.")
+        if not isinstance(node, Branch):
+            if self.selected(node.name):
+                advice = _WRAP if isinstance(node, Owned) else "pass a leaf there"
+                raise _structure(node, f"a {type(value).__qualname__} of {len(container.keys)} items; {advice}")
+            return self.absent(value, node.name, depth)
+        if (container.form == "dict") != (node.form == "dict") and (container.keys or node.keys):
+            if self.any_selected(node):
+                raise _structure(node, f"a {type(value).__qualname__}, which is keyed otherwise")
+            return self.absent(value, node.name, depth)
+        stored = {(type(key), key): child for key, child in zip(node.keys, node.children, strict=True)}
+        steps = []
+        for key, component, child in zip(container.keys, names.component_names(container.keys), container.children, strict=True):
+            found = stored.pop((type(key), key), None)
+            if found is None:
+                steps.append(self.absent(child, names.child_name(node.name, component), depth + 1))
+            else:
+                steps.append(self.visit(child, found, depth + 1))
+        for leftover in stored.values():
+            self.unexpected.extend(end.name for end in _ends(leftover) if self.selected(end.name))
+        return lambda values: container.rebuild([step(values) for step in steps])
+
+    # A place that only `like` has.
+
+    def absent(self, value: object, name: str, depth: int) -> _Step:
+        container = None if self.is_tensor(value) else _taken_apart(value, name)
+        if container is None or not container.keys:
+            if self.selected(name):
+                self.missing.append(name)
+            return _keep(value)
+        if depth >= MAX_DEPTH:
+            raise LeafError(f"{shown(name)} in `like` lies in more than {MAX_DEPTH} containers, or in itself.")
+        for component, child in zip(names.component_names(container.keys), container.children, strict=True):
+            self.absent(child, names.child_name(name, component), depth + 1)
+        return _keep(value)
+
+    def any_selected(self, node: Node) -> bool:
+        """Whether `only` asks for a place, or for anything below it."""
+        return self.selected(node.name) or any(self.selected(leaf.name) for leaf in leaves_of(node))
+
+    def names_mismatch(self) -> NamesMismatchError:
+        parts = []
+        if self.missing:
+            parts.append(f"{_count(self.missing)} in `like` but not in the checkpoint: {_listed(self.missing, self.unexpected)}")
+        if self.unexpected:
+            parts.append(f"{_count(self.unexpected)} in the checkpoint but not in `like`: {_listed(self.unexpected, self.missing)}")
+        return NamesMismatchError(f"{'; '.join(parts)}. Change `like`, choose names with only=, or pass strict=False to skip all of these.")
+
+
+def _ends(node: Node) -> Iterator[Node]:
+    """Where a tree ends, in order: leaves and empty containers."""
+    if isinstance(node, Branch) and node.children:
+        for child in node.children:
+            yield from _ends(child)
+    else:
+        yield node
+
+
+def _keep(value: object) -> _Step:
+    return lambda _values: value
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, PerProcess) or leaves.leaf_type(value) is not None or leaves.is_small(value)
+
+
+def _taken_apart(value: object, name: str) -> Container | None:
+    """A container's parts. What only looks like one is kept whole, or refused where a choice of names asks for it."""
+    try:
+        return None if _is_leaf(value) else container_of(value, name)
+    except LeafError:
+        return None
+
+
+def _said(value: object) -> str:
+    return "None" if value is None else f"a leaf of type {type(value).__qualname__}"
+
+
+def _stored_as(node: Node) -> str:
+    if isinstance(node, Tensor | Tied):
+        return "a tensor"
+    if isinstance(node, Branch):
+        return f"a {node.form} of {len(node.keys)} items"
+    if isinstance(node, Owned):
+        return "a value of each process's own"
+    kind = node.type_name if isinstance(node, Custom) else leaves.describe(node.content, node.name)[0]
+    return f"a leaf of type {kind}"
+
+
+def _meant(meaning: str | None) -> str:
+    return "plain numbers" if meaning is None else repr(meaning)
+
+
+def _structure(node: Node, found: str) -> StructureMismatchError:
+    return StructureMismatchError(f"{shown(node.name)} is {_stored_as(node)} in the checkpoint, and in `like` {found}.")
+
+
+def _count(found: list[str]) -> str:
+    return "1 name is" if len(found) == 1 else f"{len(found)} names are"
+
+
+def _listed(found: list[str], others: list[str]) -> str:
+    # Suggestions come from what the other side has too much of: a name that both have is no candidate.
+    same_text = set(others)
+    shown_names = []
+    for name in found[:_LISTED]:
+        hint = " (there it is a key of another type)" if name in same_text else names.did_you_mean(name, others)
+        shown_names.append(shown(name) + hint)
+    return ", ".join(shown_names) + (", …" if len(found) > _LISTED else "")

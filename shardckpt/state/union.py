@@ -1,0 +1,158 @@
+"""What does the state of all processes look like, when each has told its own part of it?
+
+Processes of one job may hold different parts of a state (pipeline stages, a loader on some of them). Their documents
+are laid over each other, all at once, from the root down. At each place, among those documents that have it:
+
+1. Dicts are merged by typed key: the keys of the lowest process first, then those that are new, as they are met.
+   Lists and tuples have to be of one length, and are merged item by item.
+2. Everything else has to be the same in all: a tensor of one meaning, the same tie, an equal small leaf, a PerProcess.
+   A place that only one document has is taken as it is.
+3. Names stay what they are. A tensor was written under the name that its own process gave it, so keys that go by one
+   name (0 on one process, "0" on another) are refused, although one dict could have both.
+
+Ties need no more than that. A process that says a name is tied has the tensor it is tied to as well, so the union has
+it. A process to which that name is a tensor of its own, because it lacks the other name or has the two apart,
+disagrees: two tensors were stored where others restore one. Names that no process has together are two tensors.
+
+Every node is looked at once, and only where documents meet is anything compared.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CommitError
+from shardckpt.excerpt import excerpt, numbered, shortened
+from shardckpt.state import leaves
+from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, parse, write
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.state.leaves import JSON
+    from shardckpt.state.names import PathKey
+
+__all__ = ["union"]
+
+_SHOWN = 80
+"""Characters of a value that a message shows."""
+
+
+def union(trees: Sequence[tuple[Sequence[int], JSON]]) -> JSON:
+    """The tree document of all processes together.
+
+    >>> union([([0, 1], {"step": 3, "first": "$tensor"}), ([2], {"last": "$tensor", "step": 3})])
+    {'step': 3, 'first': '$tensor', 'last': '$tensor'}
+
+    Args:
+        trees: the distinct documents, at least one, each with the ascending numbers of the processes that have it;
+            ordered by the lowest of these.
+
+    Raises:
+        CommitError: two processes say different things of one place; it names the place, what they say and who.
+        FormatError: one of several documents is none. A single one is returned as it is.
+    """
+    if len(trees) == 1:
+        return trees[0][1]
+    merged = _Union([processes for processes, _ in trees]).merge([(i, parse(tree)) for i, (_, tree) in enumerate(trees)])
+    return write(merged)
+
+
+_Said = tuple[int, Node]
+"""A document by its position, and what it has at some place."""
+
+
+class _Union:
+    """Lays documents over each other."""
+
+    def __init__(self, processes: Sequence[Sequence[int]]) -> None:
+        self.processes = processes
+
+    def merge(self, said: list[_Said]) -> Node:
+        """What all documents that have a place, at least one, say about it."""
+        first = said[0][1]
+        if len(said) == 1:
+            return first
+        groups: dict[object, list[_Said]] = {}
+        for i, node in said:
+            groups.setdefault(_essence(node), []).append((i, node))
+        if len(groups) > 1:
+            raise self.disagreement(list(groups.values()))
+        return self.branch(first, said) if isinstance(first, Branch) else first
+
+    def branch(self, first: Branch, said: list[_Said]) -> Branch:
+        found: dict[_Key, list[_Said]] = {}
+        for i, node in said:
+            assert isinstance(node, Branch)
+            for key, child in zip(node.keys, node.children, strict=True):
+                found.setdefault((type(key), key), []).append((i, child))
+        if len({kind for kind, _ in found}) > 1:
+            self.check_keys(first.name, found)
+        return Branch(first.name, first.form, [key for _, key in found], [self.merge(below) for below in found.values()])
+
+    def check_keys(self, name: str, found: dict[_Key, list[_Said]]) -> None:
+        """Refuse two keys of different type that one dict, or one set of names, has no room for."""
+        taken: dict[object, _Key] = {}
+        for key, below in found.items():
+            # To a dict 1 and True are one key; 0 and "0" have one name, unless their own dict has both.
+            for claim in {("key", key[1]), *(("name", child.name) for _, child in below)}:
+                other = taken.setdefault(claim, key)
+                if other != key:
+                    raise CommitError(
+                        f"{shown(name)} has the key {excerpt(other[1])} on {self.who(found[other])} and {excerpt(key[1])} on "
+                        f"{self.who(below)}, which cannot be told apart; use keys of one type. Nothing was published."
+                    )
+
+    def disagreement(self, groups: list[list[_Said]]) -> CommitError:
+        said = [f"{_in_words(group[0][1])} on {self.who(group)}" for group in groups[:2]]
+        others = f" (and something else on {self.who(list(chain(*groups[2:])))})" if len(groups) > 2 else ""
+        one, other = groups[0][0][1], groups[1][0][1]
+        return CommitError(f"{shown(one.name)} is {' and '.join(said)}{others}; {_advice(one, other)}. Nothing was published.")
+
+    def who(self, said: list[_Said]) -> str:
+        """The processes of some documents."""
+        return numbered("process", sorted({process for i, _ in said for process in self.processes[i]}))
+
+
+_Key = tuple[type, "PathKey"]
+"""A key with its type."""
+
+
+def _essence(node: Node) -> object:
+    """Equal for nodes that can be one; whether containers can, their children say as well."""
+    if isinstance(node, Branch):
+        return node.form, None if node.form == "dict" else len(node.children)
+    if isinstance(node, Tensor):
+        return Tensor, node.meaning
+    if isinstance(node, Tied):
+        return Tied, node.stored
+    # As text, because to Python's == the leaves 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    return type(node), json.dumps(write(node))
+
+
+def _in_words(node: Node) -> str:
+    if isinstance(node, Branch):
+        return f"a {node.form} of {len(node.children)} items"
+    if isinstance(node, Tensor):
+        return "a tensor of its own" + ("" if node.meaning is None else f" that means {node.meaning!r}")
+    if isinstance(node, Tied):
+        return f"the same tensor as {shown(node.stored)}"
+    if isinstance(node, Owned):
+        return "a shardckpt.PerProcess"
+    if isinstance(node, Custom):
+        return f"a {shortened(node.type_name, _SHOWN)} of {shortened(json.dumps(write(node.content)), _SHOWN)}"
+    kind, value = leaves.describe(node.content, node.name)
+    return value if node.content is None else f"{value} ({kind})"
+
+
+def _advice(one: Node, other: Node) -> str:
+    if isinstance(one, Small | Custom) and isinstance(other, Small | Custom):
+        return "make it equal on all processes, or wrap it in shardckpt.PerProcess where it differs on purpose"
+    if isinstance(one, Tensor | Tied) and isinstance(other, Tensor | Tied):
+        return "let it be one tensor to all processes that have it"
+    if isinstance(one, Branch) and isinstance(other, Branch):
+        return "make it of one kind and length on all processes, or a dict"
+    return "store things of one kind under one name"

@@ -1,0 +1,197 @@
+"""The half of a manager that works behind the training: one save at a time, what follows it, and what went wrong.
+
+1. `begin` starts a thread that waits for the save to end, and copies the state (`Saver`). The interpreter waits
+   for that thread (`ending`).
+2. Just before a step is published, the process that commits sees that the root is still this run's, and tells the storage of
+   a rollback.
+3. When the save has ended, the next one may begin. Where the step is there, the leader deletes what is not kept any more.
+4. What failed is kept until training asks for it: `raise_failures`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import threading
+import time
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardckpt.commit.job import JobFence, of_other_job
+from shardckpt.errors import FormatError, OtherJobError, StorageError
+from shardckpt.io.ending import saving_takes_threads, start_background
+from shardckpt.training import events
+from shardckpt.training.cleaning import Cleaner
+from shardckpt.training.decisions import LEADER
+from shardckpt.training.lineage import Lineage
+from shardckpt.training.steps import StepInfo, steps_among
+from shardckpt.writing.save_handle import SaveHandle
+from shardckpt.writing.saver import Saver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardckpt.frameworks.coordination import Coordinator
+    from shardckpt.io.store import Store
+    from shardckpt.options import SaveOptions
+    from shardckpt.training.retention import Retention
+    from shardckpt.writing.save_handle import SaveReport
+
+__all__ = ["Background"]
+
+
+class Background:
+    """Saves of one run on their way, from this process. One thread at a time begins saves."""
+
+    def __init__(self, root: Store, coordinator: Coordinator, options: SaveOptions, rule: Retention | None, tell: events.Events) -> None:
+        """Nothing runs before `begin`.
+
+        Args:
+            root: of the run.
+            coordinator: of its processes.
+            options: `memory_limit`, `commit_timeout`, `overwrite` and `base` count.
+            rule: which steps to keep; None: all.
+            tell: who hears of events.
+        """
+        self.lineage = Lineage(root, overwrites=options.overwrite)
+        self.last_report: SaveReport | None = None
+        self.lost: int | None = None
+        """The step whose save has failed last."""
+        self._root = root
+        self._run_id, self._overwrites = coordinator.run_id, options.overwrite
+        self._leads = coordinator.world.process == LEADER
+        self._tell = tell
+        self._saver = Saver(memory_limit=options.budget, coordinator=coordinator)
+        self._job = JobFence(root, coordinator.run_id)
+        grace = 2 * options.commit_timeout  # who has been silent for so long is given up by everybody
+        bases = steps_among(root, [] if options.base is None else [os.fspath(options.base)])
+        self.cleaner = Cleaner(root, rule, grace=grace, bases=bases, deleted=lambda step: self.emit(events.StepDeleted, step))
+        self._ended = threading.Event()
+        self._ended.set()
+        self._threads: list[threading.Thread] = []
+        self._failures: list[tuple[BaseException, int]] = []
+
+    # --- the thread that trains
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save is."""
+        return not self._ended.is_set()
+
+    def begin(self, step: int, state: Any, options: SaveOptions, metrics: Mapping[str, float]) -> int:
+        """Begin a save, once the one before has ended; returns when the state is copied.
+
+        Returns:
+            How many failures there were before: `raise_failures` then leaves this save's own to the next.
+        """
+        self._ended.wait()
+        failed, url = len(self._failures), self.url(step)
+        self.emit(events.SaveStarted, step)
+        began, handle = time.monotonic(), None
+        ended, begun = threading.Event(), SimpleQueue[SaveHandle | None]()
+        thread = threading.Thread(target=self._follow, args=(begun, step, metrics, ended), name=f"shardckpt-step-{step}", daemon=True)
+        try:
+            with saving_takes_threads(url):  # before the save, which nobody would follow if no thread can be started after it
+                start_background(thread)
+            handle = self._saver.begin(
+                url, state, options, before_publish=lambda: self._before_publish(step), progress=self._tell.progress("save", url, step)
+            )
+            self._ended = ended
+            self._threads = [*(before for before in self._threads if before.is_alive()), thread]
+            self.emit(events.SaveStaged, step, seconds=time.monotonic() - began, nbytes=handle.nbytes)
+        except BaseException as e:
+            if handle is None:
+                self.emit(events.SaveFailed, step, error=e)
+            raise
+        finally:
+            begun.put(handle)
+        return failed
+
+    def join(self) -> None:
+        """Wait until nothing goes on."""
+        for thread in self._threads:
+            thread.join()
+
+    def close(self) -> None:
+        """Free the buffers; wait for a save first, however it ends."""
+        self._saver.close()
+
+    def raise_failures(self, decide: Callable[[BaseException, int], Literal["raise", "continue"]] | None, first: int | None = None) -> None:
+        """Raise what has failed since the last time, or the first few of that, unless `decide` says "continue"."""
+        failures = self._failures[:first]
+        del self._failures[: len(failures)]
+        raised = [error for error, step in failures if decide is None or decide(error, step) != "continue"]
+        for other in raised[1:]:
+            raised[0].add_note(f"Besides: {other} {' '.join(getattr(other, '__notes__', []))}")
+        if raised:
+            raise raised[0]
+
+    def url(self, step: int) -> str:
+        """Where a step's checkpoint is, or would be."""
+        return str(self._root.location.join(str(step)))
+
+    def emit(self, kind: type[Any], step: int, **fields: Any) -> None:
+        """Tell of an event at a step."""
+        self._tell.emit(kind(url=self.url(step), step=step, **fields))
+
+    # --- threads behind
+
+    def _before_publish(self, step: int) -> None:
+        """On the process that commits."""
+        self._job.hold()
+        self.lineage.tell_storage(step)
+
+    def _follow(self, begun: SimpleQueue[SaveHandle | None], step: int, metrics: Mapping[str, float], ended: threading.Event) -> None:
+        """See how a save ends that was begun, and do what is to be done then."""
+        if (handle := begun.get()) is None:
+            return
+        try:
+            report = handle.wait()
+            assert report is not None
+            self.last_report = report
+            self.lost = None if self.lost == step else self.lost
+            self.lineage.replaced(step, leads=self._leads)
+            self.emit(events.SaveCommitted, step, report=report)
+        except BaseException as e:  # noqa: BLE001  (raised where training looks for it)
+            self._failed(step, e)
+            return
+        finally:
+            ended.set()  # the next save may begin, while what follows takes its time
+        if self._leads:
+            created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+            bases = steps_among(self._root, report.bases)
+            self._clean(StepInfo(step, "committed", report.attempt, created, metrics, bases=bases))
+
+    def _clean(self, committed: StepInfo) -> None:
+        """On the leader: delete what need not be kept any more."""
+        try:
+            self._job.check()
+            self.cleaner.clean(committed)
+        except Exception as e:  # noqa: BLE001  (likewise)
+            e.add_note(f"Step {committed.step} is committed; steps that need not be kept were being deleted in the background.")
+            self._failures.append((e, committed.step))
+
+    def _other_job(self, step: int, error: BaseException) -> OtherJobError | None:
+        """That another job saves to the root, if a save has failed with something else and that is why."""
+        if isinstance(error, OtherJobError):
+            return None
+        with suppress(FormatError, StorageError):
+            try:
+                if self._leads:
+                    self._job.check()
+            except OtherJobError as other:
+                return other
+            if not (self._overwrites or self.lineage.replaces(step)):
+                return of_other_job(self._root, step, self._run_id, error)
+        return None
+
+    def _failed(self, step: int, error: BaseException) -> None:
+        other = self._other_job(step, error)
+        if other is not None:  # which explains whatever else there is
+            other.__cause__ = error
+            error = other
+        error.add_note(f"Step {step} was being saved in the background.")
+        self.emit(events.SaveFailed, step, error=error)
+        self.lost = step
+        self._failures.append((error, step))

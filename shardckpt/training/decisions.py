@@ -1,0 +1,251 @@
+"""Is this step saved? The same answer on all processes, without a collective.
+
+What follows from step numbers alone every process answers for itself. Clocks, signals and what is in flight differ between
+processes, so the leader (process 0) decides on those, for steps to come:
+
+1. The leader announces a timeline (`timeline`) that reaches some steps ahead of its own, and lengthens it before it gets
+   to the end. What it wants goes to the first step beyond, which no process can have passed.
+2. The others look at it (`peek`) when they come to a step beyond the timeline that they know, not at every step. One
+   that is ahead of the timeline waits until the leader has lengthened it, for a bounded time.
+3. Whoever hears of a preemption announces that; the leader looks for it whenever it lengthens the timeline.
+
+How far ahead: as many steps as fit into `lead_time`, from 2 to 64. So a loop of slow steps reacts within a few steps, and
+one of fast steps within the lead time, with a fraction of an exchange per step:
+
+| per step | leader | others |
+|---|---|---|
+| policies of step numbers alone | 0 | 0 |
+| all others, steps of a second or more | ≤ ½ `announce`, ≤ ½ `peek` | ≤ ½ `peek` |
+| all others, steps of 10 ms | ≤ 1/32 `announce`, ≤ 1/32 `peek` | ≤ 1/32 `peek` |
+
+Waiting cannot deadlock: a process waits only for a leader that is at least two steps behind, when it has done its own
+part of all those steps.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CoordinationError
+from shardckpt.frameworks.coordination import SilentStoreError
+from shardckpt.training.policies import Moment
+from shardckpt.training.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.frameworks.coordination import Coordinator
+    from shardckpt.training.policies import Policy
+
+__all__ = ["LEADER", "Decision", "Decisions"]
+
+LEADER = 0
+"""The process that decides."""
+_LEAST_LEAD, _MOST_LEAD = 2, 64
+"""Steps that the leader is ahead of itself. With fewer, processes in step would wait for each other; with more, a loop that
+becomes slow would react late."""
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.1
+"""Seconds between two looks of a process that waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to be done at a step."""
+
+    save: bool
+    skipped: bool = False
+    """Whether it was due, and is skipped because a save is in flight."""
+    notice: str | None = None
+    """Where a notice of preemption came from that all processes know of by now."""
+
+
+class Decisions:
+    """One process's view of which steps are saved."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        policy: Policy,
+        *,
+        key: str,
+        skips: bool = False,
+        lead_time: float = 1.0,
+        timeout: float = 600.0,
+        in_flight: Callable[[], bool] = lambda: False,
+        notice: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Decide by a policy.
+
+        Args:
+            coordinator: how processes hear of what the leader decides.
+            policy: when to save; the same on all processes.
+            key: that no other decisions of this job have.
+            skips: whether a step is skipped that is due while a save is in flight.
+            lead_time: seconds of steps that the leader decides ahead.
+            timeout: seconds that a process waits for the leader.
+            in_flight: whether a save is; asked of the leader alone.
+            notice: where a notice of preemption came from, if this process has had one.
+        """
+        world = coordinator.world
+        self._coordinator = coordinator
+        self._policy = policy
+        self._skips = skips
+        self._lead_time = lead_time
+        self._timeout = timeout
+        self._in_flight = in_flight
+        self._notice = notice
+        self._alone = world.processes == 1
+        self._leads = world.process == LEADER
+        self._together = not self._alone and (policy.by_leader or skips)
+        self._key = key
+        self._rounds = 0
+        self.previous: int | None = None
+        """The step that was asked about last, or was restored."""
+        self._answer = Decision(save=False)
+        self._begin(None)
+
+    def restart(self, step: int) -> None:
+        """Training goes on after this step, on all processes."""
+        self._rounds += 1
+        self._begin(step)
+
+    def _begin(self, step: int | None) -> None:
+        self.previous = step
+        self._answer = Decision(save=False)
+        self._timeline = Timeline(0 if step is None else step + 1)
+        self._saved_at: int | None = None
+        self._told: str | None = None
+        self._unannounced = False
+        self._acted = False
+        self._asked = self._decided = time.monotonic()
+
+    def saved(self, step: int) -> None:
+        """A save was made at a step, asked for or not."""
+        self._saved_at = step
+        self._decided = time.monotonic()
+
+    def at(self, step: int) -> Decision:
+        """What is to be done at a step; asked again about the same step, the same.
+
+        Raises:
+            CoordinationError: the leader has not decided in time, or cannot be heard any more.
+        """
+        if self.previous is not None and step <= self.previous:
+            return self._answer if step == self.previous else Decision(save=False)
+        source = self._notice() if self._policy.notices else None
+        if not self._together:
+            self._answer = self._by_itself(step, source)
+        else:
+            if self._leads:
+                self._lead(step, source)
+            else:
+                self._follow(step, source)
+            self._answer = self._by_timeline(step)
+        self.previous = step
+        if self._answer.save:
+            self.saved(step)
+        return self._answer
+
+    def _by_itself(self, step: int, source: str | None) -> Decision:
+        """Of a process that is alone, or needs nobody."""
+        due = self._policy.due(step, self.previous)
+        if self._alone and self._policy.by_leader:
+            now = time.monotonic()
+            moment = Moment(step, now - self._decided, self._in_flight(), preempted=source is not None and not self._acted)
+            due = self._policy.wanted(moment) or due
+            self._acted = self._acted or source is not None
+        if due and self._skips and source is None and self._in_flight():
+            return Decision(save=False, skipped=True, notice=source)
+        return Decision(due, notice=source)
+
+    def _by_timeline(self, step: int) -> Decision:
+        line = self._timeline
+        notice = line.notice.source if line.notice is not None and line.notice.step <= step else None
+        if line.wanted(step, -1 if self.previous is None else self.previous):
+            return Decision(save=True, notice=notice)
+        due = self._policy.due(step, self.previous)
+        if due and self._skips:
+            window = line.window(step)
+            if window.busy or (self._saved_at is not None and self._saved_at >= window.start):
+                return Decision(save=False, skipped=True, notice=notice)
+        return Decision(due, notice=notice)
+
+    def _lead(self, step: int, source: str | None) -> None:
+        """Lengthen the timeline where that is needed, or wanted."""
+        now, stride = time.monotonic(), step - (step - 1 if self.previous is None else self.previous)
+        steps = int(self._lead_time / max(now - self._asked, 1e-6)) if self.previous is not None else 0
+        lead = min(max(steps, _LEAST_LEAD), _MOST_LEAD) * stride
+        self._asked = now
+        line, before = self._timeline, self._timeline
+        runs_out = line.until < step + (lead + stride) // 2
+        if source is None and runs_out and self._policy.notices:
+            source = self._told or self._heard()
+        self._told = source
+        planned = any(w.save and w.start > step for w in line.windows)
+        busy = planned or self._in_flight() or (self._skips and self._will_save(line))
+        preempted = source is not None and line.notice is None
+        if not planned and self._policy.wanted(Moment(step, now - self._decided, busy, preempted)):
+            self._decided = now
+            if source is not None and preempted:
+                line = line.noticed(source)  # who breaks off its loop when it knows has saved
+            line = line.extended(max(line.until, step) + lead, save=True, busy=self._skips)
+        elif runs_out:
+            until = max(line.until + stride, step + lead)
+            line = line.extended(until, busy=self._skips and busy, apart=self._skips and self._policy.due(until, line.until))
+        if line is not before or self._unannounced:
+            self._timeline, self._unannounced = line, True
+            with suppress(SilentStoreError):  # announced at the next step; the others wait for it, for a bounded time
+                self._coordinator.announce(self._name("timeline"), line.to_json())
+                self._unannounced = False
+
+    def _will_save(self, line: Timeline) -> bool:
+        """Whether a step that is decided and still to come is due by its number, and will be saved."""
+        before = -1 if self.previous is None else self.previous
+        open_windows = (w for w in line.windows if w.until > before and not w.busy and (self._saved_at is None or self._saved_at < w.start))
+        return any(self._policy.due(w.until, max(before, w.start - 1)) for w in open_windows)
+
+    def _follow(self, step: int, source: str | None) -> None:
+        """Wait for a timeline that reaches this step."""
+        if source is not None and self._told is None and self._timeline.notice is None:
+            with suppress(CoordinationError):  # the leader's process has ended; that shows when its decision is missing
+                self._coordinator.announce(self._name("notice"), {"source": f"{source}, process {self._coordinator.world.process}"})
+                self._told = source
+        if step <= self._timeline.until:
+            return
+        deadline, pause = time.monotonic() + self._timeout, _FIRST_LOOK
+        while True:
+            said, silent = None, ""
+            try:
+                said = self._coordinator.peek(self._name("timeline"))
+            except SilentStoreError as e:  # it may answer before the time is up
+                silent = f" ({str(e).rstrip('.')})"
+            if said is not None:
+                line = Timeline.from_json(said)
+                if line.until >= step:
+                    break
+            if time.monotonic() >= deadline:
+                raise CoordinationError(
+                    f"step {step}: process {LEADER} has not decided within {self._timeout:g} s whether it is saved{silent}; see whether "
+                    f"that runs, and asks about the same steps as process {self._coordinator.world.process}."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_LOOK)
+        if line.since > (0 if self.previous is None else self.previous + 1):
+            raise CoordinationError(
+                f"step {step}: process {self._coordinator.world.process} is so far behind process {LEADER} that it has missed which steps "
+                f"were saved; all processes have to go through the same steps. Start the job anew."
+            )
+        self._timeline = line
+
+    def _heard(self) -> str | None:
+        """Where another process's notice came from."""
+        said: Any = None
+        with suppress(SilentStoreError):  # looked for again when the timeline is lengthened next
+            said = self._coordinator.peek(self._name("notice"))
+        return None if said is None else str(said["source"])
+
+    def _name(self, what: str) -> str:
+        return f"{self._key}/{self._rounds}/{what}"

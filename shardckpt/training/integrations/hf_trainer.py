@@ -1,0 +1,309 @@
+"""Hugging Face's Trainer through shardckpt: its callback saves where the Trainer would, and lets it resume.
+
+    callback = ShardckptCallback("gs://bucket/run", keep=3)
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+    trainer.train(resume_from_checkpoint=callback.resume(trainer))
+
+Saving: model, optimizer, scheduler, random number generators and the Trainer's own state, as `shardckpt.train_state`.
+1. When it is time (`save_strategy`, `save_steps`) the Trainer's own, pickled, checkpoint is called off.
+2. Before the next step begins the callback saves: what the Trainer logs and evaluates at the end of a step is in its state
+   by then, and the batch of that next step has been drawn, so that the generators are where the step will find them.
+3. The save goes on in the background; the end of the training waits for it.
+4. `save_strategy="best"` decides after all callbacks have been asked, so it is "no" while training goes on, and the callback saves
+   where the best metric has changed.
+5. With `load_best_model_at_end` the best of the steps that were saved is kept, and its weights are restored at the end.
+
+An exception that leaves `train` finishes the save in flight and closes the manager, if `resume` was called; `close` does so otherwise.
+
+Resuming
+1. `resume` reads the Trainer's state of the latest step into a directory, which is all that `train` then finds there: by
+   that it counts its steps and skips the batches that it has seen. The weights it looks for there are not there; `resume`
+   has it look for none.
+2. When the model is on its devices and the optimizer is made, the callback restores everything in place.
+3. The generators are put back once more where the Trainer does so: after the batches are skipped.
+
+A `CheckpointManager` does the work, so that any number of processes may resume: see there for its errors.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import SaveStrategy
+
+from shardckpt.errors import OptionError
+from shardckpt.state import PerProcess
+from shardckpt.training import CheckpointManager, Generators, train_state
+from shardckpt.training.retention import Best, any_of
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from transformers import Trainer, TrainerControl, TrainingArguments
+
+    from shardckpt.training import TrainState
+    from shardckpt.training.retention import Retention
+
+__all__ = ["ShardckptCallback"]
+
+_STATE = "trainer_state.json"
+"""What the Trainer looks for."""
+
+
+class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    """Saves at the Trainer's save points, and resumes; see the module."""
+
+    def __init__(self, root: str | os.PathLike[str], *, keep: Retention | int | None = None, **options: Any) -> None:
+        """Save below `root`.
+
+        Args:
+            root: the run's directory, a path or url; each step is a checkpoint in it.
+            keep: which steps to keep, as for `shardckpt.CheckpointManager`; by default as many as `save_total_limit` says.
+            **options: others of the manager's: `options`, `coordinator`, `on_event`, `on_failure`, `fallback`, … With `every`
+                or `preemption` it saves when these say so as well; once the job is about to be stopped, training stops.
+        """
+        self._root = root
+        self._keep = keep
+        self._options = options
+        self._manager: CheckpointManager | None = None
+        self._due = False
+        """Whether the step that was made last is to be saved."""
+        self._metrics: dict[str, float] = {}
+        """Of the evaluations at this step."""
+        self._saves_best: TrainingArguments | None = None
+        """The arguments whose `save_strategy` is "best", while it is "no"."""
+        self._best: float | None = None
+        """The best metric that is known, where that decides on saves."""
+        self._own = _TrainerValues()
+        self._resumed: int | None = None
+        """The step that is being resumed, until it is restored."""
+        self._generators: dict[str, Any] | None = None
+        """Where the random number generators go on, until they have been put back for good."""
+        self._directory: TemporaryDirectory[str] | None = None
+        self._trainer: Trainer | None = None
+        """The one that is to resume: it looks for no weights until training begins, and closes the manager when it fails."""
+        self._seen: int | None = None
+        """The step of which is known whether it is saved."""
+
+    def resume(self, trainer: Trainer) -> str | None:
+        """Have a Trainer that has not begun resume from the latest step.
+
+        Args:
+            trainer: it; all processes call this.
+
+        Returns:
+            What to pass to `trainer.train(resume_from_checkpoint=…)`: a directory that is there until training begins, or
+            None where no step was saved, and training begins anew.
+
+        Raises:
+            OptionError: the Trainer has not this callback.
+            ShardckptError: as `CheckpointManager.restore` does.
+        """
+        if self not in trainer.callback_handler.callbacks:
+            raise OptionError("resume(trainer): the Trainer has not this callback; give Trainer(callbacks=[callback]) first.")
+        if self._trainer is not trainer:
+            self._trainer = trainer
+            self._close_on_exceptions(trainer)
+        found = self._managed(trainer.args).restore({"trainer": PerProcess(None, choose=_first)}, only="trainer")
+        if found is None:
+            return None
+        self._resumed = found.step
+        self._own.load_state_dict(found.state["trainer"].value)
+        self._directory = TemporaryDirectory(prefix="shardckpt-")
+        TrainerState(**self._own.state).save_to_json(str(Path(self._directory.name, _STATE)))
+        # The one thing here that is no callback: without it the Trainer refuses a directory that has no weights.
+        trainer._load_from_checkpoint = lambda *_args, **_kwargs: None  # noqa: SLF001
+        return self._directory.name
+
+    def close(self) -> None:
+        """Finish the save in flight and restore signal handlers. The end of the training does so, and so does an exception after `resume`.
+
+        Raises:
+            ShardckptError: what went wrong in the background.
+        """
+        self._release()
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
+
+    def _close_on_exceptions(self, trainer: Trainer) -> None:
+        """Close the manager when an exception leaves the Trainer's next `train`, which tells no callback of it."""
+        loop = trainer._inner_training_loop  # noqa: SLF001
+
+        @functools.wraps(loop)
+        def closing(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return loop(*args, **kwargs)
+            except BaseException as error:
+                self._release()
+                manager, self._manager = self._manager, None
+                if manager is not None:
+                    manager.__exit__(type(error), error, error.__traceback__)
+                raise
+            finally:
+                vars(trainer).pop("_inner_training_loop", None)
+
+        trainer._inner_training_loop = closing  # noqa: SLF001
+
+    def _release(self) -> None:
+        """Undo what was changed of the Trainer and its arguments, and forget what one training leaves."""
+        if self._saves_best is not None:
+            self._saves_best.save_strategy = SaveStrategy.BEST
+        if self._trainer is not None:
+            vars(self._trainer).pop("_load_from_checkpoint", None)
+        if self._directory is not None:
+            self._directory.cleanup()
+        self._saves_best = self._trainer = self._directory = self._resumed = self._generators = None
+        self._due, self._metrics = False, {}
+
+    # --- what the Trainer calls
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """Restore everything, if the Trainer resumes.
+
+        Raises:
+            OptionError: arguments that need the Trainer's own checkpoints; or it resumes from something else.
+        """
+        if getattr(args, "deepspeed", None):
+            raise OptionError(
+                "TrainingArguments(deepspeed): needs checkpoints of the Trainer's own; leave it out, or the ShardckptCallback."
+            )
+        manager = self._managed(args)
+        self._due, self._seen, self._best = False, self._resumed, state.best_metric
+        if args.save_strategy == SaveStrategy.BEST:
+            self._saves_best, args.save_strategy = args, SaveStrategy.NO
+        if self._resumed is None:
+            return
+        vars(self._trainer).pop("_load_from_checkpoint", None)
+        if state.global_step != self._resumed:
+            raise OptionError(
+                f"Step {self._resumed} was to be resumed, and the Trainer begins at {state.global_step}; pass what resume() returned: "
+                f"trainer.train(resume_from_checkpoint=callback.resume(trainer))."
+            )
+        manager.restore(self._state(kwargs), self._resumed, fallback=False)  # the Trainer has counted to this step already
+        self._generators = Generators().state_dict()
+        self._resumed = None
+        if self._directory is not None:
+            self._directory.cleanup()
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """Save what the last epoch has left to save; or put the generators back, if that is when they were saved."""
+        self._save(state, control, kwargs, between_epochs=True)
+        self._put_back(between_epochs=True)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """Save the step before, if that is due; or put the generators back, if that is when they were saved."""
+        self._save(state, control, kwargs, between_epochs=False)
+        self._put_back(between_epochs=False)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """Take over what is to be saved."""
+        self._metrics = {}
+        self._take_over(control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """Take over what is to be saved."""
+        self._take_over(control)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,  # noqa: ARG002
+        metrics: Mapping[str, Any] | None = None,
+        **_kwargs: Any,
+    ) -> None:
+        """Note the metrics of the step, by which the best ones are kept; there may be several evaluations."""
+        self._metrics |= {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save what is left to save, wait for it, and restore the best weights if the Trainer is to end with those.
+
+        Raises:
+            ShardckptError: what went wrong in the background.
+        """
+        self._save(state, control, kwargs, between_epochs=True)
+        if args.load_best_model_at_end and self._manager is not None:
+            self._load_best(self._manager, _best_of(args), state, kwargs)
+        self.close()
+
+    # --- what it takes
+
+    def _managed(self, args: TrainingArguments) -> CheckpointManager:
+        if self._manager is None:
+            limit = args.save_total_limit if (args.save_total_limit or 0) > 0 else None
+            keep = limit if self._keep is None else self._keep
+            if keep is not None and args.load_best_model_at_end:
+                keep = any_of(keep, _best_of(args))
+            self._manager = CheckpointManager(self._root, keep=keep, **{"every": None, **self._options})
+        return self._manager
+
+    def _state(self, kwargs: Mapping[str, Any]) -> TrainState:
+        """All there is to save, or to restore into.
+
+        Args:
+            kwargs: what the Trainer tells callbacks.
+        """
+        own = PerProcess(self._own, choose=_first)
+        return train_state(model=kwargs["model"], optimizer=kwargs["optimizer"], scheduler=kwargs["lr_scheduler"], trainer=own)
+
+    def _load_best(self, manager: CheckpointManager, rule: Best, state: TrainerState, kwargs: Mapping[str, Any]) -> None:
+        """Restore the weights of the best step that was saved, if any was saved with the metric."""
+        manager.wait()
+        best = manager.best_step(rule.metric, rule.mode)
+        if best is not None:
+            manager.restore(self._state(kwargs), best, only="model/**", fallback=False)
+            state.best_model_checkpoint = manager.url(best)
+
+    def _take_over(self, control: TrainerControl) -> None:
+        self._due |= control.should_save
+        control.should_save = False
+
+    def _save(self, state: TrainerState, control: TrainerControl, kwargs: Mapping[str, Any], *, between_epochs: bool) -> None:
+        manager, step = self._manager, state.global_step
+        if manager is None or step == self._seen:
+            return
+        due, self._due, self._seen = self._due, False, step
+        if self._saves_best is not None and state.best_metric != self._best:
+            self._best, state.best_global_step, due = state.best_metric, step, True
+        if due or manager.should_save(step):
+            self._own.state, self._own.between_epochs = asdict(state), between_epochs
+            manager.save(step, self._state(kwargs), self._metrics, force=True)
+        control.should_training_stop |= manager.reached_preemption
+
+    def _put_back(self, *, between_epochs: bool) -> None:
+        if self._generators is not None and self._own.between_epochs == between_epochs:
+            Generators().load_state_dict(self._generators)
+            self._generators = None
+
+
+class _TrainerValues:
+    """The Trainer's state, of which process 0's counts: times that it logs differ from process to process."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+        """The fields of a `TrainerState`."""
+        self.between_epochs = False
+        """Whether it was saved before an epoch began, and not before a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state, "between_epochs": self.between_epochs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.state, self.between_epochs = state["state"], state["between_epochs"]
+
+
+def _best_of(args: TrainingArguments) -> Best:
+    """The rule by which the Trainer's arguments choose the best model."""
+    metric = args.metric_for_best_model
+    return Best(1, metric if metric.startswith("eval_") else f"eval_{metric}", "max" if args.greater_is_better else "min")
+
+
+def _first(values: list[Any]) -> Any:
+    return values[0]

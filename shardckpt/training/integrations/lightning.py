@@ -1,0 +1,201 @@
+"""PyTorch Lightning's checkpoints through shardckpt: `Trainer(plugins=[ShardckptIO()])`.
+
+Lightning gathers one dict on its first process and hands it over with a path; all processes load it. So a checkpoint is
+saved by that process alone, in the background: training goes on when the tensors are copied. `teardown`, which a Trainer
+calls at its end, the next save and a load wait for it, and raise what went wrong, once.
+
+1. The dict is made plain: Lightning's and torch's own classes of dict become dicts; what else would be pickled is refused
+   by name, most likely a hyperparameter: `save_hyperparameters(ignore=…)`.
+2. A checkpoint that Lightning removes goes when the one that was saved last is committed, and stays if that fails or if it is
+   pinned. Its directory goes too, tombstone included: Lightning gives a later checkpoint another name if the path exists, and no
+   process but this one saves there.
+3. Functions in the state of a scheduler are left out: `LRScheduler.load_state_dict` keeps those of the scheduler that it loads into.
+4. Strategies that shard the model save through no plugin at all, so a `Trainer` of one of them is refused when it is made.
+
+A checkpoint is a directory, whatever its name ends with. `LightningModule.load_from_checkpoint` passes plugins by and wants
+a file: make the module, and give it `shardckpt.restore(path, only="state_dict/**")["state_dict"]`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+
+from shardckpt.commit.collecting import delete
+from shardckpt.errors import NotFoundError, OptionError
+from shardckpt.frameworks.coordination.single import SingleProcess
+from shardckpt.frameworks.torch import tensor_of
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.layout.dtypes import of_numpy
+from shardckpt.options import SaveOptions, checked_options
+from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.reading.restore import restore
+from shardckpt.training.integrations.plain import plain
+from shardckpt.writing.save import save, save_async
+
+if TYPE_CHECKING:
+    import os
+
+    from shardckpt.writing.save_handle import SaveHandle
+
+__all__ = ["ShardckptIO"]
+
+_log = logging.getLogger("shardckpt")
+_SCHEDULER = frozenset({"base_lrs", "last_epoch"})
+"""What the state of every scheduler of torch has."""
+_DICTS = (dict, OrderedDict, defaultdict, Counter, AttributeDict)
+"""Classes whose objects are loaded as dicts, which those who put them there take as well."""
+
+
+class ShardckptIO(CheckpointIO):
+    """Stores what a Lightning `Trainer` saves, for the strategies that have one process save."""
+
+    def __init__(self, *, options: SaveOptions | None = None, asynchronous: bool = True) -> None:
+        """Store as `options` say.
+
+        Args:
+            options: as for `shardckpt.save`. By default, or with `overwrite=True`, a checkpoint replaces one of the same
+                path, as Lightning's files do.
+            asynchronous: whether training goes on while a checkpoint is written; otherwise it waits for the commit.
+
+        Raises:
+            OptionError: no options.
+        """
+        self._options = SaveOptions(overwrite=True) if options is None else checked_options(options)
+        self._asynchronous = asynchronous
+        self._saving: SaveHandle | None = None
+        self._doomed: list[str | os.PathLike[str]] = []
+        """What Lightning has removed since the save in flight began."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+        """Save Lightning's dict, when the save before is done.
+
+        Raises:
+            LeafError: something in it would have to be pickled, by name; nothing was begun.
+            OptionError: there are `storage_options`; they belong into `ShardckptIO(options=…)`.
+            ShardckptError: what went wrong in the background with the save before; as in `shardckpt.save`.
+        """
+        if storage_options is not None:
+            raise OptionError(
+                "save_checkpoint(storage_options=…): has no meaning here; give ShardckptIO(options=shardckpt.SaveOptions(…))."
+            )
+        state = plain(_without_functions(checkpoint), "", tensors=True, dicts=_DICTS)
+        self._finish()
+        if self._asynchronous:
+            self._saving = save_async(path, state, options=self._options, coordinator=SingleProcess())
+        else:
+            save(path, state, options=self._options, coordinator=SingleProcess())
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: torch.device | str | None = None,
+        weights_only: bool | None = None,  # noqa: ARG002 - Lightning's signature; nothing that is loaded here is code
+    ) -> dict[str, Any]:
+        """Lightning's dict, with tensors on the CPU or where `map_location` says.
+
+        Raises:
+            OptionError: a `map_location` that is no device.
+            NotFoundError, CorruptionError: as in `shardckpt.restore`.
+            ShardckptError: what went wrong in the background with the save before.
+        """
+        if map_location is not None and not isinstance(map_location, str | torch.device):
+            raise OptionError(f"load_checkpoint(map_location={map_location!r:.100}): give a torch.device, or its name.")
+        self._finish()
+        loaded: dict[str, Any] = _on_device(restore(Checkpoint(path)), torch.device(map_location or "cpu"))
+        return loaded
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint: at once, or when the save in flight is committed. One that is not there is no error, and a pinned one stays.
+
+        Raises:
+            StorageError: as in `shardckpt.commit.collecting.delete`.
+            ShardckptError: what went wrong in the background with the save before; then nothing is removed.
+        """
+        self._doomed.append(path)
+        if self._saving is None or self._saving.done():
+            self._finish()
+
+    def teardown(self) -> None:
+        """Wait for the save in flight. A `Trainer` calls it when training raises, too; what failed is then told in a note.
+
+        Raises:
+            ShardckptError: what went wrong with it.
+        """
+        raised = sys.exception()
+        try:
+            self._finish()
+        except Exception as failure:
+            if raised is None:
+                raise
+            raised.add_note(f"Besides, a checkpoint was not saved: {failure}")
+
+    def _finish(self) -> None:
+        saving, self._saving = self._saving, None
+        doomed, self._doomed = self._doomed, []
+        if saving is not None:
+            saving.wait()
+        for path in doomed:
+            _remove(path)
+
+
+def _remove(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint with its directory; one that is pinned stays, and what is no checkpoint, too. Of a link the link goes."""
+    place = parse(path)
+    if place.local is not None and place.local.is_symlink():
+        place.local.unlink()
+        return
+    try:
+        delete(path, reason="removed by Lightning")
+    except NotFoundError:
+        return
+    except OptionError as e:
+        _log.warning("%s", e)
+        return
+    Store.open(place).delete_prefix()
+
+
+def _without_functions(value: Any) -> Any:
+    """The value, whose schedulers' states have no functions in them (torch's `SWALR` has one)."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(map(_without_functions, value))
+    if kind in _DICTS:
+        scheduler = value.keys() >= _SCHEDULER
+        return {k: _without_functions(inner) for k, inner in value.items() if not (scheduler and isinstance(inner, FunctionType))}
+    return value
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """Restored containers with torch tensors in the place of arrays, not copied for the CPU."""
+    if isinstance(value, np.ndarray):
+        return tensor_of(value, of_numpy(value.dtype)).to(device)
+    if isinstance(value, dict):
+        return {key: _on_device(inner, device) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on_device(inner, device) for inner in value)
+    return value
+
+
+def _set_checkpoint_io(strategy: Strategy, io: CheckpointIO) -> None:
+    """Hand a plugin to a strategy; refuse where the strategy would not use it, as Fabric's strategies do by themselves."""
+    if isinstance(io, ShardckptIO) and isinstance(strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
+        raise OptionError(
+            f"ShardckptIO: {type(strategy).__name__} shards the model, and saves and loads without plugins; take the strategy "
+            f'"ddp", or leave the plugin out and save with a shardckpt.CheckpointManager in a callback.'
+        )
+    _of_lightning.fset(strategy, io)
+
+
+_of_lightning: Any = Strategy.checkpoint_io
+Strategy.checkpoint_io = _of_lightning.setter(_set_checkpoint_io)  # type: ignore[method-assign]

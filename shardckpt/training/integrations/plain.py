@@ -1,0 +1,56 @@
+"""What may a library that pickles its checkpoints hand to us? What comes back as what it is, and nothing else.
+
+`shardckpt.save` also takes containers that come back as plainer ones unless a `like` rebuilds them: named tuples, deques,
+dataclasses. These libraries load without one, so that what they would have pickled is refused here, by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt import frameworks
+from shardckpt.errors import LeafError
+from shardckpt.state import leaves
+from shardckpt.state.names import child_name, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["plain"]
+
+
+def plain(value: Any, name: str, *, tensors: bool, dicts: Sequence[type] = (dict,)) -> Any:
+    """The value, made of lists, tuples, dicts, small and registered leaves, and torch tensors.
+
+    Args:
+        value: the same, or something else.
+        name: its name, for messages.
+        tensors: whether there may be tensors in it.
+        dicts: classes of dict that may be replaced by `dict`.
+
+    Raises:
+        LeafError: something else, by name.
+    """
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(plain(inner, child_name(name, str(i)), tensors=tensors, dicts=dicts) for i, inner in enumerate(value))
+    if kind in dicts:
+        return {key: plain(inner, child_name(name, str(key)), tensors=tensors, dicts=dicts) for key, inner in value.items()}
+    if isinstance(value, torch.Tensor):
+        if tensors:
+            return value
+        raise LeafError(
+            f"{shown(name)} is a tensor in a tuple or another plain value, where nobody looks for any; use lists and dicts there."
+        )
+    if frameworks.is_tensor(value):
+        raise LeafError(
+            f"{shown(name)}: a {kind.__module__}.{kind.__qualname__} would come back as something else; make it a torch.Tensor."
+        )
+    if leaves.is_small(value) or leaves.leaf_type(value) is not None:
+        return value
+    raise LeafError(
+        f"{shown(name)} is a {kind.__module__}.{kind.__qualname__}, which would have to be pickled; store what it consists of (its "
+        f"state_dict(), say), or call shardckpt.register_leaf for its class."
+    )

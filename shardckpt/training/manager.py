@@ -1,0 +1,464 @@
+"""`CheckpointManager`: the checkpoints of one training run, from its first step to its last, over all its restarts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from shardckpt.commit import pinning
+from shardckpt.commit.attempts import LARGEST_STEP
+from shardckpt.commit.job import RUN
+from shardckpt.commit.rollback import ROLLBACK
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.io.forking import check_fork
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.options import check_flag, checked_options
+from shardckpt.reading.restore import restore
+from shardckpt.training import events
+from shardckpt.training.background import Background
+from shardckpt.training.decisions import LEADER, Decisions
+from shardckpt.training.measured import METRICS, decode_metrics, encode_metrics
+from shardckpt.training.policies import EveryCall, Policy, any_of, as_policy
+from shardckpt.training.preemption import Notices
+from shardckpt.training.resuming import Restored, resume
+from shardckpt.training.retention import Retention, as_retention, best
+from shardckpt.training.steps import StepInfo, list_steps
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    from shardckpt.options import SaveOptions
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.cooperative import Choice
+    from shardckpt.state.names import Only
+    from shardckpt.training.events import Callback
+    from shardckpt.training.policies import OnPreemption
+    from shardckpt.training.progress import ProgressLine
+    from shardckpt.writing.save_handle import SaveReport
+
+__all__ = ["CheckpointManager"]
+
+_log = logging.getLogger("shardckpt")
+_UNTOLD = EveryCall()
+"""The `every` of a manager that was made without one."""
+_PROTECTED = "the step from before the rollback is pinned, or the base of one that is; `shardckpt unpin` lets it be replaced"
+_managers: Counter[str] = Counter()
+"""How many a run has made in this process: all of its processes make equally many, in the same order."""
+
+
+class CheckpointManager:
+    """Saves a training run's steps, each a checkpoint at `<root>/<step>`, and resumes it from the latest.
+
+        with shardckpt.CheckpointManager("gs://bucket/run", every=500, keep=3) as mgr:
+            found = mgr.restore(state)
+            for step in range(found.step + 1 if found else 0, steps):
+                state = train(state)
+                mgr.save(step, state)
+
+    In a job of several processes all of them make one, at the same point of the program, and call `restore`, `should_save`
+    and `save` for the same steps in the same order; steps ascend. They save the same steps whatever their clocks say and
+    however slow one of them is. Policies of step numbers alone take no exchange at all. With others (seconds, continuous, on
+    preemption, `in_flight="skip"`) process 0 decides for some steps ahead, and the others look at that: at most one look
+    per two steps, one per 32 steps of 10 ms. A process that is further ahead of process 0 than that waits for it, at most
+    `SaveOptions.commit_timeout` seconds (`shardckpt.training.decisions`).
+
+    A save that fails in the background is raised, once, by the next `save` that is due, by `wait` or by `close`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        every: Policy | int | None = _UNTOLD,
+        keep: Retention | int | None = None,
+        options: SaveOptions | None = None,
+        coordinator: Coordinator | None = None,
+        in_flight: Literal["wait", "skip"] = "wait",
+        preemption: OnPreemption | None = None,
+        on_event: Callback | None = None,
+        on_failure: Callable[[BaseException, int], Literal["raise", "continue"]] | None = None,
+        progress: bool | None = None,
+        fallback: bool = False,
+        lead_time: float = 1.0,
+    ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            root: the run's directory, a path or url; it need not exist.
+            every: when to save: every so many steps, a policy (`shardckpt.training.policies`), or None: with `force` alone. Left out:
+                at every call of `save`, or where `preemption` is given, when that says so.
+            keep: which steps to keep: the latest so many, a rule (`shardckpt.training.retention`), or None: all.
+            options: of every save; `memory_limit` is that of the saves and of a restore.
+            coordinator: how the processes know of each other; by default found out.
+            in_flight: what becomes of a step that is due while the last save goes on: "wait" for that, or "skip" it, with
+                an event.
+            preemption: also save when this says so; as in `every=any_of(…, OnPreemption())`.
+            on_event: called with each event (`shardckpt.training.events`), mostly in a background thread.
+            on_failure: called, on the thread that would raise it, with what has failed and its step; "continue" goes on
+                with the training as if nothing was.
+            progress: show a line on the terminal; None: where there is one.
+            fallback: whether `restore` goes back to an earlier step where one is damaged, unless it is told.
+            lead_time: seconds that process 0 decides ahead, where it has to: how late clocks and notices of preemption
+                take effect. It is at least two steps.
+
+        Raises:
+            OptionError: an option that cannot be, by name.
+            UrlError: the root is no place.
+        """
+        check_coordinator(coordinator)
+        if in_flight not in ("wait", "skip"):
+            raise OptionError(f'CheckpointManager(in_flight={excerpt(in_flight)}): use "wait" or "skip".')
+        check_flag(fallback, "fallback")
+        if isinstance(lead_time, bool) or not isinstance(lead_time, int | float) or not lead_time >= 0:
+            raise OptionError(f"CheckpointManager(lead_time={excerpt(lead_time)}): give seconds, 0 or more.")
+        self.options = checked_options(options)
+        """Of every save."""
+        if taken := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():
+            raise OptionError(f"SaveOptions(metadata=…): {min(taken)!r} is a member that a CheckpointManager sets; name yours otherwise.")
+        when = None if every is _UNTOLD and preemption is not None else every
+        policy = as_policy(when) if preemption is None else any_of(as_policy(when), preemption)
+        self._rule = as_retention(keep)
+        self._root = Store.open(parse(root))
+        self._coordinator = Coordinator.current() if coordinator is None else coordinator
+        world = self._coordinator.world
+        self._leads = world.process == LEADER
+        self._on_failure = on_failure
+        self._fallback = fallback
+        self._line = self._progress_line(progress)
+        self._events = events.Events(on_event, self._line)
+        self._background = Background(self._root, self._coordinator, self.options, self._rule, self._events)
+        self._lineage = self._background.lineage
+        self._notices = Notices(policy.notices)
+        _managers[self._coordinator.run_id] += 1
+        self._decisions = Decisions(
+            self._coordinator,
+            policy,
+            key=f"decisions/{_managers[self._coordinator.run_id]}",
+            skips=in_flight == "skip",
+            lead_time=lead_time,
+            timeout=self.options.commit_timeout,
+            in_flight=lambda: self._background.in_flight,
+            notice=self._notices.look,
+        )
+        self._last: int | None = None
+        """The step that was saved or restored last."""
+        self._preempted = False
+        self._skipped: int | None = None
+        """The step that was skipped last."""
+        self._owed = False
+        """Whether a step was due that could not be saved, so that the next one is."""
+        self._warns = when is _UNTOLD and keep is None
+        """Whether the first save warns that every call saves and every step is kept."""
+        self._closed = False
+
+    # --- saving
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save` would save this step; `save` asks itself.
+
+        Raises:
+            OptionError: the step is smaller than the last one that was asked about, saved or restored.
+            CoordinationError: process 0 does not decide.
+        """
+        self._check_ascends(step)
+        return self._due(step)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        force: bool = False,
+        skip: str | Sequence[str] | None = None,
+    ) -> bool:
+        """Save a step, if it is due; returns when this process's share is copied to host buffers, and the rest goes on behind.
+
+        At most one save is in flight: where the last one is, this waits for it first. The state may change right after this
+        returns. All processes call it, with the same step.
+
+        Args:
+            step: the step that was completed, from 0 to 2**63 - 1; not smaller than the one that was asked about, saved or restored last.
+            state: as for `shardckpt.save`, or what `shardckpt.train_state` made.
+            metrics: numbers by name, for `best_step` and rules of retention; process 0's count.
+            force: save although it is not due.
+            skip: instead of `SaveOptions(skip=…)`: patterns of tensors that lie in `SaveOptions(base=…)`; `()`: none, as when the
+                base itself is saved.
+
+        Returns:
+            Whether it is being saved. Where it is not although it is due, or forced, a `SaveSkipped` event says why: the
+            step is saved already; it is from before a rollback and pinned, or the base of one that is, and the next step is
+            saved in its place if it was due; or the last save is in flight, and `in_flight="skip"`.
+
+        Raises:
+            OptionError: the step is smaller than the last one that was asked about, saved or restored.
+            ShardckptError: what made an earlier save fail, after this one has begun: all processes save the same steps.
+            LeafError, ShardingError, OptionError: the state cannot be saved; nothing was begun.
+            OtherJobError: another job saves to this root.
+        """
+        self._check_ascends(step)
+        if not (self._due(step) or force):
+            return False
+        if step == self._last and step != self._background.lost:
+            self._skip(step, "it is saved already")
+            return False
+        if self._lineage.protects(step):  # it is forced
+            self._skip(step, _PROTECTED)
+            return False
+        if self._warns:
+            self._warns = False
+            _log.warning("%s: every call of save() saves and every step is kept; give every= or keep= to CheckpointManager.", self._root)
+        options = checked_options(self.options, skip)
+        measured = {} if metrics is None else encode_metrics(metrics)
+        measured = measured if self._leads else {}
+        metadata = {**self.options.metadata, RUN: self._coordinator.run_id, **({METRICS: measured} if measured else {})}
+        if self._leads:
+            metadata |= self._lineage.metadata()
+        options = dataclasses.replace(options, overwrite=self.options.overwrite or self._lineage.replaces(step), metadata=metadata)
+        failed = self._background.begin(step, state, options, decode_metrics({METRICS: measured}))
+        self._decisions.saved(step)
+        self._last, self._owed = step, False
+        self._background.raise_failures(self._on_failure, failed)
+        return True
+
+    def _due(self, step: int) -> bool:
+        """Whether a step is saved without being forced; the same on all processes."""
+        decision = self._decisions.at(step)
+        if decision.skipped:
+            self._skip(step, "the save before it is still in flight")
+        if self._lineage.protects(step):
+            if decision.save or self._owed:
+                self._skip(step, f"{_PROTECTED}; the next step is saved in its place")
+                self._owed = True
+            return False
+        if decision.notice is not None and not self._preempted:
+            self._preempted = True
+            self._events.emit(events.PreemptionNoticed(url=str(self._root), step=step, source=decision.notice))
+        return decision.save or self._owed
+
+    def _skip(self, step: int, reason: str) -> None:
+        """Tell, once, that a step is not saved."""
+        if step != self._skipped:
+            self._skipped = step
+            self._background.emit(events.SaveSkipped, step, reason=reason)
+
+    # --- restoring
+
+    def restore(
+        self,
+        like: Any = None,
+        step: int | None = None,
+        *,
+        only: Only | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        cooperative: Choice = False,
+        fallback: bool | None = None,
+    ) -> Restored | None:
+        """Restore the latest step, or a given one; training goes on after it.
+
+        All processes call it, as many as there are now, and restore the same step. Complete saves of earlier runs that
+        nobody has published are, first. Steps after the restored one are superseded from the next save on: no longer the
+        latest, and replaced when training reaches them again.
+
+        Args:
+            like: says where things go, as for `shardckpt.restore`.
+            step: the one to restore; None: the latest.
+            only: as for `shardckpt.restore`: `"model/**"` of a full training checkpoint, say.
+            strict: likewise.
+            cast: likewise.
+            cooperative: likewise; the same on all processes.
+            fallback: where the step is damaged, go back to the one before, and so on, on all processes, with an event that
+                says why. None: what the manager was made with.
+
+        Returns:
+            None where no step is there: training begins.
+
+        Raises:
+            NotFoundError: there is no such step.
+            CorruptionError, FormatError: the step is damaged, on whichever process; and with `fallback` all before it, too.
+            MismatchError, LeafError, ReplacedError, StorageError: as for `shardckpt.restore`.
+            CoordinationError: another process failed in a way of its own, or does not answer.
+        """
+        self._check(0 if step is None else step)
+        self._background.join()  # deletions too: they know nothing yet of where training goes on
+        self._background.raise_failures(self._on_failure)
+
+        def read(checkpoint: Checkpoint) -> Any:
+            taken = int(checkpoint.location.name)
+            with self._background.cleaner.reading(taken):
+                self._background.emit(events.RestoreStarted, taken)
+                began = time.monotonic()
+                options: dict[str, Any] = {"memory_limit": self.options.budget, "coordinator": self._coordinator}
+                progress = self._events.progress("restore", self.url(taken), taken)
+                try:
+                    state = restore(
+                        checkpoint, like, only=only, strict=strict, cast=cast, cooperative=cooperative, progress=progress, **options
+                    )
+                except BaseException as e:
+                    self._background.emit(events.RestoreFailed, taken, error=e)
+                    raise
+                nbytes = checkpoint.record.totals["bytes"]
+                self._background.emit(events.RestoreFinished, taken, seconds=time.monotonic() - began, nbytes=nbytes)
+                return state
+
+        found = resume(
+            self._root,
+            self._coordinator,
+            read,
+            step=step,
+            together=cooperative is not False,
+            rolled_back=self._lineage.later,
+            fallback=self._fallback if fallback is None else fallback,
+            fell_back=lambda damaged, reason: self._background.emit(events.FellBack, damaged, reason=reason),
+        )
+        if found is None:
+            return None
+        self._last, self._owed = found.step, False
+        self._lineage.resume(found)
+        self._background.cleaner.forget()
+        self._decisions.restart(found.step)
+        return Restored(found.state, found.step, found.metadata)
+
+    # --- what is there
+
+    def url(self, step: int) -> str:
+        """Where a step's checkpoint is, or would be."""
+        return self._background.url(step)
+
+    def steps(self) -> list[StepInfo]:
+        """All steps that hold a checkpoint, ascending, with what is known of each; read from the storage now.
+
+        Raises:
+            StorageError: the storage failed, or Python is ending.
+        """
+        check_fork(self._root)
+        return self._lineage.seen(list_steps(self._root))
+
+    def all_steps(self, *, superseded: bool = False) -> list[int]:
+        """The steps that hold a checkpoint, ascending; with `superseded` also those that a rollback has left behind."""
+        return [info.step for info in self.steps() if superseded or info.live]
+
+    def latest_step(self) -> int | None:
+        """The latest step that is not superseded; None where there is none."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
+        """The step with the best metric; None where none was saved with it.
+
+        Args:
+            metric: its name; None: that of the `Best` in `keep`.
+            mode: whether the smallest or the largest is best; None: as there, or the smallest.
+
+        Raises:
+            OptionError: neither says which metric.
+        """
+        rules = [] if self._rule is None else [rule for rule in self._rule.measures if metric in (None, rule.metric)]
+        if metric is None and not rules:
+            raise OptionError('best_step(): by which metric? Give best_step("loss"), or keep=Best(…) to the manager.')
+        metric = metric or rules[0].metric
+        mode = mode or (rules[0].mode if rules else "min")
+        return best([info.saved() for info in self.steps() if info.state == "committed"], metric, mode)
+
+    @property
+    def last_report(self) -> SaveReport | None:
+        """How the last save of this process went that went well; None before the first."""
+        return self._background.last_report
+
+    @property
+    def reached_preemption(self) -> bool:
+        """Whether the job is about to be stopped, and the step that was asked about last was saved for that.
+
+        The same on all processes at the same step: break off the loop when it is True.
+        """
+        return self._preempted
+
+    def pin(self, step: int) -> None:
+        """Never delete a step; see `shardckpt.commit.pinning.pin`. One process suffices."""
+        pinning.pin(self.url(step))
+
+    def unpin(self, step: int) -> None:
+        """Let a step be deleted again."""
+        pinning.unpin(self.url(step))
+
+    # --- ending
+
+    def wait(self) -> None:
+        """Wait until nothing is in flight: the last save is committed, and what is not kept is deleted.
+
+        Raises:
+            ShardckptError: what made a save fail; or this process was forked while one may have been in flight.
+        """
+        check_fork(self._root)
+        self._background.join()
+        self._background.raise_failures(self._on_failure)
+
+    def close(self) -> None:
+        """Finish what is in flight, give the buffers back, restore signal handlers. Closing again does nothing.
+
+        Raises:
+            ShardckptError: what made a save fail; or a StorageError, where the last deletions did.
+        """
+        if self._closed:
+            return
+        check_fork(self._root)
+        try:
+            self._background.join()
+        finally:
+            self._closed = True
+            self._notices.close()
+            self._background.close()
+            if self._line is not None:
+                self._line.close()
+        self._background.raise_failures(self._on_failure)
+        if self._background.cleaner.failure is not None:
+            raise self._background.cleaner.failure
+
+    def __enter__(self) -> Self:
+        """The manager itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close; what fails then is only told in a note where an error is on its way already."""
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"Besides, a checkpoint was not saved: {failure}")
+
+    # --- inside
+
+    def _check_ascends(self, step: int) -> None:
+        self._check(step)
+        if (before := self._decisions.previous) is not None and step < before:
+            raise OptionError(
+                f"{self._root}: step {step} after step {before}, which was asked about, saved or restored before; steps ascend: go on from "
+                f"there, or go back with restore(step=…)."
+            )
+
+    def _check(self, step: object) -> None:
+        check_fork(self._root)
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
+            raise OptionError(f"step={excerpt(step)}: give a whole number from 0 to 2**63 - 1.")
+        if self._closed:
+            raise OptionError(f"{self._root}: this CheckpointManager is closed; make another one.")
+
+    def _progress_line(self, progress: bool | None) -> ProgressLine | None:
+        """What shows progress on the terminal: one process's, unless told."""
+        if progress is not None:
+            check_flag(progress, "progress")
+        if not (self._leads and sys.stderr.isatty() if progress is None else progress):
+            return None
+        from shardckpt.training.progress import ProgressLine
+
+        return ProgressLine()

@@ -1,0 +1,75 @@
+"""Has this process been told that it is about to be stopped?
+
+Each source of an `OnPreemption` policy is looked at when `look` is called, once per step. What was seen once counts for
+ever. A signal's handler does nothing but take note and call the handler that was there before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+    from shardckpt.training.policies import OnPreemption
+
+__all__ = ["Notices"]
+
+
+class Notices:
+    """Notices of preemption that this process gets."""
+
+    def __init__(self, policies: Sequence[OnPreemption]) -> None:
+        """Handle the policies' signals from now on.
+
+        Raises:
+            OptionError: there are signals to handle, and this is not the main thread.
+        """
+        self._policies = tuple(policies)
+        self._source: str | None = None
+        self._before: dict[int, Any] = {}
+        self._closed = False
+        numbers = sorted({number for policy in policies for number in policy.signals})
+        if numbers and threading.current_thread() is not threading.main_thread():
+            raise OptionError(
+                "OnPreemption(signals=…): only the main thread can handle signals; make the CheckpointManager there, or give signals=() "
+                "and a file or a function."
+            )
+        self._handler = self._take_note  # one object: a method is another one each time it is looked up
+        for number in numbers:
+            self._before[number] = signal.signal(number, self._handler)
+
+    def look(self) -> str | None:
+        """What gave notice, if anything has."""
+        for policy in self._policies if self._source is None else ():
+            if policy.file is not None and Path(policy.file).exists():
+                self._source = os.fspath(policy.file)
+            elif policy.when is not None and policy.when():
+                self._source = getattr(policy.when, "__name__", "a function")
+        return self._source
+
+    def close(self) -> None:
+        """Bring back the handlers that were there before, where nobody has put others in place of ours."""
+        self._closed = True
+        if threading.current_thread() is not threading.main_thread():
+            return  # ours stay, and pass everything on
+        for number, before in self._before.items():
+            if signal.getsignal(number) is self._handler:
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def _take_note(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number)
+        if self._closed and before is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._source = signal.Signals(number).name
+        if callable(before):
+            before(number, frame)

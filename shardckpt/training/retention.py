@@ -1,0 +1,194 @@
+"""Which steps are kept?
+
+A rule is given all steps that could be deleted and says which of them to keep; `any_of` keeps what one of several rules
+keeps. Rules are values without side effects: whoever deletes adds what is never deleted (`shardckpt.training.deletion`).
+A class of your own derives from `Retention`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from math import inf, isnan
+from typing import TYPE_CHECKING, Literal
+
+from shardckpt.errors import OptionError
+from shardckpt.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["AnyOf", "Best", "EveryKth", "Latest", "Retention", "SavedStep", "Younger", "any_of", "as_retention", "best"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A committed step, as rules see it."""
+
+    step: int
+    age: float = 0.0
+    """Seconds since it was committed, by the committer's clock and that of the leader, which are the same where the same machine leads."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was given to `CheckpointManager.save(metrics=…)`."""
+
+
+class Retention(ABC):
+    """A rule that says what to keep."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The steps to keep, of these; all others may go.
+
+        Args:
+            steps: ascending.
+        """
+
+    @property
+    def measures(self) -> tuple[Best, ...]:
+        """What it takes for the best, if anything."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Latest(Retention):
+    """The latest `n`."""
+
+    n: int
+    """At least 1."""
+
+    def __post_init__(self) -> None:
+        """Check it."""
+        _whole(self.n, "Latest(n")
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The last ones."""
+        return {s.step for s in steps[-self.n :]}
+
+
+@dataclass(frozen=True, slots=True)
+class Best(Retention):
+    """The best `n` by a metric; of equal ones the later. Steps that were saved without it, or with NaN, are none of them."""
+
+    n: int
+    """At least 1."""
+    metric: str
+    """A key of `CheckpointManager.save(metrics=…)`."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the smallest or the largest is best."""
+
+    def __post_init__(self) -> None:
+        """Check them."""
+        _whole(self.n, "Best(n")
+        if not isinstance(self.metric, str):
+            raise OptionError(f"Best(metric={excerpt(self.metric)}): give the name of a metric.")
+        if self.mode not in ("min", "max"):
+            raise OptionError(f'Best(mode={excerpt(self.mode)}): give "min" or "max".')
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The best ones."""
+        return {s.step for s in self.ranked(steps)[: self.n]}
+
+    def ranked(self, steps: Sequence[SavedStep]) -> list[SavedStep]:
+        """Those that have the metric, best first."""
+        sign = 1 if self.mode == "min" else -1
+        having = [s for s in steps if not isnan(s.metrics.get(self.metric, float("nan")))]
+        return sorted(having, key=lambda s: (sign * s.metrics[self.metric], -s.step))
+
+    @property
+    def measures(self) -> tuple[Best, ...]:
+        """This."""
+        return (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class EveryKth(Retention):
+    """For ever: those whose number is a multiple of `k`."""
+
+    k: int
+    """Steps, at least 1."""
+
+    def __post_init__(self) -> None:
+        """Check it."""
+        _whole(self.k, "EveryKth(k")
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The multiples."""
+        return {s.step for s in steps if s.step % self.k == 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Younger(Retention):
+    """Those committed less than so long ago."""
+
+    seconds: float
+    """More than 0."""
+
+    def __post_init__(self) -> None:
+        """Check it."""
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < inf:
+            raise OptionError(f"Younger(seconds={excerpt(self.seconds)}): give a positive number of seconds.")
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The young ones."""
+        return {s.step for s in steps if s.age < self.seconds}
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Retention):
+    """What one of several rules keeps."""
+
+    rules: tuple[Retention, ...]
+
+    def kept(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The union."""
+        return set().union(*(rule.kept(steps) for rule in self.rules))
+
+    @property
+    def measures(self) -> tuple[Best, ...]:
+        """Those of all."""
+        return tuple(best for rule in self.rules for best in rule.measures)
+
+
+def any_of(*rules: Retention | int) -> Retention:
+    """Keep what one of these keeps; a number is the latest so many.
+
+    Raises:
+        OptionError: one of them is no rule, or there are none.
+
+    >>> sorted(any_of(2, EveryKth(1000)).kept([SavedStep(n) for n in (1000, 1500, 1600, 1700)]))
+    [1000, 1600, 1700]
+    """
+    made = tuple(rule for rule in map(as_retention, rules) if rule is not None)
+    if not made or len(made) < len(rules):
+        raise OptionError(
+            f"any_of{rules!r:.200}: give rules, each a number of steps or one of shardckpt.training.retention; None would keep all."
+        )
+    return AnyOf(made)
+
+
+def as_retention(keep: Retention | int | None) -> Retention | None:
+    """What a user gave to say what to keep: a rule, the latest so many, or None: everything.
+
+    Raises:
+        OptionError: none of these.
+    """
+    if keep is None or isinstance(keep, Retention):
+        return keep
+    if isinstance(keep, int) and not isinstance(keep, bool):
+        return Latest(keep)
+    raise OptionError(
+        f"keep={excerpt(keep)}: a {type(keep).__name__} is no rule; give a number of steps, or one of shardckpt.training.retention."
+    )
+
+
+def best(steps: Sequence[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:
+    """The best of some steps; None where none has the metric."""
+    ranked = Best(1, metric, mode).ranked(steps)
+    return ranked[0].step if ranked else None
+
+
+def _whole(value: object, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{what}={excerpt(value)}): give a whole number of at least 1.")

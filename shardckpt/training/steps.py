@@ -1,0 +1,113 @@
+"""Which steps are there?
+
+A step is a checkpoint at `<root>/<step>`, the number in plain decimal. Of each the commit record and two markers are
+read, nothing else; directories of other names are none of our business.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import unquote
+
+from shardckpt.commit.attempts import step_of
+from shardckpt.commit.base_places import base_url
+from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked, read_sealed
+from shardckpt.commit.publish import RECORD
+from shardckpt.errors import FormatError
+from shardckpt.format.bases import BESIDE, bases_of, names_beside
+from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.url import parse
+from shardckpt.training.measured import decode_metrics
+from shardckpt.training.retention import SavedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from shardckpt.io.store import Store
+
+__all__ = ["StepInfo", "list_steps", "read_step", "step_numbers", "steps_among"]
+
+_AT_ONCE = 16
+"""Steps that are looked at together: on an object store each takes a few round trips."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One step of a run."""
+
+    step: int
+    state: Literal["committed", "superseded", "unreadable"]
+    """`superseded`: training went back to an earlier step. `unreadable`: its commit record is damaged, or a newer version's."""
+    attempt: str | None = None
+    """That the commit record names; None: it is unreadable."""
+    created: str = ""
+    """UTC, ISO 8601, by the committer's clock."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was given to `CheckpointManager.save(metrics=…)`."""
+    pinned: bool = False
+    bases: frozenset[int] = frozenset()
+    """The steps of this run in which tensors of this one lie."""
+
+    @property
+    def live(self) -> bool:
+        """Whether training could go on from it, as far as is known."""
+        return self.state != "superseded"
+
+    def saved(self) -> SavedStep:
+        """What rules of retention see of it."""
+        age = 0.0
+        with suppress(ValueError):
+            age = time.time() - datetime.fromisoformat(self.created).timestamp()
+        return SavedStep(self.step, age, self.metrics)
+
+
+def step_numbers(root: Store) -> list[int]:
+    """The steps that have a directory below `root`, ascending."""
+    return sorted(_steps(child[:-1] for child in root.list_children() if child.endswith("/")))
+
+
+def steps_among(root: Store, urls: Iterable[str]) -> frozenset[int]:
+    """Those of some checkpoints, by path or url, that are steps of a run.
+
+    Raises:
+        OptionError: one is in another kind of storage.
+    """
+    relative = (base_url(root.location.join("step"), parse(url)) for url in urls)
+    return frozenset(_steps(unquote(url.removeprefix(BESIDE)) for url in relative if url.startswith(BESIDE)))
+
+
+def _steps(names: Iterable[str]) -> Iterator[int]:
+    """Those of the names that are steps'."""
+    return (step for step in map(step_of, names) if step is not None)
+
+
+def list_steps(root: Store) -> list[StepInfo]:
+    """The steps below `root` that hold a checkpoint, ascending.
+
+    Raises:
+        StorageError: the storage failed, or Python is ending and starts no threads to read with.
+    """
+    with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-steps") as pool:
+        found = pool.map(lambda step: read_step(root, step), step_numbers(root))
+        return [info for info in found if info is not None]
+
+
+def read_step(root: Store, step: int) -> StepInfo | None:
+    """What is known of one step; None where there is no checkpoint."""
+    store = root.sub(str(step))
+    try:
+        record = read_sealed(store, RECORD)
+        if record is None or "tombstone" in record.doc:
+            return None
+        attempt, created, metadata = record.string("attempt"), record.string("created"), record.mapping("metadata")
+        bases = frozenset(_steps(names_beside(bases_of(record.doc, record.where))))
+    except FormatError:
+        state: Literal["superseded", "unreadable"] = "superseded" if is_marked(store, SUPERSEDED, None) else "unreadable"
+        return StepInfo(step, state, pinned=is_marked(store, PINNED, None))
+    superseded, pinned = is_marked(store, SUPERSEDED, attempt), is_marked(store, PINNED, attempt)
+    return StepInfo(step, "superseded" if superseded else "committed", attempt, created, decode_metrics(metadata), pinned, bases)

@@ -1,0 +1,278 @@
+"""The packed layout's writer: a host's chunks one after another in a few data files, and an OCDBT index of them.
+
+1. `put` appends a chunk to the current data file, in the order of the calls, and starts the next file when the
+   chunk does not fit. On a local disk that is one `write` from the caller's buffer; elsewhere bytes are collected,
+   because an object is written whole.
+2. Full files are made durable in the background while the next one fills: on a local disk one at a time, on an
+   object store as many as memory has room for. There a file is an upload, and what is sent again if that breaks off.
+3. All data files, and a B+tree leaf with the key and place of each chunk, make a *lane*, an OCDBT database
+   `hosts/<host>/<n>`. A lane is complete when its manifest is written, after everything that it points to. A
+   host needs more than one lane only for more chunks than a leaf should have.
+4. TensorStore then reads the leaf back, and must see every key where it was put.
+
+Memory: none of the data on a local disk. Elsewhere one buffer, in which the files fill one after another; a copy of each
+file that is on its way; and while one is handed over two more, TensorStore's passing copy and what it has not yet
+freed. All that is within `memory_limit`: files are at most a fifth of it, so that two can be on their way. The
+index takes some 300 bytes per chunk until `finish`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from threading import Event
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tensorstore as ts
+
+from shardckpt.errors import CommitError, ShardckptError
+from shardckpt.format.extents import ExtentLog, Extents
+from shardckpt.io import ocdbt
+from shardckpt.io.datafile import DataFile, create_data_file
+from shardckpt.io.store import Data, Store, byte_view, shared_context, storage_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["DATA_FILE_BYTES", "LANE_KEYS", "OBJECT_BYTES", "PackedWriter"]
+
+DATA_FILE_BYTES = 256 << 20
+"""On a local disk: several files of this size are written and read faster than one large one."""
+OBJECT_BYTES = 64 << 20
+"""On an object store: several uploads are faster than one, and one that breaks off is sent again from its start."""
+MOST_UPLOADS = 15
+"""Files on their way at a time; one stream to an object store is a small part of what a host can send."""
+_HANDED_OVER = 3
+"""Files' worth of memory besides those on their way, see above."""
+LANE_KEYS = 1 << 16
+"""Chunks per lane: keeps the leaf within a few MiB."""
+_places_seen = Event()
+"""Set when TensorStore has shown the places of all chunks of one lane of this process, as they were put."""
+_TREE = "d/tree"
+_MANIFEST = "manifest.ocdbt"
+
+
+class PackedWriter:
+    """Writes one host's chunks; `finish` or `abort` ends it. For one thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        host: int,
+        *,
+        folder: str | None = None,
+        memory_limit: int = 8 * OBJECT_BYTES,
+        data_file_bytes: int | None = None,
+        lane_keys: int = LANE_KEYS,
+        among: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Write below `store`, the attempt; nothing is created before the first chunk.
+
+        Args:
+            store: the attempt's place.
+            host: this writer's number.
+            folder: where its files go, relative to the attempt; None: `hosts/` and its number.
+            memory_limit: bytes, see the module's docstring; a chunk larger than a fifth of it is let through.
+            data_file_bytes: a data file ends before the chunk that would take it beyond this many bytes; by default
+                `DATA_FILE_BYTES` or `OBJECT_BYTES`.
+            lane_keys: chunks per lane, at most 2**20.
+            among: (i, n): this is writer i of n in that folder, and every n-th number of a lane is its own.
+        """
+        assert 0 < lane_keys <= ocdbt.MOST_KEYS, "TensorStore reads no larger leaf"
+        self.lanes: list[str] = []
+        """OCDBT databases, relative to the attempt."""
+        self._store = store
+        self._prefix = folder or f"hosts/{host:05d}"
+        if store.location.local is not None:
+            self._data_file_bytes, self._most_waiting = data_file_bytes or DATA_FILE_BYTES, 1
+        else:
+            self._data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // (2 + _HANDED_OVER)))
+            self._most_waiting = max(1, min(MOST_UPLOADS, memory_limit // self._data_file_bytes - _HANDED_OVER))
+        self._lane_keys = lane_keys
+        self._among = among
+        self._log = ExtentLog()
+        self._lane: _Lane | None = None
+        self._file: DataFile | None = None
+        self._size = 0
+        self._failed = False
+        self._buffer = bytearray()
+        self._background = ThreadPoolExecutor(self._most_waiting, "shardckpt-packed")
+        self._waiting: deque[tuple[Future[None], DataFile]] = deque()
+
+    def put(self, key: str, data: Data) -> None:
+        """Append one encoded chunk; as `put_all`."""
+        view = byte_view(data)
+        self.put_all([key], view, [view.nbytes])
+
+    def put_all(self, keys: Sequence[str], data: Data, lengths: Sequence[int]) -> None:
+        """Append encoded chunks; the buffer is the caller's again when this returns.
+
+        Args:
+            keys: the chunks' zarr keys below the root of the arrays, `model/w/c/0/1`.
+            data: their bytes, as they are to be stored, one behind the other.
+            lengths: bytes of each.
+
+        Raises:
+            CommitError: a key was put before, or there are no bytes.
+            StorageError: these chunks, or some before them, could not be written.
+        """
+        view = byte_view(data)
+        self._put(keys, lengths, lambda file, begin, end, _some: file.append(view[begin:end]))
+
+    def put_each(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> None:
+        """Append encoded chunks, each with a buffer of its own; as `put_all`."""
+        self._put(keys, list(map(len, chunks)), lambda file, _begin, _end, some: file.append_all(chunks[some]))
+
+    def _put(self, keys: Sequence[str], lengths: Sequence[int], append: Callable[[DataFile, int, int, slice], None]) -> None:
+        """Append encoded chunks; `append` is told the file, the first and last byte of all of theirs that go there, and which chunks."""
+        self._begin()
+        ends = list(accumulate(lengths))
+        first = begin = 0
+        while first < len(keys):
+            if self._file is not None and self._size + lengths[first] > self._data_file_bytes:
+                self._end_file()
+            if self._lane is not None and len(self._lane.keys) >= self._lane_keys:
+                self._end_lane()
+            lane, file = self._place()
+            fitting = bisect_right(ends, begin + self._data_file_bytes - self._size)
+            last = max(first + 1, min(fitting, first + self._lane_keys - len(lane.keys)))
+            end = ends[last - 1]
+            self._log.add(keys[first:last], self._size, lengths[first:last])
+            lane.keys += map(str.encode, keys[first:last])
+            append(file, begin, end, slice(first, last))
+            self._size += end - begin
+            first, begin = last, end
+        self._failed = False
+
+    def finish(self) -> Extents:
+        """Wait until everything is durable.
+
+        Returns:
+            Where each chunk is, in the order in which they were put; `lanes` names the databases.
+
+        Raises:
+            StorageError: something could not be written.
+            CommitError: TensorStore does not find every chunk where it was put.
+        """
+        self._begin()
+        self._end_lane()
+        self._background.shutdown()
+        self._buffer = bytearray()
+        return self._log.extents()
+
+    def abort(self) -> None:
+        """Give up: stop writing and delete what this host has written so far; what cannot be deleted goes with the attempt."""
+        for _, file in self._waiting:
+            file.interrupt()
+        self._background.shutdown(cancel_futures=True)
+        for file in [*(file for _, file in self._waiting), *([self._file] if self._file is not None else [])]:
+            file.abandon()
+        self._waiting.clear()
+        self._file = None
+        self._lane = None
+        with contextlib.suppress(ShardckptError):  # the error that made the caller give up is the one to tell
+            for lane in self.lanes:
+                self._store.delete_prefix(f"{lane}/")
+
+    def _begin(self) -> None:
+        """Count the call as failed until it has gone well, so that no later one can succeed after an error."""
+        if self._failed:
+            raise CommitError(f"{self._store}: a chunk of this host could not be written, and the caller was told; call abort().")
+        self._failed = True
+
+    def _place(self) -> tuple[_Lane, DataFile]:
+        """The lane and the data file for the next chunk."""
+        if self._lane is None:
+            first, step = self._among
+            name = f"{self._prefix}/{first + step * len(self.lanes)}"
+            self.lanes.append(name)
+            self._lane = _Lane(self._store.sub(name), len(self._log))
+        if self._file is None:
+            name = self._lane.next_file()
+            self._file, self._size = create_data_file(self._lane.store, name, self._buffer), 0
+            self._log.files.append(f"{self.lanes[-1]}/{name}")
+        return self._lane, self._file
+
+    def _end_file(self) -> None:
+        """Have the file made durable in the background, as soon as there is room for one more."""
+        if self._file is not None:
+            while len(self._waiting) >= self._most_waiting:
+                self._settle_one()
+            file, self._file = self._file, None
+            file.seal()
+            self._waiting.append((self._background.submit(file.wait), file))
+
+    def _end_lane(self) -> None:
+        self._end_file()
+        while self._waiting:
+            self._settle_one()
+        if self._lane is not None:
+            lane, self._lane = self._lane, None
+            lane.seal(self._log.extents(lane.first))
+
+    def _settle_one(self) -> None:
+        """Wait for the file that has waited longest, whose error is raised here."""
+        waiting, _ = self._waiting.popleft()
+        waiting.result()
+
+
+class _Lane:
+    """The index of one OCDBT database, until it is written."""
+
+    def __init__(self, store: Store, first: int) -> None:
+        self.store = store
+        self.first = first
+        """How many chunks were put before its own."""
+        self.keys: list[bytes] = []
+        self._files: list[str] = []
+
+    def next_file(self) -> str:
+        """Name one more data file, relative to the lane."""
+        self._files.append(f"d/{len(self._files):05d}")
+        return self._files[-1]
+
+    def seal(self, extents: Extents) -> None:
+        """Write the leaf and then the manifest; have TensorStore read them.
+
+        Args:
+            extents: of its chunks, in files of which the last ones are its own.
+        """
+        order = sorted(range(len(self.keys)), key=self.keys.__getitem__)
+        keys = [self.keys[i] for i in order]
+        before = len(extents.files) - len(self._files)
+        places = np.stack([extents.file - np.uint32(before), extents.offset, extents.length], axis=1).astype(np.int64)[order]
+        node = ocdbt.leaf_node(keys, self._files, *places.T)
+        self.store.write(_TREE, node)
+        self.store.write(_MANIFEST, ocdbt.manifest(_TREE, len(node), len(keys), int(places[:, 2].sum())))
+        self._check(keys, places)
+
+    def _check(self, keys: list[bytes], places: NDArray[np.int64]) -> None:
+        """Compare what TensorStore reads with what was put: keys, and the first time in a process places, too.
+
+        Its `dump`, which shows places, loses some 500 bytes per key for good each time (0.1.86).
+        """
+        base = self.store.kvstore()
+        if _places_seen.is_set():
+            with storage_errors("read back", self.store):
+                database = ts.KvStore.open({"driver": "ocdbt", "base": base.spec()}, context=shared_context()).result()
+                listed = database.list().result()
+            if listed != keys:
+                raise CommitError(f"{self.store}: TensorStore finds {len(listed)} chunks where {len(keys)} were put.")
+            return
+        with storage_errors("read back", self.store):
+            root = ts.ocdbt.dump(base, context=shared_context()).result()["versions"][-1]["root"]
+            entries = ts.ocdbt.dump(base, root["location"], context=shared_context()).result()["entries"]
+        found = [(e["key"], e.get("indirect_value")) for e in entries]
+        wanted = [
+            (key, f"value::{self._files[file]}:{offset}:{length}")
+            for key, (file, offset, length) in zip(keys, places.tolist(), strict=True)
+        ]
+        if found != wanted:
+            raise CommitError(f"{self.store}: TensorStore finds {len(found)} chunks where {len(wanted)} were put, or not in their places.")
+        _places_seen.set()

@@ -1,0 +1,150 @@
+"""The plain layout's writer: every chunk an object of its own, `zarr/<array path>/c/0/1`.
+
+`put` writes a chunk and leaves making it durable to a few threads, because that is what takes long on a disk and
+what takes a round trip elsewhere. Memory: none of the data on a local disk (the bytes are in the file when `put`
+returns); elsewhere `in_flight_bytes`, the copies of chunks that are on their way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CommitError, ShardckptError
+from shardckpt.format.extents import ExtentLog, Extents
+from shardckpt.format.keys import plain_key
+from shardckpt.io.datafile import DataFile, create_data_file
+from shardckpt.io.store import Data, Store, byte_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["PlainWriter"]
+
+_THREADS = 16
+_MOST_OPEN = 256
+"""Files waiting to be made durable; each is open on a local disk, and so is the directory of each that a thread has."""
+
+
+def most_open() -> int:
+    """Files that may wait: of the descriptors that this process may have a quarter, so that those and their directories take half."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(_MOST_OPEN, allowed // 4))
+
+
+class PlainWriter:
+    """Writes one host's chunks; `finish` or `abort` ends it. For one thread."""
+
+    def __init__(
+        self, store: Store, *, in_flight_bytes: int = 64 << 20, drafts: str | None = None, place: Callable[[str], str] = plain_key
+    ) -> None:
+        """Write below `store`, the attempt; nothing is created before the first chunk.
+
+        Args:
+            store: the attempt's place.
+            in_flight_bytes: see the module's docstring; a chunk larger than that goes alone.
+            drafts: directory, relative to the attempt, where chunks are written on a local disk before they take the place of
+                whatever is there under their names; None: nothing may be there.
+            place: the object of each key, relative to `store`.
+        """
+        self._store = store
+        self._limit = in_flight_bytes
+        self._drafts = drafts
+        self._place = place
+        self._log = ExtentLog()
+        self._most_open = most_open()
+        self._pool = ThreadPoolExecutor(min(_THREADS, self._most_open), "shardckpt-plain")
+        self._waiting: deque[tuple[Future[None], DataFile, int]] = deque()
+        self._in_flight = 0
+        self._failed = False
+
+    def put(self, key: str, data: Data) -> None:
+        """Write one encoded chunk; the buffer is the caller's again when this returns.
+
+        Args:
+            key: the chunk's zarr key below the root of the arrays, `model/w/c/0/1`.
+            data: its bytes, as they are to be stored.
+
+        Raises:
+            CommitError: the key was put before, or there are no bytes.
+            StorageError: this chunk, or one before it, could not be written.
+        """
+        self._begin()
+        length = byte_view(data).nbytes
+        self._log.add([key], 0, [length])
+        while self._waiting and (self._in_flight + length > self._limit or len(self._waiting) >= self._most_open):
+            self._settle_one()
+        draft = None if self._drafts is None else f"{self._drafts}/{len(self._log)}"
+        file = create_data_file(self._store, self._place(key), draft=draft)
+        try:
+            file.append(data)
+            file.seal()
+        except BaseException:
+            file.abandon()
+            raise
+        self._waiting.append((self._pool.submit(file.wait), file, length))
+        self._in_flight += length
+        self._failed = False
+
+    def put_all(self, keys: Sequence[str], data: Data, lengths: Sequence[int]) -> None:
+        """Write encoded chunks, one after another; as `put`.
+
+        Args:
+            keys: of each.
+            data: their bytes, one behind the other.
+            lengths: bytes of each.
+        """
+        view, begin = byte_view(data), 0
+        for key, length in zip(keys, lengths, strict=True):
+            self.put(key, view[begin : begin + length])
+            begin += length
+
+    def put_each(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> None:
+        """Write encoded chunks, each with a buffer of its own; as `put`."""
+        for key, chunk in zip(keys, chunks, strict=True):
+            self.put(key, chunk)
+
+    def finish(self) -> Extents:
+        """Wait until everything is durable.
+
+        Returns:
+            The length of each chunk, in the order in which they were put; each is an object, so no files.
+
+        Raises:
+            StorageError: something could not be written.
+        """
+        self._begin()
+        while self._waiting:
+            self._settle_one()
+        self._pool.shutdown()
+        self._remove_drafts()
+        return self._log.extents()
+
+    def abort(self) -> None:
+        """Give up: stop writing. What this host has written lies among other hosts' chunks and goes with the attempt."""
+        for _, file, _ in self._waiting:
+            file.interrupt()
+        self._pool.shutdown(cancel_futures=True)
+        for _, file, _ in self._waiting:
+            file.abandon()
+        self._waiting.clear()
+        with contextlib.suppress(ShardckptError):  # the error that made the caller give up is the one to tell
+            self._remove_drafts()
+
+    def _remove_drafts(self) -> None:
+        if self._drafts is not None:
+            self._store.delete_prefix(f"{self._drafts}/")
+
+    def _begin(self) -> None:
+        """Count the call as failed until it has gone well, so that no later one can succeed after an error."""
+        if self._failed:
+            raise CommitError(f"{self._store}: a chunk of this host could not be written, and the caller was told; call abort().")
+        self._failed = True
+
+    def _settle_one(self) -> None:
+        waiting, _, length = self._waiting.popleft()
+        self._in_flight -= length
+        waiting.result()

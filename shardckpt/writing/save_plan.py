@@ -1,0 +1,353 @@
+"""What will one process write of a state, and how will every tensor be stored?
+
+Pure, from what the tensors say of themselves; the same on every process, as far as two processes know the same tensor.
+
+1. Choose each tensor's chunks from its shape and layout alone; a tensor that is skipped has none here.
+2. Ask which processes hold each box. A plain host tensor says nothing of that: a large one all processes have, or
+   only the one that shows it, as `host_tensors` says. Small ones may be on any processes, and nothing of them is
+   written: their elements go into what the host says of the checkpoint.
+3. Deal out the chunks of every box among its holders (`planning.writers`), and cut this process's share into what can be
+   copied at once (`blocks`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from itertools import product
+from math import prod
+from operator import add
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from shardckpt.errors import LeafError, OptionError, ShardingError
+from shardckpt.format.fields import LARGEST_DIMENSION, MOST_DIMENSIONS
+from shardckpt.format.structure import StoredLayout, TensorRecord
+from shardckpt.layout.box import BoxArray
+from shardckpt.layout.placements import Placements
+from shardckpt.plan.blocks import Block, blocks_of
+from shardckpt.plan.chunks import Floor, chunking, even_runs, smallest_chunk
+from shardckpt.plan.plan import Piece, count_chunks
+from shardckpt.plan.writers import Part, deal
+from shardckpt.state.names import array_path, matches, piece_path, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+
+    from shardckpt.frameworks.base import Source
+    from shardckpt.layout.box import Box
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.layout.sharding import Layout
+    from shardckpt.layout.world import World
+    from shardckpt.options import SaveOptions
+
+__all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save", "skipped_names", "tensor_record"]
+
+SMALL_BYTES = 64 << 10
+"""Plain tensors of fewer bytes are told of rather than written, in a job of several processes."""
+MOST_SMALL_BYTES = 64 << 20
+"""Of all that are told of: they are held in memory, by the committer several times."""
+
+
+LONGEST_PATH = 60_000
+"""Bytes of a tensor's name as it is stored: OCDBT has keys of fewer than 2^16, and a chunk's place is a part of its key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Some chunks of a piece, all in one box that this process holds."""
+
+    box: int
+    """Which of the source's boxes."""
+    piece: Piece
+    chunks: range
+    """Which of the piece's chunks in that box, counted in grid order."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """One process's share of a save."""
+
+    tensors: dict[str, TensorRecord]
+    """How every tensor of this process is stored."""
+    writes: dict[str, list[Write]]
+    """What this process writes, by tensor; in the order of the tensors, without those of which it writes nothing."""
+    small: list[str]
+    """Small plain tensors, of which the elements are told."""
+    shared: list[str]
+    """Large plain tensors that all processes have, each of which writes a part."""
+    blocks: dict[str, list[Block]]
+    """The same as `writes`, cut into what is copied at once."""
+    skipped: frozenset[str] = frozenset()
+    """Tensors that lie in the base: they have no pieces yet, which are those in there."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements that this process writes."""
+        return sum(block.nbytes for blocks in self.blocks.values() for block in blocks)
+
+
+def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World) -> SavePlan:
+    """Plan one process's share.
+
+    Raises:
+        LeafError, ShardingError: a tensor that cannot be stored, by name.
+        OptionError: a pattern in `shardings` that no plain tensor goes by, or one in `skip` that no tensor goes by.
+    """
+    skipped = skipped_names(sources, options.skip)
+    tensors = tensor_records(sources, options, world, skipped)
+    everyone = tuple(range(world.processes))
+    small, shared = [], []
+    parts: list[Part] = []
+    places: list[tuple[str, _Parted]] = []
+    known: dict[Hashable, list[_Parted]] = {}
+    for name, source in ((name, source) for name, source in sources.items() if name not in skipped):
+        tensor, boxes = tensors[name], source.boxes
+        holders = source.holders
+        if holders is None:
+            if world.processes > 1 and tensor.nbytes < SMALL_BYTES:
+                small.append(name)
+                continue
+            local = world.processes == 1 or options.host_tensors == "local"
+            holders = [(world.process,) if local else everyone] * len(boxes)
+            if not local:
+                shared.append(name)
+        size = tensor.dtype.storage.itemsize
+        for part in _parted(tensor.pieces, boxes, known):
+            piece = tensor.pieces[part.piece]
+            parts.append(Part(name, piece.path, part.box.start, holders[part.held], part.chunks, prod(piece.chunks) * size))
+            places.append((name, part))
+    told = sum(tensors[name].nbytes for name in small)
+    if told > MOST_SMALL_BYTES:
+        raise LeafError(
+            f"{shown(small[0])} and {len(small) - 1:,} other plain tensors below {SMALL_BYTES >> 10} KiB take {told:,} bytes, and a "
+            f"job of several processes stores at most {MOST_SMALL_BYTES:,}; stack them into larger ones, or lay them out over devices."
+        )
+    writes: dict[str, list[Write]] = {}
+    blocks: dict[str, list[Block]] = {}
+    for (name, part), share in zip(places, deal(parts, world.process), strict=True):
+        if share:
+            tensor = tensors[name]
+            piece = tensor.pieces[part.piece]
+            writes.setdefault(name, []).append(Write(part.held, piece, share))
+            cut, itemsize = blocks.setdefault(name, []), tensor.dtype.storage.itemsize
+            if len(share) == part.chunks:
+                cut.append(Block(part.held, part.corner, piece, part.box, itemsize))
+            else:
+                cut.extend(blocks_of(part.held, part.corner, piece, part.box, share, itemsize))
+    return SavePlan(tensors, writes, small, shared, blocks, skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parted:
+    """What one box that this process holds and one piece have in common."""
+
+    held: int
+    """Which of the boxes."""
+    corner: tuple[int, ...]
+    """Where that box begins."""
+    piece: int
+    """Which of the tensor's pieces."""
+    box: Box
+    """The common part."""
+    chunks: int
+    """Of the piece, in that part."""
+
+
+def _parted(pieces: Sequence[Piece], boxes: BoxArray, known: dict[Hashable, list[_Parted]]) -> list[_Parted]:
+    """What each held box and each piece have in common.
+
+    Args:
+        pieces: of a tensor.
+        boxes: that this process holds of it.
+        known: the same of other tensors: of a thousand some dozen are cut in different ways.
+    """
+    # Boxes of no dimensions have no bytes: their number tells whether this process holds one.
+    key = (tuple([(p.start, p.shape, p.chunks) for p in pieces]), len(boxes), boxes.start.tobytes(), boxes.stop.tobytes())
+    found = known.get(key)
+    if found is None:
+        found = known[key] = []
+        # A tensor may have as many pieces as shards: of each box only those that it touches are looked at in Python.
+        every = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
+        for i in range(len(boxes)):
+            box = boxes[i]
+            for k in every.overlapping(box).tolist():
+                common = box.overlap(pieces[k].box)
+                assert common is not None
+                found.append(_Parted(i, box.start, k, common, count_chunks(pieces[k], common)))
+    return found
+
+
+def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[str]:
+    """The tensors that are left out, of all those names.
+
+    Raises:
+        OptionError: a pattern that no tensor goes by.
+    """
+    found: set[str] = set()
+    names = [*names]
+    for pattern in patterns:
+        fitting = [name for name in names if matches(pattern, name)]
+        if not fitting:
+            raise OptionError(f"skip: {pattern!r} matches no tensor; patterns are matched with whole names.")
+        found.update(fitting)
+    return frozenset(found)
+
+
+def tensor_records(
+    sources: Mapping[str, Source], options: SaveOptions, world: World, skipped: frozenset[str] = frozenset()
+) -> dict[str, TensorRecord]:
+    """How each tensor will be stored; those that are skipped have no pieces yet."""
+    smallest = _smallest_chunks(
+        {name: source for name, source in sources.items() if name not in skipped}, world, files=options.layout == "zarr"
+    )
+    records: dict[str, TensorRecord] = {}
+    known: dict[Hashable, TensorRecord] = {}
+    for (name, source), layout in zip(sources.items(), _layouts(sources, options.shardings), strict=True):
+        if name in skipped:
+            shape = source.shape
+            _check_storable(name, shape, source.dtype)
+            if layout is not None:
+                with _naming(name):
+                    layout.parts(len(shape))  # readers refuse one that does not fit, and nothing is cut by it here
+            records[name] = TensorRecord(name, shape, source.dtype, layout, ())
+        else:
+            own_boxes = source.boxes if source.own_pieces else None
+            shape = source.shape
+            key = (shape, source.dtype.name, id(layout), smallest[name])
+            if key in known and own_boxes is None:
+                _check_storable(name, shape, source.dtype)
+                records[name] = known[key].called(name)
+                continue
+            tensor = records[name] = tensor_record(name, shape, source.dtype, layout, smallest[name], own_boxes=own_boxes)
+            if tensor.is_one_array:
+                known[key] = tensor
+    return records
+
+
+def tensor_record(
+    name: str, shape: tuple[int, ...], dtype: DType, layout: StoredLayout | None, smallest: Floor, *, own_boxes: BoxArray | None = None
+) -> TensorRecord:
+    """How one tensor will be stored.
+
+    Args:
+        name: its name.
+        shape: in elements.
+        dtype: of its elements.
+        layout: how it is laid out over devices; None: a plain host tensor.
+        smallest: what none of its chunks is cut below.
+        own_boxes: boxes of it, each to be stored as an array of its own, where nothing else is known of it.
+
+    Raises:
+        LeafError, ShardingError: it cannot be stored; names it.
+    """
+    _check_storable(name, shape, dtype)
+    with _naming(name):
+        blocks = _blocks(shape, layout, own_boxes)
+        pieces = _pieces(name, shape, dtype.storage.itemsize, blocks, smallest, apart=own_boxes is not None)
+    return TensorRecord(name, shape, dtype, layout, pieces, partial=own_boxes is not None)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Have what is wrong with a tensor's layout name the tensor."""
+    try:
+        yield
+    except ShardingError as e:
+        raise ShardingError(f"{shown(name)}: {e}") from e
+
+
+def _check_storable(name: str, shape: tuple[int, ...], dtype: DType) -> None:
+    if len(shape) > MOST_DIMENSIONS:
+        raise LeafError(f"{shown(name)} has {len(shape)} dimensions, and at most {MOST_DIMENSIONS} can be stored; reshape it.")
+    if len(array_path(name)) > LONGEST_PATH:
+        raise LeafError(f"{shown(name)} has a name of {len(name):,} characters, too long to be stored; use shorter keys.")
+    # One that has elements is in somebody's memory. This readers would refuse, and the whole checkpoint with it.
+    if 0 in shape and prod([max(n, 1) for n in shape]) * dtype.itemsize > LARGEST_DIMENSION:
+        raise LeafError(f"{shown(name)} has no elements, and with its shape {shape} more bytes than can be addressed; reshape it.")
+
+
+def _smallest_chunks(sources: Mapping[str, Source], world: World, *, files: bool) -> dict[str, Floor]:
+    """By tensor, what none of its chunks is cut below; `files`: each chunk is a file of its own.
+
+    Processes that know a tensor must cut it alike. A tensor that lies on some devices is known to all of their processes,
+    and so are all others on the very same devices; which tensors others know besides, nobody can say.
+    """
+    groups = {name: None if world.processes == 1 else _known_with(source) for name, source in sources.items()}
+    sizes: Counter[bytes | None] = Counter()
+    for name, source in sources.items():
+        sizes[groups[name]] += prod(source.shape) * source.dtype.storage.itemsize
+    return {name: smallest_chunk(0 if group == _PLAIN else sizes[group], files=files) for name, group in groups.items()}
+
+
+_PLAIN = b""
+
+
+def _known_with(source: Source) -> bytes:
+    """Equal for tensors that the same processes know, as far as that can be said; `_PLAIN` where it cannot."""
+    return _PLAIN if source.holders is None or source.layout is None else _devices(source.layout, len(source.shape))
+
+
+@lru_cache(maxsize=64)
+def _devices(layout: StoredLayout, ndim: int) -> bytes:
+    ids = layout.mesh.device_ids if isinstance(layout, Placements) else layout.tiling(ndim).device_ids
+    return sha256(np.sort(ids).tobytes()).digest()  # short: a thousand tensors ask for the same, perhaps of a hundred thousand devices
+
+
+def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> list[StoredLayout | None]:
+    """How each tensor is laid out: as it is on its devices, or a plain one by the first pattern that matches it."""
+    layouts: list[StoredLayout | None] = []
+    used: set[str] = set()
+    shadowed: dict[str, str] = {}
+    for name, source in sources.items():
+        fitting = [pattern for pattern in shardings if matches(pattern, name)] if source.layout is None else []
+        used.update(fitting[:1])
+        for pattern in fitting[1:]:
+            shadowed[pattern] = fitting[0]
+        layouts.append(shardings[fitting[0]] if fitting else source.layout)
+    for pattern in shardings:
+        if pattern not in used:
+            raise OptionError(
+                f"SaveOptions(shardings=…): {pattern!r} is shadowed by {shadowed[pattern]!r}, which comes first; put it before that."
+                if pattern in shadowed
+                else f"SaveOptions(shardings=…): {pattern!r} matches no plain tensor; patterns are matched with whole names."
+            )
+    return layouts
+
+
+_Block: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
+"""A box of a tensor that is cut into equal tiles: its first index, its shape, and tiles per dimension."""
+
+
+def _pieces(
+    name: str, shape: tuple[int, ...], itemsize: int, blocks: Iterable[_Block], smallest: Floor, *, apart: bool
+) -> tuple[Piece, ...]:
+    """One array for the whole tensor, or several where no useful common grid exists, or they are to be kept `apart`."""
+    pieces = []
+    for start, extent, parts in blocks:
+        cut = chunking(extent, itemsize, parts, smallest=smallest)
+        if cut.piece == shape and not apart:
+            return (Piece(array_path(name), start, shape, cut.chunks),)
+        for corner in product(*map(range, start, map(add, start, extent), cut.piece)):
+            # The last piece of a dimension may be short, even shorter than a chunk.
+            sides = tuple(min(side, a + n - i) for side, a, n, i in zip(cut.piece, start, extent, corner, strict=True))
+            pieces.append(Piece(piece_path(name, shape, corner), corner, sides, tuple(map(min, cut.chunks, sides))))
+    return tuple(pieces)
+
+
+def _blocks(shape: tuple[int, ...], layout: StoredLayout | None, own_boxes: BoxArray | None) -> Iterator[_Block]:
+    """A tensor, or what this process knows of it, as boxes that have a common grid each."""
+    undivided = (1,) * len(shape)
+    if own_boxes is not None:
+        for i in range(len(own_boxes)):
+            yield own_boxes[i].start, own_boxes[i].shape, undivided
+    elif isinstance(layout, Placements):
+        for runs in product(*map(even_runs, layout.cuts(shape))):
+            starts, lengths, parts = zip(*runs, strict=True)
+            yield starts, lengths, parts
+    else:
+        yield (0,) * len(shape), shape, undivided if layout is None else layout.parts(len(shape))

@@ -1,0 +1,271 @@
+"""Saving in the background: one thread per save, and buffers and plans that are kept from save to save.
+
+On the thread that saves: plan, copy all blocks to the stage (`staging`). On the save's own thread: take the chunks
+off, write them and the record, commit or wait for the commit. What is asked of a storage, or of another process, is asked
+there.
+
+When the interpreter ends, saves in flight are finished first (`ending`): what this process has to write without a limit of time, what
+others have to do for `_PATIENCE` seconds. After that, and after Ctrl-C, the save is given up in order, and a warning is logged. A process
+that is killed leaves an attempt that is not published, or one that is. A fork of this process knows nothing of the saves in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CommitError, OptionError
+from shardckpt.excerpt import file_size
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.io.budget import BufferPool
+from shardckpt.io.ending import is_ending, saving_takes_threads, start_background
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
+from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
+from shardckpt.writing.attempt import Attempt
+from shardckpt.writing.plan_cache import PlanCache
+from shardckpt.writing.save_handle import Outcome, SaveHandle, SaveReport
+from shardckpt.writing.staging import MOST_COPIES, Stage, are_own, read, write_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.format.contents import Contents
+    from shardckpt.options import SaveOptions
+    from shardckpt.writing.attempt import Share
+    from shardckpt.writing.host import HostWriter
+
+__all__ = ["Saver"]
+
+_PATIENCE = 60.0
+"""Seconds for which the end of the interpreter waits for other processes, per save in flight."""
+_log = logging.getLogger("shardckpt")
+
+
+class Saver:
+    """Saves in the background. Safe to use from several threads; any number of saves may be in flight, to different urls."""
+
+    def __init__(self, *, memory_limit: int | str = DEFAULT_MEMORY_LIMIT, coordinator: Coordinator | None = None) -> None:
+        """Nothing is allocated before the first save.
+
+        Args:
+            memory_limit: bytes, or text such as "512MiB": of host memory for all saves in flight together; what
+                `SaveOptions` say of it does not count.
+            coordinator: how the processes know of each other; by default found out, once.
+
+        Raises:
+            OptionError: too little memory, or no coordinator.
+        """
+        check_coordinator(coordinator)
+        self.memory_limit = parse_bytes(memory_limit, "memory_limit")
+        """Bytes."""
+        if self.memory_limit < LEAST_MEMORY_LIMIT:
+            raise OptionError(f"memory_limit={file_size(self.memory_limit)}: at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
+        self._coordinator = coordinator
+        self._renew()
+
+    def _renew(self) -> None:
+        """Forget all buffers and plans: in a fork, threads that are not there may hold them."""
+        self.pool = BufferPool(self.memory_limit)
+        """Where the buffers are."""
+        self._plans = PlanCache()
+        self._process = os.getpid()
+
+    def begin(
+        self,
+        url: str | os.PathLike[str],
+        state: Any,
+        options: SaveOptions,
+        *,
+        coordinator: Coordinator | None = None,
+        before_publish: Callable[[], None] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SaveHandle:
+        """Begin a save; when this returns, all that this process has to write is in host buffers, or written.
+
+        Args:
+            url: as in `shardckpt.save`.
+            state: likewise.
+            options: likewise.
+            coordinator: instead of the saver's own.
+            before_publish: called in the background, on the process that commits, just before the checkpoint is published;
+                what it raises fails the save.
+            progress: called in the background, again and again, with bytes of tensors that this process has written, and that
+                it has to write in all.
+
+        Raises:
+            LeafError, ShardingError, OptionError: what cannot be saved; nothing was begun.
+        """
+        began = time.monotonic()
+        options = checked_options(options)
+        check_coordinator(coordinator)
+        coordinator = coordinator or self._coordinator or Coordinator.current()
+        if os.getpid() != self._process:
+            self._renew()
+        save = _Save(self.pool, Attempt(Store.open(parse(url)), coordinator, options), began, before_publish, progress)
+        with saving_takes_threads(save.outcome.url):
+            save.run(state, self._plans)
+        return SaveHandle(save.outcome)
+
+    def close(self) -> None:
+        """Wait for the saves that are in flight, however they end, and free the buffers."""
+        for save in [*_in_flight]:
+            if save.pool is self.pool:
+                save.join(None)
+        self.pool.clear()
+
+
+class _Save:
+    """One save in flight."""
+
+    def __init__(
+        self,
+        pool: BufferPool,
+        attempt: Attempt,
+        began: float,
+        before_publish: Callable[[], None] | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.pool = pool
+        self.attempt = attempt
+        self.outcome = Outcome(str(attempt.store))
+        self._before_publish = before_publish
+        self._progress = progress or (lambda _done, _total: None)
+        self._stage = Stage(pool, self._start)
+        self._thread: threading.Thread | None = None
+        self._began = self._planned = self._copied = began
+        self._share: tuple[Contents, bytes | None] | None = None
+        self._writer_memory = pool.limit // 4 if attempt.store.location.local is None else 0
+        self._tensors = self._nbytes = 0
+
+    # --- the thread that saves
+
+    def run(self, state: Any, plans: PlanCache) -> None:
+        """Plan and copy; on return the rest goes on in the background."""
+        try:
+            share = self.attempt.take(state, plans.plan)
+            self._planned = time.monotonic()
+            self._share = share.contents, share.values
+            self._tensors, self._nbytes = len(share.plan.tensors), share.plan.nbytes
+            self.outcome.nbytes = self._nbytes
+            self._copy(share)
+        except BaseException as e:
+            self._stage.give_up(e)
+            try:
+                self.join(None)
+            except RuntimeError:  # Ctrl-C came before it was started; should it start yet, it finds that all was given up
+                self._thread = None
+                _in_flight.discard(self)
+            if self._thread is None:
+                self._stage.end()
+                self.attempt.give_up(e)
+            raise
+
+    def _copy(self, share: Share) -> None:
+        """Copy all chunks to the stage, while copies of the frameworks' own, and the writer's, are counted too."""
+        plan, sources = share.plan, share.sources
+        room = min(MOST_COPIES, self.pool.limit // 4)
+        largest = max((sources[name].staged_bytes for name in plan.blocks), default=0)
+        most = self._stage.fit(
+            (pair for name, blocks in plan.blocks.items() for pair in zip(blocks, are_own(blocks, sources[name]), strict=True)),
+            fetching=max(room, largest) if largest else 0,
+            writing=self._writer_memory,
+        )
+        for batch in read(plan, sources, room, most=most):
+            self._stage.put(batch)
+        self._copied = time.monotonic()
+        self._stage.close()
+
+    def _start(self) -> None:
+        # Known before it runs: who gives up waits for it, and takes nothing away under it.
+        self._thread = threading.Thread(target=self._finish, name="shardckpt-save", daemon=True)
+        _in_flight.add(self)
+        start_background(self._thread, finish=self._wait_at_exit, stop=self._stop)
+
+    def _wait_at_exit(self) -> None:
+        with suppress(Exception):  # the handle's to tell
+            self.outcome.wait("local", None)
+            self.outcome.wait("commit", _PATIENCE)
+
+    def _stop(self) -> None:
+        if not self.outcome.ended:
+            self.attempt.stop_waiting("the program ends: `shardckpt commit` publishes what all have written.")
+            self._stage.fail(CommitError(f"{self.outcome.url}: the save was given up because the program ends."))
+
+    def join(self, timeout: float | None) -> None:
+        """Wait until the save's thread has ended."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    # --- the save's own thread
+
+    def _finish(self) -> None:
+        try:
+            with saving_takes_threads(self.outcome.url):
+                self.outcome.end(self._report())
+        except BaseException as e:  # noqa: BLE001  (whoever waits for the save is told)
+            self.outcome.end(e)
+            if is_ending():
+                _log.warning("%s: the program ended before the save: %s", self.outcome.url, e)
+        finally:
+            _in_flight.discard(self)
+
+    def _report(self) -> SaveReport:
+        attempt, stage = self.attempt, self._stage
+        assert self._share is not None
+        (contents, values), self._share = self._share, None
+        try:
+            try:
+                written = attempt.write(contents, values, self._fill, self._writer_memory)
+            except BaseException as e:
+                stage.fail(e)
+                raise
+            finally:
+                stage.end()
+            durable = time.monotonic()
+            self.outcome.durable()
+            if attempt.commits:
+                attempt.await_hosts()
+            waited = time.monotonic()
+            record = attempt.assembled() if attempt.commits else None
+            if record is not None and self._before_publish is not None:
+                self._before_publish()
+        except BaseException as e:
+            attempt.give_up(e)
+            raise
+        if record is None:
+            attempt.see_published()
+            waited = time.monotonic()
+        else:
+            attempt.publish(record)
+        ended = time.monotonic() if attempt.commits else waited
+        return SaveReport(
+            url=self.outcome.url,
+            attempt=attempt.name,
+            tensors=self._tensors,
+            nbytes=self._nbytes,
+            stored_bytes=written.stored_bytes,
+            planning_s=self._planned - self._began,
+            copying_s=self._copied - self._planned - stage.blocked,
+            blocked_s=stage.blocked,
+            writing_s=durable - self._copied,
+            waiting_s=waited - durable,
+            committing_s=ended - waited,
+            streamed=stage.streamed,
+            bases=attempt.bases,
+        )
+
+    def _fill(self, writer: HostWriter) -> None:
+        done = 0
+        for blocks in self._stage:
+            for nbytes in write_chunks(writer, blocks):
+                done += nbytes
+                self._progress(done, self._nbytes)
+
+
+_in_flight: set[_Save] = set()
+os.register_at_fork(after_in_child=_in_flight.clear)
