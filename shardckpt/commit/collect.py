@@ -19,7 +19,7 @@ To collect a checkpoint's orphaned attempts:
 5. If nothing is left but that tombstone, it goes, too, on condition that it is still that version: a save that began
    meanwhile has put its placeholder there.
 
-To delete a checkpoint, a tombstone takes the place of its record on the same condition, unless it is pinned (`io.markers`);
+To delete a checkpoint, a tombstone takes the place of its record on the same condition, unless it is pinned (`commit.markers`);
 then its attempt goes, then the tombstone.
 
 A process that is stopped on the way leaves a checkpoint that is whole, or none, and attempts and a tombstone that the next

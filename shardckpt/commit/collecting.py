@@ -1,6 +1,6 @@
 """Getting rid of what is no checkpoint, and of checkpoints: what users ask for.
 
-`io.collect` says how one place is collected, and why nothing that is removed can be published afterwards. Here
+`commit.collect` says how one place is collected, and why nothing that is removed can be published afterwards. Here
 are the places: a directory of checkpoints, or one of them.
 """
 

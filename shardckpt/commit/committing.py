@@ -5,8 +5,8 @@ all that there is to say; so any process can commit it, later, from the records 
 the newest complete one counts; of several reshards none, for their names tell no order. An attempt is overtaken once the
 place no longer has the commit record that the save found: something else was committed there since, or the attempt's
 place was collected. What a run has left that no longer
-saves there, or what would replace a pinned checkpoint, may be what was refused publication: that is not committed (`io.leftover`).
-Before the first save after a rollback is published, the steps that this supersedes are marked (`io.rollback`).
+saves there, or what would replace a pinned checkpoint, may be what was refused publication: that is not committed (`commit.leftover`).
+Before the first save after a rollback is published, the steps that this supersedes are marked (`commit.rollback`).
 """
 
 from __future__ import annotations

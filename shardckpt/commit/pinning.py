@@ -1,6 +1,6 @@
 """Pinning a checkpoint: no deletion by a `CheckpointManager` or `shardckpt rm` touches it until it is unpinned.
 
-See `io.markers` for why a pin that was put in place holds.
+See `commit.markers` for why a pin that was put in place holds.
 """
 
 from __future__ import annotations

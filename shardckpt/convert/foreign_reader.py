@@ -1,6 +1,6 @@
 """Reading boxes of a foreign checkpoint's tensors to where they are wanted.
 
-1. All that is asked for at once is planned at once, in columns (`io.wanted`): which chunks of the foreign tensors, and where each part
+1. All that is asked for at once is planned at once, in columns (`reading.wanted`): which chunks of the foreign tensors, and where each part
    of them goes. A chunk is read once, whoever wants some of it.
 2. Where chunks lie in files as runs of bytes (`Foreign.run`), those that follow each other are read together: each straight to where it
    goes, if that is one run of memory, else to a buffer, and copied from there. What an object store answers is copied from the answer.

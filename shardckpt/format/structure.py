@@ -80,7 +80,7 @@ class Structure:
     """What a checkpoint holds, apart from the bytes: the tree, its small leaves, and every tensor's record."""
 
     tree: Any
-    """JSON document of `tree.flatten`."""
+    """JSON document of `state.flatten`."""
     tensors: dict[str, TensorRecord]
 
     @property

@@ -1,6 +1,6 @@
 """Which processes hold the boxes of a JAX array?
 
-What follows from the layout and from whose each device is (`planning.writers`). Where JAX itself knows of several
+What follows from the layout and from whose each device is (`plan.writers`). Where JAX itself knows of several
 processes, two things are checked before, for processes that disagree would write a chunk twice or not at all:
 
 1. Of an array with shards in other processes, somebody has said whose the devices are.

@@ -1,6 +1,6 @@
 """Which parts of a process's shards are copied at once, and which chunks are they?
 
-What a process writes of a shard, a run of chunks, is cut into boxes (`planning.grid_runs`): its *blocks*. One block is
+What a process writes of a shard, a run of chunks, is cut into boxes (`plan.grid_runs`): its *blocks*. One block is
 copied by one call. Cutting it further can wait until it is written. Pure.
 """
 

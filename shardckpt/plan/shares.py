@@ -1,6 +1,6 @@
 """Several processes need the same boxes: which of them reads what, so that every chunk is read once?
 
-The same question as for writing (`planning.writers`), and the same answer, which every process works out by itself:
+The same question as for writing (`plan.writers`), and the same answer, which every process works out by itself:
 
 1. All chunks that the boxes touch make one tape, in order of tensor, piece and place. Boxes of a tensor that fill at least
    half of what spans them, as those of one process's devices do, count as one there: they may share chunks.

@@ -2,7 +2,7 @@
 
 A checkpoint is a directory whose `checkpoint.json` names an attempt. Only that record is read, and of it only
 what a list shows: a record of many tensors is not turned into tensors. What else lies there and is an attempt
-(`io.attempts`) is an unfinished save, or what is left of one; all other things are none of our business.
+(`commit.attempts`) is an unfinished save, or what is left of one; all other things are none of our business.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CatalogEntry:
     hosts: int | None = None
     """Of an unfinished attempt: how many there are. None while not one has finished: only those know."""
     committable: bool = False
-    """Of an unfinished attempt: whether it lacks nothing but its commit, and nothing speaks against that (`io.leftover`)."""
+    """Of an unfinished attempt: whether it lacks nothing but its commit, and nothing speaks against that (`commit.leftover`)."""
     metrics: Mapping[str, float | str] = field(default_factory=dict)
     """Of a checkpoint: what was given to `CheckpointManager.save(metrics=…)`; numbers that are not finite as text."""
     bases: tuple[str, ...] = ()

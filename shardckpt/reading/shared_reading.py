@@ -1,6 +1,6 @@
 """One process's part in reading what several processes need.
 
-1. What is needed is read in rounds (`planning.shares`). Of each, every member reads its part into the places where it
+1. What is needed is read in rounds (`plan.shares`). Of each, every member reads its part into the places where it
    belongs, packs it, and announces that it has.
 2. When all have, they send each other their parts (`interconnect`), and unpack the others'. Meanwhile the next round is read.
 3. Who fails announces what went wrong instead, and all raise it. Who dies is missed: its announcement by the coordinator's

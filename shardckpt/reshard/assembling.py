@@ -4,7 +4,7 @@
 2. Small steps are taken together, into *batches* that a processor's cache holds, and reading some batches is planned together, by the
    caller's thread. A second thread reads them, one after another: source chunks go, or are scattered, straight to where they lie in the
    chunks of the target, converted on the way where dtypes differ. A target may be made of parts of several tensors, transposed
-   (`planning.views`); a source chunk that several parts of a batch need is read once.
+   (`plan.views`); a source chunk that several parts of a batch need is read once.
 3. Meanwhile the chunks of the batch before are the caller's. Some batches are read ahead, so that neither waits for the other.
 """
 

@@ -2,7 +2,7 @@
 
 That is so where layout, compression, dtypes, names and all chunk grids are the source's, and both places are on one file system, or
 in buckets of one object store, which copies by itself.
-Then each host of the source becomes a host of the new attempt (`io.carrying`), with a record of its own that says what the new
+Then each host of the source becomes a host of the new attempt (`reshard.carrying`), with a record of its own that says what the new
 checkpoint holds. Its chunks are read back and compared with their checksums as those of a task are.
 """
 

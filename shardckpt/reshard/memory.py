@@ -4,9 +4,9 @@ A worker has two buffers of the same size, its *room*: what is read next is fill
 them are what is being read and what is on its way to the storage:
 
 - read from a local disk: a scratch buffer per thread, of 4 MiB or the largest chunk; from an object store three copies of
-  what is under way (`io.reader`). A compressed chunk is unpacked beside that.
+  what is under way (`reading.reader`). A compressed chunk is unpacked beside that.
 - written to a local disk: one compressed chunk, or nothing, and scratch buffers for reading back; to an object store five times
-  a data file (`io.packed`).
+  a data file (`writing.packed`).
 
 The rest is the room. The interpreter and the libraries of each process come on top of the limit: `PROCESS_BYTES`.
 """
@@ -30,13 +30,13 @@ PROCESS_BYTES = 128 << 20
 READERS = 2
 """Threads with which a worker reads from a local disk."""
 _SCRATCH = 4 << 20
-"""Bytes of a thread's scratch buffer, see `io.fetch`."""
+"""Bytes of a thread's scratch buffer, see `reading.fetch`."""
 _REQUEST = 10 << 20
-"""Bytes of a request to an object store, see `io.reader`."""
+"""Bytes of a request to an object store, see `reading.reader`."""
 _COPIES = 3
 """Times that they are in memory."""
 _OBJECT = 8 << 20
-"""Bytes of a data file on an object store at the least, and five of them are in memory, see `io.packed`."""
+"""Bytes of a data file on an object store at the least, and five of them are in memory, see `writing.packed`."""
 _FILES = 5
 _COMFORTABLE = 128 << 20
 """Bytes per worker below which another worker would only take room from the others."""

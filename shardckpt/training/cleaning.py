@@ -5,7 +5,7 @@
    now, what is pinned, which the deletion itself finds out, and the bases of all that is there (`skipping`): a base goes
    after those that name it.
 3. Superseded steps go once training has got past them: until then a rollback can be taken back.
-4. Each deletion puts a tombstone in place of the commit record before data goes, and removes it at the end (`io.collect`).
+4. Each deletion puts a tombstone in place of the commit record before data goes, and removes it at the end (`commit.collect`).
    What a killed process, or an earlier version, has left is collected later: attempts of no checkpoint, and tombstones, into
    which nothing has been written for a grace period.
 

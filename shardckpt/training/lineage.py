@@ -1,7 +1,7 @@
 """Which of the steps that are there belong to the training that goes on now?
 
 After step s was restored, all later ones are superseded: they are replaced when training reaches them again. The manager
-knows that at once; the storage is told just before the first save after it is published (`io.rollback`), so that who only
+knows that at once; the storage is told just before the first save after it is published (`commit.rollback`), so that who only
 looks at an old step changes nothing. A superseded step that is restored belongs to the training again.
 """
 

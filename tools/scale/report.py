@@ -119,7 +119,8 @@ _NOTES = {
         "(`tools/scale/counted.py`), made "
         "by all hosts within 0.1 s of each other with 4 GiB each, by a simulated clock and with the pace that "
         "`shardckpt.io.buckets.pace` keeps (`tools/scale/bucket.py`). Besides its data files of 64 MiB a host writes four or five small "
-        "objects and reads four; of each host the committer reads four. A new bucket of Cloud Storage bears 1,000 writes and 5,000 reads per second."
+        "objects and reads four; of each host the committer reads four. A new bucket of Cloud Storage bears 1,000 writes and 5,000 reads "
+        "per second."
     ),
     "Requests of a restore": (
         "What hosts read that restore from an object store, the average of up to six spread over the job: the rows of chunk tables as the "

@@ -4,7 +4,7 @@
 2. Every other leaf goes to where its new name says. What is there of the way keeps its keys, with their types. Containers that move
    with what is in them keep their kind and their keys: those whose components a new name and the old one have in common at the end. The
    rest of the way is dicts, with texts for keys.
-3. A container from which everything went is not there. A list that has lost an item is a dict from index to item, as in `tree.select`.
+3. A container from which everything went is not there. A list that has lost an item is a dict from index to item, as in `state.select`.
 """
 
 from __future__ import annotations

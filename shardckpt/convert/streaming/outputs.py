@@ -1,7 +1,7 @@
 """Which elements of which tensors make each output?
 
 An output is a tensor of another format's file, or whatever else is written. It is made of views: boxes of the checkpoint's tensors,
-perhaps transposed, each at its place (`planning.views`). Together they are the output, each element once. A plain export has one
+perhaps transposed, each at its place (`plan.views`). Together they are the output, each element once. A plain export has one
 view per output; one that takes stacked layers apart, or joins projections into one matrix, has others.
 
 Pure: nothing is read.

@@ -1,6 +1,6 @@
 """What does every host read when a checkpoint is restored onto a layout?
 
-1. Per tensor: which group of hosts reads which chunks (`planning.readers`). Tensors of one shape, chunking and layout share the
+1. Per tensor: which group of hosts reads which chunks (`plan.readers`). Tensors of one shape, chunking and layout share the
    answer.
 2. The chunks' lengths (`stored`) make the bytes that each host reads, and with who wrote them the flow from hosts that wrote to
    hosts that read.

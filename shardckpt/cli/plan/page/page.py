@@ -40,7 +40,7 @@ def page(found: Forecast, doc: dict[str, Any]) -> str:
 
     Args:
         found: the plan, for its layouts.
-        doc: its document (`forecast.document`), for all numbers.
+        doc: its document (`reshard.forecast.document`), for all numbers.
     """
     style, script = (Html(resources.files(__package__).joinpath(f"page.{kind}").read_text("utf-8")) for kind in ("css", "js"))
     policy = f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src 'sha256-{_digest(script)}'; base-uri 'none'"
