@@ -16,6 +16,8 @@ from botocore.parsers import ResponseParserError
 from shardckpt.io import cloud
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardckpt.io.patience import Patience
 
 __all__ = ["RefusedError", "ask"]
@@ -35,7 +37,16 @@ class RefusedError(OSError):
         self.code: str = error.response.get("Error", {}).get("Code", "")
 
 
-def ask(operation: str, bucket: str, name: str, *, kind: Literal["read", "write"], patience: Patience, **parameters: Any) -> dict[str, Any]:
+def ask(
+    operation: str,
+    bucket: str,
+    name: str,
+    *,
+    kind: Literal["read", "write"],
+    patience: Patience,
+    body: Callable[[], object] | None = None,
+    **parameters: Any,
+) -> dict[str, Any]:
     """The answer to one request about an object.
 
     Args:
@@ -44,6 +55,7 @@ def ask(operation: str, bucket: str, name: str, *, kind: Literal["read", "write"
         name: the object's.
         kind: of request, for the limit of requests per second.
         patience: how often a request is made again that fails in passing.
+        body: makes what is sent, anew for each try, because a try reads it to its end.
         **parameters: of the operation.
 
     Raises:
@@ -53,7 +65,8 @@ def ask(operation: str, bucket: str, name: str, *, kind: Literal["read", "write"
 
     def once() -> dict[str, Any]:
         cloud.pace(kind)
-        answer: dict[str, Any] = getattr(client, operation)(Bucket=bucket, Key=name, **parameters)
+        given = parameters if body is None else {**parameters, "Body": body()}
+        answer: dict[str, Any] = getattr(client, operation)(Bucket=bucket, Key=name, **given)
         return answer
 
     try:
