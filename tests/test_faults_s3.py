@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +11,10 @@ from faults import TORTURE, TRANSIENT, Rule, faulty_cloud, make_state, random_ru
 from placeholders import put_placeholder
 
 import shardckpt
+from shardckpt.commit import publish as commit
+from shardckpt.commit.collect import collect
 from shardckpt.errors import AlreadyExistsError, NotFoundError, StorageError
+from shardckpt.io.store import Store
 from shardckpt.writing import packed
 
 pytestmark = pytest.mark.slow
@@ -74,6 +78,35 @@ def test_a_commit_whose_answer_is_lost_is_not_taken_for_somebody_else_s(cloud, o
         exchanges = cloud.proxy.traffic.exchanges(cloud.name_of(url, "checkpoint.json"))
     assert [e.status for e in exchanges if e.operation.kind == "upload"][:2] == [None, 412]
     cloud.assert_whole(url, STATE)
+
+
+@pytest.mark.parametrize("put", ["placeholder", "fence"])
+def test_a_tombstone_that_goes_before_its_writer_has_an_answer_does_not_come_back(cloud, put):
+    """The answer to its creation is lost, so it is tried again; and in between somebody removes it."""
+    store = Store.open(cloud.place())
+    if put == "fence":  # what a version has begun that put no placeholder there
+        store.write("20260101T000000-00000000/small", b"")
+
+    def create():
+        if put == "fence":
+            assert collect(store, grace=0)[0].outcome == "removed"
+        else:
+            assert commit.hold_place(store, commit.read_prior(store, overwrite=False), overwrite=False).holds
+
+    slow = [
+        Rule("latency", seconds=1, kinds=("upload",), objects=RECORD, skip=1),
+        Rule("latency", seconds=0.3, kinds=("delete",), objects=RECORD, skip=1),
+    ]
+    with ThreadPoolExecutor(1) as pool, cloud.breaking(*slow, Rule("lost-answer", kinds=("upload",), objects=RECORD)):
+        creating = pool.submit(create)
+        while not (first := store.read_versioned(commit.RECORD)[0]):
+            time.sleep(0.01)
+        store.delete(commit.RECORD)
+        while not creating.done() and (second := store.read_versioned(commit.RECORD)[0]) is None:
+            time.sleep(0.01)
+        creating.result()
+    assert second is not None
+    assert first != second
 
 
 @pytest.mark.parametrize("lost_answers", [0, 2, 4])

@@ -19,7 +19,7 @@ To collect a checkpoint's orphaned attempts:
 5. If nothing is left but that tombstone, it goes, too, on condition that it is still that version: a save that began
    meanwhile has put its placeholder there.
 
-To delete a checkpoint, a tombstone takes the place of its record on the same condition, unless it is pinned (`commit.markers`);
+To delete a checkpoint, a tombstone takes the place of its record on the same condition, unless it is pinned (`io.markers`);
 then its attempt goes, then the tombstone.
 
 A process that is stopped on the way leaves a checkpoint that is whole, or none, and attempts and a tombstone that the next
@@ -32,11 +32,12 @@ import datetime as dt
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.attempts import attempts, is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked, unmark
-from shardckpt.commit.publish import RECORD, clear_place
+from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
 from shardckpt.errors import FormatError, NotFoundError, OptionError, ReplacedError, StorageError, VersionError
 from shardckpt.format.fields import Fields
 from shardckpt.format.record import Tombstone, open_envelope, seal
@@ -105,10 +106,9 @@ class _Record:
 
     def fence(self, store: Store) -> bool:
         """Make it another version of itself, and of a placeholder a tombstone; whether it was still this one."""
-        mark = secrets.token_hex(8)
         if self.data is None or self.doc is None or self.is_placeholder:
-            return store.replace(RECORD, _tombstone(_COLLECTED, mark), self.generation)
-        sealed = seal({**self.doc, "nonce" if self.is_tombstone else "fence": mark})
+            return put_tombstone(store, partial(_tombstone, _COLLECTED), self.generation, absent=self.data is None)
+        sealed = seal({**self.doc, "nonce" if self.is_tombstone else "fence": secrets.token_hex(8)})
         # All of it stays, be it newer than this reader, and the format version with it, which the host records have, too.
         head = self.data[: self.data.index(b'"sha256"')]
         return store.replace(RECORD, head + sealed[sealed.index(b'"sha256"') :], self.generation)
@@ -221,7 +221,7 @@ def _bury(store: Store, reason: str) -> str | None:
         if is_marked(store, PINNED, named):
             raise OptionError(f"{store} is pinned, so it is not deleted; `shardckpt unpin` it first.")
         first = named
-        if store.replace(RECORD, _tombstone(reason, secrets.token_hex(8)), generation):
+        if store.replace(RECORD, _tombstone(reason), generation):
             return first
     raise StorageError(f"cannot delete {store}: {_CONTENDED}; try again.")
 
@@ -274,7 +274,7 @@ def _remove(store: Store, orphan: Collected) -> Collected:
     return replace(orphan, outcome="removed", reason=None)
 
 
-def _tombstone(reason: str, nonce: str) -> bytes:
+def _tombstone(reason: str) -> bytes:
     """A tombstone like no other; it says when, by this machine's clock, and why."""
     now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-    return seal(Tombstone(f"{now}: {reason}", nonce).to_json())
+    return seal(Tombstone(f"{now}: {reason}", secrets.token_hex(8)).to_json())

@@ -3,7 +3,7 @@
 An attempt is a directory that is never used again. Data, then the hosts' records, go there; as long as
 `checkpoint.json` does not name it, it is no checkpoint. Whoever commits it
 
-1. makes the commit record out of the hosts' records (`commit.assemble`);
+1. makes the commit record out of the hosts' records (`io.assemble`);
 2. writes `checkpoint.json` in place of the very version that was there before any host wrote (`replace`, a
    compare-and-swap). Losing that race publishes nothing. Where there is no checkpoint, that version is a placeholder,
    which the save puts there first (`hold_place`): nothing is ever published by creating the file, so a committer that
@@ -31,10 +31,11 @@ from shardckpt.commit.markers import PINNED, SUPERSEDED, unmark
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError, VersionError
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint, seal
 from shardckpt.format.table_header import check_sizes
+from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import LARGEST_WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from shardckpt.io.store import Store
 
@@ -47,6 +48,7 @@ __all__ = [
     "new_attempt",
     "publish",
     "published_attempt",
+    "put_tombstone",
     "read_prior",
     "remove_replaced",
 ]
@@ -54,8 +56,9 @@ __all__ = [
 RECORD = "checkpoint.json"
 """The commit record, relative to the checkpoint."""
 _UNREADABLE = Tombstone("unreadable")
-_ROUNDS = 10
-"""How often to look again because somebody else has changed the record."""
+_ROUNDS, _DISK_ROUNDS = 10, 200
+"""How often to look again because somebody else has changed the record; on a disk, where a look takes a tenth of a millisecond, deletions
+may also remove the empty directory each time."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 1.0
 """Seconds between two looks for the placeholder of another process."""
 
@@ -131,29 +134,59 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, patience: float =
         StorageError: the storage failed.
     """
     began, looks = time.monotonic(), 0
+    most = _ROUNDS if store.location.local is None else _DISK_ROUNDS
     while not (prior.holds or isinstance(prior.record, CheckpointRecord) or prior.record is _UNREADABLE):
         waited = time.monotonic() - began
         if waited < patience:
             time.sleep(min(max(_LEAST_PAUSE, waited), _MOST_PAUSE))
-        elif looks == _ROUNDS:
+        elif looks == most:
             why = "the storage refuses, and nothing is there; is the bucket there?" if prior.record is None else "it changes all the time."
             raise StorageError(f"cannot create {store.path_of(RECORD)}: {why}")
         else:
             looks += 1
-            _put_placeholder(store, prior, last=looks == _ROUNDS)
+            _put_placeholder(store, prior, last=looks == most)
         prior = read_prior(store, overwrite=overwrite)
     return prior
 
 
 def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
     """Put a placeholder in place of nothing, or of a tombstone, unless somebody else is first."""
-    data = seal(Tombstone("a save was begun here and is not committed", secrets.token_hex(8), begun=True).to_json())
+
+    def make() -> bytes:
+        return seal(Tombstone("a save was begun here and is not committed", secrets.token_hex(8), begun=True).to_json())
+
     try:
-        store.replace(RECORD, data, prior.generation)
+        put_tombstone(store, make, prior.generation, absent=prior.record is None)
     except StorageError:
         # On a disk a deletion may remove the empty directory just now.
         if last or store.location.local is None or store.location.local.is_dir():
             raise
+
+
+def put_tombstone(store: Store, make: Callable[[], bytes], generation: bytes, *, absent: bool) -> bool:
+    """Put a tombstone in place of a version of the commit record, or of nothing, that will never be there a second time.
+
+    TensorStore repeats a request whose answer was lost. To create an object may succeed twice, if it is removed in between; elsewhere than
+    on S3 the two are different versions even so.
+
+    Args:
+        store: the checkpoint's place.
+        make: the tombstone; never the same twice.
+        generation: of what it replaces.
+        absent: whether that is nothing.
+
+    Returns:
+        Whether it is there. False where something else is, which may be an earlier try's.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    if not absent or store.location.scheme != "s3":
+        return store.replace(RECORD, make(), generation)
+    from shardckpt.io.buckets.s3_client import create_anew  # botocore is there where the extra is
+
+    with storage_errors("write", store.path_of(RECORD)):
+        return create_anew(store.location, RECORD, make)
 
 
 def clear_place(store: Store, generation: bytes) -> None:

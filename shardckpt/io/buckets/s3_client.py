@@ -14,16 +14,22 @@ from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
 
 from shardckpt.io.buckets import cloud
+from shardckpt.io.buckets.patience import Patience
 
 if TYPE_CHECKING:
-    from shardckpt.io.buckets.patience import Patience
+    from collections.abc import Callable
 
-__all__ = ["RefusedError", "ask"]
+    from shardckpt.io.url import Location
+
+__all__ = ["RefusedError", "ask", "create_anew"]
 
 _PASSING = {408, 409, 429, 500, 502, 503, 504}
 """Statuses that may be over the next time; 409 is a conflict of two conditional writes."""
 _PASSING_CODES = {"RequestTimeout", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "SlowDown", "InternalError"}
 """Names of errors, some of which come with status 400."""
+
+
+_EXISTS = 412
 
 
 class RefusedError(OSError):
@@ -35,7 +41,40 @@ class RefusedError(OSError):
         self.code: str = error.response.get("Error", {}).get("Code", "")
 
 
-def ask(operation: str, bucket: str, name: str, *, kind: Literal["read", "write"], patience: Patience, **parameters: Any) -> dict[str, Any]:
+def create_anew(location: Location, key: str, make: Callable[[], bytes]) -> bool:
+    """Create an object that is another one with each try: what is removed between two tries does not come back.
+
+    Args:
+        location: the place in a bucket of S3.
+        key: of the object, relative to it.
+        make: the object; never the same twice.
+
+    Returns:
+        Whether this created it; False where there is one, which may be that of an earlier try whose answer was lost.
+
+    Raises:
+        OSError: the service failed or refused.
+    """
+    assert location.bucket is not None
+    try:
+        ask("put_object", location.bucket, location.object_prefix + key, kind="write", patience=Patience(), body=make, IfNoneMatch="*")
+    except RefusedError as e:
+        if e.status == _EXISTS:
+            return False
+        raise
+    return True
+
+
+def ask(
+    operation: str,
+    bucket: str,
+    name: str,
+    *,
+    kind: Literal["read", "write"],
+    patience: Patience,
+    body: Callable[[], object] | None = None,
+    **parameters: Any,
+) -> dict[str, Any]:
     """The answer to one request about an object.
 
     Args:
@@ -44,6 +83,7 @@ def ask(operation: str, bucket: str, name: str, *, kind: Literal["read", "write"
         name: the object's.
         kind: of request, for the limit of requests per second.
         patience: how often a request is made again that fails in passing.
+        body: makes the object, for each try anew.
         **parameters: of the operation.
 
     Raises:
@@ -53,7 +93,8 @@ def ask(operation: str, bucket: str, name: str, *, kind: Literal["read", "write"
 
     def once() -> dict[str, Any]:
         cloud.pace(kind)
-        answer: dict[str, Any] = getattr(client, operation)(Bucket=bucket, Key=name, **parameters)
+        made = {} if body is None else {"Body": body()}
+        answer: dict[str, Any] = getattr(client, operation)(Bucket=bucket, Key=name, **made, **parameters)
         return answer
 
     try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from crc32c import crc32c
@@ -189,8 +190,8 @@ class S3Session:
     def _ask(self, operation: str, body: memoryview | None = None, **parameters: Any) -> dict[str, Any]:
         """The answer to one request about the object."""
         kind: Literal["read", "write"] = "read" if operation in ("head_object", "list_parts") else "write"
-        given = parameters if body is None else {**parameters, "Body": _Body(body)}
-        return ask(operation, self._bucket, self._name, kind=kind, patience=self._patience, **given)
+        send = None if body is None else partial(_Body, body)
+        return ask(operation, self._bucket, self._name, kind=kind, patience=self._patience, body=send, **parameters)
 
 
 class _Body:
