@@ -177,9 +177,10 @@ def test_a_torch_leaf_can_be_looked_at_without_torch(monkeypatch, node, shown):
 def test_coding_leaves_imports_no_framework():
     code = """
 import sys
-from shardckpt import leaves, tree
+from shardckpt import state as states
+from shardckpt.state import leaves
 state = {"a": [1, 2.5, "x", b"y", None], "b": (3 + 1j,)}
-assert tree.unflatten(tree.flatten(state, lambda value: False).tree, {}) == state
+assert states.unflatten(states.flatten(state, lambda value: False).tree, {}) == state
 assert not leaves.is_small(object())
 print({"torch", "jax", "tensorstore", "zarr"} & set(sys.modules))
 """

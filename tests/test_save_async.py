@@ -453,7 +453,8 @@ def test_an_interrupt_as_the_background_begins_leaves_a_checkpoint_that_is_whole
 import signal, sys, threading, time
 import numpy as np
 import shardckpt
-from shardckpt import errors, saver
+from shardckpt import errors
+from shardckpt.writing import saver
 main, finish = threading.main_thread().ident, saver._Save._finish
 def interrupted(self):
     signal.pthread_kill(main, signal.SIGINT)

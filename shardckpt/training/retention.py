@@ -1,7 +1,7 @@
 """Which steps are kept?
 
 A rule is given all steps that could be deleted and says which of them to keep; `any_of` keeps what one of several rules
-keeps. Rules are values without side effects: whoever deletes adds what is never deleted (`shardckpt.training.deletion`).
+keeps. Rules are values without side effects: whoever deletes adds what is never deleted (`training.cleaning`).
 A class of your own derives from `Retention`.
 """
 

@@ -107,7 +107,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(saver, tmp_path):
 def test_an_interrupt_ends_it_quietly():
     code = """
 import os, signal, sys, threading
-from shardckpt import checkpoint
+from shardckpt.reading import checkpoint
 from shardckpt.cli import main
 
 def slow(url):
