@@ -92,9 +92,16 @@ def list_steps(root: Store) -> list[StepInfo]:
     Raises:
         StorageError: the storage failed, or Python is ending and starts no threads to read with.
     """
+    numbers = step_numbers(root)
     with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-steps") as pool:
-        found = pool.map(lambda step: read_step(root, step), step_numbers(root))
-        return [info for info in found if info is not None]
+        while True:
+            found = [info for info in pool.map(lambda step: read_step(root, step), numbers) if info is not None]
+            if found or not numbers:
+                return found
+            # A run may have deleted them meanwhile, and only because it has saved another.
+            listed, numbers = numbers, step_numbers(root)
+            if numbers == listed:
+                return found
 
 
 def read_step(root: Store, step: int) -> StepInfo | None:

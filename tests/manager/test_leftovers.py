@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from placeholders import undo_commit
 from training_runs import state
 
+import shardckpt
 from shardckpt import errors
+from shardckpt.collecting import delete
+from shardckpt.manager import steps
 
 
 @pytest.fixture
 def unpublished(run):
     """A run whose step 2 is complete and lacks its publication."""
     run.train(1, 2)
-    (run.root / "2" / "checkpoint.json").unlink()
+    undo_commit(run.root / "2")
     return run
 
 
@@ -44,3 +48,18 @@ def test_nothing_but_steps_is_looked_at(unpublished):
     (foreign / "records").write_text("a file where a directory would be")
     with unpublished.manager() as manager:
         assert manager.restore().step == 2
+
+
+def test_a_run_that_goes_on_while_its_steps_are_listed_is_not_taken_for_a_new_one(run, monkeypatch):
+    """With keep=1: the only step that the listing shows goes before its record is read, since there is another."""
+    run.train(1)
+    read = steps.read_step
+
+    def late(root, step):
+        monkeypatch.setattr(steps, "read_step", read)
+        shardckpt.save(run.root / "2", state(2))
+        delete(run.root / str(step))
+        return read(root, step)
+
+    monkeypatch.setattr(steps, "read_step", late)
+    assert run.manager().latest_step() == 2
