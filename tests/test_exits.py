@@ -64,6 +64,24 @@ def test_a_save_that_waits_for_others_is_given_up_when_the_program_ends(tmp_path
         shardckpt.open(tmp_path / "1")
 
 
+def test_a_thread_that_outlives_the_main_one_is_told_that_it_can_save_no_more(tmp_path):
+    program = """if True:
+        import sys, threading, numpy, shardckpt
+        manager = shardckpt.CheckpointManager(sys.argv[1], keep=1)
+        manager.save(1, {"w": numpy.ones(1 << 20)})
+        def late():
+            threading.main_thread().join()
+            try:
+                manager.save(2, {"w": numpy.ones(9)})
+            except shardckpt.ShardckptError as error:
+                print(type(error).__name__, error)
+        threading.Thread(target=late).start()
+        sys.exit(7)"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.split(" ")[0], done.stderr) == (7, "CommitError", "")
+    assert shardckpt.CheckpointManager(tmp_path).all_steps() == [1]
+
+
 def test_what_is_first_used_when_python_ends_is_refused(tmp_path):
     program = """if True:
         import atexit, sys, threading, numpy, shardckpt

@@ -35,6 +35,10 @@ class _Task:
 
 
 _tasks: dict[threading.Thread, _Task] = {}
+_guard = threading.Lock()
+"""Held while a task is begun: none is begun once the end has looked at which there are."""
+_closed = False
+"""Whether the end of the interpreter has looked. Threads of the program's own may still run then, and save."""
 
 
 def start_background(
@@ -60,17 +64,23 @@ def start_background(
             task.ended.put(None)
 
     thread.run = run_and_tell  # type: ignore[method-assign]
-    _tasks[thread] = task
-    try:
-        thread.start()
-    except RuntimeError:
-        del _tasks[thread]
-        raise
+    with _guard:
+        if _closed:
+            raise RuntimeError("can't start new thread in the background: Python is ending")
+        _tasks[thread] = task
+        try:
+            thread.start()
+        except RuntimeError:
+            del _tasks[thread]
+            raise
 
 
 def _end_all() -> None:
     """At the end of the interpreter: finish all, then stop all; however often Ctrl-C comes, nothing is left at work."""
-    tasks = [*_tasks.items()]
+    global _closed  # noqa: PLW0603  (of the interpreter)
+    with _guard:
+        _closed = True
+        tasks = [*_tasks.items()]
     with suppress(BaseException):
         for _, task in tasks:
             task.finish()
@@ -84,7 +94,16 @@ def _end_all() -> None:
 
 
 getattr(threading, "_register_atexit", atexit.register)(_end_all)
-os.register_at_fork(after_in_child=_tasks.clear)
+
+
+def _after_fork() -> None:
+    """Forget what goes on in the parent, whose threads may have held the lock."""
+    global _guard  # noqa: PLW0603  (of the interpreter)
+    _guard = threading.Lock()
+    _tasks.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def is_ending() -> bool:
