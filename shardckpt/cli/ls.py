@@ -84,7 +84,7 @@ def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[s
     if any(entry.state == "uncommitted" for entry in entries):
         yield ""
         if any(entry.committable for entry in entries):
-            yield f"shardckpt commit {visible(quote(root))} makes checkpoints of those of which no host is missing"
+            yield f"shardckpt commit {visible(quote(root))} commits those that lack no host"
         yield f"shardckpt gc {visible(quote(root))} removes what nobody finishes"
 
 
