@@ -103,7 +103,7 @@ def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:
 
 
 def _rows_of_none(entry: CatalogEntry, columns: int, room: int) -> Iterator[list[Cell]]:
-    """What is no checkpoint, and why, over all columns but the first, on as many lines of `room` characters as that takes."""
+    """Rows of an entry that is no checkpoint: its name, then the reason, folded into lines of `room` characters."""
     from textwrap import wrap
 
     why = _progress(entry) if entry.state == "uncommitted" else visible(entry.reason or "")

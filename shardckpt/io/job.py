@@ -49,7 +49,7 @@ def holder(root: Store) -> str | None:
 
 
 def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> OtherJobError | None:
-    """What a save that was to be a new step has failed with, if it is that another job has saved the step.
+    """The OtherJobError of a save that failed because another job has saved its step.
 
     Args:
         root: of the run.

@@ -87,7 +87,7 @@ class ConvertedSubtree:
 
 @dataclass(frozen=True, slots=True)
 class DtypePlan:
-    """What becomes of all tensors."""
+    """The dtype of each tensor after conversion, and a summary by subtree."""
 
     dtypes: Mapping[str, DType]
     """By name, the dtype that each tensor will have."""
