@@ -52,10 +52,10 @@ def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> O
     """The OtherJobError of a save that failed because another job has saved its step.
 
     Args:
-        root: of the run.
-        step: that was being saved, in place of none.
-        run_id: of this job.
-        error: of the save.
+        root: the run's root.
+        step: the step that was being saved as a new one.
+        run_id: this job's run id.
+        error: the error of the save.
 
     Raises:
         FormatError: the step's commit record cannot be read.
