@@ -169,7 +169,7 @@ class _Inside:
 def unsupported(value: object, name: str) -> LeafError:
     """The error for a value that is neither tensor, small leaf nor container."""
     kind = type(value)
-    what = f"{shown(name)} is of type {kind.__module__}.{kind.__qualname__}, which cannot be stored.".replace(" builtins.", " ")
+    what = f"{shown(name)} is a {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " ") + ", which cannot be stored."
     base = next((base for base in kind.__mro__[1:] if base in _BASES), None)
     if isinstance(value, set | frozenset):
         return LeafError(f"{what} Sets have no order: store sorted(…) of it, a list.")
