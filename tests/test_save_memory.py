@@ -48,13 +48,14 @@ def test_what_threads_lay_out_and_compress_is_inside_the_limit_together(tmp_path
         tracemalloc.stop()
 
 
-def test_no_objects_stay_for_each_save(tmp_path):
+def test_no_objects_stay_for_each_save_and_verification(tmp_path):
     """`ts.ocdbt.dump` would keep some of what it returns for good (0.1.86)."""
     state = {str(i): np.zeros(10, np.float32) for i in range(20)}
 
     def objects_after(saves):
         for _ in range(saves):
             shardckpt.save(tmp_path / "c", state, options=shardckpt.SaveOptions(overwrite=True))
+            assert shardckpt.open(tmp_path / "c").verify().ok
         gc.collect()
         return len(gc.get_objects())
 
