@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
 __all__ = [
+    "document_key",
     "dump_index",
     "index_entries",
     "merge_lanes",
@@ -75,7 +76,7 @@ def merge_lanes(
         CommitError: lanes have a chunk in common, or lack some.
         StorageError: the storage failed.
     """
-    written = {**packed_documents(documents), **(values or {})}
+    written = {**dict(packed_documents(documents.items())), **(values or {})}
     attempt.make_parents("d/x")
     attempt.forget_interrupted_write("manifest.ocdbt")
     with storage_errors("merge the index of", attempt):
@@ -115,10 +116,14 @@ def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, A
         attempt.write(key, data)
 
 
-def packed_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-    """Key in the merged index → `zarr.json` of every array and of every group above."""
-    everything: dict[str, Mapping[str, Any]] = {**{path: group_json() for path in parent_groups(documents)}, **documents}
-    return {_document_key(path): _encode(document) for path, document in everything.items()}
+def packed_documents(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, bytes]]:
+    """Key in the merged index and `zarr.json` of every array and of every group above."""
+    paths = []
+    for path, document in documents:
+        paths.append(path)
+        yield document_key(path), _encode(document)
+    for path in parent_groups(paths):
+        yield document_key(path), _encode(group_json())
 
 
 def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
@@ -127,7 +132,7 @@ def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, byt
     groups = {path: group_json() for path in parent_groups(arrays) if path}
     members: dict[str, Any] = {**groups, **arrays}
     everything = [*members.items(), ("", group_json(members=members))]
-    return {f"{PLAIN_ROOT}/{_document_key(path)}": _encode(document) for path, document in everything}
+    return {f"{PLAIN_ROOT}/{document_key(path)}": _encode(document) for path, document in everything}
 
 
 def read_values(attempt: Store, keys: Iterable[str]) -> dict[str, bytes | None]:
@@ -211,7 +216,8 @@ def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], 
         yield from _entries(place, child, prefix + child_prefix, seen, depth + 1)
 
 
-def _document_key(path: str) -> str:
+def document_key(path: str) -> str:
+    """The key of the `zarr.json` of an array or group."""
     return f"{path}/zarr.json" if path else "zarr.json"
 
 
