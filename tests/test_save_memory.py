@@ -13,6 +13,8 @@ import pytest
 
 import shardckpt
 from shardckpt import SaveOptions
+from shardckpt.errors import BudgetError
+from shardckpt.save_handle import Outcome
 
 TOOL = Path(__file__).parents[1] / "tools" / "save_memory.py"
 MiB = 1 << 20
@@ -69,9 +71,27 @@ def test_what_the_system_gives_no_memory_for_is_an_error_of_ours(tmp_path):
     run = subprocess.run([sys.executable, child, tmp_path], capture_output=True, text=True, check=False, timeout=100)
     assert run.returncode == 0, run.stderr
     told = [line.split(" ", 2) for line in run.stdout.splitlines()]
-    assert [(name, kind) for name, kind, _ in told] == [("export_safetensors", "BudgetError"), ("restore", "BudgetError")]
+    assert [name for name, _, _ in told] == ["export_safetensors", "restore", "save_async", "manager"]
+    assert {kind for _, kind, _ in told} == {"BudgetError"}
     assert told[0][2].startswith(f"{tmp_path}/large: the system gave this process no more memory")
     assert told[1][2].startswith("w: there is no memory for an array")
+
+
+def test_memory_that_a_save_in_the_background_is_refused_is_an_error_of_ours():
+    outcome = Outcome("runs/7")
+    outcome.end(MemoryError("no 64 MiB"))
+    with pytest.raises(BudgetError, match=r"runs/7: the system gave this process no more memory \(no 64 MiB\)"):
+        outcome.wait("commit", 0)
+
+
+def test_memory_that_a_verification_is_refused_is_an_error_of_ours(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.zeros(10)})
+
+    def refused(_done, _total):
+        raise MemoryError("no 64 MiB")
+
+    with pytest.raises(BudgetError, match=r"/c: the system gave this process no more memory \(no 64 MiB\)"):
+        shardckpt.open(tmp_path / "c").verify(refused)
 
 
 FEW_DESCRIPTORS = """
