@@ -94,6 +94,29 @@ def test_memory_that_a_verification_is_refused_is_an_error_of_ours(tmp_path):
         shardckpt.open(tmp_path / "c").verify(refused)
 
 
+MANY_TENSORS = """
+import sys
+import numpy as np
+import shardckpt
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) >> 10
+
+shardckpt.save(sys.argv[1] + "/few", {"w": np.zeros(10)})
+shardckpt.open(sys.argv[1] + "/few").verify()
+before = peak()
+assert shardckpt.open(sys.argv[1] + "/many").verify().ok
+print(peak() - before)
+"""
+
+
+def test_a_verification_of_20_000_tensors_takes_less_than_8_kib_for_each(tmp_path):
+    shardckpt.save(tmp_path / "many", {"model": {f"layers.{i}.w": np.full(10, i, np.float32) for i in range(20_000)}})
+    run = subprocess.run([sys.executable, "-c", MANY_TENSORS, tmp_path], capture_output=True, text=True, check=False, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 8 * 20_000 >> 10
+
+
 FEW_DESCRIPTORS = """
 import resource, sys
 import numpy as np
