@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.attempt import Attempt
 from shardckpt.coordination import Coordinator, check_coordinator
 from shardckpt.ending import is_ending, saving_takes_threads, start_background
-from shardckpt.errors import CommitError, OptionError
+from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
 from shardckpt.io.budget import BufferPool
 from shardckpt.io.store import Store
@@ -75,6 +75,7 @@ class Saver:
         self._plans = PlanCache()
         self._process = os.getpid()
 
+    @out_of_memory_is_typed
     def begin(
         self,
         url: str | os.PathLike[str],
