@@ -35,6 +35,7 @@ to do next. `code` is stable: the command line maps it to `--json` output and to
 from __future__ import annotations
 
 from functools import wraps
+from os import PathLike
 from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -240,10 +241,17 @@ def out_of_memory_is_typed(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except MemoryError as e:
-            place = next(iter([*args, *kwargs.values()]), "")
-            raise BudgetError(
-                f"{place}: the system gave this process no more memory ({e or 'MemoryError'}); lower memory_limit, end other programs, "
-                f"or raise the limit that the process runs under (ulimit -v, its container's)."
-            ) from e
+            given = [*args, *kwargs.values()]
+            first = next((value for value in given if hasattr(value, "location") or isinstance(value, str | PathLike)), "")
+            place = str(getattr(first, "location", first))
+            raise out_of_memory(place, e) from e
 
     return typed
+
+
+def out_of_memory(place: str, error: MemoryError) -> BudgetError:
+    """The error that names the checkpoint for which the system gave no memory."""
+    return BudgetError(
+        f"{place}: the system gave this process no more memory ({error or 'MemoryError'}); lower memory_limit, end other programs, "
+        f"or raise the limit that the process runs under (ulimit -v, its container's)."
+    )

@@ -94,7 +94,7 @@ def index_of(url):
     """What the merged index says: places of chunks, and documents."""
     opened = shardckpt.open(url)
     place = Store.open(url).sub(opened.record.attempt)
-    keys = packed_documents(zarr_documents(opened.record.structure, opened.record.compression))
+    keys = dict(packed_documents(zarr_documents(opened.record.structure, opened.record.compression)))
     return dump_index(place), read_values(place, keys)
 
 

@@ -34,7 +34,7 @@ def overlapping():
 @pytest.mark.parametrize("pair", range(5))
 def test_leaves_that_share_memory_are_refused_by_name(two, pair):
     a, b = list(overlapping())[pair]
-    with pytest.raises(errors.StructureMismatchError, match=r"^[ab]: in `like` it shares memory with [ab],"):
+    with pytest.raises(errors.StructureMismatchError, match=r"^[ab]: in `like` it shares memory with [ab],.*restore with strict=False"):
         shardckpt.restore(two, {"a": a, "b": b})
     assert two.stats.reads == 0
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shardckpt.save_handle import Outcome
 
 import shardckpt
 from shardckpt import SaveOptions
+from shardckpt.errors import BudgetError
 
 TOOL = Path(__file__).parents[1] / "tools" / "save_memory.py"
 MiB = 1 << 20
@@ -48,13 +50,14 @@ def test_what_threads_lay_out_and_compress_is_inside_the_limit_together(tmp_path
         tracemalloc.stop()
 
 
-def test_no_objects_stay_for_each_save(tmp_path):
+def test_no_objects_stay_for_each_save_and_verification(tmp_path):
     """`ts.ocdbt.dump` would keep some of what it returns for good (0.1.86)."""
     state = {str(i): np.zeros(10, np.float32) for i in range(20)}
 
     def objects_after(saves):
         for _ in range(saves):
             shardckpt.save(tmp_path / "c", state, options=shardckpt.SaveOptions(overwrite=True))
+            assert shardckpt.open(tmp_path / "c").verify().ok
         gc.collect()
         return len(gc.get_objects())
 
@@ -68,9 +71,50 @@ def test_what_the_system_gives_no_memory_for_is_an_error_of_ours(tmp_path):
     run = subprocess.run([sys.executable, child, tmp_path], capture_output=True, text=True, check=False, timeout=100)
     assert run.returncode == 0, run.stderr
     told = [line.split(" ", 2) for line in run.stdout.splitlines()]
-    assert [(name, kind) for name, kind, _ in told] == [("export_safetensors", "BudgetError"), ("restore", "BudgetError")]
+    assert [name for name, _, _ in told] == ["export_safetensors", "restore", "save_async", "manager"]
+    assert {kind for _, kind, _ in told} == {"BudgetError"}
     assert told[0][2].startswith(f"{tmp_path}/large: the system gave this process no more memory")
     assert told[1][2].startswith("w: there is no memory for an array")
+
+
+def test_memory_that_a_save_in_the_background_is_refused_is_an_error_of_ours():
+    outcome = Outcome("runs/7")
+    outcome.end(MemoryError("no 64 MiB"))
+    with pytest.raises(BudgetError, match=r"runs/7: the system gave this process no more memory \(no 64 MiB\)"):
+        outcome.wait("commit", 0)
+
+
+def test_memory_that_a_verification_is_refused_is_an_error_of_ours(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.zeros(10)})
+
+    def refused(_done, _total):
+        raise MemoryError("no 64 MiB")
+
+    with pytest.raises(BudgetError, match=r"/c: the system gave this process no more memory \(no 64 MiB\)"):
+        shardckpt.open(tmp_path / "c").verify(refused)
+
+
+MANY_TENSORS = """
+import sys
+import numpy as np
+import shardckpt
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) >> 10
+
+shardckpt.save(sys.argv[1] + "/few", {"w": np.zeros(10)})
+shardckpt.open(sys.argv[1] + "/few").verify()
+before = peak()
+assert shardckpt.open(sys.argv[1] + "/many").verify().ok
+print(peak() - before)
+"""
+
+
+def test_a_verification_of_20_000_tensors_takes_less_than_8_kib_for_each(tmp_path):
+    shardckpt.save(tmp_path / "many", {"model": {f"layers.{i}.w": np.full(10, i, np.float32) for i in range(20_000)}})
+    run = subprocess.run([sys.executable, "-c", MANY_TENSORS, tmp_path], capture_output=True, text=True, check=False, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 8 * 20_000 >> 10
 
 
 FEW_DESCRIPTORS = """

@@ -1,4 +1,4 @@
-"""`shardckpt commit`: publishing saves that lack nothing but that."""
+"""`shardckpt commit`: publishing saves that are complete but not yet committed."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[s
     if any(entry.state == "uncommitted" for entry in entries):
         yield ""
         if any(entry.committable for entry in entries):
-            yield f"shardckpt commit {visible(quote(root))} makes checkpoints of those of which no host is missing"
+            yield f"shardckpt commit {visible(quote(root))} commits those that lack no host"
         yield f"shardckpt gc {visible(quote(root))} removes what nobody finishes"
 
 
@@ -103,7 +103,7 @@ def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:
 
 
 def _rows_of_none(entry: CatalogEntry, columns: int, room: int) -> Iterator[list[Cell]]:
-    """What is no checkpoint, and why, over all columns but the first, on as many lines of `room` characters as that takes."""
+    """Rows of an entry that is no checkpoint: its name, then the reason, folded into lines of `room` characters."""
     from textwrap import wrap
 
     why = _progress(entry) if entry.state == "uncommitted" else visible(entry.reason or "")

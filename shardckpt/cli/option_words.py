@@ -14,7 +14,7 @@ __all__ = ["OPTIONS", "with_options"]
 
 _SAME = """
     add_prefix config dtype engine exclude grace include into invert_mapping layout like mapping max_shard_size memory_limit mesh only
-    overwrite rate rename rename_file strip_prefix ties to trust_pickle unmatched verify worker workers
+    optimizer overwrite rate rename rename_file strip_prefix ties to trust_pickle unmatched verify worker workers
 """
 OPTIONS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()}
 OPTIONS |= {"compression": "--compress", "from_": "--from", "rules": "--rule"}

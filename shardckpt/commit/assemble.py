@@ -138,7 +138,7 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
     _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
-    documents = zarr_documents(structure, first.compression)
+    documents = dict(zarr_documents(structure, first.compression))
     if first.layout == "packed":
         lanes = [lane for host in hosts for lane in host.files.lanes]
         if small:

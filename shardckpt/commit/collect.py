@@ -96,7 +96,7 @@ class _Record:
 
     @property
     def is_tombstone(self) -> bool:
-        """Whether it says that there is no checkpoint; a placeholder does."""
+        """Whether it is a tombstone or a placeholder: there is no checkpoint."""
         return self.doc is not None and "tombstone" in self.doc
 
     @property
@@ -105,7 +105,7 @@ class _Record:
         return self.doc is not None and self.doc.get("begun") is True
 
     def fence(self, store: Store) -> bool:
-        """Make it another version of itself, and of a placeholder a tombstone; whether it was still this one."""
+        """Replace it by a new version (a placeholder becomes a tombstone) unless it has changed; whether that was done."""
         if self.data is None or self.doc is None or self.is_placeholder:
             return put_tombstone(store, partial(_tombstone, _COLLECTED), self.generation, absent=self.data is None)
         sealed = seal({**self.doc, "nonce" if self.is_tombstone else "fence": secrets.token_hex(8)})

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import tensorstore as ts
 
 from shardckpt.errors import CommitError, FormatError
-from shardckpt.excerpt import excerpt
 from shardckpt.format.keys import PLAIN_ROOT, plain_key
 from shardckpt.format.zarr_meta import group_json, parent_groups
 from shardckpt.io import ocdbt
@@ -28,9 +27,11 @@ from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context, storage_err
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from shardckpt.io.ocdbt import Place, Version
     from shardckpt.io.url import Location
 
 __all__ = [
+    "document_key",
     "dump_index",
     "index_entries",
     "merge_lanes",
@@ -41,9 +42,6 @@ __all__ = [
     "stock_url",
     "write_plain_documents",
 ]
-
-Place = tuple[str, int, int]
-"""Data file relative to the attempt, first byte, bytes."""
 
 _CONFIG = {
     # A document inside a node is covered by the node's checksum; outside it is not. 1 MiB is the format's limit.
@@ -78,7 +76,7 @@ def merge_lanes(
         CommitError: lanes have a chunk in common, or lack some.
         StorageError: the storage failed.
     """
-    written = {**packed_documents(documents), **(values or {})}
+    written = {**dict(packed_documents(documents.items())), **(values or {})}
     attempt.make_parents("d/x")
     attempt.forget_interrupted_write("manifest.ocdbt")
     with storage_errors("merge the index of", attempt):
@@ -91,12 +89,12 @@ def merge_lanes(
         with ts.Transaction() as copies:
             within = database.with_transaction(copies)
             _await(_database(attempt.sub(lane)).experimental_copy_range_to(within) for lane in lanes)
-        found = ocdbt.newest_statistics(attempt.read(_MANIFEST))
+        found = _versions(attempt)[-1]
     # A document of more than 1 MiB is stored as chunks are.
-    if found["num_keys"] != expected_chunks + len(written) or found["num_indirect_value_bytes"] < expected_bytes:
+    if found.num_keys != expected_chunks + len(written) or found.num_indirect_value_bytes < expected_bytes:
         raise CommitError(
             f"{attempt}: the hosts wrote {expected_chunks} chunks of {expected_bytes} bytes, the merged index has "
-            f"{found['num_keys'] - len(written)} of {found['num_indirect_value_bytes']}; two hosts wrote the same chunk, or an array's "
+            f"{found.num_keys - len(written)} of {found.num_indirect_value_bytes}; two hosts wrote the same chunk, or an array's "
             f"path is another's chunk. Nothing was published."
         )
 
@@ -118,10 +116,14 @@ def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, A
         attempt.write(key, data)
 
 
-def packed_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-    """Key in the merged index → `zarr.json` of every array and of every group above."""
-    everything: dict[str, Mapping[str, Any]] = {**{path: group_json() for path in parent_groups(documents)}, **documents}
-    return {_document_key(path): _encode(document) for path, document in everything.items()}
+def packed_documents(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, bytes]]:
+    """Key in the merged index and `zarr.json` of every array and of every group above."""
+    paths = []
+    for path, document in documents:
+        paths.append(path)
+        yield document_key(path), _encode(document)
+    for path in parent_groups(paths):
+        yield document_key(path), _encode(group_json())
 
 
 def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
@@ -130,7 +132,7 @@ def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, byt
     groups = {path: group_json() for path in parent_groups(arrays) if path}
     members: dict[str, Any] = {**groups, **arrays}
     everything = [*members.items(), ("", group_json(members=members))]
-    return {f"{PLAIN_ROOT}/{_document_key(path)}": _encode(document) for path, document in everything}
+    return {f"{PLAIN_ROOT}/{document_key(path)}": _encode(document) for path, document in everything}
 
 
 def read_values(attempt: Store, keys: Iterable[str]) -> dict[str, bytes | None]:
@@ -157,12 +159,11 @@ def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
         StorageError: it cannot be read, or by TensorStore's account is damaged.
         FormatError: it is not one that TensorStore or we can read.
     """
-    attempt.read(_MANIFEST)  # refuses what TensorStore would not survive, and says better what is missing
-    seen: set[str] = set()
-    newest, *older = _roots(attempt)[::-1]
-    yield from _entries(attempt, newest.get("location"), b"", seen, 0)
-    for root in older:
-        for _ in _entries(attempt, root.get("location"), b"", seen, 0):
+    seen: set[Place] = set()
+    newest, *older = _versions(attempt)[::-1]
+    yield from _entries(attempt, newest.node, b"", seen, 0)
+    for version in older:
+        for _ in _entries(attempt, version.node, b"", seen, 0):
             pass
 
 
@@ -191,47 +192,32 @@ def _database(place: Store, config: Mapping[str, Any] | None = None) -> Any:
     return ts.KvStore.open(spec, context=shared_context()).result()
 
 
-def _roots(place: Store) -> list[dict[str, Any]]:
-    """All versions' roots, the newest last."""
+def _versions(place: Store) -> list[Version]:
+    """All versions of a database, the newest last."""
     with storage_errors("read the index of", place):
-        dumped = ts.ocdbt.dump(place.kvstore(), context=shared_context()).result()
-        return [version["root"] for version in dumped["versions"]]
+        return ocdbt.read_manifest(place.read(_MANIFEST))
 
 
-def _entries(place: Store, location: str | None, prefix: bytes, seen: set[str], depth: int) -> Iterator[tuple[str, Place]]:
+def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], depth: int) -> Iterator[tuple[str, Place]]:
     """The chunks at and below one node, whose keys all start with `prefix`; nodes that were `seen` are left out."""
-    if location is None or location in seen:
+    if node is None or node in seen:
         return
-    seen.add(location)
+    seen.add(node)
     if depth > _MOST_HEIGHT:
         raise FormatError(f"{place}: the index is more than {_MOST_HEIGHT} nodes high; it is damaged.")
+    file, offset, length = node
+    if length > LARGEST_WHOLE:
+        raise FormatError(f"{place}: the index has a node of {length} bytes, at most {LARGEST_WHOLE} are read; it is not ours.")
     with storage_errors("read the index of", place):
-        file, offset, length = _place_of(location, "btreenode")
-        if length > LARGEST_WHOLE:
-            raise FormatError(f"{place}: the index has a node of {length} bytes, at most {LARGEST_WHOLE} are read; it is not ours.")
-        place.read(file, offset, offset + length)  # says better than TensorStore what is missing or cut off
-        node = ts.ocdbt.dump(place.kvstore(), location, context=shared_context()).result()
-        if node["height"]:
-            below = [(entry["location"], prefix + entry["subtree_common_prefix"]) for entry in node["entries"]]
-            chunks = []
-        else:
-            below = []
-            keyed = [(prefix + entry["key"], entry["indirect_value"]) for entry in node["entries"] if "indirect_value" in entry]
-            chunks = [(key.decode(), _place_of(value)) for key, value in keyed]
-    yield from chunks
-    for child, child_prefix in below:
-        yield from _entries(place, child, child_prefix, seen, depth + 1)
+        found = ocdbt.read_node(place.read(file, offset, offset + length))
+        for key, value in found.values:
+            yield (prefix + key).decode(), value
+    for child_prefix, child in found.children:
+        yield from _entries(place, child, prefix + child_prefix, seen, depth + 1)
 
 
-def _place_of(location: str, expected: str = "value") -> Place:
-    """`<kind>:<base path>:<relative path>:<offset>:<length>`, percent-encoded, as a place."""
-    kind, base, relative, offset, length = location.split(":")
-    if kind != expected:
-        raise FormatError(f"{excerpt(location)} in an index is no {expected}.")
-    return unquote(base) + unquote(relative), int(offset), int(length)
-
-
-def _document_key(path: str) -> str:
+def document_key(path: str) -> str:
+    """The key of the `zarr.json` of an array or group."""
     return f"{path}/zarr.json" if path else "zarr.json"
 
 

@@ -49,13 +49,13 @@ def holder(root: Store) -> str | None:
 
 
 def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> OtherJobError | None:
-    """What a save that was to be a new step has failed with, if it is that another job has saved the step.
+    """The OtherJobError of a save that failed because another job has saved its step.
 
     Args:
-        root: of the run.
-        step: that was being saved, in place of none.
-        run_id: of this job.
-        error: of the save.
+        root: the run's root.
+        step: the step that was being saved as a new one.
+        run_id: this job's run id.
+        error: the error of the save.
 
     Raises:
         FormatError: the step's commit record cannot be read.

@@ -35,7 +35,7 @@ def check_form(form: object) -> None:
 def with_optimizers_as(
     form: str, structure: Structure, outputs: Sequence[OutputTensor]
 ) -> tuple[Structure, list[OutputTensor], tuple[str, ...]]:
-    """What is exported, with its optimizers in another form.
+    """Rewrite the optimizers of an export in another form.
 
     Args:
         form: one of `FORMS`.
@@ -58,7 +58,7 @@ def with_optimizers_as(
 
 
 def _arranged(node: Node, root: Node, form: str, notes: list[str]) -> Node:
-    """A part of a state with its optimizers, and what has something for each of their groups, in another form."""
+    """Rewrite the optimizers below a node, and the schedulers that go by their groups, in another form."""
     if not isinstance(node, Branch):
         return node
     found: list[OptimizerNodes] = []
@@ -91,7 +91,7 @@ def _listing(optimizers: Sequence[OptimizerNodes]) -> Callable[[Branch, Branch],
 
 
 def _of_its_module(nodes: OptimizerNodes, root: Node) -> OptimizerNodes:
-    """With names as the module has them that all parameters are of, where `train_state` has put the module's keyword before them."""
+    """Remove the module's keyword, which `train_state` puts before parameter names, if all parameters are of one module."""
     names = [str(member) for member in nodes.members()]
     keyword, _, first = names[0].partition(".") if names else ("", "", "")
     if not first or any(not name.startswith(f"{keyword}.") for name in names) or child(child(root, "model"), names[0]) is not None:

@@ -1,4 +1,4 @@
-"""What of a state another format can hold: small leaves, and dict keys that are texts there.
+"""Small leaves and dict keys of a state that another format can or cannot hold.
 
 Values that processes owned by themselves, and objects of registered types, belong to no format but ours. Of the others the format
 says itself which it takes. What it does not take is left out, and the export says so, by name.

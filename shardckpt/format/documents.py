@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.format.zarr_meta import array_json
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
 
     from shardckpt.format.structure import Structure
 
@@ -17,26 +17,24 @@ LONGEST_TEXT = 1 << 14
 """Characters of a sharding that an array's attributes repeat."""
 
 
-def zarr_documents(structure: Structure, compression: str | None, *, in_bases: bool = False) -> dict[str, dict[str, Any]]:
-    """Array path → document.
+def zarr_documents(structure: Structure, compression: str | None, *, in_bases: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each array's path and document.
 
     Args:
         structure: of the checkpoint.
         compression: of its own chunks.
         in_bases: also of tensors that lie in bases; a stock reader would find no chunks of those beside the documents.
     """
-    doc = structure.to_json()
-    documents = {}
+    number, doc = structure.layouts_json()
     forms: dict[Hashable, dict[str, Any]] = {}
     """Of arrays that differ in their attributes alone."""
     for name, tensor in structure.tensors.items():
         if tensor.base is not None and not in_bases:
             continue
-        entry = doc["tensors"][name]
         codec = compression if tensor.base is None else tensor.base.base.compression
         attribute: dict[str, Any] = {"name": name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
-        if "sharding" in entry:
-            sharding = doc["shardings"][entry["sharding"]]
+        if tensor.layout is not None:
+            sharding = doc["shardings"][number[tensor.layout, len(tensor.shape)]]
             attribute |= {k: v for k, v in sharding.items() if k != "mesh"}
             if "mesh" in sharding:
                 attribute["mesh"] = dict(doc["meshes"][sharding["mesh"]])
@@ -52,5 +50,4 @@ def zarr_documents(structure: Structure, compression: str | None, *, in_bases: b
             form = forms.get(cut)
             if form is None:
                 form = forms[cut] = array_json(piece.shape, tensor.dtype, piece.chunks, codec)
-            documents[piece.path] = {**form, "attributes": {"shardckpt": {**attribute, **start}}}
-    return documents
+            yield piece.path, {**form, "attributes": {"shardckpt": {**attribute, **start}}}

@@ -90,15 +90,13 @@ class Structure:
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; equal meshes and shardings appear once."""
-        meshes: dict[Mesh, int] = {}
         bases: dict[Base, int] = {}
-        shardings: dict[tuple[StoredLayout, int], int] = {}
+        number, layouts = self.layouts_json()
         tensors = {}
         for name, t in self.tensors.items():
             entry: dict[str, Any] = {"shape": list(t.shape), "dtype": t.dtype.name}
             if t.layout is not None:
-                # Told apart as objects, which is cheap; a mesh has as many ids as there are devices.
-                entry["sharding"] = shardings.setdefault((t.layout, len(t.shape)), len(shardings))
+                entry["sharding"] = number[t.layout, len(t.shape)]
             if [p.path for p in t.pieces] == [array_path(name)]:
                 entry["chunks"] = list(t.pieces[0].chunks)
             else:
@@ -111,11 +109,18 @@ class Structure:
             tensors[name] = entry
         return {
             **({"bases": [base.to_json() for base in bases]} if bases else {}),
-            "shardings": [_layout_json(layout, ndim, meshes) for layout, ndim in shardings],
-            "meshes": [mesh.to_json() for mesh in meshes],
+            **layouts,
             "tensors": tensors,
             "tree": self.tree,
         }
+
+    def layouts_json(self) -> tuple[dict[tuple[StoredLayout, int], int], dict[str, list[dict[str, Any]]]]:
+        """Positions of the distinct layouts, by layout and number of dimensions; and the JSON forms of those and of their meshes."""
+        # Told apart as objects, which is cheap; a mesh has as many ids as there are devices.
+        distinct = dict.fromkeys((t.layout, len(t.shape)) for t in self.tensors.values() if t.layout is not None)
+        meshes: dict[Mesh, int] = {}
+        shardings = [_layout_json(layout, ndim, meshes) for layout, ndim in distinct]
+        return {key: i for i, key in enumerate(distinct)}, {"shardings": shardings, "meshes": [mesh.to_json() for mesh in meshes]}
 
     @classmethod
     def union(cls, parts: Sequence[tuple[Sequence[int], Structure]]) -> Structure:

@@ -19,7 +19,9 @@ In the table of all hosts every array has all chunks of its grid, so that a chun
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from shardckpt.errors import FormatError
 from shardckpt.format.table_header import OWN_OBJECT, ROW, TableHeader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -194,13 +196,9 @@ class Table:
         body = rows.tobytes()
         return TableHeader.encode(self.files, self.counts, body) + body
 
-    def arrays(self) -> dict[str, ArrayChunks]:
-        """Array path → its chunks."""
-        found, row = {}, 0
-        for path, count in self.counts.items():
-            found[path] = ArrayChunks(**{name: getattr(self.rows, name)[row : row + count] for name, _ in _COLUMNS})
-            row += count
-        return found
+    def arrays(self) -> Mapping[str, ArrayChunks]:
+        """Array path → its chunks, which are made when they are asked for: as objects they take ten times what the rows take."""
+        return _Arrays(self.counts, self.rows)
 
     def last_chunks(self) -> dict[str, int]:
         """Array path → its last chunk, of arrays that have any."""
@@ -222,6 +220,33 @@ class Table:
         inside[ends[(ends > 0) & (ends <= len(wrong))] - 1] = False
         rows = np.flatnonzero(wrong & inside)
         return None if not len(rows) else list(self.counts)[int(np.searchsorted(ends, rows[0] + 1, side="right"))]
+
+
+class _Arrays(Mapping[str, ArrayChunks]):
+    """The arrays of a table."""
+
+    def __init__(self, counts: Mapping[str, int], rows: ArrayChunks) -> None:
+        self._counts = counts
+        self._rows = rows
+        self._end = dict(zip(counts, accumulate(counts.values()), strict=True))
+
+    def __getitem__(self, path: str) -> ArrayChunks:
+        """The chunks of an array."""
+        end = self._end[path]
+        begin, rows = end - self._counts[path], self._rows
+        return ArrayChunks(rows.chunk[begin:end], rows.file[begin:end], rows.offset[begin:end], rows.length[begin:end], rows.crc[begin:end])
+
+    def __contains__(self, path: object) -> bool:
+        """Whether there is such an array."""
+        return path in self._end
+
+    def __iter__(self) -> Iterator[str]:
+        """Paths of arrays."""
+        return iter(self._end)
+
+    def __len__(self) -> int:
+        """Number of arrays."""
+        return len(self._end)
 
 
 def merge_tables(tables: Sequence[Table]) -> Table:

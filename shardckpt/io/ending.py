@@ -129,7 +129,7 @@ def reading_takes_threads(place: object) -> Iterator[None]:
 
 @contextmanager
 def saving_takes_threads(place: object) -> Iterator[None]:
-    """Goes around what saves to a place.
+    """Report threads that cannot be started as errors of the save, around the code that saves to a place.
 
     Raises:
         CommitError: in place of the RuntimeError of a thread that cannot be started.

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import crc32c
@@ -22,11 +24,14 @@ import numpy as np
 import tensorstore as ts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["MOST_KEYS", "leaf_node", "manifest", "newest_statistics", "shared_prefixes", "varints"]
+__all__ = ["MOST_KEYS", "Node", "Place", "Version", "leaf_node", "manifest", "read_manifest", "read_node", "shared_prefixes", "varints"]
+
+Place = tuple[str, int, int]
+"""Data file relative to the database, first byte, bytes."""
 
 MOST_KEYS = 1 << 20
 """Keys that TensorStore accepts in one node."""
@@ -34,6 +39,11 @@ _NODE_MAGIC = 0x0CDB20DE
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _UUID_BYTES = 16
 _ZSTD = 1
+_MOST_VARINT = 10
+"""Bytes of an integer of 64 bits."""
+_MISSING = (1 << 64) - 1
+"""Length of the root of a tree without keys."""
+_NO_FILE = "it refers to a file that its table does not have"
 _COMPARED_BYTES = 1 << 22
 """Of keys that are compared at a time, all as long as the longest."""
 _MAX_DECODED_NODE_BYTES = 8 << 20
@@ -137,34 +147,86 @@ def shared_prefixes(keys: Sequence[bytes]) -> NDArray[np.int64]:
     return counts
 
 
-def newest_statistics(encoded: bytes) -> dict[str, int]:
-    """The statistics of the newest version in a manifest that TensorStore wrote: keys, bytes of nodes, bytes of values outside them.
+@dataclass(frozen=True, slots=True)
+class Version:
+    """The root of one version of a database."""
 
-    `ts.ocdbt.dump` says the same, and keeps some of what it returns for good (0.1.86).
+    node: Place | None
+    """The root node; None: the version has no keys."""
+    num_keys: int
+    num_tree_bytes: int
+    num_indirect_value_bytes: int
+    """Bytes of the values outside nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of a tree. Keys and prefixes lack the prefix of the node itself."""
+
+    children: list[tuple[bytes, Place]]
+    """Of an inner node: the prefix of all keys below each child, and the child."""
+    values: Iterator[tuple[bytes, Place]]
+    """Of a leaf: keys of the values that lie outside nodes, ascending."""
+
+
+def read_manifest(encoded: bytes) -> list[Version]:
+    """The versions that a manifest lists, the newest last; as `ts.ocdbt.dump` says, which keeps some of what it returns (0.1.86).
 
     Raises:
-        ValueError: it is no such manifest.
+        ValueError: not a manifest, or one whose versions lie in other files.
     """
     read = _Reader(_unframed(_MANIFEST_MAGIC, encoded))
-    read.skip(_UUID_BYTES)
+    read.bytes(_UUID_BYTES)
     if read.varint() != 0:
         raise ValueError("OUT_OF_RANGE: the versions are in other files")
     read.varint()  # bytes of a value in a node
     read.varint()  # bytes of a node
-    read.skip(1)  # arity of the tree of versions
+    read.bytes(1)  # arity of the tree of versions
     if read.varint() == _ZSTD:
-        read.skip(4)  # its level
-    files = read.varint()
-    read.varints(max(0, files - 1))  # what names have in common with those before them
-    suffixes = read.varints(files)
-    read.varints(files)  # how much of each is the base's path
-    read.skip(sum(suffixes))
-    versions = read.varint()
-    read.varints(versions)  # generations
-    read.skip(versions)  # heights
-    for _ in range(3):  # where the roots are: file, offset, bytes
-        read.varints(versions)
-    return {name: read.varints(versions)[-1] for name in ("num_keys", "num_tree_bytes", "num_indirect_value_bytes")}
+        read.bytes(4)  # its level
+    files = read.files()
+    count = read.varint()
+    read.varints(count)  # generations
+    read.bytes(count)  # heights
+    places = read.places(files, count)
+    statistics = zip(*(read.varints(count).tolist() for _ in range(3)), strict=True)
+    return [Version(place, *numbers) for place, numbers in zip(places, statistics, strict=True)]
+
+
+def read_node(encoded: bytes) -> Node:
+    """A node of a tree; as `ts.ocdbt.dump`, without keeping anything.
+
+    Raises:
+        ValueError: not a node. Iterating over its values raises it too.
+    """
+    read = _Reader(_unframed(_NODE_MAGIC, encoded))
+    (height,) = read.bytes(1)
+    files = read.files()
+    count = read.varint()
+    shared = np.append(np.zeros(min(1, count), np.uint64), read.varints(max(0, count - 1)))
+    rest = read.varints(count)
+    common = read.varints(count).tolist() if height else []
+    keys = _prefixed(shared, rest, read.bytes(sum(rest.tolist())))
+    if height:
+        below = zip(keys, common, read.places(files, count), strict=True)
+        return Node([(key[:n], place) for key, n, place in below if place is not None], iter(()))
+    length = read.varints(count)
+    outside = np.frombuffer(read.bytes(count), np.uint8) == 1
+    file, offset = (read.varints(int(outside.sum())).tolist() for _ in range(2))
+    if max(file, default=-1) >= len(files):
+        raise ValueError(_NO_FILE)
+    places = zip(map(files.__getitem__, file), offset, length[outside].tolist(), strict=True)
+    return Node([], zip(compress(keys, outside), places, strict=True))
+
+
+def _prefixed(shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: bytes) -> Iterator[bytes]:
+    """Texts that are given by how much each has in common with the one before it, and what follows that."""
+    text, at = b"", 0
+    for prefix, length in zip(shared.tolist(), rest.tolist(), strict=True):
+        if prefix > len(text):
+            raise ValueError("a name has more in common with the one before it than that one is long")
+        text, at = text[:prefix] + suffixes[at : at + length], at + length
+        yield text
 
 
 class _Reader:
@@ -174,26 +236,50 @@ class _Reader:
         self._body = body
         self._at = 0
 
-    def skip(self, nbytes: int) -> None:
-        """Go on behind so many bytes."""
+    def bytes(self, nbytes: int) -> bytes:
+        """The next bytes."""
         self._at += nbytes
+        if self._at > len(self._body):
+            raise ValueError("OUT_OF_RANGE: it ends in the middle of a column")
+        return self._body[self._at - nbytes : self._at]
 
-    def varints(self, count: int) -> list[int]:
+    def varints(self, count: int) -> NDArray[np.uint64]:
         """A column of integers."""
-        return [self.varint() for _ in range(count)]
+        if count > len(self._body) - self._at:
+            raise ValueError("OUT_OF_RANGE: it ends in the middle of a column")
+        coded = np.frombuffer(self._body, np.uint8, offset=self._at, count=min(_MOST_VARINT * count, len(self._body) - self._at))
+        ends = np.flatnonzero(coded < 128)[:count] + 1
+        starts = np.append(np.zeros(min(1, count), np.int64), ends[:-1])
+        if len(ends) < count or (ends - starts > _MOST_VARINT).any():
+            raise ValueError("OUT_OF_RANGE: it ends in the middle of a number")
+        nbytes = int(ends[-1]) if count else 0
+        self._at += nbytes
+        nth = np.arange(nbytes) - np.repeat(starts, ends - starts)
+        groups = (coded[:nbytes] & 127).astype(np.uint64) << (7 * nth).astype(np.uint64)
+        found: NDArray[np.uint64] = np.add.reduceat(groups, starts) if count else groups
+        return found
 
     def varint(self) -> int:
         """An integer."""
-        value = shift = 0
-        while True:
-            if self._at >= len(self._body) or shift > 63:
-                raise ValueError("OUT_OF_RANGE: it ends in the middle of a number")
-            byte = self._body[self._at]
-            self._at += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
+        return int(self.varints(1)[0])
+
+    def files(self) -> list[str]:
+        """A table of data files, relative to the database."""
+        count = self.varint()
+        shared = np.append(np.zeros(min(1, count), np.uint64), self.varints(max(0, count - 1)))
+        rest = self.varints(count)
+        self.varints(count)  # how much of each is the base's path
+        return [name.decode() for name in _prefixed(shared, rest, self.bytes(sum(rest.tolist())))]
+
+    def places(self, files: list[str], count: int) -> list[Place | None]:
+        """A column of places of nodes; None for a tree without keys."""
+        rows = zip(*(self.varints(count).tolist() for _ in range(3)), strict=True)
+        found: list[Place | None] = []
+        for file, offset, length in rows:
+            if length != _MISSING and file >= len(files):
+                raise ValueError(_NO_FILE)
+            found.append(None if length == _MISSING else (files[file], offset, length))
+        return found
 
 
 def _unframed(magic: int, encoded: bytes) -> bytes:
@@ -210,5 +296,8 @@ def _unframed(magic: int, encoded: bytes) -> bytes:
         return body
     from numcodecs import Zstd
 
-    decoded: bytes = Zstd().decode(body)
+    try:
+        decoded: bytes = Zstd().decode(body)
+    except RuntimeError as e:
+        raise ValueError(f"it cannot be decompressed ({e})") from e
     return decoded

@@ -30,6 +30,7 @@ from shardckpt.errors import (
     ReplacedError,
     ShapeMismatchError,
     UncommittedError,
+    out_of_memory_is_typed,
 )
 from shardckpt.excerpt import excerpt
 from shardckpt.format.fields import Fields
@@ -281,6 +282,7 @@ class Checkpoint:
         path = array_path(t.base.name) if whole else piece_path(t.base.name, t.shape, piece.start)
         return base_location(self.location, t.base.base), t.base.base.attempt, path, t.base.base.layout
 
+    @out_of_memory_is_typed
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read everything and compare it with what was written; nothing damaged stops it.
 

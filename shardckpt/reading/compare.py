@@ -146,7 +146,7 @@ class _Structure:
             elif isinstance(node_a, Tensor | Tied) and isinstance(node_b, Tensor | Tied):
                 self.tensor(name, node_a, node_b)
             elif isinstance(node_a, Owned) and (said := [of.get(name, []) for of in self.owned])[0] != said[1]:
-                self.changes.append(Change(name, "per process", *(f"{len(values)} values" for values in said)))
+                self.changes.append(Change(name, "per process", *(f"{len(values)} value{'s'[: len(values) != 1]}" for values in said)))
 
     def leaf(self, name: str, a: Small | Custom, b: Small | Custom) -> None:
         """Compare two small leaves, types included."""

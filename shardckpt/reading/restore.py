@@ -279,7 +279,8 @@ def _refuse_shared_memory(jobs: Sequence[_Job]) -> None:
             if not same_view and _share_memory(array, other):
                 raise StructureMismatchError(
                     f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so both cannot be restored in place; give "
-                    f"each a tensor of its own."
+                    f"each a tensor of its own. If both are one tied parameter, leave one name out: import with exclude=, then "
+                    f"restore with strict=False."
                 )
         open_until.append((stop, array, landing))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
 __all__ = ["Damage", "VerifyReport", "verify"]
+
+
+_MOST_TENSORS = 4096
+"""Tensors that are checked together, at most: what is kept for each is small, but of 100,000 it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +183,7 @@ class _Verification:
     def _index(self, table: WholeTable) -> None:
         """Compare what stock zarr readers go by with the record and the table."""
         structure = self.record.structure
-        documents = zarr_documents(structure, self.record.compression)
+        documents = partial(zarr_documents, structure, self.record.compression)
         pieces = {p.path: p for t in structure.tensors.values() if t.base is None for p in t.pieces}
         check = IndexCheck(self.place, documents, pieces, table.files, table.arrays)
         found = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
@@ -228,7 +233,7 @@ def _groups(tensors: Sequence[TensorRecord], limit: int = 512 << 20) -> list[lis
     groups: list[list[TensorRecord]] = []
     size = limit
     for tensor in tensors:
-        if size >= limit:
+        if size >= limit or len(groups[-1]) == _MOST_TENSORS:
             groups.append([])
             size = 0
         groups[-1].append(tensor)

@@ -57,7 +57,7 @@ class CheckpointStore(Store):
         self._record = record
         self._reader = reader
         self._arrays: dict[str, tuple[TensorRecord, Piece]] = {p.path: (t, p) for t in record.structure.tensors.values() for p in t.pieces}
-        documents = zarr_documents(record.structure, record.compression, in_bases=True)
+        documents = dict(zarr_documents(record.structure, record.compression, in_bases=True))
         groups = {path: group_json() for path in parent_groups(documents)}
         self._documents = {**groups, **documents}
         self._documents[""] = group_json(members={path: document for path, document in self._documents.items() if path})

@@ -87,7 +87,7 @@ class ConvertedSubtree:
 
 @dataclass(frozen=True, slots=True)
 class DtypePlan:
-    """What becomes of all tensors."""
+    """The dtype of each tensor after conversion, and a summary by subtree."""
 
     dtypes: Mapping[str, DType]
     """By name, the dtype that each tensor will have."""
@@ -107,7 +107,7 @@ def check_dtypes(wanted: object) -> None:
         if pattern == _ALL and not _is_floating(dtype):
             raise OptionError(
                 f"dtype={dtype.name!r}: a dtype alone converts floating-point tensors, to a floating-point dtype; give a pattern for the "
-                f"tensors that are meant, as in dtype={{'**/position_ids': {dtype.name!r}}} (--dtype '**/position_ids={dtype.name}')."
+                f"tensors that are meant, as in dtype={{'**/position_ids': {dtype.name!r}}}."
             )
 
 
@@ -180,6 +180,8 @@ def _named(name: object) -> DType:
         if not isinstance(name, str) or "unknown" in str(e):
             raise OptionError(f"dtype=…: {e}") from e
     close = get_close_matches(name, [*DTYPES, *SHORT_NAMES], n=3)
+    if not close and any(character in name for character in "*/"):
+        raise OptionError(f"dtype=…: unknown dtype {excerpt(name)}; after a pattern comes =DTYPE, as in {excerpt(f'{name}=bfloat16')}.")
     advice = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(DTYPES)}."
     raise OptionError(f"dtype=…: unknown dtype {excerpt(name)}; {advice}")
 

@@ -67,10 +67,8 @@ class Matched:
 
     def skipped(self) -> str:
         """What `strict=False` left alone, for people."""
-        kept = f"; {_count(self.missing)} in `like` alone, and stay as they were: {_listed(self.missing, [])}" if self.missing else ""
-        left = (
-            f"; {_count(self.unexpected)} in the checkpoint alone, and not read: {_listed(self.unexpected, [])}" if self.unexpected else ""
-        )
+        kept = f"; {_count(self.missing)} only in `like`, left unchanged: {_listed(self.missing, [])}" if self.missing else ""
+        left = f"; {_count(self.unexpected)} only in the checkpoint, not read: {_listed(self.unexpected, [])}" if self.unexpected else ""
         return f"{kept}{left}".removeprefix("; ") + "."
 
 

@@ -143,7 +143,7 @@ class Background:
         self.lineage.tell_storage(step)
 
     def _follow(self, begun: SimpleQueue[SaveHandle | None], step: int, metrics: Mapping[str, float], ended: threading.Event) -> None:
-        """See how a save ends that was begun, and do what is to be done then."""
+        """Wait for the end of a save, then report and clean up."""
         if (handle := begun.get()) is None:
             return
         try:
@@ -173,7 +173,7 @@ class Background:
             self._failures.append((e, committed.step))
 
     def _other_job(self, step: int, error: BaseException) -> OtherJobError | None:
-        """That another job saves to the root, if a save has failed with something else and that is why."""
+        """The OtherJobError that explains a failed save, if another job saves to the root."""
         if isinstance(error, OtherJobError):
             return None
         with suppress(FormatError, StorageError):

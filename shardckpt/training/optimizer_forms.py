@@ -177,14 +177,16 @@ def _read_flat(node: Node | None) -> OptimizerNodes | None:
         kind, _, path = key.partition(".") if isinstance(key, str) else ("", "", "")
         member, _, last = path.rpartition(".")
         if kind == _GROUPS and member:
-            settings.setdefault(member, {})[last] = below
+            of_group = settings.setdefault(member, {})
+            if last != _NAMES:  # lists the whole group
+                of_group[last] = below
         elif kind == _STATE and member:
             state.setdefault(member, {})[last] = below
         else:
             rest[key] = below
     if not settings:
         return None
-    groups = tuple(Group((member,), found, (next(iter(found.values())),)) for member, found in settings.items())
+    groups = tuple(Group((member,), found, (next(iter(found.values()), node),)) for member, found in settings.items())
     states = {member: _branch(f"{node.name}/{_STATE}.{member}", found) for member, found in state.items()}
     return OptimizerNodes(node.name, "flat", states, groups, rest)
 

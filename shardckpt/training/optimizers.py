@@ -196,7 +196,7 @@ class NamedOptimizer:
         return self._prefix + name if self._prefix + name in self.parameters else name
 
     def _settings(self, number: int, found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Of one group of the optimizer, given those that its parameters had."""
+        """Settings of one group of the optimizer, from the settings that its parameters were saved with."""
         for other in found[1:]:
             names = [*found[0], *other]
             differs = next((n for n in names if n not in found[0] or n not in other or found[0][n] != other[n]), None)

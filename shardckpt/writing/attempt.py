@@ -261,7 +261,7 @@ class Attempt:
             )
 
     def stop_waiting(self, why: str) -> None:
-        """Wait for no other process any more, on whichever thread that is done; `why` is the end of a sentence."""
+        """Stop waiting for other processes, on all threads; `why` completes a sentence."""
         self._stopped = why
 
     def give_up(self, error: BaseException) -> None:

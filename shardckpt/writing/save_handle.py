@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from threading import Condition
 from typing import Literal
 
-from shardckpt.errors import CoordinationError, OptionError
+from shardckpt.errors import CoordinationError, OptionError, out_of_memory
 
 __all__ = ["Outcome", "SaveHandle", "SaveReport"]
 
@@ -163,4 +163,7 @@ class Outcome:
                 self.report = ended
             else:
                 self._error = ended
+                if isinstance(ended, MemoryError):
+                    self._error = out_of_memory(self.url, ended)
+                    self._error.__cause__ = ended
             self._changed.notify_all()

@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import CommitError, OptionError
+from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.budget import BufferPool
@@ -75,6 +75,7 @@ class Saver:
         self._plans = PlanCache()
         self._process = os.getpid()
 
+    @out_of_memory_is_typed
     def begin(
         self,
         url: str | os.PathLike[str],

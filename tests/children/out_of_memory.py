@@ -14,11 +14,19 @@ shardckpt.save(f"{place}/small", {"w": np.ones(1000)})
 shardckpt.export_safetensors(f"{place}/small", f"{place}/small.safetensors")  # imports what it needs
 shardckpt.reshard(f"{place}/small", f"{place}/small2")
 like = {"w": np.zeros(1000)}
+large = np.zeros(64 << 20, np.uint8)
+manager = shardckpt.CheckpointManager(f"{place}/run", every=1)
+manager.save(1, like)
+manager.wait()
+saved = shardckpt.save_async(f"{place}/small3", like)
+saved.wait()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: PTH123, SIM115
-resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), -1))
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), -1))
 for name, action in {
     "export_safetensors": lambda: shardckpt.export_safetensors(f"{place}/large", f"{place}/large.safetensors", memory_limit="1GiB"),
     "restore": lambda: shardckpt.restore(f"{place}/large"),
+    "save_async": lambda: shardckpt.save_async(f"{place}/large2", {"w": large}).wait(),
+    "manager": lambda: (manager.save(2, {"w": large}), manager.wait()),
 }.items():
     try:
         action()

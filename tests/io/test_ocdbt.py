@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import pairwise, takewhile
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.io import ocdbt
-from shardckpt.io.ocdbt import leaf_node, manifest, newest_statistics, varints
+from shardckpt.io.ocdbt import Version, leaf_node, manifest, read_manifest, read_node, varints
 
 numbers = st.one_of(st.integers(0, 300), st.integers(0, 2**62), st.sampled_from([2**k + d for k in range(1, 62) for d in (-1, 0)]))
 places = st.tuples(st.integers(0, 2), numbers, st.integers(1, 2**40))
@@ -83,7 +84,7 @@ def test_shared_prefixes_are_as_long_as_keys_agree(keys, at_a_time):
     st.lists(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=5), min_size=1, max_size=20),
     st.sampled_from([None, {"id": "zstd"}]),
 )
-def test_the_newest_version_s_statistics_are_what_tensorstore_says(commits, compression):
+def test_versions_are_what_tensorstore_says(commits, compression):
     spec = {"driver": "ocdbt", "base": "memory://", "config": {"compression": compression, "max_inline_value_bytes": 2}}
     database = ts.KvStore.open(spec, context=ts.Context()).result()
     for keys in commits:
@@ -91,16 +92,72 @@ def test_the_newest_version_s_statistics_are_what_tensorstore_says(commits, comp
             for pending in [database.with_transaction(together).write(key, key) for key in keys]:
                 pending.result()
     encoded = database.base.read("manifest.ocdbt").result().value
-    assert newest_statistics(encoded) == ts.ocdbt.dump(database.base).result()["versions"][-1]["root"]["statistics"]
+    told = [version["root"] for version in ts.ocdbt.dump(database.base).result()["versions"]]
+    versions = read_manifest(encoded)
+    assert [counted(version) for version in versions] == [root["statistics"] for root in told]
+    assert [located("btreenode", version.node) for version in versions] == [root.get("location") for root in told]
+
+
+def counted(version):
+    return {name: getattr(version, name) for name in ("num_keys", "num_tree_bytes", "num_indirect_value_bytes")}
+
+
+def located(kind, place):
+    return None if place is None else f"{kind}::{place[0]}:{place[1]}:{place[2]}"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.dictionaries(st.binary(min_size=1, max_size=9), st.integers(0, 40), min_size=1, max_size=60),
+    st.sampled_from([None, {"id": "zstd"}]),
+    st.sampled_from([200, 8 << 20]),
+)
+def test_every_node_is_read_as_tensorstore_reads_it(values, compression, node_bytes):
+    config = {"compression": compression, "max_inline_value_bytes": 20, "max_decoded_node_bytes": node_bytes}
+    database = ts.KvStore.open({"driver": "ocdbt", "base": "memory://", "config": config}, context=ts.Context()).result()
+    with ts.Transaction() as together:
+        for pending in [database.with_transaction(together).write(key, b"v" * n) for key, n in values.items()]:
+            pending.result()
+    (*_, version) = read_manifest(database.base.read("manifest.ocdbt").result().value)
+    nodes = [version.node]
+    while nodes:
+        place = nodes.pop()
+        told = ts.ocdbt.dump(database.base, located("btreenode", place)).result()
+        node = read_node(database.base.read(place[0]).result().value[place[1] : place[1] + place[2]])
+        nodes += [child for _, child in node.children]
+        if told["height"]:
+            assert [(key, located("btreenode", child)) for key, child in node.children] == [
+                (entry["subtree_common_prefix"], entry["location"]) for entry in told["entries"]
+            ]
+        else:
+            assert [(key, located("value", value)) for key, value in node.values] == [
+                (entry["key"], entry["indirect_value"]) for entry in told["entries"] if "indirect_value" in entry
+            ]
+
+
+def test_a_damaged_node_is_refused():
+    encoded = bytearray(leaf_node([b"a", b"ab"], ["d/0"], [0, 0], [0, 5], [5, 5]))
+    assert list(read_node(bytes(encoded)).values) == [(b"a", ("d/0", 0, 5)), (b"ab", ("d/0", 5, 5))]
+    for i in range(len(encoded)):
+        encoded[i] ^= 1
+        with pytest.raises(ValueError, match=r"no such file|checksum"):
+            read_node(bytes(encoded))
+        encoded[i] ^= 1
+
+
+@given(st.binary(max_size=60))
+def test_a_node_that_makes_no_sense_is_refused_whatever_its_checksum(body):
+    with suppress(ValueError):  # some bodies are nodes
+        list(read_node(ocdbt._framed(ocdbt._NODE_MAGIC, body)).values)
 
 
 def test_a_damaged_manifest_is_refused():
     encoded = bytearray(manifest("d/tree", 100, 2, 10))
-    assert newest_statistics(bytes(encoded)) == {"num_keys": 2, "num_tree_bytes": 100, "num_indirect_value_bytes": 10}
+    assert read_manifest(bytes(encoded)) == [Version(("d/tree", 0, 100), 2, 100, 10)]
     for i in range(len(encoded)):
         encoded[i] ^= 1
         with pytest.raises(ValueError, match=r"no such file|checksum"):
-            newest_statistics(bytes(encoded))
+            read_manifest(bytes(encoded))
         encoded[i] ^= 1
     with pytest.raises(ValueError, match="no such file"):
-        newest_statistics(b"")
+        read_manifest(b"")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from placeholders import undo_commit
 from shardckpt.collecting import delete
-from shardckpt.manager import steps
+from shardckpt.training import steps
 from training_runs import state
 
 import shardckpt

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from trained import groups, net, steps
 
 import shardckpt
@@ -193,6 +194,22 @@ def test_lists_that_were_tuples_become_tuples_again(tmp_path):
     assert fresh[1].param_groups[1]["betas"] == (0.8, 0.99)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_names_that_torch_gives_to_a_group_do_not_bind_it_to_the_groups_of_the_save(tmp_path):
+    def made_of_names(*groups):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        named = list(model.named_parameters())
+        return model, torch.optim.AdamW([{"params": named[first:last]} for first, last in groups], lr=0.25)
+
+    model, optimizer = made_of_names((0, 2), (2, 4))
+    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    assert "param_groups.0.weight.param_names" in flat
+    shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "optimizer": flat})
+    fresh, single = made_of_names((0, 4))
+    shardckpt.restore(tmp_path / "c", state_of(fresh, single))
+    assert single.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
 def test_one_warning_says_what_was_left_alone(tmp_path, caplog):
     model, _ = made()
     shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "epoch": 3})
@@ -201,8 +218,8 @@ def test_one_warning_says_what_was_left_alone(tmp_path, caplog):
         shardckpt.restore(tmp_path / "c", state, strict=False)
     (record,) = caplog.records
     message = record.getMessage()
-    assert "in `like` alone, and stay as they were: 'optimizer/" in message
-    assert "1 name is in the checkpoint alone, and not read: 'epoch'" in message
+    assert "only in `like`, left unchanged: 'optimizer/" in message
+    assert "1 name is only in the checkpoint, not read: 'epoch'" in message
     assert state.step == 5
     caplog.clear()
     shardckpt.restore(tmp_path / "c", {"model": model.state_dict(), "epoch": 0}, strict=False)

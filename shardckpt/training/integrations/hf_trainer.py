@@ -75,11 +75,11 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._due = False
         """Whether the step that was made last is to be saved."""
         self._metrics: dict[str, float] = {}
-        """Of the evaluations at this step."""
+        """Metrics of the evaluations at this step."""
         self._saves_best: TrainingArguments | None = None
-        """The arguments whose `save_strategy` is "best", while it is "no"."""
+        """The Trainer's arguments, if their `save_strategy` "best" was replaced by "no" for this training."""
         self._best: float | None = None
-        """The best metric that is known, where that decides on saves."""
+        """The best metric so far, if `save_strategy` is "best"."""
         self._own = _TrainerValues()
         self._resumed: int | None = None
         """The step that is being resumed, until it is restored."""
@@ -87,7 +87,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Where the random number generators go on, until they have been put back for good."""
         self._directory: TemporaryDirectory[str] | None = None
         self._trainer: Trainer | None = None
-        """The one that is to resume: it looks for no weights until training begins, and closes the manager when it fails."""
+        """The Trainer given to `resume`. Until training begins it loads no weights; if training fails, it closes the manager."""
         self._seen: int | None = None
         """The step of which is known whether it is saved."""
 

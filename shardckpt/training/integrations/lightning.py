@@ -166,7 +166,7 @@ def _remove(path: str | os.PathLike[str]) -> None:
 
 
 def _without_functions(value: Any) -> Any:
-    """The value, whose schedulers' states have no functions in them (torch's `SWALR` has one)."""
+    """Remove functions from the states of schedulers in a value (torch's `SWALR` has one)."""
     kind = type(value)
     if kind in (list, tuple):
         return kind(map(_without_functions, value))
