@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shardckpt.save_handle import Outcome
 
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import BudgetError
+from shardckpt.writing.save_handle import Outcome
 
 TOOL = Path(__file__).parents[1] / "tools" / "save_memory.py"
 MiB = 1 << 20

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from placeholders import undo_commit
-from shardckpt.collecting import delete
-from shardckpt.training import steps
 from training_runs import state
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.commit.collecting import delete
+from shardckpt.training import steps
 
 
 @pytest.fixture
