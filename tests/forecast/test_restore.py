@@ -90,7 +90,7 @@ def test_a_record_alone_tells_the_same_bytes_where_nothing_is_compressed(saved, 
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_the_flow_says_which_host_wrote_what_each_host_reads(tmp_path, layout):
-    shape = (512, 512)
+    shape = (1024, 1024)
     with Processes("many_hosts") as job:
         job.run("save_different", 4, tmp_path / "c", [{"w": {"shape": shape, "value": 1.0}}] * 4, {"layout": layout})
     checkpoint = shardckpt.open(tmp_path / "c")

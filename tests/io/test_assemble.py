@@ -16,7 +16,7 @@ from processes import Processes
 import shardckpt
 from shardckpt.commit.assemble import assemble, finished_hosts, pause, wait_for_hosts
 from shardckpt.commit.host_files import write_table
-from shardckpt.commit.publish import publish, read_prior
+from shardckpt.commit.publish import publish, published_attempt, read_prior
 from shardckpt.errors import CommitError, FormatError, MissingDataError
 from shardckpt.format.record import HostRecord, open_envelope, seal
 from shardckpt.format.table import ArrayChunks, Table
@@ -62,7 +62,7 @@ class Saved:
         assert "othing was published" in str(raised.value)
         (outcome,) = shardckpt.commit(str(self.root))
         assert outcome.state in ("refused", "incomplete")
-        assert not self.root.exists("checkpoint.json")
+        assert published_attempt(self.root) is None
 
 
 @pytest.fixture(scope="module", params=["packed", "zarr"])
