@@ -22,7 +22,7 @@ from shardckpt.io.store import Store, shared_context
 from shardckpt.writing.packed import DATA_FILE_BYTES, OBJECT_BYTES, PackedWriter
 
 MiB = 1 << 20
-RESTORED = (np.arange(300_000, dtype=np.float32).reshape(600, 500), np.arange(40_000, dtype=np.int32), np.arange(5))
+RESTORED = (np.arange(2_400_000, dtype=np.float32).reshape(2400, 1000), np.arange(40_000, dtype=np.int32), np.arange(5))
 
 
 class Cloud:

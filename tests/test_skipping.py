@@ -405,8 +405,7 @@ def test_a_base_is_not_deleted_before_what_names_it(root):
     assert equal(shardckpt.restore(root / "2"), model(2))
     delete(root / "2")
     delete(root / "0")
-    delete(root / "0")
-    with pytest.raises(errors.NotFoundError, match="deleted"):
+    with pytest.raises(errors.NotFoundError):
         shardckpt.open(root / "0")
 
 

@@ -9,7 +9,7 @@ from shardckpt import SaveOptions
 def state(shift=0):
     """A state that every process has: large and small arrays, leaves."""
     return {
-        "large": np.arange(300_000, dtype=np.float32).reshape(600, 500) + shift,
+        "large": np.arange(2_400_000, dtype=np.float32).reshape(2400, 1000) + shift,
         "medium": np.arange(40_000, dtype=np.int32) + shift,
         "small": np.arange(5) + shift,
         "empty": np.zeros((0, 3)),

@@ -99,7 +99,7 @@ def test_what_all_hosts_have_written_becomes_one_checkpoint(saved):
     assert publish(saved.root, record, read_prior(saved.root, overwrite=False))
     opened = shardckpt.open(str(saved.root))
     assert opened.verify().damage == []
-    np.testing.assert_array_equal(opened.read("large"), np.arange(300_000, dtype=np.float32).reshape(600, 500))
+    np.testing.assert_array_equal(opened.read("large"), np.arange(2_400_000, dtype=np.float32).reshape(2400, 1000))
     small = opened.record.small_table
     chunks = sum(saved.record(host).chunks for host in range(HOSTS)) + sum(
         map(len, decode_table(saved.place.read(small.key), "")[1].values())
