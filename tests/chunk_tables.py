@@ -15,4 +15,4 @@ def encode_table(files, arrays):
 def decode_table(data, where):
     """Files and arrays of a table."""
     table = Table.decode(data, where)
-    return table.files, table.arrays()
+    return table.files, dict(table.arrays())

@@ -107,7 +107,8 @@ def test_values_and_contents_are_as_described(several_hosts, described, layout):
     assert [host["key"] for host in commit["hosts"]] == [f"records/{n:05d}.json" for n in range(3)]
     for n, reference in enumerate(commit["hosts"]):
         host = described["record"](described["referred"](attempt, reference))
-        assert (host["host"], host["hosts"], host["prior"]) == (n, 3, None)
+        assert (host["host"], host["hosts"]) == (n, 3)
+        assert re.fullmatch("[0-9a-f]{64}", host["prior"])  # of the placeholder
         assert host["contents"]["key"] == f"contents/{host['contents']['sha256']}.json"
         contents = described["record"](described["referred"](attempt, host["contents"]))
         for name, elements in contents["small"].items():

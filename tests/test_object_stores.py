@@ -93,7 +93,7 @@ def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_d
     assert delete(url) == []
     with pytest.raises(errors.NotFoundError):
         shardckpt.restore(url)
-    assert Store.open(url).list() == ["checkpoint.json"]
+    assert Store.open(url).list() == []
 
     assert save(3) == ["saved"] * processes
     assert_holds(url, 3)

@@ -285,7 +285,8 @@ def test_processes_that_save_something_else_are_all_told(tmp_path, job):
     for local, error in job.run("host_of_several", 2, tmp_path / "c", "different"):
         assert local is None
         assert error[0] == "CommitError"
-    assert not (tmp_path / "c" / "checkpoint.json").exists()
+    with pytest.raises(errors.NotFoundError):
+        shardckpt.open(tmp_path / "c")
 
 
 def test_ctrl_c_while_copying_gives_the_save_up(tmp_path, job):

@@ -348,7 +348,7 @@ def memory_under(array):
     """Bytes of the torch tensor that an array is a view of."""
     while isinstance(array, np.ndarray):
         array = array.base
-    return array.untyped_storage().nbytes()
+    return getattr(array, "_tensor", array).untyped_storage().nbytes()
 
 
 def batched(case):

@@ -93,4 +93,4 @@ def test_long_lists_are_cut_off_for_people_and_whole_in_json(run, saver, tmp_pat
 def test_a_memory_limit_that_cannot_be_is_an_error_of_usage(run, checkpoint):
     answer = run("diff", checkpoint, checkpoint, "--memory", "lots")
     assert answer.status == 2
-    assert answer.err.startswith("error: memory_limit='lots'")
+    assert answer.err.startswith("error: --memory-limit lots")

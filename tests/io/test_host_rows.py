@@ -149,7 +149,7 @@ def test_a_host_whose_record_or_table_is_lost_damaged_or_refused_is_done_without
 def test_a_host_whose_table_contradicts_the_one_of_all_is_done_without(wrong):
     saved = Saved()
     table = saved.tables[2]
-    arrays = table.arrays()
+    arrays = dict(table.arrays())
     if wrong == "a tensor that is none":
         table = Table.of(table.files, {"x": arrays.pop("w0"), **arrays})
     elif wrong == "a chunk beyond the grid":

@@ -46,7 +46,7 @@ def test_chunks_are_found_by_position():
 def test_tables_of_several_hosts_become_one():
     table = merge_tables([Table.of(["a"], {"w": rows(0, 2)}), Table.of(["b"], {"w": rows(1), "v": rows(0)})])
     assert table.files == ["a", "b"]
-    merged = table.arrays()
+    merged = dict(table.arrays())
     assert merged["w"].chunk.tolist() == [0, 1, 2]
     assert merged["w"].file.tolist() == [0, 1, 0]
 
