@@ -164,7 +164,7 @@ def test_what_cannot_be_made_is_refused_by_name(tmp_path):
         stream(checkpoint, [identity(checkpoint.tensor("w"), dtype=f32)], rows, 64 * MiB, print)
     with pytest.raises(errors.ShapeMismatchError, match="lies outside its shape"):
         stream(checkpoint, [_outside()], rows, 64 * MiB, print)
-    with pytest.raises(errors.BudgetError, match=r"memory_limit=8 MiB is too little to read chunks of [\d.]+ MiB; raise it to \d+ MiB"):
+    with pytest.raises(errors.BudgetError, match=r"memory_limit=8 MiB is too little to read chunks of [\d.]+ [KM]iB; raise it to \d+ MiB"):
         stream(checkpoint, [identity(checkpoint.tensor("v"))], rows, 8 * MiB, print)
     with pytest.raises(errors.BudgetError, match=r"memory_limit=24 MiB is too little to make 'v' in blocks of 16 MiB; raise it to \d+ MiB"):
         stream(checkpoint, [identity(checkpoint.tensor("v"))], lambda output, *_: grid(output, output.shape), 24 * MiB, print)

@@ -62,8 +62,9 @@ def test_a_file_of_any_kind_that_is_a_terabyte_of_holes_is_not_read(of_three_hos
 @pytest.mark.parametrize("kind", ["host record", "contents", "a host's chunk table"])
 def test_an_attempt_with_a_terabyte_of_holes_is_not_committed(of_three_hosts, kind):
     forgery = of_three_hosts()
-    os.truncate(file_kinds(forgery.url, "packed")[kind][-1], 1 << 40)
+    path = file_kinds(forgery.url, "packed")[kind][-1]
     forgery.unpublish()
+    os.truncate(path, 1 << 40)
     with at_most(512 * MIB):
         assert [outcome.state for outcome in shardckpt.commit(forgery.url)] == ["refused"]
 

@@ -14,6 +14,7 @@ from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
 from shardckpt.commit.collecting import delete
 from shardckpt.layout import dtypes
 from shardckpt.layout.placements import Placements
+from shardckpt.plan.chunks import Floor
 from shardckpt.writing.save_plan import tensor_record
 
 EIGHT = Mesh((8,), ("x",))
@@ -81,7 +82,7 @@ def test_any_layout_becomes_any_other_bit_for_bit(tmp_path_factory, data, dtype,
     assert made.info("w").layout == target
     assert (made.record.layout, made.record.compression) == (new_layout, new_compression)
     assert made.verify().ok
-    expected = tensor_record("w", shape, dtypes.by_name(dtype), target, 64 * KiB)
+    expected = tensor_record("w", shape, dtypes.by_name(dtype), target, Floor(64 * KiB))
     assert source == target or made.tensor("w").pieces == expected.pieces
 
 
@@ -113,7 +114,7 @@ def test_pieces_of_uneven_shards_are_read_and_written(tmp_path):
     like = shardckpt.open(tmp_path / "a")
     tensors = like.record.structure.tensors
     for name, layout in (("u", uneven), ("s", strided)):
-        tensors[name] = tensor_record(name, tensors[name].shape, tensors[name].dtype, layout, 64 * KiB)
+        tensors[name] = tensor_record(name, tensors[name].shape, tensors[name].dtype, layout, Floor(64 * KiB))
     shardckpt.reshard(tmp_path / "a", tmp_path / "b", like=like, **SMALL)
     middle = shardckpt.open(tmp_path / "b")
     assert middle.info("u").layout == uneven
