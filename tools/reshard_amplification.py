@@ -27,6 +27,7 @@ import numpy as np
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.format.structure import Structure
+from shardckpt.plan.chunks import Floor
 from shardckpt.reshard import ReshardOptions, plan_reshard
 from shardckpt.reshard.rules import Rules
 from shardckpt.reshard.rules.like import Like
@@ -44,7 +45,7 @@ class Recorded:
     def __init__(self, template: shardckpt.Checkpoint, shardings: dict[str, Sharding]) -> None:
         """The template's tensors as if they had been saved laid out so."""
         self.location = template.location
-        tensors = {n: tensor_record(n, t.shape, t.dtype, shardings[n], 64 << 10) for n, t in template.record.structure.tensors.items()}
+        tensors = {n: tensor_record(n, t.shape, t.dtype, shardings[n], Floor()) for n, t in template.record.structure.tensors.items()}
         self.record = replace(template.record, structure=Structure(template.record.structure.tree, tensors))
 
 

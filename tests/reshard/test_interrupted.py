@@ -186,7 +186,7 @@ def test_a_task_done_twice_at_the_same_time_is_there_once(source, tmp_path, layo
 
     def run():
         together.wait(PATIENCE)
-        return run_task(job, 2)
+        return run_task(job, 1)
 
     with ThreadPoolExecutor(4) as threads:
         reports = [future.result(PATIENCE) for future in [threads.submit(run) for _ in range(4)]]
