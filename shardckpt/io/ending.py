@@ -21,6 +21,7 @@ from shardckpt.errors import CommitError, ShardckptError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 __all__ = ["is_ending", "reading_takes_threads", "saving_takes_threads", "start_background"]
 
@@ -111,43 +112,39 @@ def is_ending() -> bool:
     return not threading.main_thread().is_alive()
 
 
-@contextmanager
-def reading_takes_threads(place: object) -> Iterator[None]:
-    """Goes around what reads from a place; little may be read without threads.
+def reading_takes_threads(place: object) -> AbstractContextManager[None]:
+    """Report threads that cannot be started as errors of the read, around the code that reads from a place.
 
     Raises:
         StorageError: in place of the RuntimeError of a thread that cannot be started.
     """
-    try:
-        yield
-    except RuntimeError as e:
-        if (why := _without_threads(e)) is None:
-            raise
+
+    def as_error(why: str) -> StorageError:
         advice = "Read before the program ends, not in a function that `atexit` calls." if is_ending() else _ADVICE
-        raise StorageError(f"cannot read {place}: {why}. {advice}") from e
+        return StorageError(f"cannot read {place}: {why}. {advice}")
+
+    return _threads_or(as_error)
 
 
-@contextmanager
-def saving_takes_threads(place: object) -> Iterator[None]:
+def saving_takes_threads(place: object) -> AbstractContextManager[None]:
     """Report threads that cannot be started as errors of the save, around the code that saves to a place.
 
     Raises:
         CommitError: in place of the RuntimeError of a thread that cannot be started.
     """
-    try:
-        yield
-    except RuntimeError as e:
-        if (why := _without_threads(e)) is None:
-            raise
-        raise CommitError(f"{place}: the save was given up: {why}. {_ADVICE}") from e
+    return _threads_or(lambda why: CommitError(f"{place}: the save was given up: {why}. {_ADVICE}"))
 
 
 _ADVICE = "Allow this process more threads (ulimit -u, the container's limit of pids), or end some, and try again."
 _MESSAGES = "can't start new thread", "can't create new thread", "cannot schedule new futures"
 
 
-def _without_threads(error: RuntimeError) -> str | None:
-    """Why there are no threads, if that is what an error says."""
-    if isinstance(error, ShardckptError) or not (is_ending() or str(error).startswith(_MESSAGES)):
-        return None
-    return f"{'Python is ending and' if is_ending() else 'Python'} starts no threads any more ({error})"
+@contextmanager
+def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
+    """Raise `as_error(why)` in place of the RuntimeError of a thread that cannot be started."""
+    try:
+        yield
+    except RuntimeError as e:
+        if isinstance(e, ShardckptError) or not (is_ending() or str(e).startswith(_MESSAGES)):
+            raise
+        raise as_error(f"{'Python is ending and' if is_ending() else 'Python'} starts no threads any more ({e})") from e
