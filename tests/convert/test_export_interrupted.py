@@ -105,8 +105,10 @@ def test_a_kill_before_every_single_operation(tmp_path, before):
 def test_a_process_killed_from_outside_is_gone_on_with_by_another(tmp_path):
     saved(tmp_path / "c", {f"w{i}": random((1024, 1024), seed=i) for i in range(12)})
     code = (
-        "import sys, shardckpt; from shardckpt.convert import local_files, streaming\n"
-        "local_files._NOTE_BYTES = streaming._BATCH = 4 << 20\n"
+        "import sys, shardckpt\n"
+        "from shardckpt.convert.files import local_files\n"
+        "from shardckpt.convert.streaming import stream\n"
+        "local_files._NOTE_BYTES = stream._BATCH = 4 << 20\n"
         "shardckpt.export(sys.argv[1], sys.argv[2], progress=lambda done, total: print(done, flush=True))"
     )
     to = tmp_path / "out" / "a.safetensors"

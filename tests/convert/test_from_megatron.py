@@ -67,7 +67,7 @@ def test_it_is_told_from_other_directories_of_dcp(tmp_path):
 
 
 def test_its_metadata_is_a_pickle_as_any_of_dcp():
-    with pytest.raises(OptionError, match="--trust-pickle"):
+    with pytest.raises(OptionError, match="trust_pickle=True"):
         from_megatron.open_foreign(parse(WRITTEN))
 
 

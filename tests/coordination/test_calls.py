@@ -1,7 +1,8 @@
 """Calls of a store, here of functions that return when the test lets them."""
 
 import gc
-import os
+import subprocess
+import sys
 import threading
 import weakref
 from queue import SimpleQueue
@@ -42,15 +43,21 @@ def test_while_a_call_has_not_returned_others_are_refused_and_not_made(store):
     assert made == []
 
 
-def test_a_fork_is_refused(store):
-    child = os.fork()
-    if not child:
-        try:
-            store.make(lambda: 1)
-        except CoordinationError as error:
-            os._exit("was forked" not in str(error))
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+FORKED = """
+import os
+from shardckpt.frameworks.coordination.calls import StoreCalls
+
+store = StoreCalls("the store")
+if child := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+store.make(lambda: 1)
+"""
+
+
+def test_a_fork_is_refused():
+    done = subprocess.run([sys.executable, "-c", FORKED], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "CoordinationError: this process was forked from one that asks the store, and cannot ask it" in done.stderr
 
 
 def test_nothing_of_a_call_is_held_and_the_thread_ends_with_its_calls():

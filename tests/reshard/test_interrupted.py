@@ -30,9 +30,9 @@ TASKS = {"task_bytes": 256 << 10, "rules": ["*=(None,x)"]}
 
 @pytest.fixture
 def source(tmp_path):
-    """8 MiB in two tensors, cut by rows; from 32 tasks on."""
-    elements = np.random.default_rng(0).integers(0, 1 << 32, 1 << 21, np.uint32)
-    state = {"a": elements[: 1 << 20].reshape(1024, 1024), "b": elements[1 << 20 :].reshape(512, 2048)}
+    """32 MiB in two tensors, cut by rows: 16 tasks, or 8 in the plain layout."""
+    elements = np.random.default_rng(0).integers(0, 1 << 32, 1 << 23, np.uint32)
+    state = {"a": elements[: 1 << 22].reshape(1024, -1), "b": elements[1 << 22 :].reshape(512, -1)}
     rows = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
     shardckpt.save(tmp_path / "a", state, options=SaveOptions(shardings={"*": rows}))
     return tmp_path / "a"
