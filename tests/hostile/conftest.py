@@ -12,6 +12,7 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "tools"), str(Path(__file__).par
 
 import flip_bits
 from forgery import Forgery, Watch
+from placeholders import put_placeholder
 from processes import Processes
 
 
@@ -27,6 +28,7 @@ def _three_hosts(tmp_path_factory):
     root = tmp_path_factory.mktemp("three")
     with Processes("damage_hosts") as processes:
         for layout, compression in (("packed", None), ("zarr", "zstd")):
+            put_placeholder(root / layout)  # so that `Forgery.unpublish` needs to change no record
             flip_bits.save(root / layout, 0, layout, compression, processes=processes)
     return root
 

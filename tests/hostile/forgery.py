@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import zarr
-from placeholders import undo_commit
+from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt import SaveOptions, ShardckptError
@@ -78,6 +78,7 @@ class Forgery:
         shardings = {"w": shardckpt.Sharding(mesh, shardckpt.PartitionSpec("x", "y")), "pair/0": shardckpt.OpSharding.replicated(4)}
         shardings = {name: sharding for name, sharding in shardings.items() if name.partition("/")[0] in state}
         options = SaveOptions(layout=layout, compression=compression, shardings=shardings)
+        put_placeholder(url)
         shardckpt.save(url, {"own": shardckpt.PerProcess(None), **state}, options=options)
         return cls(url)
 
@@ -126,7 +127,7 @@ class Forgery:
 
     def unpublish(self):
         """Leave the attempt as its hosts do, before anybody commits it."""
-        undo_commit(self.url)
+        put_placeholder(self.url)
         shutil.rmtree(self.attempt / "d", ignore_errors=True)
         for path in ("table", "small", "hosts/small/table", "manifest.ocdbt"):
             (self.attempt / path).unlink(missing_ok=True)
