@@ -1,7 +1,8 @@
 """What each operation costs at the most, by counts: bytes, calls of the kernel, memory, elements copied, and steps of Python per chunk.
 
-Times depend on the machine; these do not. A bound is what was counted when it was written, and up to a sixth more; whoever makes an
-operation cheaper lowers its bounds.
+Times depend on the machine; these do not. A bound on bytes, calls of the kernel or memory is what was counted when it was written,
+and up to a sixth more. A bound on steps is twice what was counted: it is there for what takes another order of steps, not for one
+function more. If you make an operation cheaper, lower its bounds.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def test_a_save_writes_its_bytes_once_in_a_few_large_calls(place, save, threads,
     assert took.peak <= threads * at_once + 1 * MiB, (
         "elements go from the state, or from the buffer that is kept, to where they are laid out, to the file"
     )
-    assert took.steps <= 15 * CHUNKS
+    assert took.steps <= 26 * CHUNKS
     assert sum(path.is_file() for path in place.out.rglob("*")) <= 8 + 3 * threads, "a lane for each thread"
 
 
@@ -69,7 +70,7 @@ def test_a_small_tensor_costs_a_save_few_steps(tmp_path, save):
         save(tmp_path / f"warm{tensors}", state)
         return steps(lambda: save(tmp_path / f"counted{tensors}", state))
 
-    assert saving(300) - saving(100) <= 175 * 200, "of which 17 are for reading the record as every reader will, before it is published"
+    assert saving(300) - saving(100) <= 350 * 200, "of which 17 are for reading the record as every reader will, before it is published"
 
 
 def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_twice(place):
@@ -83,7 +84,7 @@ def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_
     assert took.reads <= 17
     assert took.copied <= NBYTES
     assert took.peak <= READING
-    assert took.steps <= 11 * CHUNKS
+    assert took.steps <= 22 * CHUNKS
 
 
 def test_a_restore_of_many_small_tensors_works_out_once_what_is_alike_of_them(tmp_path):
@@ -91,15 +92,15 @@ def test_a_restore_of_many_small_tensors_works_out_once_what_is_alike_of_them(tm
     shardckpt.save(tmp_path, state)
     targets = {name: np.zeros_like(array) for name, array in state.items()}
 
-    assert steps(lambda: shardckpt.restore(tmp_path, targets)) <= 210 * len(state)
+    assert steps(lambda: shardckpt.restore(tmp_path, targets)) <= 420 * len(state)
     assert all(np.array_equal(targets[name], array) for name, array in state.items())
 
 
 @pytest.mark.parametrize(
     ("box", "steps"),
     [
-        pytest.param(Box((0, 0), (SIDE, SIDE // 8)), 86, id="an eighth of the columns"),
-        pytest.param(Box((SIDE // 2, 0), (SIDE, SIDE // 4)), 82, id="a shard of another mesh"),
+        pytest.param(Box((0, 0), (SIDE, SIDE // 8)), 172, id="an eighth of the columns"),
+        pytest.param(Box((SIDE // 2, 0), (SIDE, SIDE // 4)), 164, id="a shard of another mesh"),
     ],
 )
 def test_a_part_is_read_and_nothing_else(place, box, steps):
@@ -127,7 +128,7 @@ def test_verifying_reads_every_stored_byte_once(place):
     assert took.reads <= 70
     assert took.copied == 0
     assert took.peak <= READING
-    assert took.steps <= 99 * CHUNKS
+    assert took.steps <= 198 * CHUNKS
 
 
 def test_an_export_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once(place):
@@ -139,7 +140,7 @@ def test_an_export_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once(p
     assert took.copied <= NBYTES
     assert took.writes <= 12, "a batch of 16 MiB is one call"
     assert took.peak <= 80 * MiB, "four batches, and a run for each thread that reads"
-    assert took.steps <= 21 * CHUNKS
+    assert took.steps <= 42 * CHUNKS
 
 
 def test_an_import_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once_in_large_calls(place, tmp_path):
@@ -156,4 +157,4 @@ def test_an_import_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once_i
     assert 2 * nbytes <= took.read <= 2.1 * nbytes
     assert took.reads + took.writes <= 56
     assert took.copied <= nbytes // 100, "elements are read to where they are written from"
-    assert took.steps <= 560 * layers
+    assert took.steps <= 1120 * layers
