@@ -46,7 +46,7 @@ _AHEAD = 3
 _PLANNED = 64 << 20
 """Bytes of the batches that are planned together: planning costs about as much for few as for many."""
 _PLANNED_STEPS = 4096
-"""Steps of them; of each there are some objects."""
+"""Steps of them, and of one batch; of each there are some objects."""
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
@@ -275,7 +275,7 @@ def _batches(steps: Iterable[PlannedStep], at_once: int) -> Iterator[Batch]:
     batch = Batch([], 0)
     for planned in steps:
         nbytes = planned.nbytes
-        if batch.steps and batch.nbytes + nbytes > at_once:
+        if batch.steps and (batch.nbytes + nbytes > at_once or len(batch.steps) == _PLANNED_STEPS):
             yield batch
             batch = Batch([], 0)
         batch.steps.append(planned)

@@ -172,3 +172,12 @@ def test_what_cannot_be_made_is_refused_by_name(tmp_path):
 
 def _outside():
     return OutputTensor("out", (4097, 1), by_name("float32"), (View("v", Box((0, 0), (4097, 1)), (0, 1), (0, 0)),))
+
+
+def test_tiny_tensors_come_at_most_4096_at_a_time():
+    """Each takes objects that no memory limit counts."""
+    checkpoint = saved(f"memory://{uuid.uuid4()}", {f"w{i}": np.full(10, i, np.float32) for i in range(5000)})
+    outputs = [identity(checkpoint.tensor(f"w{i}")) for i in range(5000)]
+    at_once = [len(batch) for batch in Stream(checkpoint, outputs, rows, limit=64 * MiB).read()]
+    assert sum(at_once) == 5000
+    assert max(at_once) <= 4096
