@@ -130,24 +130,15 @@ def from_torch(place):
 # --- DCP
 
 
-GAP = object()
-
-
-def as_dcp(value, gap=GAP):
-    """Keys are texts, tuples with tensors in them are lists, and empty dicts are passed over: in a list there is a gap."""
+def as_dcp(value):
+    """Keys are texts, tuples with tensors in them are lists, and dicts without values are not there. A list with such a dict is refused."""
     if isinstance(value, dict):
-        found = {str(key): as_dcp(child, gap) for key, child in value.items()}
-        return {key: child for key, child in found.items() if child is not GAP} or GAP
+        found = {str(key): as_dcp(child) for key, child in value.items()}
+        return {key: child for key, child in found.items() if child is not LOST} or LOST
     if type(value) is list or (type(value) is tuple and has_tensors(value)):
-        found = [as_dcp(child, gap) for child in value]
-        while found and found[-1] is GAP:
-            found.pop()
-        return [gap if child is GAP else child for child in found] if found or not value else GAP
+        found = [as_dcp(child) for child in value]
+        return LOST if value and all(child is LOST for child in found) else found
     return value
-
-
-def by_dcp(gap):
-    return lambda state: {} if as_dcp(state, gap) is GAP else as_dcp(state, gap)
 
 
 def from_dcp(place):
@@ -200,7 +191,7 @@ def orbax_keeps(state, keys=()):
 LOST = object()
 MODELS = {
     "torch": (from_torch, lambda state: {} if torch_keeps(state) is LOST else torch_keeps(state)),
-    "dcp": (from_dcp, by_dcp(None)),
+    "dcp": (from_dcp, lambda state: {} if as_dcp(state) is LOST else as_dcp(state)),
     "orbax": (from_orbax, lambda state: as_orbax(orbax_keeps(state))),
     "safetensors": (from_safetensors, lambda state: {name.replace("\ud800", "~ud800"): array for name, array in joined(state).items()}),
 }
@@ -223,7 +214,6 @@ def check(form, state):
         expected = plain(model(state))
         assert plain(library(place)) == expected, report.notes
         shardckpt.import_checkpoint(place, Path(folder, "after"), from_=form, trust_pickle=form == "dcp", workers=1)
-        expected = plain(by_dcp({})(state)) if form == "dcp" else expected  # where DCP itself leaves None
         assert plain(shardckpt.restore(Path(folder, "after"))) == expected, report.notes
 
 
@@ -243,6 +233,16 @@ def test_a_list_with_an_empty_dict_comes_back_from_what_dcp_itself_saved(tmp_pat
     shardckpt.import_checkpoint(tmp_path / "d", tmp_path / "c", trust_pickle=True, workers=1)
     found = shardckpt.restore(tmp_path / "c")["l"]
     assert (found[0].tolist(), found[1], found[2].tolist()) == ([1, 1], {}, [0, 0, 0])
+
+
+@pytest.mark.parametrize("state", [["x", {}], ["x", {"k": {}}, "y"], [np.ones(2), {}, np.ones(1)], [["x", {}]]])
+def test_a_list_with_a_dict_without_values_is_refused_for_dcp(tmp_path, state):
+    shardckpt.save(tmp_path / "c", {"l": state, "m": ["x", ["y", []], []]})
+    with pytest.raises(errors.StructureMismatchError, match=r"'l(\.0)?\.1' is a dict without values in a list: DCP stores nothing"):
+        shardckpt.export(tmp_path / "c", tmp_path / "o", to="dcp")
+    assert not (tmp_path / "o").exists()
+    shardckpt.export(tmp_path / "c", tmp_path / "o", to="dcp", exclude="l/**")
+    assert from_dcp(tmp_path / "o") == {"m": ["x", ["y", []], []]}
 
 
 @pytest.mark.parametrize("to", ["dcp", "orbax"])

@@ -8,8 +8,9 @@ the blocks of each tensor, where each item lies, and for each name the keys that
    are written once, and named in `.metadata` as often as they have names.
 3. DCP's own writer writes `.metadata`, when all is durable. The directory takes its name after that.
 
-DCP does not look into tuples: those with tensors in them become lists. It passes over empty dicts, and so does this: an item of
-one makes `dcp.load` take the directory for one that was saved before torch 2.4.
+DCP does not look into tuples: those with tensors in them become lists. It stores nothing of an empty dict, and neither does this: an
+item for one makes `dcp.load` take the directory for one that was saved before torch 2.4. From a list with an empty dict in it DCP
+stores what `dcp_to_torch_save` cannot read, so such a list is refused.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from shardckpt.convert.streaming.blocks import SMALLEST, block_shape
 from shardckpt.convert.streaming.chunking import grid
 from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMismatchError
+from shardckpt.excerpt import excerpt
 from shardckpt.io.store import storage_errors, sync_directory
 from shardckpt.io.url import parse as parse_url
 from shardckpt.state import parse, unflatten
@@ -39,7 +41,7 @@ from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -153,6 +155,14 @@ class DcpDirectory(StateWriter):
             raise NamesMismatchError(
                 f"{self._where}: two names are one in DCP, which joins keys with dots ({e}); export them apart."
             ) from e
+        entered = {path[:n] for path in self._paths.values() for n in range(len(path))}
+        stored = entered.union(self._paths.values())
+        for path in _items_of_lists(state, ()):
+            if path[:-1] in entered and path not in stored:
+                raise StructureMismatchError(
+                    f"{self._where}: {excerpt('.'.join(map(str, path)))} is a dict without values in a list: DCP stores nothing of it, and "
+                    f"cannot read the others of the list then. Leave the list out with exclude=."
+                )
 
     def _append(self, name: str, value: Any) -> Any:
         """Write one item; its place."""
@@ -247,6 +257,17 @@ def _is_tensor(value: object) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
+
+
+def _items_of_lists(value: object, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """DCP's paths of the items of all lists that DCP looks into."""
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _items_of_lists(child, (*path, str(key)))
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        for i, item in enumerate(value):
+            yield (*path, i)
+            yield from _items_of_lists(item, (*path, i))
 
 
 def _without_tuples(tree: Node, notes: list[str]) -> Node:
