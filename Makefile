@@ -33,13 +33,13 @@ browser: setup ## the page of a plan in a real Chromium, which is installed wher
 	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
 	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends chromium; } || \
 	  { echo "Chromium is missing, and only root on Debian can be helped: install the package chromium"; exit 1; }
-	$(BIN)/python -m pytest -p no:xdist -m browser tests/browser
+	$(BIN)/python -m pytest -p no:xdist -m browser tests/cli/browser
 
 ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed; takes minutes
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root
-	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist -o timeout=3600 -o faulthandler_timeout=0 tests/torture tests/test_faults_*.py tests/end_to_end tests/convert/test_hostile_trees.py
+	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist -o timeout=3600 -o faulthandler_timeout=0 tests/torture tests/faults tests/end_to_end tests/convert/test_hostile_trees.py
 
 soak: setup ## a training that is killed at random moments, 1,000 saves long
 	$(BIN)/python tools/soak.py --saves 1000

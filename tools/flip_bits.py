@@ -43,10 +43,8 @@ if TYPE_CHECKING:
 
     from shardckpt import Coordinator
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path.append(str(TESTS))
 
-from processes import Processes  # noqa: E402  (the tests' way to have several hosts)
+from processes import Processes
 
 __all__ = ["KINDS", "Outcome", "Tally", "file_kinds", "flip", "make_state", "options", "same", "save", "save_in_small_files"]
 

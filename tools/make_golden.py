@@ -20,6 +20,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from golden_facts import Interval, facts, layout_facts
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding
@@ -30,9 +31,6 @@ from shardckpt.writing import save_plan
 
 TESTS = Path(__file__).parents[1] / "tests"
 GOLDEN = TESTS / "golden"
-sys.path[:0] = [str(GOLDEN), str(TESTS), str(TESTS / "children")]
-
-from golden_facts import Interval, facts, layout_facts  # noqa: E402  (it lies beside the checkpoints)
 
 YOUNG = {"int1", "uint1", "complex32", "bcomplex32"}
 """Dtypes that the oldest supported ml_dtypes lacks: a record that names them could not be read with it."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -23,14 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from emulators import environment, gcs_emulator, s3_emulator
 
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.io.store import Store
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from emulators import environment, gcs_emulator, s3_emulator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import tensorstore  # noqa: F401  (imported before the forks)
+from fork_server import DirectoryCoordinator
 
 import shardckpt
 from shardckpt import training as manager
@@ -41,9 +42,6 @@ from shardckpt.writing import (
     attempt,
     saver,  # noqa: F401
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "children"))
-from fork_server import DirectoryCoordinator
 
 PROCESSES = (1, 2, 3, 4)
 ELEMENTS = (0, 1, 700, 20_000, 300_000)

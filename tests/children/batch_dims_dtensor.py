@@ -1,17 +1,13 @@
 """What DTensor makes of single operators on a tensor that is cut in its first dimension: prints JSON, name → layout."""
 
 import json
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from operators import CONSTANTS, OPERATORS, SAMPLES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "batch_dims"))
-from operators import CONSTANTS, OPERATORS, SAMPLES
 
 
 def text(placement):

@@ -1,15 +1,11 @@
 """What is found of small models of transformers: prints JSON, model → layouts, and claims that running them contradicts."""
 
 import json
-import sys
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "batch_dims"))
 from models import exported, joint
 from parts import contradictions, exported_inputs
 

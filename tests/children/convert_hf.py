@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from arrays import made
 
 import shardckpt
 from shardckpt.convert.naming.choose import NameOptions, outputs_of
-from tests.convert.arrays import made
 
 SMALL = {
     "hidden_size": 32,

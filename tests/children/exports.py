@@ -1,9 +1,9 @@
 """Exports and what torch.distributed.checkpoint loads of them, in processes that have imported torch before."""
 
-import sys
 from pathlib import Path
 
 import e2e_torch
+import exported
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,9 +14,6 @@ import shardckpt
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import exported
 
 
 def status(field):

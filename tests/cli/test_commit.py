@@ -1,12 +1,11 @@
 """`shardckpt commit`."""
 
-from pathlib import Path
-
+from paths import DOCS
 from placeholders import undo_commit
 
 import shardckpt
 
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+PAGE = DOCS / "cli.md"
 
 
 def uncommitted(place):
@@ -50,7 +49,7 @@ def test_json_has_what_became_of_each_attempt(run, saver, tmp_path):
     attempt = uncommitted(saver(tmp_path / "1"))
     doc = run("commit", tmp_path / "1", "--json").json
     assert doc == {"attempts": [{"name": ".", "url": str(tmp_path / "1"), "attempt": attempt, "state": "committed", "reason": None}]}
-    documented = DOCS.read_text(encoding="utf-8")
+    documented = PAGE.read_text(encoding="utf-8")
     assert all(f"`{key}`" in documented for key in [*doc, *doc["attempts"][0], "committed", "incomplete", "overtaken", "refused"])
 
 

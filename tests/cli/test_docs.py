@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chunk_tables import decode_table
+from paths import DOCS
 from processes import Processes
 from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+PAGE = DOCS / "cli.md"
 EXAMPLE = re.compile(r"^```\n\$ shardckpt (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUN = Path("runs/7b")
 HOUR = 3600
@@ -105,7 +106,7 @@ def normal(text, top):
 
 def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypatch):
     monkeypatch.chdir(runs)
-    examples = EXAMPLE.findall(DOCS.read_text(encoding="utf-8"))
+    examples = EXAMPLE.findall(PAGE.read_text(encoding="utf-8"))
     assert (
         " ".join(command.split()[0] for command, _ in examples)
         == "ls ls info info verify diff plan plan reshard export import commit gc rm pin ls"

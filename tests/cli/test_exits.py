@@ -1,14 +1,14 @@
 """What becomes of errors: one line or one document, and a status per kind."""
 
 import re
-from pathlib import Path
 
 import pytest
+from paths import DOCS
 
 from shardckpt import errors
 from shardckpt.cli import exits
 
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+PAGE = DOCS / "cli.md"
 
 
 def begin(place):
@@ -70,13 +70,13 @@ def test_every_error_has_a_status_and_answers_have_theirs_alone():
 
 
 def test_the_documentation_has_the_same_table():
-    rows = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     documented = {code: int(status) for status, codes in rows for code in re.findall(r"`([a-z-]+)`", codes)}
     assert documented == exits.STATUS
 
 
 def test_the_keys_of_json_are_documented(run, places):
-    text = DOCS.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
 
     def keys(doc):
         if isinstance(doc, dict):

@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+from paths import DOCS
 
 import shardckpt
 from shardckpt.cli.duration import duration_text, parse_duration
 from shardckpt.errors import NotFoundError, OptionError
 
 COMMAND = Path(sys.executable).with_name("shardckpt")
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+PAGE = DOCS / "cli.md"
 ATTEMPT = "20260101T000000-0000000a"
 
 
@@ -74,7 +75,7 @@ def test_json_lists_what_became_of_each_attempt(run, runs):
     assert 71 * 3600 < removed["idle"] < 73 * 3600
     assert (kept["url"], kept["reason"]) == (str(runs / "step_10"), "it may be a save under way")
     assert failed == []
-    documented = DOCS.read_text(encoding="utf-8")
+    documented = PAGE.read_text(encoding="utf-8")
     assert all(f"`{key}`" in documented for key in [*doc, *removed])
 
 

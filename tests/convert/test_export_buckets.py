@@ -9,16 +9,12 @@ import signal
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "children"))
-
 from convert_states import random, saved, sharded
 from export_to_bucket import LIMIT, MiB
 from faults import faulty_cloud
+from paths import CHILDREN
 
 import shardckpt
 from shardckpt import errors
@@ -27,7 +23,7 @@ from shardckpt.convert.streaming import stream as streaming
 from shardckpt.io.buckets import uploading
 from shardckpt.io.store import Store
 
-CHILD = Path(__file__).parents[1] / "children" / "export_to_bucket.py"
+CHILD = CHILDREN / "export_to_bucket.py"
 INDEX = "model.safetensors.index.json"
 FILES = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 TENSORS = 19

@@ -11,14 +11,15 @@ import pytest
 import safetensors.torch
 import torch
 from convert_states import random, saved, sharded
+from paths import DOCS
 from typer.testing import CliRunner
 
 import shardckpt
 from shardckpt.cli.app import app
 from shardckpt.convert.whole_state import FORMATS
 
-DOCS = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
-BLOCKS = re.findall(r"^```(python|sh)\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
+PAGE = (DOCS / "export.md").read_text()
+BLOCKS = re.findall(r"^```(python|sh)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 NAMES = [f"model.layers.{i}.q_proj.weight" for i in range(2)]
 
 
@@ -56,8 +57,8 @@ def test_the_code_runs(run):
 
 @pytest.mark.parametrize("name", [*signature(shardckpt.export_safetensors).parameters][2:])
 def test_every_option_is_described(name):
-    assert f"`{name}=" in DOCS
+    assert f"`{name}=" in PAGE
 
 
 def test_every_format_is_described():
-    assert re.findall(r"^\| `(\w+)` \|", DOCS, re.MULTILINE) == ["safetensors", *FORMATS]
+    assert re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE) == ["safetensors", *FORMATS]

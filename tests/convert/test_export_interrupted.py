@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from convert_states import random, saved, sharded
+from paths import CHILDREN
 
 import shardckpt
 from shardckpt import errors
@@ -19,7 +19,7 @@ from shardckpt.convert.files import local_files
 from shardckpt.convert.streaming import chunking
 from shardckpt.convert.streaming import stream as streaming
 
-CHILD = Path(__file__).parents[1] / "children" / "export_killed.py"
+CHILD = CHILDREN / "export_killed.py"
 KiB = 1 << 10
 
 

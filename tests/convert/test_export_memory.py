@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from convert_states import MiB, saved, sharded
+from paths import CHILDREN
 
 from shardckpt.reshard.memory import PROCESS_BYTES
 
-CHILD = Path(__file__).parents[1] / "children" / "export_memory.py"
+CHILD = CHILDREN / "export_memory.py"
 
 
 @pytest.mark.parametrize(("spec", "options"), [(("a", "b"), {}), (("", "ab"), {"dtype": "float64"})], ids=["tiles", "converted columns"])

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import uuid
-from pathlib import Path
 
 import numpy as np
 import pytest
 from convert_states import random, saved, sharded
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 from faults import faulty_cloud
 
 import shardckpt

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from foreign_contents import contents
+from paths import GOLDEN
 
 from shardckpt import restore
 from shardckpt.convert.detect import detect
@@ -20,7 +20,7 @@ from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import FormatError, OptionError
 from shardckpt.io.url import parse
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "megatron"
+GOLDEN = GOLDEN / "megatron"
 WRITTEN = GOLDEN / "iter_0000010"
 
 

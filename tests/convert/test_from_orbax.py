@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 from emulators import _free_port
 from foreign_contents import contents
 from foreign_states import described
+from paths import TESTS
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
@@ -25,7 +25,6 @@ from shardckpt.errors import CorruptionError, FormatError, MissingDataError, Rep
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
-TESTS = Path(__file__).parents[1]
 LAYOUTS = ["ocdbt, zarr 2", "ocdbt, zarr 3", "zarr 2", "zarr 3", "uncompressed"]
 
 

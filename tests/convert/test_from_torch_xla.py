@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from foreign_contents import contents
+from paths import CHILDREN
 
 from shardckpt import restore
 from shardckpt.convert.formats.dcp import source as from_dcp
@@ -20,7 +20,7 @@ from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.io.url import parse
 
 pytestmark = pytest.mark.xla
-CHILD = Path(__file__).parents[1] / "children" / "torch_xla_manager.py"
+CHILD = CHILDREN / "torch_xla_manager.py"
 SHAPES = {
     "both": ((8, 6), np.float32),
     "uneven": ((10, 3), ml_dtypes.bfloat16),

@@ -7,11 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from foreign_contents import contents
 from foreign_states import described
+from paths import TESTS
 
 import shardckpt
 from shardckpt.convert.detect import detect
@@ -22,7 +22,6 @@ from shardckpt.errors import CorruptionError, FormatError, MissingDataError, Not
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
-TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.xla
 
 

@@ -6,18 +6,21 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import pytest
+from arrays import Arrays, made, records
+from paths import ROOT
 
 import shardckpt
 from shardckpt.convert.formats.safetensors.hf_index import split
 from shardckpt.convert.naming.choose import NameOptions, Outputs, mapping_of, outputs_of
-from tests.convert.arrays import Arrays, made, records
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 pytestmark = pytest.mark.timeout(300)  # transformers imports half of torch, which takes its time on a busy machine
 
 

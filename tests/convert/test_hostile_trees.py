@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from convert_states import joined
 from faults import TORTURE
 from foreign_states import without_torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -23,7 +24,6 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import errors
-from tests.convert.test_round_trips import joined
 
 KEYS = (
     *(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from paths import DOCS
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -15,7 +16,10 @@ import shardckpt
 from shardckpt.cli.app import app
 from shardckpt.convert.detect import FORMATS
 
-DOCS = (Path(__file__).parents[2] / "docs" / "import.md").read_text()
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE = (DOCS / "import.md").read_text()
 WEIGHTS = {
     "model.embed_tokens.weight": np.ones((8, 4), np.float32),
     "model.layers.0.mlp.down_proj.weight": np.full((4, 8), 2, np.float32),
@@ -37,19 +41,19 @@ def check(made: Path) -> None:
 
 
 def test_the_code_runs(made: Path) -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     exec(compile(block, "docs/import.md", "exec"), {})
     check(made)
 
 
 def test_the_command_runs(made: Path) -> None:
-    (block,) = re.findall(r"^```sh\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     result = CliRunner().invoke(app, shlex.split(block)[1:])
     assert result.exit_code == 0, result.output
     check(made)
 
 
 def test_every_format_of_the_table_is_one() -> None:
-    named = set(re.findall(r"^\| `(\w+)` \|", DOCS, re.MULTILINE))
+    named = set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
     assert named <= FORMATS.keys()
     assert "safetensors" in named

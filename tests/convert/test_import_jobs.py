@@ -6,11 +6,11 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from paths import CHILDREN
 from safetensors.numpy import save, save_file
 
 import shardckpt
@@ -22,10 +22,11 @@ from shardckpt.reshard import job
 from shardckpt.reshard.memory import PROCESS_BYTES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from emulators import Emulator
     from numpy.typing import NDArray
 
-CHILDREN = Path(__file__).parents[1] / "children"
 PATIENCE = 60
 MiB = 1 << 20
 JOB: dict[str, Any] = {"call": "import_checkpoint", "mesh": "x=3", "rules": ["*=(None,x)"], "task_bytes": "512KiB", "into": None}

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import CHILDREN
 from safetensors import safe_open
 
 import shardckpt
 
-CHILDREN = Path(__file__).parents[1] / "children"
 INDEX = "model.safetensors.index.json"
 # `make test` has what others' loaders find in files of a real model, see test_minilm.py and test_hf_models.py.
 pytestmark = [pytest.mark.xla, pytest.mark.slow, pytest.mark.timeout(300)]  # frameworks take their time to be imported on a busy machine

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from arrays import Arrays, made, records
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.convert.naming.mapping_file import PRESETS, config_values, parse_mapping, read_mapping
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError, ShapeMismatchError
 from shardckpt.reshard.config_files import parse_text
-from tests.convert.arrays import Arrays, made, records
 
 if TYPE_CHECKING:
     from shardckpt.convert.naming.mapping import Mapping

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
+from arrays import made, records
+from paths import DOCS
 
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.naming.mapping_file import _KEYS, PRESETS, parse_mapping
 from shardckpt.convert.naming.renaming import read_names
 from shardckpt.convert.naming.substitution import Substitution
 from shardckpt.reshard.config_files import parse_text
-from tests.convert.arrays import made, records
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "mapping.md").read_text()
+DOCUMENT = (DOCS / "mapping.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

@@ -10,12 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from paths import CHILDREN
 from safetensors import safe_open
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
 
-CHILD = Path(__file__).parents[1] / "children" / "minilm.py"
+CHILD = CHILDREN / "minilm.py"
 pytestmark = pytest.mark.timeout(300)  # the model's library imports half of torch, which takes its time on a busy machine
 
 

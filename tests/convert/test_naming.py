@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from arrays import made
 
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
 from shardckpt.convert.naming.choose import NameOptions, Outputs, outputs_of
@@ -16,7 +17,6 @@ from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
 from shardckpt.format.structure import Structure
 from shardckpt.layout.dtypes import of_numpy
 from shardckpt.state import flatten
-from tests.convert.arrays import made
 
 W = np.arange(12, dtype=np.float32).reshape(4, 3)
 STATE = {"model": {"layers.0": {"w": W, "b": W[0]}, "head": W}, "optimizer": {"m": W + 1, "count": np.int64(3)}, "step": 7}

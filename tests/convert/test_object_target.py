@@ -8,15 +8,11 @@ import signal
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "children"))
-
 from faults import Rule, faulty_cloud
 from object_target import LIMIT, SIZE, MiB, content, write
+from paths import CHILDREN
 
 from shardckpt.convert.files import object_target
 from shardckpt.convert.files.object_target import ObjectTarget, upload_note
@@ -25,7 +21,7 @@ from shardckpt.io.buckets import uploading
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
-CHILD = Path(__file__).parents[1] / "children" / "object_target.py"
+CHILD = CHILDREN / "object_target.py"
 
 
 @pytest.fixture(scope="module", params=["gs", "s3"])

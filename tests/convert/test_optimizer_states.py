@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from processes import Processes
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from trained import groups, net, steps
+from typer.testing import CliRunner
 
 import shardckpt
 from shardckpt import errors

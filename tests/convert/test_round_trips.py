@@ -18,9 +18,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
-from convert_states import layouts, random
+from convert_states import arrays_of, joined, layouts, random
 from foreign_states import described
 from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
@@ -62,7 +61,7 @@ def states(draw):
     state["first"] = random((3, draw(st.integers(1, 9))), draw(st.sampled_from(DTYPES)))  # tensors without elements are not tied
     state["tied"] = {"second": state["first"]}
     shardings = {}
-    for path, tensor in arrays(state):
+    for path, tensor in arrays_of(state):
         layout = draw(layouts(tensor.ndim))
         name = "/".join(path)
         if path[0] not in ("first", "tied") and draw(st.booleans()):
@@ -70,30 +69,11 @@ def states(draw):
     return state, shardings
 
 
-def arrays(value, path=()):
-    """The tensors below, with the keys on the way to each."""
-    if isinstance(value, np.ndarray):
-        yield path, value
-    elif isinstance(value, (dict, list, tuple)):
-        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from arrays(child, (*path, str(key)))
-
-
-def joined(state):
-    """Tensors alone, by their keys joined, each memory once."""
-    found, seen = {}, set()
-    for path, array in arrays(state):
-        if id(array) not in seen:
-            seen.add(id(array))
-            found[".".join(path)] = array
-    return found
-
-
 def with_lists(value, *, always):
     """Keys as text, and lists in place of tuples; or tuples without a tensor as they are."""
     if isinstance(value, dict):
         return {str(key): with_lists(child, always=always) for key, child in value.items()}
-    if isinstance(value, tuple) and not always and not any(arrays(value)):
+    if isinstance(value, tuple) and not always and not any(arrays_of(value)):
         return value
     if isinstance(value, (list, tuple)):
         return [with_lists(child, always=always) for child in value]

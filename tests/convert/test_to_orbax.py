@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import exported
 import ml_dtypes
 import numpy as np
 import pytest
 import zarr
+from paths import CHILDREN
 
 import shardckpt
 from shardckpt import errors
@@ -21,7 +21,7 @@ from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.state import PerProcess
 
 MiB = 1 << 20
-CHILD = Path(__file__).parents[1] / "children" / "orbax_restores.py"
+CHILD = CHILDREN / "orbax_restores.py"
 
 
 def export(source, place, **options):

@@ -1,8 +1,6 @@
 """Cooperative restore, by real processes: what the storage serves, what arrives, and what happens when somebody cannot go on."""
 
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +10,6 @@ from hypothesis import strategies as st
 import shardckpt
 
 pytestmark = pytest.mark.timeout(400)
-sys.path.insert(0, str(Path(__file__).parents[1] / "children"))
-
 from e2e_state import TENSORS, expected
 
 SHAPE = (1536, 800)

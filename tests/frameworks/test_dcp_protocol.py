@@ -4,11 +4,11 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from paths import CHILDREN
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
@@ -18,7 +18,7 @@ from shardckpt.errors import DtypeError, LeafError
 from shardckpt.layout.dtypes import by_name
 from shardckpt.layout.world import World
 
-CHILD = Path(__file__).parents[1] / "children" / "dtensor_ranks.py"
+CHILD = CHILDREN / "dtensor_ranks.py"
 F32 = by_name("float32")
 
 

@@ -9,16 +9,16 @@ import subprocess
 import sys
 from itertools import product
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import CHILDREN
 
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 
-CHILD = Path(__file__).parents[1] / "children" / "dtensor_ranks.py"
+CHILD = CHILDREN / "dtensor_ranks.py"
 ROWS = (1, 2, 3, 5, 6, 7, 10, 12, 13)
 DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),

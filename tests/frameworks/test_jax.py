@@ -8,13 +8,12 @@ import os
 import subprocess
 import sys
 from math import prod
-from pathlib import Path
 
 import pytest
+from paths import CHILDREN
 
 from shardckpt.layout.dtypes import DTYPES, by_name
 
-CHILDREN = Path(__file__).parents[1] / "children"
 PAIRS, CROSS = 64, 24
 ORDERED, PERMUTED = list(range(8)), [3, 1, 2, 0, 7, 6, 5, 4]
 WIDE = {"int64", "uint64", "float64", "complex128"}

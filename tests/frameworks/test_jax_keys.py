@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import CHILDREN
 
-CHILD = Path(__file__).parents[1] / "children" / "jax_keys.py"
+CHILD = CHILDREN / "jax_keys.py"
 PERMUTED = [3, 1, 2, 0, 7, 6, 5, 4]
 GENERATORS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 """With the words of a key."""

@@ -10,14 +10,14 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import CHILDREN
 
 from shardckpt.plan.writers import Part, deal
 
-CHILD = Path(__file__).parents[1] / "children" / "jax_processes.py"
+CHILD = CHILDREN / "jax_processes.py"
 CASES = 72
 JOBS = [(4, 4), (4, 1, 3)]
 """Devices of each process; 8 in all, as the cases want them."""

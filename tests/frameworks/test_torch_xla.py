@@ -8,13 +8,12 @@ import os
 import subprocess
 import sys
 from math import ceil, prod
-from pathlib import Path
 
 import pytest
+from paths import CHILDREN
 
 pytestmark = pytest.mark.xla
 
-CHILDREN = Path(__file__).parents[1] / "children"
 ORDERED, PERMUTED = list(range(8)), [3, 1, 2, 0, 7, 6, 5, 4]
 TILED = {"mesh": [4, 2], "devices": ORDERED, "shape": [512, 512], "spec": ["x", "y"], "dtype": "float32"}
 PARTIAL = TILED | {"spec": ["y", None]}

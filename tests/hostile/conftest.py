@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path[:0] = [str(Path(__file__).parents[2] / "tools"), str(Path(__file__).parent)]
 
 import flip_bits
+import pytest
 from forgery import Forgery, Watch
 from placeholders import put_placeholder
 from processes import Processes

@@ -3,11 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import CHILDREN
 
-CHILD = Path(__file__).parents[1] / "children" / "forked.py"
+CHILD = CHILDREN / "forked.py"
 
 
 def said(tmp_path, when):

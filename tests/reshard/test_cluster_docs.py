@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import yaml
 from clusters import dask_cluster, ray_cluster
+from paths import DOCS
 
 import shardckpt
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+DOCUMENT = (DOCS / "clusters.md").read_text()
 PATIENCE = 120
 SOURCE, TARGET = "runs/7b/step_1000", "serving/7b"
 

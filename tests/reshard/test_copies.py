@@ -1,15 +1,10 @@
 """Where no chunk changes and both places are on one object store, the store copies: nothing is uploaded."""
 
-import sys
 import uuid
-from pathlib import Path
 
 import numpy as np
 import pytest
 from emulators import environment
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 from fault_proxy import FaultProxy
 from fault_rules import Rule
 from placeholders import put_placeholder

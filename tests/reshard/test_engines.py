@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 from clusters import children, dask_cluster, ray_cluster, wait_for
+from paths import CHILDREN
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
 
-CHILD = Path(__file__).parents[1] / "children" / "reshard_job.py"
+CHILD = CHILDREN / "reshard_job.py"
 JOB = {"mesh": "x=3", "rules": ["*=(None,x)"], "task_bytes": 256 << 10, "memory_limit": "64MiB"}
 TASKS = 16
 PATIENCE = 180

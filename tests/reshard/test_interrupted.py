@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import CHILDREN
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
@@ -22,7 +23,7 @@ from shardckpt.reshard.processes import LocalProcesses
 from shardckpt.reshard.rules import Rules
 from shardckpt.reshard.task import run_task
 
-CHILD = Path(__file__).parents[1] / "children" / "reshard_job.py"
+CHILD = CHILDREN / "reshard_job.py"
 PATIENCE = 60
 MESH = Mesh((3,), ("x",))
 TASKS = {"task_bytes": 256 << 10, "rules": ["*=(None,x)"]}

@@ -1,12 +1,6 @@
 """Each stored byte is read once, whatever the two layouts, and the layout that was made reads hardly more than it needs."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 import reshard_amplification as tool
 
 

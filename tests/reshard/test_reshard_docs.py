@@ -2,17 +2,17 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import DOCS
 from typer.testing import CliRunner
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.cli.app import app
 
-DOCS = (Path(__file__).parents[2] / "docs" / "reshard.md").read_text()
+PAGE = (DOCS / "reshard.md").read_text()
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ def run(tmp_path, monkeypatch):
     return state
 
 
-@pytest.mark.parametrize("block", re.findall(r"^```python\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL))
+@pytest.mark.parametrize("block", re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 def test_the_code_runs(run, block):
     exec(compile(block, "docs/reshard.md", "exec"), {})
     check(run)
 
 
-@pytest.mark.parametrize("block", re.findall(r"^```sh\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL))
+@pytest.mark.parametrize("block", re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 def test_the_commands_run(run, block):
     for line in block.splitlines():
         words = shlex.split(line)

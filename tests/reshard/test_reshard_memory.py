@@ -5,10 +5,10 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import CHILDREN
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
@@ -18,7 +18,7 @@ from shardckpt.reshard import ReshardOptions, plan_reshard
 from shardckpt.reshard.memory import PROCESS_BYTES, READERS, Sizes, share
 from shardckpt.reshard.rules import Rules
 
-CHILD = Path(__file__).parents[1] / "children" / "reshard_memory.py"
+CHILD = CHILDREN / "reshard_memory.py"
 MiB = 1 << 20
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from processes import Processes
 
 AT_ONCE = 6

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from aftermath import LAYOUTS, attempts, prepare, saved, value_of
 from placeholders import put_placeholder
-from test_sleepers import asleep
+from sleeping import asleep
 
 import shardckpt
 

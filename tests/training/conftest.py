@@ -1,8 +1,3 @@
 """The tests here share small trainings (`trained.py`)."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import CHILDREN
 
 pytestmark = pytest.mark.xla
-CHILD = Path(__file__).parents[1] / "children" / "training_xla.py"
+CHILD = CHILDREN / "training_xla.py"
 
 
 @pytest.fixture(scope="module")

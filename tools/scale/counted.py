@@ -25,7 +25,7 @@ import shardckpt
 from shardckpt import Coordinator, SaveOptions
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
+sys.path.insert(0, str(ROOT / "tools"))
 
 from emulators import gcs_emulator  # noqa: E402  (found by the path above)
 from fault_proxy import FaultProxy  # noqa: E402

@@ -1,6 +1,0 @@
-"""Modules of these tests import each other by name."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

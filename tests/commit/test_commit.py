@@ -1,0 +1,319 @@
+"""A checkpoint exists entirely or not at all: one process that dies, two that race, and storage that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paths import CHILDREN
+
+import shardckpt
+from shardckpt import SaveOptions, errors
+from shardckpt.commit import assemble, index
+from shardckpt.commit import publish as commit
+from shardckpt.commit.attempts import is_attempt
+from shardckpt.io.store import Store
+from shardckpt.writing import attempt
+
+LAYOUTS = ["packed", "zarr"]
+
+
+def state(value):
+    return {"w": np.full((40, 30), value, np.float32), "b": np.arange(value, value + 5), "leaf": value}
+
+
+def value_of(url):
+    """Which `state` a checkpoint holds, whole and undamaged."""
+    restored = shardckpt.restore(url)
+    value = restored["leaf"]
+    for name, array in state(value).items():
+        np.testing.assert_array_equal(restored[name], array)
+    assert shardckpt.open(url).verify().damage == []
+    return value
+
+
+def attempts(url):
+    """Directories in a checkpoint's directory."""
+    return sorted(p.name for p in Path(url).iterdir() if p.is_dir()) if Path(url).exists() else []
+
+
+def contents(url):
+    """All files of a directory."""
+    return {p.relative_to(url): p.read_bytes() for p in Path(url).rglob("*") if p.is_file()}
+
+
+def child(script, *arguments):
+    return subprocess.run(
+        [sys.executable, CHILDREN / script, *map(str, arguments)], capture_output=True, text=True, check=True, timeout=100
+    ).stdout
+
+
+# --- a process that dies --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_to_save_to(tmp_path, layout):
+    died_before = json.loads(child("kill_at_every_operation.py", tmp_path, layout, "first"))
+    assert {"mkdir", "open", "write", "the second half of a write", "fsync", "tensorstore write"} <= set(died_before)
+    for k in range(len(died_before)):
+        url = tmp_path / str(k) / "checkpoint"
+        # Its parts are there, under a name that nothing refers to; before there are any, there is just nothing.
+        begun = any(is_attempt(Store.open(url), name) for name in attempts(url))
+        with pytest.raises(errors.UncommittedError if begun else errors.NotFoundError):
+            shardckpt.open(url)
+        assert contents(tmp_path / str(k) / "earlier") == contents(tmp_path / "base" / "earlier")
+        shardckpt.save(url, state(3), options=SaveOptions(layout=layout))
+        assert shardckpt.restore(url)["leaf"] == 3
+    assert begun
+    assert value_of(tmp_path / "base" / "earlier") == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_overwrite_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(tmp_path, layout):
+    died_before = json.loads(child("kill_at_every_operation.py", tmp_path, layout, "overwrite"))
+    found = [value_of(tmp_path / str(k) / "checkpoint") for k in range(len(died_before))]
+    published = found.index(2)
+    assert found == [1] * published + [2] * (len(found) - published)
+    # Published by the last write; what follows removes the old one, and only then anything is removed.
+    assert died_before[published - 1] == "tensorstore write"
+    assert set(died_before[published:]) == {"unlink", "rmdir"}
+    assert not {"unlink", "rmdir"} & set(died_before[:published])
+    for k in (0, published - 1, published, len(found) - 1):
+        shardckpt.save(tmp_path / str(k) / "checkpoint", state(3), options=SaveOptions(layout=layout, overwrite=True))
+        assert value_of(tmp_path / str(k) / "checkpoint") == 3
+
+
+# --- two processes at once ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_processes_that_publish_at_once_one_wins_and_the_other_leaves_nothing(tmp_path, overwrite):
+    urls = [tmp_path / str(i) for i in range(8)]
+    for url in urls:
+        if overwrite:
+            shardckpt.save(url, {"w": np.zeros(3)})
+    command = [sys.executable, CHILDREN / "kill_race.py"]
+    racers = [
+        subprocess.Popen([*command, str(i), str(int(overwrite)), *map(str, urls)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    for url in urls:
+        assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * 2
+        for racer in racers:
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        became = [racer.stdout.readline().strip() for racer in racers]
+        assert sorted(became) == ["AlreadyExistsError", "saved"]
+        assert (shardckpt.restore(url)["w"] == became.index("saved")).all()
+        checkpoint = shardckpt.open(url)
+        assert checkpoint.verify().damage == []
+        assert attempts(url) == [checkpoint.record.attempt]
+    for racer in racers:
+        racer.communicate()
+
+
+def lose_the_race(url, monkeypatch, *, overwrite):
+    """Save `state(1)` to a url where somebody saves `state(2)` at the last moment."""
+
+    def publish(*arguments):
+        monkeypatch.undo()
+        shardckpt.save(url, state(2), options=SaveOptions(overwrite=overwrite))
+        commit.publish(*arguments)
+
+    monkeypatch.setattr(attempt, "publish", publish)
+    shardckpt.save(url, state(1), options=SaveOptions(overwrite=overwrite))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_who_is_overtaken_says_so_and_leaves_the_winner_alone(tmp_path, monkeypatch, overwrite):
+    if overwrite:
+        shardckpt.save(tmp_path / "c", state(0))
+    with pytest.raises(errors.AlreadyExistsError, match="another save committed there"):
+        lose_the_race(tmp_path / "c", monkeypatch, overwrite=overwrite)
+    assert value_of(tmp_path / "c") == 2
+    assert attempts(tmp_path / "c") == [shardckpt.open(tmp_path / "c").record.attempt]
+
+
+def test_threads_of_one_process_race_alike(tmp_path):
+    barrier = threading.Barrier(4)
+    became = []
+
+    def save(value):
+        barrier.wait()
+        try:
+            shardckpt.save(tmp_path / "c", state(value))
+            became.append(value)
+        except errors.AlreadyExistsError:
+            pass
+
+    threads = [threading.Thread(target=save, args=(value,)) for value in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [value_of(tmp_path / "c")] == became
+    assert len(attempts(tmp_path / "c")) == 1
+
+
+def test_a_save_where_a_checkpoint_is_committed_writes_nothing(tmp_path):
+    shardckpt.save(tmp_path / "c", state(1))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(errors.AlreadyExistsError, match="overwrite=True"):
+        shardckpt.save(tmp_path / "c", state(2))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# --- what a failing storage answers ---------------------------------------------------------------------------------
+
+
+class Answers:
+    """A storage that writes the commit record and then says something else about it."""
+
+    def __init__(self, monkeypatch, answer, *, write=True):
+        original = Store.replace
+
+        def replace(store, key, data, generation):
+            if b'"tombstone"' in data:
+                return original(store, key, data, generation)
+            if write:
+                original(store, key, data, generation)
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(Store, "replace", replace)
+
+
+def test_an_answer_that_says_lost_is_not_believed_when_the_record_is_ours(tmp_path, monkeypatch):
+    """A storage loses its own answer, tries again, and finds that somebody was first: us."""
+    Answers(monkeypatch, answer=False)
+    shardckpt.save(tmp_path / "c", state(1))
+    assert value_of(tmp_path / "c") == 1
+
+
+def test_an_error_after_the_record_is_visible_keeps_the_data_that_it_names(tmp_path, monkeypatch):
+    Answers(monkeypatch, errors.StorageError("cannot sync"))
+    with pytest.raises(errors.StorageError, match="is committed, but"):
+        shardckpt.save(tmp_path / "c", state(1))
+    assert value_of(tmp_path / "c") == 1
+
+
+def test_an_error_before_the_record_is_visible_leaves_nothing(tmp_path, monkeypatch):
+    Answers(monkeypatch, errors.StorageError("no"), write=False)
+    with pytest.raises(errors.StorageError, match="no"):
+        shardckpt.save(tmp_path / "c", state(1))
+    assert attempts(tmp_path / "c") == []
+
+
+def test_an_interrupt_while_publishing_deletes_nothing(tmp_path, monkeypatch):
+    """The storage may still be at it."""
+    Answers(monkeypatch, KeyboardInterrupt(), write=False)
+    with pytest.raises(KeyboardInterrupt):
+        shardckpt.save(tmp_path / "c", state(1))
+    assert len(attempts(tmp_path / "c")) == 1
+    with pytest.raises(errors.UncommittedError):
+        shardckpt.open(tmp_path / "c")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("failing", ["_host_records", "_check_coverage", "merge_lanes", "write_plain_documents"])
+def test_a_save_that_fails_before_it_publishes_leaves_nothing(tmp_path, monkeypatch, layout, failing):
+    if failing not in {"packed": {"write_plain_documents"}, "zarr": {"merge_lanes"}}[layout]:
+        place = assemble if failing.startswith("_") else index
+        monkeypatch.setattr(place, failing, lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            shardckpt.save(tmp_path / "c", state(1), options=SaveOptions(layout=layout))
+    assert attempts(tmp_path / "c") == []
+
+
+def test_an_old_attempt_that_cannot_be_removed_does_not_undo_the_new_one(tmp_path, monkeypatch):
+    shardckpt.save(tmp_path / "c", state(1))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError("Input/output error")))
+    with pytest.raises(errors.StorageError, match="new checkpoint is committed"):
+        shardckpt.save(tmp_path / "c", state(2), options=SaveOptions(overwrite=True))
+    assert value_of(tmp_path / "c") == 2
+
+
+def test_a_record_that_names_another_checkpoint_as_its_attempt_does_not_get_it_removed(tmp_path):
+    """run/checkpoint.json says that run/100, a checkpoint by itself, is its data: not something that we wrote."""
+    shardckpt.save(tmp_path / "run" / "100", state(1))
+    shardckpt.save(tmp_path / "run", state(2))
+    store = Store.open(tmp_path / "run")
+    opened = shardckpt.open(tmp_path / "run")
+    document = {**opened.record.to_json(), "attempt": "100"}
+    store.write(commit.RECORD, commit.seal(document))
+    shardckpt.save(tmp_path / "run", state(3), options=SaveOptions(overwrite=True))
+    assert value_of(tmp_path / "run") == 3
+    assert value_of(tmp_path / "run" / "100") == 1
+
+
+# --- a full disk, a disk that cannot be written ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_of_at_most(nbytes):
+    """Every write beyond that many bytes of a file fails, as on a full disk. (Python ignores the signal.)"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_disk_is_a_storage_error_and_leaves_what_was_there(tmp_path, layout):
+    """Whichever file it is that does not fit: data, table, index, record."""
+    shardckpt.save(tmp_path / "c", state(1), options=SaveOptions(layout=layout))
+    large = {**state(2), "many names": {f"{i:03}": np.arange(i) for i in range(30)}}
+    shardckpt.save(tmp_path / "whole", large, options=SaveOptions(layout=layout))
+    sizes = sorted({p.stat().st_size for p in (tmp_path / "whole").rglob("*") if p.is_file()})
+    for size in [0, *sizes[::3], sizes[-1]]:
+        for url, overwrite in ((tmp_path / "c", True), (tmp_path / f"new {size}", False)):
+            with files_of_at_most(max(size - 20, 0)), pytest.raises(errors.StorageError) as raised:
+                shardckpt.save(url, large, options=SaveOptions(layout=layout, overwrite=overwrite))
+            assert "allows no file of that size" in str(raised.value)
+        assert value_of(tmp_path / "c") == 1
+        assert len(attempts(tmp_path / "c")) == 1
+        assert attempts(tmp_path / f"new {size}") == []
+
+
+def test_a_directory_that_may_not_be_written_is_a_storage_error(tmp_path):
+    places = [tmp_path / "a directory" / "c", tmp_path / "c"]
+    places[0].parent.mkdir()
+    shardckpt.save(places[1], state(1))
+    for path in (places[0].parent, places[1]):
+        path.chmod(0o555)
+    told = json.loads(child("kill_rights.py", *places))
+    for path, (kind, message) in zip(places, told, strict=True):
+        assert kind == "StorageError"
+        assert str(path) in message
+        assert "give this user the right to write there" in message
+    assert attempts(places[0].parent) == []
+    assert value_of(places[1]) == 1
+
+
+def test_a_file_in_place_of_the_directory_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"precious")
+    for url in (tmp_path / "file", tmp_path / "file" / "c"):
+        for overwrite in (False, True):
+            with pytest.raises(errors.StorageError, match="a file stands where a directory is needed"):
+                shardckpt.save(url, state(1), options=SaveOptions(overwrite=overwrite))
+    assert (tmp_path / "file").read_bytes() == b"precious"
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_attempts_have_names_of_their_own():
+    names = list(itertools.islice(iter(commit.new_attempt, None), 100))
+    assert len(set(names)) == 100

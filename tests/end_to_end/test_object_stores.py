@@ -1,0 +1,141 @@
+"""Checkpoints on object stores, from the first save to the last deletion, by one process and by several; and what is asked of the store."""
+
+from __future__ import annotations
+
+import uuid
+
+import numpy as np
+import pytest
+from emulators import environment
+from fault_proxy import FaultProxy
+from processes import Processes
+
+import shardckpt
+from shardckpt import SaveOptions, errors
+from shardckpt.commit.collecting import collect, delete
+from shardckpt.io.store import Store, shared_context
+from shardckpt.writing.packed import DATA_FILE_BYTES, OBJECT_BYTES, PackedWriter
+
+MiB = 1 << 20
+RESTORED = (np.arange(2_400_000, dtype=np.float32).reshape(2400, 1000), np.arange(40_000, dtype=np.int32), np.arange(5))
+
+
+class Cloud:
+    """An emulator behind a proxy, and a job whose processes are led there, as this one is."""
+
+    def __init__(self, emulator, proxy, job):
+        self.emulator, self.proxy, self.job = emulator, proxy, job
+        # TensorStore keeps to the way by which it first came to a bucket.
+        self.bucket = emulator.new_bucket(f"b-{uuid.uuid4().hex}")
+
+    def place(self):
+        return f"{self.emulator.scheme}://{self.bucket}/{uuid.uuid4().hex}"
+
+    def requests(self, url, kind):
+        return [e.operation for e in self.proxy.traffic.exchanges(url.partition("://")[2]) if e.operation.kind == kind]
+
+    def sizes(self, url):
+        """Object, relative to the place → bytes that came to store it."""
+        prefix = url.partition("://")[2]
+        return {name.removeprefix(prefix): size for name, size in self.proxy.traffic.uploaded(prefix).items()}
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def cloud(request):
+    emulator = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
+    with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url)), Processes("many_hosts") as job:
+        shared_context.cache_clear()  # credentials are read once
+        yield Cloud(emulator, proxy, job)
+
+
+def assert_holds(url, shift):
+    assert shardckpt.open(url).verify().ok
+    restored = shardckpt.restore(url)
+    for name, expected in zip(("large", "medium", "small"), RESTORED, strict=True):
+        np.testing.assert_array_equal(restored[name], expected + shift)
+    assert restored["step"] == 7 + shift
+
+
+def attempts(url):
+    return [name for name in Store.open(url).list_children() if name.endswith("/")]
+
+
+@pytest.mark.timeout(300)  # a few seconds on a machine of its own
+@pytest.mark.parametrize(("processes", "layout"), [(1, "zarr"), (3, "packed")])
+def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_deleted(cloud, layout, processes):
+    url, options = cloud.place(), {"layout": layout}
+
+    def save(shift, **more):
+        return cloud.job.run("save", processes, url, options | more, shift, timeout=100)
+
+    assert save(0) == ["saved"] * processes
+    assert_holds(url, 0)
+
+    refused = save(1, commit_timeout=5)
+    assert {answer["error"] for answer in refused} == {"AlreadyExistsError"}
+    assert save(1, overwrite=True) == ["saved"] * processes
+    assert_holds(url, 1)
+
+    for attempt in collect(url, grace=0):  # of the save that was refused
+        assert attempt.outcome == "removed"
+    cloud.job.run("save_without_committing", 2, url, {**options, "overwrite": True}, 2)
+    assert len(attempts(url)) == 2
+    (orphan,) = collect(url, grace=0)
+    assert orphan.outcome == "removed"
+    assert attempts(url) == [f"{shardckpt.open(url).record.attempt}/"]
+    assert_holds(url, 1)
+
+    assert delete(url) == []
+    with pytest.raises(errors.NotFoundError):
+        shardckpt.restore(url)
+    assert Store.open(url).list() == []
+
+    assert save(3) == ["saved"] * processes
+    assert_holds(url, 3)
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+def test_what_was_left_uncommitted_is_committed_by_another_process(cloud, layout):
+    url = cloud.place()
+    cloud.job.run("save_without_committing", 3, url, {"layout": layout})
+    (outcome,) = shardckpt.commit(url)
+    assert outcome.state == "committed"
+    assert_holds(url, 0)
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_nothing_is_ever_listed_but_host_records_once_per_look(cloud, layout, processes):
+    url = cloud.place()
+    cloud.job.run("save", processes, url, {"layout": layout})
+    place = f"{url.removeprefix(f'{cloud.emulator.scheme}://{cloud.bucket}/')}/{shardckpt.open(url).record.attempt}"
+    listings = cloud.requests(url, "list")
+    looks = len(listings)
+    assert {listing.name for listing in listings} == {f"{place}/records/"}
+    assert looks >= (2 if processes > 1 else 1)  # the committer waits for the others, and reads what it has found
+
+    assert_holds(url, 0)
+    assert len(cloud.requests(url, "list")) == looks
+
+
+def test_data_files_are_bounded_by_64_mib_and_by_memory(cloud):
+    state = {"w": np.ones((2 * OBJECT_BYTES + 3 * MiB) >> 2, np.float32)}
+    url = cloud.place()
+    shardckpt.save(url, state)
+    sizes = sorted(size for name, size in cloud.sizes(url).items() if "/hosts/00000/0/d/0" in name)
+    assert len(sizes) == 3
+    assert OBJECT_BYTES - 5 * MiB < sizes[1] <= sizes[2] <= OBJECT_BYTES + 4096  # of the request, not the object
+
+    small = cloud.place()
+    shardckpt.save(small, {"w": state["w"][: 5 * MiB]}, options=SaveOptions(memory_limit="40MiB"))
+    sizes = [size for name, size in cloud.sizes(small).items() if "/hosts/00000/0/d/0" in name]
+    assert len(sizes) >= 5
+    assert max(sizes) <= 4 * MiB + 4096
+
+
+def test_data_files_on_a_disk_are_bounded_by_256_mib(tmp_path):
+    writer, chunk = PackedWriter(Store.open(tmp_path), 0), bytes(2 * MiB)
+    for i in range(DATA_FILE_BYTES // len(chunk) + 3):
+        writer.put(f"w/c/{i}", chunk)
+    sizes = [(tmp_path / file).stat().st_size for file in writer.finish().files]
+    assert sizes == [DATA_FILE_BYTES, 3 * len(chunk)]

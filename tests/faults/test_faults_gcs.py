@@ -1,0 +1,300 @@
+"""Saves to and restores from Cloud Storage, by a real TensorStore, while the storage fails in every way that it can."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from emulators import gcs_emulator
+from faults import NOT_LISTINGS, TORTURE, TRANSIENT, Rule, faulty_cloud, make_state, patience_of, random_rules
+from paths import CHILDREN
+from placeholders import put_placeholder
+
+import shardckpt
+from shardckpt.errors import CorruptionError, NotFoundError, StorageError
+from shardckpt.writing import packed
+
+pytestmark = pytest.mark.slow
+
+CHILD = CHILDREN / "fault_saver.py"
+STATE, OTHER = make_state(0), make_state(1)
+LAYOUTS = ["packed", "zarr"]
+RECORD = "*/checkpoint.json"
+DATA_FILE = "*/hosts/00000/0/d/00001"
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """A bucket behind the proxy."""
+    with gcs_emulator("faults-gcs") as emulator, faulty_cloud(emulator) as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def cloud(bucket, monkeypatch):
+    """The same, and a small state has several data files."""
+    monkeypatch.setattr(packed, "OBJECT_BYTES", 40_000)
+    return bucket
+
+
+# --- faults that pass -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fault", TRANSIENT)
+def test_a_save_survives_failures_of_every_kind_of_request(cloud, fault, layout):
+    url = cloud.place()
+    times = {"upload": 2, "read": 2, "stat": 1} | ({"list": 1} if TORTURE else {})
+    with cloud.breaking(*(Rule(**TRANSIENT[fault], kinds=(kind,), times=n) for kind, n in times.items())):
+        assert cloud.attempt_save(url, STATE, layout=layout) is None
+        assert cloud.injected() == sum(times.values())
+    cloud.assert_whole(url, STATE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS if TORTURE else ["packed"])
+@pytest.mark.parametrize("fault", TRANSIENT if TORTURE else ["lost answer"])
+def test_a_save_survives_that_any_one_request_fails(cloud, fault, layout):
+    for _ in cloud.each_request(TRANSIENT[fault], step=1 if TORTURE else 3, at_least=20):
+        url = cloud.place()
+        assert cloud.attempt_save(url, STATE, layout=layout) is None
+        cloud.assert_whole(url, STATE)
+
+
+@pytest.mark.parametrize("fault", TRANSIENT if TORTURE else ["lost answer"])
+def test_a_save_that_replaces_survives_that_any_one_request_fails(cloud, fault):
+    url = cloud.place()
+    shardckpt.save(url, OTHER)
+    for k in cloud.each_request(TRANSIENT[fault], step=1 if TORTURE else 5):
+        state = make_state(k)
+        assert cloud.attempt_save(url, state, overwrite=True) is None
+        cloud.assert_whole(url, state)
+    assert len({key.partition("/")[0] for key in cloud.keys(url)}) == 2, "something of those that were replaced is left"
+
+
+@pytest.mark.parametrize("fault", TRANSIENT)
+def test_a_restore_survives_that_any_one_request_fails(cloud, fault):
+    url = cloud.place()
+    shardckpt.save(url, STATE)
+    for _ in cloud.each_request(TRANSIENT[fault], at_least=4):
+        assert cloud.attempt_restore(url, STATE)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_commit_whose_answer_is_lost_is_not_taken_for_somebody_else_s(cloud, overwrite, times):
+    url = cloud.place()
+    if overwrite:
+        shardckpt.save(url, OTHER)
+    else:
+        put_placeholder(url)
+    with cloud.breaking(Rule("lost-answer", kinds=("upload",), objects=RECORD, times=times)):
+        assert cloud.attempt_save(url, STATE, overwrite=overwrite) is None
+        exchanges = cloud.proxy.traffic.exchanges(cloud.name_of(url, "checkpoint.json"))
+    assert [e.status for e in exchanges if e.operation.kind == "upload"] == [None] * times + [412]
+    cloud.assert_whole(url, STATE)
+
+
+@pytest.mark.parametrize("fault", ["429", "reset"])
+def test_a_bucket_that_is_down_for_a_while_is_waited_for(cloud, fault):
+    url = cloud.place()
+    with patience_of("60"), ThreadPoolExecutor(1) as pool, cloud.breaking(Rule(**TRANSIENT[fault], times=None)):
+        saving = pool.submit(shardckpt.save, url, STATE)
+        while cloud.injected() < 2:
+            assert not saving.done()
+        cloud.proxy.rules.clear()
+        saving.result()
+    cloud.assert_whole(url, STATE)
+
+
+def test_a_limit_on_how_often_one_object_is_written_is_waited_out(cloud):
+    url = cloud.place()
+    with patience_of("2"), cloud.breaking(Rule("rate", seconds=0.3, times=None)):  # the service allows one write per second
+        shardckpt.save(url, STATE)
+    cloud.assert_whole(url, STATE)
+
+
+# --- faults that stay -----------------------------------------------------------------------------------------------
+
+REFUSED = {"503": {"fault": "status", "status": 503}, "403": {"fault": "status", "status": 403}, "reset": {"fault": "reset"}}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+@pytest.mark.parametrize("key", ["hosts/00000/0/d/00001", "hosts/00000/table", "records/00000.json", "manifest.ocdbt", "checkpoint.json"])
+def test_a_save_fails_with_the_url_of_the_object_that_cannot_be_written(cloud, key, fault):
+    url = cloud.place()
+    with cloud.breaking(Rule(**REFUSED[fault], kinds=("upload",), objects=f"*/{key}", times=None)):
+        error = cloud.attempt_save(url, STATE)
+    assert isinstance(error, StorageError)
+    assert url in str(error)
+    assert key in str(error)
+    if key.startswith("hosts/"):  # else a record vouches for the attempt, or may come to, and somebody else may commit it
+        assert cloud.keys(url) == [], "something of the attempt is left"
+    with pytest.raises(NotFoundError):
+        shardckpt.open(url)
+    shardckpt.save(url, STATE)
+    cloud.assert_whole(url, STATE)
+
+
+def test_a_replacement_that_fails_leaves_what_was_there(cloud):
+    url = cloud.place()
+    shardckpt.save(url, OTHER)
+    for pattern in (RECORD, DATA_FILE):
+        with cloud.breaking(Rule("status", kinds=("upload",), objects=pattern, times=None)):
+            assert isinstance(cloud.attempt_save(url, STATE, overwrite=True), StorageError)
+        cloud.assert_whole(url, OTHER)
+
+
+@pytest.mark.parametrize("begins_with", [0, 5])
+def test_a_save_into_a_bucket_that_goes_down_fails_in_time_and_says_where(cloud, begins_with):
+    url = cloud.place()
+    with cloud.breaking(Rule("reset", kinds=() if TORTURE else NOT_LISTINGS, skip=begins_with, times=None)):
+        error = cloud.attempt_save(url, STATE)
+    assert isinstance(error, StorageError)
+    assert url in str(error)
+    assert cloud.committed(url, STATE) is None
+
+
+def test_a_commit_that_is_neither_confirmed_nor_denied_is_left_as_it_is(cloud):
+    url = cloud.place()
+    put_placeholder(url)
+    outage = Rule("reset", kinds=NOT_LISTINGS, objects=RECORD, skip=1, times=None)  # after the look for a record
+    with cloud.breaking(Rule("lost-answer", kinds=("upload",), objects=RECORD), outage):
+        assert isinstance(cloud.attempt_save(url, STATE), StorageError)
+    assert cloud.committed(url, STATE) is STATE, "what may be committed is not removed"
+
+
+@pytest.mark.parametrize("fault", [*REFUSED, "truncated"])
+def test_a_restore_fails_with_the_url_of_the_object_that_cannot_be_read(cloud, fault):
+    url = cloud.place()
+    shardckpt.save(url, STATE)
+    for key in ("checkpoint.json", "table", "hosts/00000/0/d/00001"):
+        rule = Rule(**(REFUSED | TRANSIENT)[fault], objects=f"*/{key}", times=None)
+        with cloud.breaking(rule), pytest.raises(StorageError) as failed:
+            shardckpt.restore(url)
+        assert url in str(failed.value)
+        assert key in str(failed.value)
+    cloud.assert_whole(url, STATE)
+
+
+def test_an_answer_that_claims_to_be_all_and_is_not_is_never_taken_for_data(cloud):
+    url = cloud.place()
+    shardckpt.save(url, STATE)
+    for _ in cloud.each_request({"fault": "shorten"}, at_least=4):
+        cloud.attempt_restore(url, STATE)
+
+
+def test_of_a_tensor_whose_object_is_gone_the_error_says_so(cloud):
+    url = cloud.place()
+    shardckpt.save(url, STATE)
+    gone = Rule("status", status=404, objects=DATA_FILE, times=None)
+    with cloud.breaking(gone), pytest.raises(CorruptionError, match=r"hosts/00000/0/d/00001 is missing"):
+        shardckpt.restore(url)
+
+
+# --- faults of all kinds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(1000 if TORTURE else 15))
+def test_whatever_fails_a_checkpoint_is_whole_or_not_there(cloud, seed):
+    url, layout = cloud.place(), LAYOUTS[seed % 2]
+    with cloud.breaking(*random_rules(3 * seed)):
+        error = cloud.attempt_save(url, OTHER, layout=layout)
+    before = cloud.committed(url, OTHER)
+    assert before is not None or error is not None
+
+    with cloud.breaking(*random_rules(3 * seed + 1)):
+        error = cloud.attempt_save(url, STATE, layout=layout, overwrite=True)
+    after = cloud.committed(url, OTHER, STATE)
+    assert after is STATE or error is not None
+    assert after is not None or before is None, "what was there is gone"
+
+    if after is not None:
+        with cloud.breaking(*random_rules(3 * seed + 2)):
+            cloud.attempt_restore(url, after)
+
+
+# --- many savers ----------------------------------------------------------------------------------------------------
+
+
+class Savers:
+    """Two processes with four threads each, all of which save at one place at once."""
+
+    def __init__(self, stack):
+        # Silence of the storage is waited out for a second.
+        environment = os.environ | {"SHARDCKPT_RETRY_SECONDS": "60", "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1"}
+        self.processes = []
+        for first in (0, 4):
+            command = [sys.executable, str(CHILD), str(first), "4"]
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            self.processes.append(process)
+        assert [process.stdout.readline() for process in self.processes] == ["ready\n"] * 2
+
+    def save(self, url):
+        """What became of each thread's save: `saved`, or the error's class."""
+        for process in self.processes:
+            process.stdin.write(f"{url}\n")
+            process.stdin.flush()
+        return [outcome for process in self.processes for outcome in json.loads(process.stdout.readline())]
+
+
+@pytest.fixture(scope="module")
+def savers(bucket):
+    with ExitStack() as stack:
+        yield Savers(stack)
+
+
+@pytest.mark.parametrize("lost_answers", [0, 2, 8] * (10 if TORTURE else 1))
+def test_of_many_that_save_at_one_place_exactly_one_commits(cloud, savers, lost_answers):
+    url = cloud.place()
+    # All of them look, see nothing, and want to be first.
+    slow = Rule("latency", seconds=0.3, kinds=("upload",), objects=RECORD, times=None)
+    with cloud.breaking(slow, Rule("lost-answer", kinds=("upload",), objects=RECORD, times=lost_answers)):
+        outcomes = savers.save(url)
+    assert sorted(outcomes) == ["AlreadyExistsError"] * 7 + ["saved"]
+    cloud.assert_whole(url, {"w": np.full(1000, outcomes.index("saved"))})
+    assert len({key.partition("/")[0] for key in cloud.keys(url)}) == 2, "something of the losers is left"
+
+
+def test_a_storage_that_falls_silent_is_asked_again(cloud, savers):
+    url = cloud.place()
+    with cloud.breaking(Rule("latency", seconds=3600, kinds=("upload",), objects=RECORD)):
+        assert savers.save(url).count("saved") == 1
+
+
+# --- what it costs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mebibytes", "memory_limit"), [(64, "1GiB"), (4, "40MiB")])
+def test_an_upload_that_is_cut_off_is_sent_again_and_nothing_else_is(bucket, mebibytes, memory_limit, record_property):
+    state = {"w": np.ones(33 << 20, np.float32)}  # 132 MiB
+    url, half = bucket.place(), mebibytes << 19
+    with bucket.breaking(Rule("reset", kinds=("upload",), objects=DATA_FILE, after_bytes=half)):
+        shardckpt.save(url, state, options=shardckpt.SaveOptions(memory_limit=memory_limit))
+        # A connection that ends before anything is sent on it costs nothing.
+        data = [e for e in bucket.proxy.traffic.exchanges(bucket.name_of(url)) if "/d/0" in e.operation.name and e.bytes_up]
+    assert max(e.bytes_up for e in data) <= (mebibytes << 20) + 4096, "the size of a data file"
+    assert [e.bytes_up for e in data if e.status != 200] == [half]
+    assert [name[-5:] for name, tries in Counter(e.operation.name for e in data).items() if tries > 1] == ["00001"]
+    record_property("resent", half / state["w"].nbytes)
+
+
+def test_a_restore_asks_once_for_what_lies_together(bucket, record_property):
+    state = {f"w{i}": np.full(16 << 18, i, np.float32) for i in range(4)}
+    url = bucket.place()
+    shardckpt.save(url, state)
+    with bucket.breaking():
+        restored = shardckpt.restore(url)
+        counts = bucket.proxy.traffic.summary(bucket.name_of(url))
+    record_property("restoring", counts["kinds"])
+    assert all(np.array_equal(restored[name], state[name]) for name in state)
+    assert counts["requests"] <= 4 + 16
+    assert counts["bytes_down"] < 1.01 * (64 << 20)

@@ -1,0 +1,1 @@
+"""Modules of these tests import each other by name."""

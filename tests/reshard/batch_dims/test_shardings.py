@@ -1,0 +1,64 @@
+"""Layouts over a mesh for what a program keeps, and the page about it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from models import AverageLoss, Statistics, exported
+from paths import DOCS
+
+import shardckpt
+from shardckpt import Mesh, PartitionSpec
+from shardckpt.errors import NamesMismatchError, OptionError, ShardingError
+from shardckpt.reshard.batch_dims import batch_dims, batch_shardings
+
+PAGE = DOCS / "batch-dims.md"
+MESH = Mesh((4, 2), ("data", "model"))
+
+
+@pytest.fixture(scope="module")
+def statistics():
+    return batch_dims(exported(Statistics(), (torch.randn(8, 4),)))
+
+
+def test_partial_state_is_refused_with_what_reduces_it_until_it_is_said_to_be_replicated(statistics, tmp_path):
+    with pytest.raises(ShardingError, match=r"total.*Partial\(sum\).*op sum"):
+        batch_shardings(statistics, mesh=MESH)
+    layouts = batch_shardings(statistics, mesh=MESH, replicated=["*"])
+    assert layouts["total"].spec == PartitionSpec(None)
+    state = {name: np.zeros(layout.spec.parts and 4) for name, layout in layouts.items() if len(layout.spec)}
+    shardckpt.save(tmp_path / "c", state, options=shardckpt.SaveOptions(shardings={name: layouts[name] for name in state}))
+
+
+def test_what_cannot_be_is_said(statistics):
+    program = exported(AverageLoss(), (torch.randn(8, 4), torch.randn(8, 3)))
+    with pytest.raises(ShardingError, match="no axis 'batch'"):
+        batch_shardings(program, mesh=MESH, axis="batch")
+    with pytest.raises(OptionError, match="no input 'z'; it has 'x', 'y'"):
+        batch_dims(program, {"z": 0})
+    with pytest.raises(OptionError, match="no dimension 2"):
+        batch_dims(program, {"x": 2})
+    with pytest.raises(OptionError, match="the batch has one size"):
+        batch_dims(program, {"x": 0, "y": 1})
+    with pytest.raises(OptionError, match="no graph"):
+        batch_dims(torch.nn.Linear(1, 1))
+    with pytest.raises(NamesMismatchError, match="no tensor 'z'"):
+        statistics.explain("z")
+
+
+def test_the_code_of_the_page_runs():
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = re.findall(r"  # (.*)$", code, re.MULTILINE)
+    assert [line for line in said if line not in done.stdout] == []
+
+
+def test_nothing_imports_torch():
+    code = "import sys, shardckpt.reshard.batch_dims; assert 'torch' not in sys.modules and 'sympy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,238 @@
+"""What is not kept is deleted, and nothing else."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from paths import CHILDREN
+from training_runs import state
+
+import shardckpt
+from shardckpt import errors
+from shardckpt.commit import collecting, pinning
+from shardckpt.format.record import Tombstone, seal
+from shardckpt.io.store import Store
+from shardckpt.training import cleaning
+from shardckpt.training.retention import Best, EveryKth, Younger, any_of
+
+
+def test_the_latest_are_kept_and_the_others_deleted_behind_the_training(run):
+    run.train(*range(1, 8), keep=3)
+    assert run.manager().all_steps() == [5, 6, 7]
+    assert [event.step for event in run.told("StepDeleted")] == [1, 2, 3, 4]
+    with pytest.raises(errors.NotFoundError):
+        shardckpt.open(run.root / "4")
+
+
+def test_after_thirty_saves_of_which_three_are_kept_three_directories_are_there(run):
+    run.train(*range(30), keep=3)
+    assert {path.name for path in run.root.iterdir()} == {"27", "28", "29", "job.json"}
+    assert {path.parent.name for path in run.root.glob("*/checkpoint.json")} == {"27", "28", "29"}
+
+
+def test_what_earlier_versions_and_killed_deletions_have_left_of_a_step_goes(run):
+    run.train(1)
+    store = Store.open(run.root)
+    store.sub("100").write("checkpoint.json", seal(Tombstone("not kept any more", "1").to_json()))
+    (run.root / "101").mkdir()
+    (run.root / "eval").mkdir()
+    run.train(2)
+    assert {path.name for path in run.root.iterdir()} == {"1", "2", "eval", "job.json"}
+
+
+def test_without_a_rule_everything_is_kept(run):
+    run.train(*range(1, 6))
+    assert run.manager().all_steps() == [1, 2, 3, 4, 5]
+
+
+def test_rules_see_the_metrics_of_earlier_runs(run):
+    losses = dict(zip(range(1, 10), [9, 1, 8, 2, 7, 3, 6, 5, 4], strict=True))
+    keep = any_of(Best(2, "loss"), EveryKth(5), 1)
+    run.train(1, 2, 3, metrics=lambda step: {"loss": losses[step]}, keep=keep)
+    run.train(4, 5, 6, 7, 8, 9, metrics=lambda step: {"loss": losses[step]}, keep=keep)
+    assert run.manager().all_steps() == [2, 4, 5, 9]
+
+
+def test_the_newest_step_stays_whatever_the_rule_says(run):
+    run.train(1, 2, 3, keep=Best(1, "accuracy"))
+    assert run.manager().all_steps() == [3]
+
+
+def test_old_steps_go_by_their_age(run):
+    run.train(1, 2, keep=Younger(3600))
+    assert run.manager().all_steps() == [1, 2]
+    run.train(3, keep=Younger(1e-9))
+    assert run.manager().all_steps() == [3]
+
+
+def test_a_pinned_step_stays_until_it_is_unpinned(run):
+    with run.manager(keep=1) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        manager.pin(1)
+        for step in (2, 3):
+            manager.save(step, state(step))
+        manager.wait()
+        assert manager.all_steps() == [1, 3]
+        assert [info.pinned for info in manager.steps()] == [True, False]
+        manager.unpin(1)
+        manager.save(4, state(4))
+        manager.wait()
+        assert manager.all_steps() == [4]
+
+
+def test_who_pins_while_the_step_is_being_deleted_is_told_so_or_has_it_pinned(run):
+    """Both at once, over and over: a pin that was put in place holds."""
+    run.train(*range(1, 21))
+    outcomes = set()
+    for step in range(1, 20):
+        barrier, answer = threading.Barrier(2), []
+
+        def pin(step=step, barrier=barrier, answer=answer):
+            barrier.wait()
+            try:
+                pinning.pin(run.root / str(step))
+                answer.append("pinned")
+            except errors.NotFoundError:
+                answer.append("too late")
+
+        thread = threading.Thread(target=pin)
+        thread.start()
+        barrier.wait()
+        try:
+            collecting.delete(run.root / str(step))
+            deleted = True
+        except errors.OptionError:
+            deleted = False
+        thread.join(30)
+        assert run.holds(step) is not deleted
+        assert answer == ["too late" if deleted else "pinned"]
+        outcomes.add(deleted)
+
+
+def test_what_is_not_there_cannot_be_pinned(run):
+    run.train(1, 2, keep=1)
+    for step in (1, 7):
+        with pytest.raises(errors.NotFoundError, match="no checkpoint there to pin"):
+            run.manager().pin(step)
+    assert not (run.root / "1" / "pinned.json").exists()
+
+
+def test_a_pin_says_nothing_of_the_checkpoint_that_takes_the_place(run):
+    run.train(1)
+    run.manager().pin(1)
+    shardckpt.save(run.root / "1", state(1), options=shardckpt.SaveOptions(overwrite=True))
+    assert [info.pinned for info in run.manager().steps()] == [False]
+
+
+def test_a_step_that_this_process_has_open_stays_while_it_is(run):
+    with run.manager(keep=1) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        reader = shardckpt.open(manager.url(1))
+        for step in (2, 3):
+            manager.save(step, state(step))
+        manager.wait()
+        assert manager.all_steps() == [1, 3]
+        assert int(reader.read("w")[0]) == 1
+        del reader
+        manager.save(4, state(4))
+        manager.wait()
+        assert manager.all_steps() == [4]
+
+
+def test_a_reader_elsewhere_is_told_that_the_step_was_deleted(run):
+    with run.manager(keep=1) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        command = [sys.executable, CHILDREN / "manager_reader.py", manager.url(1)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdout.readline() == "open\n"
+            manager.save(2, state(2))
+            manager.wait()
+            assert manager.all_steps() == [2]
+            said, _ = reader.communicate("go on\n", timeout=60)
+        assert said.startswith("ReplacedError: ")
+        assert "was deleted while it was being read" in said
+
+
+def test_what_a_killed_deletion_or_save_has_left_is_removed_later(run):
+    run.train(1, 2)
+    (attempt,) = (p for p in (run.root / "1").iterdir() if p.is_dir())
+    collecting.delete(run.root / "1")
+    left = run.root / "1" / attempt.name / "hosts"
+    left.mkdir(parents=True)
+    (left / "data").write_bytes(b"some of it")
+    begun = run.root / "7" / "20200101T000000-00000000" / "hosts"
+    begun.mkdir(parents=True)
+    (begun / "data").write_bytes(b"some of it")
+    long_ago(run.root)
+    run.train(3, keep=2)
+    assert not left.exists()
+    assert not begun.exists()
+    assert run.manager().all_steps() == [2, 3]
+
+
+def test_what_is_no_step_is_none_of_our_business(run):
+    run.train(1)
+    for name in ("latest", "007", "-3", "eval", "²"):
+        shardckpt.save(run.root / name, {"other": 1})
+    run.train(2, 3, keep=1)
+    assert run.manager().all_steps() == [3]
+    for name in ("latest", "007", "-3", "eval", "²"):
+        assert shardckpt.restore(run.root / name) == {"other": 1}
+
+
+def long_ago(directory):
+    """Nothing below it was written lately."""
+    for path in [*directory.rglob("*"), directory]:
+        os.utime(path, (1e9, 1e9))
+
+
+def test_a_run_that_begins_anew_beside_later_steps_keeps_what_it_saves_and_says_so(run, caplog):
+    run.train(900, 1000, keep=2)
+    with run.manager(keep=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+            manager.wait()
+            assert manager.all_steps() == [step, 900, 1000]
+    (warning,) = [record for record in caplog.records if "another root" in record.message]
+    assert "step 1 is saved, and a restart resumes from step 1000" in warning.message
+
+
+def test_going_back_waits_for_deletions_that_know_nothing_of_it(run, monkeypatch):
+    run.train(700, 800, 900)
+    hold, begun = threading.Event(), threading.Event()
+
+    def delete(place, **options):
+        begun.set()
+        assert hold.wait(60)
+        return original(place, **options)
+
+    original = cleaning.at_one_place.delete
+    monkeypatch.setattr(cleaning.at_one_place, "delete", delete)
+    with run.manager(keep=2) as manager:
+        manager.restore()
+        manager.save(1000, state(1000))
+        assert begun.wait(60)
+        back = threading.Thread(target=manager.restore, kwargs={"step": 900})
+        back.start()
+        hold.set()
+        back.join(60)
+        for step in (910, 920, 930):
+            manager.save(step, state(step))
+            manager.wait()
+        assert manager.all_steps() == [920, 930]
+        assert manager.restore().step == 930
+
+
+def test_a_pinned_step_is_not_replaced_by_an_overwrite_either(run):
+    run.train(5)
+    pinning.pin(run.root / "5")
+    manager = run.manager(options=shardckpt.SaveOptions(overwrite=True))
+    manager.save(5, state(6))
+    with pytest.raises(errors.AlreadyExistsError, match="pinned"):
+        manager.wait()
+    assert run.holds(5)

@@ -1,0 +1,50 @@
+"""Several processes of one job, for tests: see `fork_server.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Self
+
+
+class Processes:
+    """Runs functions of a module in forks of a process that has imported everything."""
+
+    def __init__(self, *modules: str, env: dict[str, str] | None = None) -> None:
+        files = [found.origin for found in map(find_spec, modules) if found and found.origin]
+        command = [sys.executable, Path(__file__).with_name("fork_server.py"), *files]
+        self.module = modules[0]
+        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+
+    def run(self, function: str, processes: int, *arguments: object, timeout: float = 60) -> list:
+        """What each process returned; a dict with `error` or `signal` for those that did not return."""
+        name = function if ":" in function else f"{self.module}:{function}"
+        request = {"function": name, "processes": processes, "arguments": arguments, "timeout": timeout}
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        try:
+            self.server.stdin.write(json.dumps(request, default=str) + "\n")
+            self.server.stdin.flush()
+            answer = self.server.stdout.readline()
+        except BaseException:
+            self.server.kill()  # what it answers now would be taken for the answer to the next request
+            raise
+        assert answer, "the fork server ended"
+        return json.loads(answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.close()
+        try:
+            self.server.wait(30)
+        finally:
+            self.server.kill()
+            self.server.stdout.close()

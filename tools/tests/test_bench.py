@@ -1,0 +1,205 @@
+"""The bench measures what it says, on a small state; that figures are good is not a test."""
+
+import json
+import subprocess
+import sys
+import time
+from xml.etree import ElementTree as ET
+
+import pytest
+from paths import ROOT
+
+TORCH = "torch tensors on the CPU, one process"
+
+
+@pytest.fixture(autouse=True)
+def _tools(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def bench(*arguments):
+    command = [sys.executable, "-m", "tools.bench", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Of a small run of two operations, the second of which another run added."""
+    file = tmp_path_factory.mktemp("bench") / "found.json"
+    small = ["--part", "64", "--rounds", "1", "--storage", "tmpfs", "--state", "llama", "--group", "torch"]
+    first = bench(*small, "--operation", "save", "--json", file)
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert "1 of 1" in first.stderr
+    second = bench(*small, "--operation", "save", "--operation", "restore", "--resume", file)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert "1 of 1" in second.stderr
+    return file
+
+
+def test_the_bench_runs_all_subjects_in_turn_and_tells_rates_and_ratios(file):
+    found = json.loads(file.read_text())
+    told = {(r["operation"], r["subject"]): r for r in found["results"]}
+    nbytes = told["save", "shardckpt"]["nbytes"]
+    assert {s for o, s in told if o == "save"} == {"write(2)", "shardckpt", "DCP", "DCP, at its best", "safetensors", "torch.save"}
+    for who in ("shardckpt", "DCP"):
+        assert nbytes <= told["save", who]["written_bytes"] <= 1.03 * nbytes + (1 << 20)
+        assert told["restore", who]["read_bytes"] >= nbytes
+    assert all(len(r["seconds"]) == 1 for r in told.values())
+
+
+def test_a_page_with_a_chart_is_made_of_the_results(file, tmp_path):
+    finished = bench("--from", file, "--compare", file, "--write", "--docs", tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert "save, torch: ≥ 0.9 × write(2)" in finished.stdout
+    page = (tmp_path / "performance.md").read_text()
+    titles = [line for line in page.splitlines() if line.startswith("#")]
+    assert titles[:5] == [
+        "# Performance",
+        "## Where we are not the fastest",
+        "## How it was measured",
+        "## Who, and with which settings",
+        "## All figures",
+    ]
+    assert "| save, torch | ≥ 0.9 × write(2) |" in page
+    assert f"| {TORCH} | DCP, at its best | thread_count=2, sync_files=False" in page
+    for table in page.split("\n\n"):
+        assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) <= 1
+    drawn = ET.parse(tmp_path / "performance.svg").getroot()
+    bars = [rect for rect in drawn.iter("{http://www.w3.org/2000/svg}rect") if rect.get("class") != "page"]
+    results = json.loads((tmp_path / "performance.json").read_text())["results"]
+    assert len(bars) == len(results) + len(("ours", "peer", "floor"))
+
+
+def test_results_of_another_machine_are_not_gone_on_with(file, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(json.loads(file.read_text()) | {"cores": 1000}))
+    refused = bench("--state", "llama", "--resume", other)
+    assert refused.returncode == 2
+    assert f"{other}: cores was 1000 and is " in refused.stderr
+
+
+@pytest.mark.parametrize("option", ["--resume", "--again", "--from", "--compare"])
+def test_a_file_without_results_is_told_in_a_line(option, tmp_path):
+    missing, empty = tmp_path / "missing.json", tmp_path / "empty.json"
+    empty.write_text("{}")
+    for path, why in ((missing, "cannot be read: No such file or directory"), (empty, "is not a file that --json wrote")):
+        refused = bench(option, path)
+        assert refused.returncode == 2
+        assert f"error: {path} {why}" in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_results_of_other_sizes_are_not_gone_on_with(tmp_path):
+    from tools.bench.plan import Task
+    from tools.bench.results import OtherRunError, Results
+
+    results = Results(tmp_path / "found.json", resumed=False)
+    results.add(Task("tmpfs", "llama", "torch", "save", 64, 1), [{"subject": "shardckpt"}])
+    assert results.has(Task("tmpfs", "llama", "torch", "save", 64, 5))
+    assert not results.has(Task("tmpfs", "llama", "torch", "restore", 32, 1))
+    with pytest.raises(OtherRunError, match="--part was 64 and is 32"):
+        results.has(Task("tmpfs", "llama", "torch", "save", 32, 1))
+
+
+def test_a_task_that_is_measured_again_replaces_what_it_gave_before(tmp_path):
+    from tools.bench.plan import Task
+    from tools.bench.results import Results
+
+    results = Results(tmp_path / "found.json", resumed=False)
+    save, restore = Task("tmpfs", "llama", "torch", "save", 64, 1), Task("tmpfs", "llama", "torch", "restore", 64, 1)
+    for task, seconds in ((save, 1), (restore, 2), (save, 3)):
+        results.add(task, [{"subject": "shardckpt", "seconds": seconds}])
+    assert {(r["operation"], r["seconds"]) for r in results.found["results"]} == {("save", 3), ("restore", 2)}
+    results.add_failure(save, "it died")
+    assert [r["operation"] for r in results.found["results"]] == ["restore"]
+
+
+def test_a_task_that_dies_is_told_leaves_nothing_and_is_tried_again_by_the_next_run(tmp_path):
+    from tools.bench import processes
+    from tools.bench.plan import Task
+    from tools.bench.results import Results
+
+    task, place = Task("tmpfs", "llama", "torch", "save", 64, 1), tmp_path / "place"
+    place.mkdir()
+    dead = Task("tmpfs", "no such state", "torch", "save", 64, 1)
+    with pytest.raises(processes.TaskError, match=r"(?s)a process ended with 1: .*KeyError: 'no such state'"):
+        processes.measured(dead, place)
+    assert list(place.iterdir()) == []
+    results = Results(tmp_path / "found.json", resumed=False)
+    results.add_failure(task, "it died")
+    again = Results(tmp_path / "found.json", resumed=True)
+    assert [f["message"] for f in again.found["failed"]] == ["it died"]
+    assert not again.has(task)
+    again.add(task, [{"group": "g", "subject": "shardckpt"}])
+    assert again.has(task)
+    assert again.found["failed"] == []
+
+
+def test_a_run_that_is_ended_leaves_no_files(tmp_path):
+    asked = ["--storage", "disk", "--disk", tmp_path, "--part", "64", "--group", "torch", "--json", tmp_path / "found"]
+    with subprocess.Popen([sys.executable, "-m", "tools.bench", *asked], cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+        while not list(tmp_path.glob("bench-*/0.err")):
+            assert run.poll() is None
+            time.sleep(0.01)
+        run.terminate()
+        _, said = run.communicate(timeout=30)
+    assert (run.returncode, "Traceback" in said) == (143, False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_stands_on_the_page_and_in_the_exit_status(file, tmp_path):
+    failed = {"storage": "tmpfs", "state": "small", "task": "jax", "operation": "save", "part": 1, "message": "a\nValueError: no"}
+    (tmp_path / "found.json").write_text(json.dumps(json.loads(file.read_text()) | {"failed": [failed]}))
+    told = bench("--from", tmp_path / "found.json", "--write", "--docs", tmp_path)
+    assert told.returncode == 1
+    assert "FAILED tmpfs, 2,000 tensors of 64 KiB, float32, jax, Save: ValueError: no" in told.stdout
+    assert "## What could not be measured" in (tmp_path / "performance.md").read_text()
+
+
+def run(ours, theirs, part=1):
+    """Results of one operation, with those seconds in each round."""
+    where = {"storage": "tmpfs", "state": "llama", "group": "torch", "operation": "save", "part": part, "nbytes": 10, "floor": False}
+    return {"results": [where | {"subject": "shardckpt", "seconds": ours}, where | {"subject": "DCP", "seconds": theirs}]}
+
+
+def test_a_ratio_that_fell_is_told():
+    from tools.bench.baseline import worse
+
+    before = run([1.0, 1.0, 1.1], [1.0, 1.0, 1.1])
+    assert worse(before, run([1.1, 1.1, 1.2], [1.0, 1.0, 1.1])) == []
+    assert worse(before, run([1.5, 1.5, 2.0], [1.0, 1.0, 1.0])) == [
+        "tmpfs, llama, torch, save: shardckpt / DCP was 1.00 (1.00 to 1.00) and is 0.67 (0.50 to 0.67)"
+    ]
+
+
+def test_a_ratio_that_fell_less_than_rounds_differ_is_not_told():
+    from tools.bench.baseline import worse
+
+    assert worse(run([1.0, 1.0, 2.0], [1.0, 1.0, 1.0]), run([1.5, 1.5, 2.0], [1.0, 1.0, 1.0])) == []
+
+
+def test_ratios_of_other_sizes_are_not_compared():
+    from tools.bench.baseline import worse
+
+    assert worse(run([1.0], [1.0], part=4), run([9.0], [1.0], part=16)) == [
+        "tmpfs, llama, torch, save: 1/4 of the bytes then, and 1/16 now; not compared: measure it with --part 4"
+    ]
+
+
+def test_a_target_that_is_missed_says_by_how_much():
+    from tools.bench.targets import TARGETS, Held
+
+    target = next(t for t in TARGETS if t.least == 3.0)
+    assert Held(target, 3.0).verdict == "yes"
+    assert Held(target, 2.4).verdict == "**no**, missed by 20.0%"
+
+
+def test_no_round_begins_when_the_time_is_over_and_three_are_made(monkeypatch):
+    from tools.bench import measure
+
+    monkeypatch.setattr(measure, "SECONDS", -1.0)
+    ran = []
+    subject = measure.Subject("one", {"save": measure.Run(lambda: ran.append("do"), 1)})
+    (found,) = measure.in_turn("group", [subject], "save", 9)
+    assert len(found.seconds) == measure.LEAST_ROUNDS
+    assert len(ran) == 1 + measure.LEAST_ROUNDS

@@ -1,0 +1,20 @@
+"""The soak: a training that is killed at random moments, over and over, resumes from what it saved, bit by bit."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from paths import TOOLS
+
+TOOL = TOOLS / "soak.py"
+
+
+@pytest.mark.slow
+def test_whatever_kills_a_training_it_resumes_from_what_it_saved():
+    run = subprocess.run([sys.executable, TOOL, "--saves", "40", "--json"], capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, (run.stdout, run.stderr)
+    found = json.loads(run.stdout)
+    assert found["wrong"] == []
+    assert found["committed"] >= 40
+    assert found["compared"] > found["left"] > 0
