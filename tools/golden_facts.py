@@ -1,6 +1,6 @@
 """What is in a state, as JSON that can be compared: types, keys, order, every bit, which tensors are one.
 
-`tools/make_golden.py` wrote these facts of the states that it saved; `tests/test_golden.py` compares them with those of
+`tools/make_golden.py` wrote these facts of the states that it saved; `tests/golden/test_golden.py` compares them with those of
 the states that are restored. Nothing of shardckpt is imported here.
 """
 

@@ -15,7 +15,7 @@ import pytest
 from emulators import _free_port
 from foreign_contents import contents
 from foreign_states import described
-from paths import TESTS
+from paths import CHILDREN
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
@@ -32,8 +32,8 @@ LAYOUTS = ["ocdbt, zarr 2", "ocdbt, zarr 3", "zarr 2", "zarr 3", "uncompressed"]
 def written(tmp_path_factory):
     """Where the checkpoints are, and by their names what Orbax restores of them."""
     root = tmp_path_factory.mktemp("orbax")
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, TESTS / "children" / "orbax_checkpoints.py", root]
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, CHILDREN / "orbax_checkpoints.py", root]
     done = subprocess.run(command, env={**os.environ, **flags}, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return root, json.loads(done.stdout.splitlines()[-1])
@@ -81,7 +81,7 @@ def test_layouts_and_the_chunks_of_the_file_are_kept(written, name):
 @pytest.mark.slow
 def test_what_several_processes_have_saved_is_read(tmp_path):
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    command = [sys.executable, TESTS / "children" / "orbax_processes.py", f"127.0.0.1:{_free_port()}"]
+    command = [sys.executable, CHILDREN / "orbax_processes.py", f"127.0.0.1:{_free_port()}"]
     processes = [subprocess.Popen([*command, str(i), tmp_path], env={**os.environ, **flags}, stderr=subprocess.PIPE) for i in range(2)]
     try:
         said = [process.communicate(timeout=100)[1] for process in processes]

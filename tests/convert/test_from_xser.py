@@ -11,7 +11,7 @@ import sys
 import pytest
 from foreign_contents import contents
 from foreign_states import described
-from paths import TESTS
+from paths import CHILDREN
 
 import shardckpt
 from shardckpt.convert.detect import detect
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.xla
 def saved(tmp_path_factory):
     """A directory, and what torch_xla reads of each of its files."""
     root = tmp_path_factory.mktemp("torch_xla")
-    environ = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, TESTS / "children" / "xla_saved.py", root]
+    environ = {**os.environ, "PJRT_DEVICE": "CPU"}
+    command = [sys.executable, CHILDREN / "xla_saved.py", root]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return root, json.loads(done.stdout.splitlines()[-1])

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)  # transformers imports half of torch, whi
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
     """Folders of small models, and what their maker says of them."""
     folder = tmp_path_factory.mktemp("models")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "USE_TORCH_XLA": "0", "TRANSFORMERS_VERBOSITY": "error"}
+    environment = {**os.environ, "USE_TORCH_XLA": "0", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, ROOT / "tests" / "children" / "convert_hf.py", folder]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -176,6 +176,11 @@ def from_safetensors(place):
     return load_file(place)
 
 
+def safetensors_name(name):
+    """As `shardckpt.state.names` has it: no lone surrogates, and the largest numbers in hex."""
+    return name.replace("\ud800", "~ud800").replace(str(10**21), hex(10**21))
+
+
 def orbax_keeps(state, keys=()):
     """What is left of a state: None in the place of a leaf of a list or tuple that is not kept; containers that lose all stay."""
     if isinstance(state, dict):
@@ -193,7 +198,7 @@ MODELS = {
     "torch": (from_torch, lambda state: {} if torch_keeps(state) is LOST else torch_keeps(state)),
     "dcp": (from_dcp, lambda state: {} if as_dcp(state) is LOST else as_dcp(state)),
     "orbax": (from_orbax, lambda state: as_orbax(orbax_keeps(state))),
-    "safetensors": (from_safetensors, lambda state: {name.replace("\ud800", "~ud800"): array for name, array in joined(state).items()}),
+    "safetensors": (from_safetensors, lambda state: {safetensors_name(name): array for name, array in joined(state).items()}),
 }
 """The library that reads a format, and what becomes of a state."""
 OUTCOMES: Counter[str] = Counter()
