@@ -18,7 +18,7 @@ from shardckpt.errors import FormatError, MissingDataError, NotFoundError, Optio
 from shardckpt.excerpt import excerpt
 from shardckpt.format.bases import bases_of, names_beside
 from shardckpt.format.record import open_envelope
-from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 

@@ -25,7 +25,7 @@ from shardckpt.format.bases import bases_of
 from shardckpt.format.fields import LARGEST_DIMENSION
 from shardckpt.format.record import open_envelope
 from shardckpt.io.ages import last_written
-from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import Location, parse
 

@@ -35,8 +35,7 @@ from shardckpt.errors import (
 from shardckpt.excerpt import excerpt
 from shardckpt.format.fields import Fields
 from shardckpt.format.record import CheckpointRecord, Tombstone, open_envelope, parse_checkpoint
-from shardckpt.io.ending import reading_takes_threads
-from shardckpt.io.forking import check_fork
+from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray

@@ -45,8 +45,8 @@ from shardckpt.format.record import CheckpointRecord, FileReference, HostRecord,
 from shardckpt.format.structure import Structure
 from shardckpt.frameworks.coordination import SilentStoreError
 from shardckpt.frameworks.per_process import encode_values
-from shardckpt.io.ending import is_ending
-from shardckpt.io.space import check_space
+from shardckpt.io.datafile import check_space
+from shardckpt.io.failures import is_ending
 from shardckpt.io.url import parse
 from shardckpt.state import flatten
 from shardckpt.state.stateful import plain_state
@@ -145,7 +145,7 @@ class Attempt:
         self._nbytes, self._skipped = planned.nbytes, planned.skipped
         if self._skipped:
             check_base(self.store.location, self._base)
-        values = encode_values(flat.per_process)
+        values = encode_values(flat.per_process) if flat.per_process else {}
         structure, metadata = Structure(flat.tree, planned.tensors), json.loads(json.dumps(self.options.metadata))
         contents = Contents(structure, _small(planned, sources), metadata, _samples(planned, sources))
         written = {name: source for name, source in sources.items() if name not in self._skipped}
@@ -164,7 +164,7 @@ class Attempt:
             threads: that may write at a time.
         """
         us = self.world.process, self.world.processes
-        store = self.store.among(*us)
+        store, place = (self.store, self.place) if self.alone else (self.store.among(*us), self.place.among(*us))
         prior = read_prior(store, overwrite=self.options.overwrite)
         self._check_not_given_up()  # after what may be wrong with this process's own part: it is told that rather
         if self.options.compression is None:  # else nobody knows
@@ -174,7 +174,7 @@ class Attempt:
         self.prior = hold_place(store, prior, overwrite=self.options.overwrite, patience=patience)
         self._wrote = True
         writer = HostWriter(
-            self.place.among(*us),
+            place,
             self.name,
             self.world.process,
             layout=self.options.layout,
@@ -205,7 +205,8 @@ class Attempt:
         """The record, with all that it refers to in place; what remains is to publish it."""
         assert self.prior is not None
         record = assemble(self.place, self._said)
-        check_bases(self.store.location, record, self.prior.attempt)
+        if record.structure.bases:
+            check_bases(self.store.location, record, self.prior.attempt)
         return record
 
     def publish(self, record: CheckpointRecord) -> None:

@@ -22,7 +22,8 @@ from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.budget import BufferPool
-from shardckpt.io.ending import is_ending, saving_takes_threads, start_background
+from shardckpt.io.ending import start_background
+from shardckpt.io.failures import is_ending, saving_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes

@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def current(devices: Mapping[str, Iterable[int]] | None, timeout: float) -> Coordinator:
     """The coordinator of this round of the job; see `Coordinator.current`."""
     global _round  # noqa: PLW0603
-    told = told_devices(devices)
+    told = told_devices(devices) if devices else {}
     with _lock:
         kind = _kind()
         if _round is None or type(_round.coordinator) is not kind or not _is_current(_round):
