@@ -11,7 +11,7 @@ from shardckpt import SaveOptions
 from shardckpt.commit.collecting import collect
 from shardckpt.errors import NotFoundError, UrlError
 from shardckpt.format.record import Tombstone, seal
-from shardckpt.frameworks.coordination.single import SingleProcess
+from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.reading.catalog import catalog
 
 

@@ -1,27 +1,27 @@
-"""Which parts of a process's shards are copied at once, and which chunks are they?
+"""What is copied or read at a time: boxes of chunks (*blocks*), cut where they are too large and batched where they are small.
 
-What a process writes of a shard, a run of chunks, is cut into boxes (`plan.grid_runs`): its *blocks*. One block is
-copied by one call. Cutting it further can wait until it is written. Pure.
+What a process writes of a shard is a run of its chunks. Copied at once, the chunks should make a box: then the copy is one, and
+where the box is whole rows of the shard it is one of contiguous memory. So a run is cut into boxes (`run_boxes`), its *blocks*.
+Cutting them further can wait until they are written (`parts_of`). `batches` joins items that are handled together. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from operator import add, gt
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from shardckpt.layout.box import Box
 from shardckpt.plan.chunks import padded_size
-from shardckpt.plan.grid_runs import run_boxes
 from shardckpt.plan.plan import count_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import EllipsisType
 
     from shardckpt.plan.plan import Piece
 
-__all__ = ["Block", "blocks_of", "parts_of", "smaller"]
 
 Index: TypeAlias = "tuple[slice | EllipsisType, ...]"
 
@@ -110,3 +110,63 @@ def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
 def _index(start: list[int] | tuple[int, ...], stop: list[int] | tuple[int, ...], corner: tuple[int, ...]) -> Index:
     """A box in an array that begins at the corner. The ellipsis keeps a 0-d array an array."""
     return (*(slice(a - o, b - o) for a, b, o in zip(start, stop, corner, strict=True)), ...)
+
+
+def run_boxes(grid: tuple[int, ...], run: range, most: int) -> Iterator[Box]:
+    """Boxes of cells that, one after another, are the run of cells.
+
+    Where the run stands, take the largest box of whole rows (of cells, of rows of cells, …) that begins there, fits in what
+    is left, and is not too large; go on after it. At most two boxes per dimension are not as large as they may be.
+
+    Args:
+        grid: cells per dimension.
+        run: cells, counted in row-major order.
+        most: cells of a box, at least 1.
+
+    >>> [(box.start, box.stop) for box in run_boxes((3, 4), range(2, 12), 100)]
+    [((0, 2), (1, 4)), ((1, 0), (3, 4))]
+    """
+    inner = [prod(grid[d + 1 :]) for d in range(len(grid))]
+    at = run.start
+    while at < run.stop:
+        room = min(run.stop - at, most)
+        corner, sides = [], [1] * len(grid)
+        rest = at
+        for size in inner:
+            corner.append(rest // size)
+            rest %= size
+        for d, size in enumerate(inner):
+            if at % size == 0 and size <= room:
+                sides[d] = min(grid[d] - corner[d], room // size)
+                sides[d + 1 :] = grid[d + 1 :]
+                break
+        yield Box(tuple(corner), tuple(a + n for a, n in zip(corner, sides, strict=True)))
+        at += prod(sides)
+
+
+T = TypeVar("T")
+
+
+def batches(items: Iterable[T], costs: Callable[[T], tuple[int, ...]], limits: tuple[int, ...]) -> Iterator[list[T]]:
+    """Consecutive items whose costs stay within all limits together, or a single item that does not.
+
+    Args:
+        items: In order; taken one by one, as batches are asked for.
+        costs: What an item costs, one number per limit (bytes, say).
+        limits: The most that a batch may cost.
+
+    >>> list(batches([3, 4, 9, 1, 1, 1], lambda n: (n, 1), (8, 2)))
+    [[3, 4], [9], [1, 1], [1]]
+    """
+    batch: list[T] = []
+    spent: tuple[int, ...] = ()
+    for item in items:
+        cost = costs(item)
+        total = tuple(map(add, spent, cost)) if batch else cost
+        if batch and any(map(gt, total, limits)):
+            yield batch
+            batch, total = [], cost
+        batch.append(item)
+        spent = total
+    if batch:
+        yield batch

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.layout.box import Box
-from shardckpt.plan.grid_runs import run_boxes
+from shardckpt.plan.blocks import run_boxes
 from shardckpt.plan.plan import Piece, chunk_spans, touched
 from shardckpt.plan.writers import Part, deal
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.batches import batches
+from shardckpt.plan.blocks import batches
 from shardckpt.reading.reader import Request
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.grid_runs import run_boxes
+from shardckpt.plan.blocks import run_boxes
 from shardckpt.plan.plan import count_chunks, touched
 
 if TYPE_CHECKING:

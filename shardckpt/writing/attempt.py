@@ -53,19 +53,19 @@ from shardckpt.state.stateful import plain_state
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names
 from shardckpt.writing.skipping import left_in_base
-from shardckpt.writing.staging import stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy.typing import NDArray
+
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
     from shardckpt.layout.world import World
     from shardckpt.options import SaveOptions
-
-__all__ = ["Attempt", "Share"]
 
 COMMITTER = 0
 """The process that commits."""
@@ -86,7 +86,7 @@ _WORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StateShare:
     """What one process has of a state, and what of that it writes."""
 
     plan: SavePlan
@@ -131,7 +131,7 @@ class Attempt:
             self.give_up(error)  # others who save do not wait for this process
             raise error
 
-    def take(self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save) -> Share:
+    def take(self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save) -> StateShare:
         """What this process has to write; all but the elements of large tensors is taken when this returns.
 
         Args:
@@ -149,7 +149,7 @@ class Attempt:
         structure, metadata = Structure(flat.tree, planned.tensors), json.loads(json.dumps(self.options.metadata))
         contents = Contents(structure, _small(planned, sources), metadata, _samples(planned, sources))
         written = {name: source for name, source in sources.items() if name not in self._skipped}
-        return Share(planned, written, contents, seal({"values": values}) if values else None)
+        return StateShare(planned, written, contents, seal({"values": values}) if values else None)
 
     def write(
         self, contents: Contents, values: bytes | None, fill: Callable[[HostWriter], None], memory: int, *, threads: int = 1
@@ -359,6 +359,11 @@ def _next_attempt(coordinator: Coordinator, store: Store) -> str:
         key = coordinator.run_id, name
         _counts[key] += 1
         return f"{coordinator.run_id}-{sha256(name.encode()).hexdigest()[:12]}-{_counts[key]}"
+
+
+def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.generic]:
+    """Elements in the dtype as which they are stored, without a copy."""
+    return array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
 
 
 def _small(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, bytes]:

@@ -9,8 +9,6 @@ from typing import Literal
 
 from shardckpt.errors import CoordinationError, OptionError, out_of_memory
 
-__all__ = ["Outcome", "SaveHandle", "SaveReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
@@ -65,7 +63,7 @@ class SaveReport:
 class SaveHandle:
     """A save that goes on in the background. Made by `save_async`; safe to use from several threads."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: SaveProgress) -> None:
         """See `save_async`."""
         self._outcome = outcome
 
@@ -111,7 +109,7 @@ class SaveHandle:
         return f"<SaveHandle of {self.url}: {self._outcome.state}>"
 
 
-class Outcome:
+class SaveProgress:
     """What is known so far of how a save goes. One thread tells it, any number may ask."""
 
     def __init__(self, url: str) -> None:

@@ -129,7 +129,8 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
         )
     writes: dict[str, list[Write]] = {}
     blocks: dict[str, list[Block]] = {}
-    for (name, part), share in zip(places, deal(parts, world.process), strict=True):
+    shares = deal(parts, world.process) if world.processes > 1 else [range(part.chunks) for part in parts]
+    for (name, part), share in zip(places, shares, strict=True):
         if share:
             tensor = tensors[name]
             piece = tensor.pieces[part.piece]

@@ -19,7 +19,7 @@ from fault_rules import Rule
 import shardckpt
 from shardckpt import errors
 from shardckpt.format.record import Tombstone, seal
-from shardckpt.frameworks.coordination.single import SingleProcess
+from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.io.store import Store, shared_context
 
 

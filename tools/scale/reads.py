@@ -21,7 +21,7 @@ import numpy as np
 from shardckpt.io.stats import ReadStats
 from shardckpt.layout.box import BoxArray
 from shardckpt.options import DEFAULT_MEMORY_LIMIT
-from shardckpt.plan.batches import batches
+from shardckpt.plan.blocks import batches
 from shardckpt.plan.plan import overlaps, touched
 from shardckpt.plan.shares import Wanted, fellows, rounds
 from shardckpt.plan.writers import box_holders

@@ -14,7 +14,7 @@ import numpy as np
 from shardckpt.format.codec import room_for
 from shardckpt.io.budget import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.batches import batches
+from shardckpt.plan.blocks import batches
 from shardckpt.plan.plan import count_chunks, overlaps, touched
 from shardckpt.reading.finder import MOST_CHUNKS
 from shardckpt.reading.runs import count_runs
