@@ -16,9 +16,9 @@ from weakref import WeakSet
 import numpy as np
 
 from shardckpt.commit import index
+from shardckpt.commit.assemble import read_host_files
 from shardckpt.commit.attempts import is_attempt
 from shardckpt.commit.base_places import base_location
-from shardckpt.commit.host_files import read_host_files
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import (
     BudgetError,

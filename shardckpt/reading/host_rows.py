@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.host_files import read_host_files, read_table
+from shardckpt.commit.assemble import read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, StorageError
 from shardckpt.format.table_header import ROW
 from shardckpt.io.together import together

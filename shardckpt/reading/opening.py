@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.host_files import read_host_files, read_table
+from shardckpt.commit.assemble import read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.format.codec import largest_chunk
 from shardckpt.format.table import merge_tables

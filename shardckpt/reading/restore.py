@@ -47,8 +47,8 @@ from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
 from shardckpt.reading.reader import Request
 from shardckpt.state import leaf_names, match, per_process_names, stored_names, unflatten
+from shardckpt.state.flatten import StateOwner
 from shardckpt.state.names import Only, selector
-from shardckpt.state.stateful import StateOwner
 
 if TYPE_CHECKING:
     import os

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.host_files import read_table
+from shardckpt.commit.assemble import read_table
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.format.table import ArrayChunks
 from shardckpt.format.table_header import ROW, TableHeader, check_sizes

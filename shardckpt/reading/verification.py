@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.host_files import read_host_files, read_table
+from shardckpt.commit.assemble import read_host_files, read_table
 from shardckpt.commit.index_check import IndexCheck
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, ShardckptError

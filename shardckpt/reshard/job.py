@@ -17,9 +17,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardckpt._version import __version__
-from shardckpt.commit.assemble import finished_hosts, read_host_record
+from shardckpt.commit.assemble import finished_hosts, read_host_record, read_table
 from shardckpt.commit.attempts import RESHARD
-from shardckpt.commit.host_files import read_table
 from shardckpt.commit.publish import hold_place, read_prior
 from shardckpt.errors import AlreadyExistsError, CommitError, OptionError, ShardckptError, StorageError
 from shardckpt.format.contents import Contents

@@ -1,4 +1,4 @@
-"""What does a tree document say? Reading it, believing nothing.
+"""The tree document of a state as nodes: reading it, without belief in anything, and writing it.
 
 `parse` checks the whole document and turns it into nodes, with names; everything else walks the nodes. It bounds
 depth, knows the type of every part, refuses two equal keys in a dict and a tied tensor whose first name is none.
@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from shardckpt.errors import FormatError
 from shardckpt.state import leaves, names
-from shardckpt.state.containers import MAX_DEPTH, Form
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -23,33 +22,13 @@ if TYPE_CHECKING:
     from shardckpt.state.leaves import JSON
     from shardckpt.state.names import PathKey
 
-__all__ = [
-    "Branch",
-    "Custom",
-    "Meaning",
-    "Node",
-    "Owned",
-    "Small",
-    "Tensor",
-    "Tied",
-    "Tree",
-    "alias_map",
-    "child",
-    "is_meaning",
-    "iter_leaves",
-    "leaf_names",
-    "leaves_of",
-    "meanings",
-    "parse",
-    "per_process_names",
-    "stored_names",
-    "tensor_names",
-    "write",
-    "write_dict",
-]
-
 LONGEST_MEANING = 256
 """Characters."""
+MAX_DEPTH = 200
+"""Containers around a leaf, at most: more is a mistake, or an attack on the stack of whoever reads it."""
+
+Form = Literal["dict", "list", "tuple"]
+"""How a container is stored."""
 
 Meaning = Callable[[object], str | EllipsisType | None]
 """Says what the elements of a tensor leaf are to its framework: None for just numbers, `...` for a leaf that does not say."""

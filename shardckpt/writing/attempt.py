@@ -49,7 +49,7 @@ from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_ending
 from shardckpt.io.url import parse
 from shardckpt.state import flatten
-from shardckpt.state.stateful import plain_state
+from shardckpt.state.flatten import plain_state
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names
 from shardckpt.writing.skipping import left_in_base

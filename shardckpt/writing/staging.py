@@ -31,7 +31,7 @@ import numpy as np
 from shardckpt.io.budget import round_up
 from shardckpt.io.copying import copy_all
 from shardckpt.plan.blocks import parts_of
-from shardckpt.writing.encoder import portions
+from shardckpt.writing.host import portions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardckpt import Box
-from shardckpt.commit.host_files import write_table
+from shardckpt.commit.assemble import write_table
 from shardckpt.errors import StorageError
 from shardckpt.format import table_header
 from shardckpt.format.record import FileReference, HostFiles, HostRecord, seal

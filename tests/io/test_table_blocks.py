@@ -11,7 +11,7 @@ import pytest
 
 import shardckpt
 from shardckpt import Box, errors
-from shardckpt.commit.host_files import write_table
+from shardckpt.commit.assemble import write_table
 from shardckpt.format import table_header
 from shardckpt.format.record import CheckpointRecord, seal
 from shardckpt.format.structure import Structure, TensorRecord
