@@ -9,17 +9,8 @@ import pytest
 
 from shardckpt import Mesh, PartitionSpec, Sharding
 from shardckpt.errors import FormatError, VersionError
-from shardckpt.format.record import (
-    CheckpointRecord,
-    FileReference,
-    HostFiles,
-    HostRecord,
-    TableReference,
-    Tombstone,
-    open_envelope,
-    parse_checkpoint,
-    seal,
-)
+from shardckpt.format.documents import FileReference, TableReference, open_envelope, seal
+from shardckpt.format.record import CheckpointRecord, HostFiles, HostRecord, Tombstone, parse_checkpoint
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.layout import dtypes
 from shardckpt.plan.plan import Piece

@@ -7,8 +7,7 @@ import pytest
 
 from shardckpt import Mesh, OpSharding, PartitionSpec, Sharding
 from shardckpt.errors import CommitError, FormatError
-from shardckpt.format.bases import Base, InBase
-from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.format.structure import Base, InBase, Structure, TensorRecord
 from shardckpt.layout import dtypes
 from shardckpt.layout.placements import Placements
 from shardckpt.plan.plan import Piece

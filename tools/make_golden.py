@@ -23,7 +23,7 @@ import numpy as np
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding
-from shardckpt.format.record import BASES_VERSION, FORMAT_VERSION
+from shardckpt.format.documents import BASES_VERSION, FORMAT_VERSION
 from shardckpt.layout.dtypes import DTYPES
 from shardckpt.plan import chunks
 from shardckpt.writing import save_plan

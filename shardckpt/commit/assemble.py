@@ -26,22 +26,10 @@ from shardckpt._version import __version__
 from shardckpt.commit import index
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.excerpt import numbered
-from shardckpt.format.codec import encode
-from shardckpt.format.contents import Contents
-from shardckpt.format.documents import zarr_documents
-from shardckpt.format.keys import chunk_object_key, plain_key
-from shardckpt.format.record import (
-    FORMAT_VERSION,
-    CheckpointRecord,
-    FileReference,
-    HostFiles,
-    HostRecord,
-    TableReference,
-    format_version,
-    open_envelope,
-)
-from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
-from shardckpt.format.table_header import ROW, TableHeader, check_sizes
+from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableReference, format_version, open_envelope
+from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord
+from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
+from shardckpt.format.zarr_arrays import chunk_object_key, encode, plain_key, zarr_documents
 from shardckpt.io.store import LARGEST_WHOLE
 from shardckpt.io.together import together
 from shardckpt.plan.plan import chunk_boxes
@@ -57,7 +45,6 @@ if TYPE_CHECKING:
     _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]
     """What hosts say, each version once, with the hosts that say it."""
     from shardckpt.io.stats import ReadStats
-
 
 TABLE = "table"
 """All hosts' chunk tables as one, relative to the attempt."""
@@ -372,3 +359,16 @@ def write_table(place: Store, key: str, table: Table) -> TableReference:
     data = table.encode()
     place.write(key, data)
     return TableReference.of(key, data, len(data) - table.body_bytes)
+
+
+def merge_tables(tables: Sequence[Table]) -> Table:
+    """One table over all hosts.
+
+    Raises:
+        FormatError: two hosts wrote the same chunk.
+    """
+    merged = Table.merge(tables)
+    doubled = merged.doubled()
+    if doubled is not None:
+        raise FormatError(f"{doubled}: two hosts wrote the same chunk; the checkpoint's records contradict each other.")
+    return merged

@@ -16,15 +16,14 @@ from urllib.parse import quote, unquote
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ShardckptError, UrlError
-from shardckpt.format.bases import BESIDE
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
+from shardckpt.format.structure import BESIDE
 from shardckpt.io.store import Store
 from shardckpt.io.url import UNQUOTED, parse
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from shardckpt.format.bases import Base
-    from shardckpt.format.structure import TensorRecord
+    from shardckpt.format.structure import Base, TensorRecord
     from shardckpt.io.url import Location
 
 __all__ = ["base_location", "base_record", "base_url", "check_base", "check_bases", "holder"]

@@ -15,10 +15,8 @@ import numpy as np
 from shardckpt.commit import index
 from shardckpt.commit.assemble import SMALL
 from shardckpt.errors import ShardckptError
-from shardckpt.format.codec import CHECKSUM_BYTES
-from shardckpt.format.keys import chunk_object_key, split_chunk_key
 from shardckpt.format.table import OWN_OBJECT
-from shardckpt.format.zarr_meta import parent_groups
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, parent_groups, split_chunk_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence

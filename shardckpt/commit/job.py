@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OtherJobError, StorageError
-from shardckpt.format.fields import Fields
-from shardckpt.format.record import CheckpointRecord, open_envelope, parse_checkpoint, seal
+from shardckpt.format.documents import Fields, open_envelope, seal
+from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.commit.attempts import attempts, is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED, unmark
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError, VersionError
-from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint, seal
-from shardckpt.format.table_header import check_sizes
+from shardckpt.format.documents import seal
+from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
+from shardckpt.format.table import check_sizes
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import LARGEST_WHOLE
 

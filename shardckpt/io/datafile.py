@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-
 _AT_ONCE = 8 << 20
 """Bytes of a local file that its disk is told of at a time."""
 

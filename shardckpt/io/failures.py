@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-
 _DENIED = ("permission denied", "permission_denied", "read-only file system", "forbidden", "accessdenied")
 """Parts of the messages of storages that refuse a caller's rights, in lower case."""
 

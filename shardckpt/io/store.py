@@ -40,7 +40,7 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError
-from shardckpt.format.keys import check_key
+from shardckpt.format.documents import check_key
 from shardckpt.io.buckets import cloud, listing
 from shardckpt.io.buckets.pace import ALONE, Share
 from shardckpt.io.failures import begin_use, forget_interrupted_write, storage_errors

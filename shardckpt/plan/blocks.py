@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from shardckpt.plan.plan import Piece
 
-
 Index: TypeAlias = "tuple[slice | EllipsisType, ...]"
 
 

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from shardckpt.format.bases import Base
     from shardckpt.format.record import CheckpointRecord
-    from shardckpt.format.structure import TensorRecord
+    from shardckpt.format.structure import Base, TensorRecord
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
     from shardckpt.plan.plan import Piece

@@ -33,8 +33,8 @@ from shardckpt.errors import (
     out_of_memory_is_typed,
 )
 from shardckpt.excerpt import excerpt
-from shardckpt.format.fields import Fields
-from shardckpt.format.record import CheckpointRecord, Tombstone, open_envelope, parse_checkpoint
+from shardckpt.format.documents import Fields, open_envelope
+from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import FormatError, MissingDataError
-from shardckpt.format.codec import CHECKSUM_BYTES
-from shardckpt.format.keys import chunk_object_key, plain_key
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, plain_key
 from shardckpt.plan.plan import chunk_boxes, touched
 from shardckpt.reading.wanted import Wanted
 

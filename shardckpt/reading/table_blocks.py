@@ -28,8 +28,7 @@ import numpy as np
 
 from shardckpt.commit.assemble import read_table
 from shardckpt.errors import CorruptionError, FormatError
-from shardckpt.format.table import ArrayChunks
-from shardckpt.format.table_header import ROW, TableHeader, check_sizes
+from shardckpt.format.table import ROW, ArrayChunks, TableHeader, check_sizes
 from shardckpt.io.together import together
 from shardckpt.plan.plan import chunk_runs
 from shardckpt.reading.host_rows import HostRows, cost
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.format.record import FileReference, TableReference
+    from shardckpt.format.documents import FileReference, TableReference
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
     from shardckpt.layout.box import BoxArray

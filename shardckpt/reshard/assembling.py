@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.format.codec import CHECKSUM_BYTES, room_for
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, room_for
 from shardckpt.io.budget import round_up
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.plan import chunk_boxes, overlaps, touched

@@ -40,8 +40,8 @@ from shardckpt.commit.publish import (
     remove_replaced,
 )
 from shardckpt.errors import CommitError, CoordinationError, OtherJobError, ShardckptError
-from shardckpt.format.contents import Contents
-from shardckpt.format.record import CheckpointRecord, FileReference, HostRecord, seal
+from shardckpt.format.documents import FileReference, seal
+from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
 from shardckpt.format.structure import Structure
 from shardckpt.frameworks.coordination import SilentStoreError
 from shardckpt.frameworks.per_process import encode_values

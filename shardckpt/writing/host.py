@@ -22,17 +22,16 @@ import numpy as np
 
 from shardckpt.commit.assemble import write_table
 from shardckpt.errors import CommitError
-from shardckpt.format.codec import close, lay_out_all, room_for
-from shardckpt.format.extents import Extents
-from shardckpt.format.keys import chunk_object_key
-from shardckpt.format.record import FileReference, HostFiles, HostRecord, seal
+from shardckpt.format.documents import FileReference, seal
+from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
+from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
 from shardckpt.io.store import byte_view
 from shardckpt.io.threads import taken
 from shardckpt.io.together import together
 from shardckpt.plan.chunks import padded_size
 from shardckpt.plan.plan import whole_chunks
-from shardckpt.writing.packed import PackedWriter
+from shardckpt.writing.packed import Extents, PackedWriter
 from shardckpt.writing.plain import PlainWriter
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.format.contents import Contents
+    from shardckpt.format.record import Contents
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
     from shardckpt.plan.plan import Piece

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from shardckpt.errors import LeafError, OptionError, ShardingError
-from shardckpt.format.fields import LARGEST_DIMENSION, MOST_DIMENSIONS
+from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.format.structure import StoredLayout, TensorRecord
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.placements import Placements

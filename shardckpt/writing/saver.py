@@ -36,7 +36,7 @@ from shardckpt.writing.staging import Stage, write_chunks
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardckpt.format.contents import Contents
+    from shardckpt.format.record import Contents
     from shardckpt.options import SaveOptions
     from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter

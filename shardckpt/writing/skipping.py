@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.base_places import base_location, base_url
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, NotFoundError, ShapeMismatchError
-from shardckpt.format.bases import Base, InBase
-from shardckpt.format.structure import Structure
+from shardckpt.format.structure import Base, InBase, Structure
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.state.names import array_path, piece_path, shown
 

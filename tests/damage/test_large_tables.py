@@ -9,7 +9,7 @@ import shardckpt
 from shardckpt import Mesh, SaveOptions, Sharding
 from shardckpt import PartitionSpec as P
 from shardckpt.commit import assemble
-from shardckpt.format.table_header import ROW
+from shardckpt.format.table import ROW
 from shardckpt.io import store
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store

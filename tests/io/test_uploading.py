@@ -21,7 +21,7 @@ from emulators import environment
 from faults import TRANSIENT, Rule, faulty_cloud
 
 from shardckpt.errors import AlreadyExistsError, BudgetError, CorruptionError, FormatError, MissingExtraError, StorageError
-from shardckpt.format.fields import Fields
+from shardckpt.format.documents import Fields
 from shardckpt.io.buckets import cloud as settings
 from shardckpt.io.buckets.upload_session import UploadState
 from shardckpt.io.buckets.uploading import BUFFERS, MOST_PARTS, SMALLEST, abandon_upload, open_upload, part_size

@@ -18,7 +18,8 @@ from fault_rules import Rule
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.format.record import Tombstone, seal
+from shardckpt.format.documents import seal
+from shardckpt.format.record import Tombstone
 from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.io.store import Store, shared_context
 

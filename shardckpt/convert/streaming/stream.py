@@ -25,7 +25,7 @@ import numpy as np
 from shardckpt.convert.streaming.outputs import OutputTensor, check
 from shardckpt.errors import BudgetError
 from shardckpt.excerpt import file_size, mebibytes_above
-from shardckpt.format.codec import largest_chunk
+from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io.budget import round_up
 from shardckpt.io.cores import cores
 from shardckpt.layout.box import Box

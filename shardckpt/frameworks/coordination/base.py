@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination.jax_client import JaxClient
     from shardckpt.frameworks.coordination.torch_store import TorchStore
 
-
 T = TypeVar("T")
 
 _PREFIX = "shardckpt/"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardckpt.format.codec import room_for
+from shardckpt.format.zarr_arrays import room_for
 from shardckpt.io.budget import round_up
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.blocks import batches
