@@ -13,7 +13,7 @@ from shardckpt.format.documents import FileReference, TableReference, open_envel
 from shardckpt.format.record import CheckpointRecord, HostFiles, HostRecord, Tombstone, parse_checkpoint
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.layout import dtypes
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.state.names import array_path
 
 MESH = Mesh((4, 2), ("data", "model"), [3, 1, 2, 0, 7, 5, 6, 4])

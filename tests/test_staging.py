@@ -17,8 +17,8 @@ from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.world import World
 from shardckpt.options import SaveOptions
-from shardckpt.plan.blocks import Block, parts_of, run_boxes, smaller
-from shardckpt.plan.plan import Piece, chunks_inside
+from shardckpt.plan.overlaps import chunks_inside
+from shardckpt.plan.pieces import Block, Piece, parts_of, run_boxes, smaller
 from shardckpt.writing.plan_cache import PlanCache
 from shardckpt.writing.save import BlockElements, read
 from shardckpt.writing.save_plan import plan_save

@@ -10,7 +10,7 @@ from shardckpt.errors import CommitError, FormatError
 from shardckpt.format.structure import Base, InBase, Structure, TensorRecord
 from shardckpt.layout import dtypes
 from shardckpt.layout.placements import Placements
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.state.names import array_path, piece_path
 
 

@@ -32,7 +32,7 @@ from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHea
 from shardckpt.format.zarr_arrays import chunk_object_key, encode, plain_key, zarr_documents
 from shardckpt.io.store import LARGEST_WHOLE
 from shardckpt.io.together import together
-from shardckpt.plan.plan import chunk_boxes
+from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
     _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]
     """What hosts say, each version once, with the hosts that say it."""

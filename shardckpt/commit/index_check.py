@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.table import ArrayChunks
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["IndexCheck"]
 

@@ -23,7 +23,7 @@ from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Layout, Sharding
-from shardckpt.plan.plan import Piece, coverage_gap
+from shardckpt.plan.pieces import Piece, coverage_gap
 from shardckpt.state import tensor_names
 from shardckpt.state.names import array_path, piece_path, shown
 from shardckpt.state.union import union

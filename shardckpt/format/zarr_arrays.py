@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.layout.dtypes import DType
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 Json = dict[str, Any]
 
@@ -197,7 +197,7 @@ def plain_key(key: str) -> str:
 def chunk_object_key(piece: Piece, position: int) -> str:
     """The key of a chunk, relative to the root of the arrays.
 
-    >>> from shardckpt.plan.plan import Piece
+    >>> from shardckpt.plan.pieces import Piece
     >>> chunk_object_key(Piece("w", (0, 0), (4, 4), (2, 2)), 3)
     'w/c/1/1'
     """
@@ -211,7 +211,7 @@ def chunk_object_key(piece: Piece, position: int) -> str:
 def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | None:
     """The array and the position of a chunk; None where no array has such a chunk.
 
-    >>> from shardckpt.plan.plan import Piece
+    >>> from shardckpt.plan.pieces import Piece
     >>> w = Piece("w", (0, 0), (4, 4), (2, 2))
     >>> split_chunk_key("w/c/1/1", {"w": w})[1]
     3

@@ -18,8 +18,6 @@ from dataclasses import dataclass, fields
 
 from shardckpt.errors import OptionError
 
-__all__ = ["Bandwidths", "Estimate"]
-
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:

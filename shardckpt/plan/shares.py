@@ -21,16 +21,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.layout.box import Box
-from shardckpt.plan.blocks import run_boxes
-from shardckpt.plan.plan import Piece, chunk_spans, touched
+from shardckpt.plan.overlaps import touched
+from shardckpt.plan.pieces import Piece, chunk_spans, run_boxes
 from shardckpt.plan.writers import Part, deal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardckpt.layout.box import BoxArray
-
-__all__ = ["MOST_READERS", "Region", "Wanted", "fellows", "rounds"]
 
 MOST_READERS = 64
 """Processes that share the reading; more of them make several such groups, each of which reads everything once."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardckpt.errors import OptionError
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[np.generic]
-
-__all__ = ["View"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.sharding import Layout
     from shardckpt.layout.world import DeviceOwners
 
-__all__ = ["Part", "box_holders", "deal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

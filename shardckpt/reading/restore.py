@@ -42,7 +42,7 @@ from shardckpt.io.url import parse
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import castable
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
-from shardckpt.plan.blocks import batches
+from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
 from shardckpt.reading.reader import Request

@@ -30,7 +30,7 @@ from shardckpt.commit.assemble import read_table
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.format.table import ROW, ArrayChunks, TableHeader, check_sizes
 from shardckpt.io.together import together
-from shardckpt.plan.plan import chunk_runs
+from shardckpt.plan.overlaps import chunk_runs
 from shardckpt.reading.host_rows import HostRows, cost
 from shardckpt.reading.lookup import WholeTable
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
     from shardckpt.layout.box import BoxArray
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["TableBlocks"]
 

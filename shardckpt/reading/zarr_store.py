@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.url import Location
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.based_reader import BasedReader
     from shardckpt.reading.reader import ChunkReader
 

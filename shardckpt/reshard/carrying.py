@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.table import Table
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["TakenOver", "carry_chunks", "carry_lanes", "way"]
 

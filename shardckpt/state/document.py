@@ -155,12 +155,12 @@ class _Parser:
             tag = next(iter(node), None) if len(node) == 1 else None
             if isinstance(tag, str) and tag.startswith("$") and not tag.startswith("$$"):
                 return self.tagged(tag, node[tag], node, name, depth)
-            return self.branch("dict", [leaves.decode_text(key, name) for key in node], list(node.values()), name, depth)
+            return self.branch("dict", [_text(key, name) for key in node], list(node.values()), name, depth)
         if node == "$tensor" and not self.in_leaf:
             self.tensors.add(name)
             return Tensor(name)
         if isinstance(node, str):
-            leaves.decode_text(node, name)  # refuses what another "$" word may mean in a format to come
+            _text(node, name)  # refuses what another "$" word may mean in a format to come
             return Small(name, node)
         if node is None or isinstance(node, bool | int | float):
             return Small(name, node)
@@ -211,6 +211,11 @@ class _Parser:
         return Custom(name, type_name, parsed)
 
 
+def _text(node: JSON, name: str) -> str:
+    """The str that a text stands for: itself, unless it begins with "$"."""
+    return node if type(node) is str and not node.startswith("$") else leaves.decode_text(node, name)
+
+
 def _key(node: JSON, name: str) -> PathKey:
     if node is None or isinstance(node, bool | int | str) or (isinstance(node, dict) and set(node) in ({"$int"}, {"$str"})):
         key = leaves.decode(node, name)
@@ -254,9 +259,14 @@ def _write_branch(node: Branch) -> JSON:
     return nodes if node.form == "list" else {"$tuple": nodes}
 
 
+def _is_plain(text: str) -> bool:
+    """Whether a text stands for itself, as nearly all keys do."""
+    return text.isascii() and not text.startswith("$")
+
+
 def write_dict(keys: Sequence[PathKey], nodes: Sequence[JSON], name: str) -> JSON:
     """The document of a dict called `name`."""
-    written = [leaves.encode(key, name) for key in keys]
+    written = [key if type(key) is str and _is_plain(key) else leaves.encode(key, name) for key in keys]
     if all(type(key) is str and type(text) is str for key, text in zip(keys, written, strict=True)):
         return dict(zip(written, nodes, strict=True))  # type: ignore[arg-type]
     return {"$dict": [[key, node] for key, node in zip(written, nodes, strict=True)]}

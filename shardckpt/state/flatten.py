@@ -84,6 +84,10 @@ def flatten(
     return Flat(walk.tensors, tree, walk.aliases, walk.per_process)
 
 
+_NEVER_LEAVES = frozenset({dict, list, tuple})
+"""Exactly these are always containers: nobody can register them as leaves."""
+
+
 class _Walk:
     """What one walk has seen so far."""
 
@@ -112,12 +116,13 @@ class _Walk:
             self.refuse_in_leaf(value)
             self.per_process[name] = value.value
             return {"$per_process": None}
-        registered = leaves.leaf_type(value)
-        if registered is not None:
-            with _Inside(self, value, name, depth):
-                return {"$leaf": [registered.name, self.encoded(registered.encode(value), name, depth + 1)]}
-        if leaves.is_small(value):
-            return leaves.encode(value, name)
+        if type(value) not in _NEVER_LEAVES:
+            registered = leaves.leaf_type(value)
+            if registered is not None:
+                with _Inside(self, value, name, depth):
+                    return {"$leaf": [registered.name, self.encoded(registered.encode(value), name, depth + 1)]}
+            if leaves.is_small(value):
+                return leaves.encode(value, name)
         container = container_of(value, name)
         if container is None:
             raise unsupported(value, name)

@@ -41,21 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-__all__ = [
-    "JSON",
-    "TAGS",
-    "LeafType",
-    "decode",
-    "decode_text",
-    "describe",
-    "encode",
-    "encode_text",
-    "is_small",
-    "leaf_type",
-    "leaf_type_named",
-    "register_leaf",
-]
-
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 """What `json.dumps` takes; ours never holds a NaN or an infinity."""
 

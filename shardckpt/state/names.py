@@ -25,23 +25,6 @@ from functools import lru_cache
 
 from shardckpt.errors import FormatError, OptionError
 
-__all__ = [
-    "Only",
-    "PathKey",
-    "array_path",
-    "child_name",
-    "component_names",
-    "did_you_mean",
-    "matches",
-    "name_of_array_path",
-    "natural_key",
-    "nearest",
-    "pattern_regex",
-    "piece_path",
-    "selector",
-    "shown",
-]
-
 PathKey = str | int | bool | None
 """A key on the way to a leaf: a dict's own, with its type, or an index into a sequence."""
 

@@ -29,8 +29,7 @@ from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, r
 from shardckpt.io.store import byte_view
 from shardckpt.io.threads import taken
 from shardckpt.io.together import together
-from shardckpt.plan.chunks import padded_size
-from shardckpt.plan.plan import whole_chunks
+from shardckpt.plan.pieces import padded_size, whole_chunks
 from shardckpt.writing.packed import Extents, PackedWriter
 from shardckpt.writing.plain import PlainWriter
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from shardckpt.format.record import Contents
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
     Elements: TypeAlias = tuple[Piece, Box, NDArray[np.generic]]
     """An array, a box of whole chunks of it (in the tensor's indices), and the elements there."""

@@ -18,7 +18,7 @@ from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
-from shardckpt.plan.blocks import batches, parts_of, smaller
+from shardckpt.plan.pieces import batches, parts_of, smaller
 from shardckpt.writing.attempt import Attempt, stored
 from shardckpt.writing.save_handle import SaveReport
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.record import HostRecord
     from shardckpt.frameworks.base import Array, Source
-    from shardckpt.plan.blocks import Block
+    from shardckpt.plan.pieces import Block
     from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter
     from shardckpt.writing.save_plan import SavePlan

@@ -17,7 +17,7 @@ from shardckpt.format.zarr_arrays import close, encode, lay_out, lay_out_all, ro
 from shardckpt.io.datafile import create_data_file
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.plan import Piece, chunk_boxes
+from shardckpt.plan.pieces import Piece, chunk_boxes
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader, Request
 from shardckpt.writing.host import HostWriter, portions

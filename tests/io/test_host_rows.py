@@ -22,7 +22,7 @@ from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.reading import host_rows, table_blocks
 from shardckpt.reading.host_rows import HostRows
 from shardckpt.reading.table_blocks import TableBlocks

@@ -21,7 +21,7 @@ from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
 from shardckpt.layout import dtypes
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.reading import table_blocks
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.table_blocks import TableBlocks

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from shardckpt.plan.plan import chunks_inside
+from shardckpt.plan.overlaps import chunks_inside
 from tools.scale.host import Job
 from tools.scale.layouts import KINDS
 from tools.scale.reads import MEASURED

@@ -31,7 +31,7 @@ from shardckpt.format.record import Contents
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.io.store import Store
 from shardckpt.layout import dtypes
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.state.names import array_path
 from shardckpt.writing.host import HostWriter
 

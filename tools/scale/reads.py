@@ -21,8 +21,8 @@ import numpy as np
 from shardckpt.io.stats import ReadStats
 from shardckpt.layout.box import BoxArray
 from shardckpt.options import DEFAULT_MEMORY_LIMIT
-from shardckpt.plan.blocks import batches
-from shardckpt.plan.plan import overlaps, touched
+from shardckpt.plan.overlaps import overlaps, touched
+from shardckpt.plan.pieces import batches
 from shardckpt.plan.shares import Wanted, fellows, rounds
 from shardckpt.plan.writers import box_holders
 from shardckpt.reading.cooperative import exchange_bytes
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["MEASURED", "TOGETHER", "WITHOUT"]
 

@@ -14,8 +14,8 @@ import numpy as np
 from shardckpt.format.zarr_arrays import room_for
 from shardckpt.io.budget import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.blocks import batches
-from shardckpt.plan.plan import count_chunks, overlaps, touched
+from shardckpt.plan.overlaps import overlaps, touched
+from shardckpt.plan.pieces import batches, count_chunks
 from shardckpt.reading.finder import MOST_CHUNKS
 from shardckpt.reading.runs import count_runs
 
