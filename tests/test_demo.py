@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]
 
 TOOLS = Path(__file__).parents[1] / "tools"
 

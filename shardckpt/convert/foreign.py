@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.convert.span import Entry
+    from shardckpt.convert.span import StoredRun
     from shardckpt.format.structure import StoredLayout
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["Foreign", "ForeignTensor", "Part", "row_chunks", "structure_of", "tensors_of"]
+__all__ = ["Foreign", "ForeignPart", "ForeignTensor", "row_chunks", "structure_of", "tensors_of"]
 
 ROWS_BYTES = 1 << 20
 """Bytes to which rows are joined to be read at once."""
@@ -66,7 +66,7 @@ class Foreign(Protocol):
         """What was seen, and what is left behind, in a line each."""
         ...
 
-    def run(self, tensor: TensorRecord, piece: Piece) -> Entry | None:
+    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
         """Where the elements of a piece are, if they are one run of bytes in row-major order. None: only `read` reads them.
 
         Args:
@@ -93,7 +93,7 @@ class Foreign(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ForeignPart:
     """A box of a tensor that is stored in one grid of chunks."""
 
     start: tuple[int, ...]
@@ -109,7 +109,7 @@ class ForeignTensor:
 
     shape: tuple[int, ...]
     dtype: DType
-    parts: tuple[Part, ...]
+    parts: tuple[ForeignPart, ...]
     """Together they are the tensor, each element once."""
     layout: StoredLayout | None = None
     """How it was laid out over devices, where the format says it."""

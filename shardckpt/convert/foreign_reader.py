@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.arrangement import Arrangement
     from shardckpt.convert.foreign import Foreign
-    from shardckpt.convert.span import Entry
+    from shardckpt.convert.span import StoredRun
     from shardckpt.io.stats import ReadStats
     from shardckpt.plan.pieces import Piece
     from shardckpt.reading.wanted import Part, Request
@@ -48,7 +48,7 @@ Ints = NDArray[np.int64]
 class _Lies:
     """A piece that is one run of bytes, and each of its chunks a part of it."""
 
-    entry: Entry
+    entry: StoredRun
     per_row: int
     """Chunks side by side along the dimension in which it is cut; before that one they have one index each, and behind it all."""
     row_bytes: int
@@ -57,7 +57,7 @@ class _Lies:
     """Of each, but for the last in a row."""
 
     @classmethod
-    def of(cls, entry: Entry, piece: Piece, itemsize: int) -> _Lies | None:
+    def of(cls, entry: StoredRun, piece: Piece, itemsize: int) -> _Lies | None:
         """None where chunks are no runs."""
         cut = next((d for d in reversed(range(len(piece.shape))) if piece.chunks[d] < piece.shape[d]), 0)
         if any(side != 1 for side in piece.chunks[:cut]):
@@ -120,7 +120,7 @@ class _Chunks:
 class _Run:
     """Chunks that follow each other in a file."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[StoredRun]
     """Of each chunk, what it is a part of."""
     chunks: _Chunks
     ends: Sequence[int]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.layout.box import Box
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.convert.formats.torch.file import TorchFile
-    from shardckpt.convert.formats.torch.objects import StoredTensor
-    from shardckpt.convert.span import Entry
+    from shardckpt.convert.formats.torch.objects import PickledTensor
+    from shardckpt.convert.span import StoredRun
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.layout.dtypes import DType
@@ -39,7 +39,7 @@ __all__ = ["Place", "Placed", "PlacedTensor", "held", "place_tensors", "stored"]
 class Place(Protocol):
     """Where a part of a tensor is. Safe to use from several threads."""
 
-    def run(self, dtype: DType) -> Entry | None:
+    def run(self, dtype: DType) -> StoredRun | None:
         """Its bytes, if they are one run in row-major order; raises what `read` does."""
         ...
 
@@ -73,7 +73,7 @@ class Placed:
     _places: Mapping[str, Mapping[tuple[int, ...], Place]]
     """By tensor, and by where the piece begins."""
 
-    def run(self, tensor: TensorRecord, piece: Piece) -> Entry | None:
+    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
         """Where a piece is; see `Foreign.run`."""
         with _named(tensor):
             return self._places[tensor.name][piece.start].run(tensor.dtype)
@@ -109,8 +109,8 @@ def place_tensors(state: object, format: str, location: Location, identity: str,
     return Placed(format, location, structure, identity, tuple(notes), {}, places)
 
 
-def _whole(shape: tuple[int, ...], chunks: tuple[int, ...]) -> Part:
-    return Part((0,) * len(shape), shape, tuple(max(1, n) for n in chunks))
+def _whole(shape: tuple[int, ...], chunks: tuple[int, ...]) -> ForeignPart:
+    return ForeignPart((0,) * len(shape), shape, tuple(max(1, n) for n in chunks))
 
 
 def held(array: NDArray[Any]) -> PlacedTensor:
@@ -124,7 +124,7 @@ def held(array: NDArray[Any]) -> PlacedTensor:
     return PlacedTensor(array.shape, dtype, (_whole(array.shape, array.shape),), places=(_Held(array),))
 
 
-def stored(file: TorchFile, tensor: StoredTensor) -> PlacedTensor:
+def stored(file: TorchFile, tensor: PickledTensor) -> PlacedTensor:
     """A tensor in a file of `torch.save`.
 
     Raises:
@@ -140,7 +140,7 @@ def stored(file: TorchFile, tensor: StoredTensor) -> PlacedTensor:
 class _Held:
     array: NDArray[Any]
 
-    def run(self, dtype: DType) -> Entry | None:
+    def run(self, dtype: DType) -> StoredRun | None:
         del dtype
         return None
 
@@ -151,9 +151,9 @@ class _Held:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
     file: TorchFile
-    tensor: StoredTensor
+    tensor: PickledTensor
 
-    def run(self, dtype: DType) -> Entry | None:
+    def run(self, dtype: DType) -> StoredRun | None:
         return run_of(self.file.storage(self.tensor.storage), self.tensor, dtype.itemsize)
 
     def read(self, box: Box, dtype: DType) -> NDArray[Any]:

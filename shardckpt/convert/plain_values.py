@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.convert.formats.torch.objects import Dtype, StoredTensor
+from shardckpt.convert.formats.torch.objects import Dtype, PickledTensor
 from shardckpt.convert.formats.torch.unpickling import Instance, Name
 from shardckpt.convert.placed import held, stored
 from shardckpt.errors import CorruptionError, DtypeError, FormatError
@@ -108,7 +108,7 @@ class _Walk:
             return self.leave(name, f"cannot be stored: {shortened(str(e), 300)}")
         return value if leaves.is_small(value) else self.leave(name, f"is a {type(value).__name__}")
 
-    def tensor(self, value: StoredTensor, _name: str, _depth: int) -> object:
+    def tensor(self, value: PickledTensor, _name: str, _depth: int) -> object:
         return stored(self.file, value)
 
     def dtype(self, value: Dtype, _name: str, _depth: int) -> object:
@@ -159,7 +159,7 @@ _VISITORS: dict[type, Callable[[_Walk, Any, str, int], Any]] = {
     Instance: _Walk.instance,
     Name: _Walk.name,
     Dtype: _Walk.dtype,
-    StoredTensor: _Walk.tensor,
+    PickledTensor: _Walk.tensor,
 }
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Entry", "LoadedFile", "Readable", "Span"]
+__all__ = ["LoadedFile", "Readable", "Span", "StoredRun"]
 
 
 class Readable(Protocol):
@@ -89,7 +89,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredRun:
     """A run of bytes that may have a checksum."""
 
     span: Span

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.convert.files.draft import Draft
-    from shardckpt.convert.files.read_back import Part
+    from shardckpt.convert.files.read_back import WrittenRun
     from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
@@ -55,7 +55,7 @@ class StateWriter(ABC):
         """
 
     @abstractmethod
-    def complete(self) -> Iterable[Part]:
+    def complete(self) -> Iterable[WrittenRun]:
         """Write what is still to be written, and make everything durable.
 
         Returns:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.convert.foreign import ROWS_BYTES, row_chunks
-from shardckpt.convert.span import Entry
+from shardckpt.convert.span import StoredRun
 from shardckpt.layout.box import Box
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.convert.formats.torch.objects import StoredTensor
+    from shardckpt.convert.formats.torch.objects import PickledTensor
 
 __all__ = ["read_box", "run_of", "strided_chunks"]
 
@@ -36,7 +36,7 @@ def strided_chunks(shape: Sequence[int], strides: Sequence[int], itemsize: int, 
     return tuple(chunks[order.index(d)] for d in range(len(shape)))
 
 
-def read_box(entry: Entry, tensor: StoredTensor, dtype: np.dtype[Any], box: Box) -> NDArray[Any]:
+def read_box(entry: StoredRun, tensor: PickledTensor, dtype: np.dtype[Any], box: Box) -> NDArray[Any]:
     """The elements of a box, C-contiguous.
 
     Args:
@@ -65,7 +65,7 @@ def read_box(entry: Entry, tensor: StoredTensor, dtype: np.dtype[Any], box: Box)
     return np.ascontiguousarray(found).reshape(box.shape)
 
 
-def run_of(entry: Entry, tensor: StoredTensor, itemsize: int) -> Entry | None:
+def run_of(entry: StoredRun, tensor: PickledTensor, itemsize: int) -> StoredRun | None:
     """The elements of a tensor, if they lie in row-major order, one after another, in its storage."""
     expected = itemsize
     for n, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
@@ -75,7 +75,7 @@ def run_of(entry: Entry, tensor: StoredTensor, itemsize: int) -> Entry | None:
     first = tensor.offset * itemsize
     if not 0 <= first <= first + expected <= len(entry.span):
         return None  # `read_box` says what is wrong
-    return Entry(entry.span.part(first, first + expected), entry.crc if expected == len(entry.span) else None)
+    return StoredRun(entry.span.part(first, first + expected), entry.crc if expected == len(entry.span) else None)
 
 
 def _cut(box: Box, along: int, start: int, stop: int) -> Box:

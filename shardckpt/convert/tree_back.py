@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
 from shardckpt.convert.nested import nested
 from shardckpt.errors import StructureMismatchError
 from shardckpt.state.names import shown
@@ -47,7 +47,7 @@ def check_tree(leaves: Iterable[tuple[Path, TensorRecord | None]], found: Struct
 
 
 def _standing_for(tensor: TensorRecord) -> ForeignTensor:
-    part = Part((0,) * len(tensor.shape), tensor.shape, tuple(max(1, n) for n in tensor.shape))
+    part = ForeignPart((0,) * len(tensor.shape), tensor.shape, tuple(max(1, n) for n in tensor.shape))
     return ForeignTensor(tensor.shape, tensor.dtype, (part,))
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "WrittenState", "write_state"]
 
-FORMATS = {"torch": ("torch", "TorchFile"), "dcp": ("dcp", "DcpDirectory"), "orbax": ("orbax", "OrbaxDirectory")}
+FORMATS = {"torch": ("torch", "TorchFileWriter"), "dcp": ("dcp", "DcpDirectory"), "orbax": ("orbax", "OrbaxDirectory")}
 """By the name that `--to` takes: the module, and its writer."""
 _OPTIMIZERS = {"torch": "names", "dcp": "names"}
 """The form that optimizers take unless another one is asked for; elsewhere they stay as they are stored."""

@@ -35,7 +35,7 @@ from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target
 from shardckpt.frameworks.jax_holders import holders_of, sharers_of
 from shardckpt.frameworks.jax_keys import check_named, is_keys, key_shape, keys_of, meaning, words_of
-from shardckpt.frameworks.jax_layout import Shards, layout_of, local_shards, to_jax
+from shardckpt.frameworks.jax_layout import JaxShards, layout_of, local_shards, to_jax
 from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.sharding import Layout, Sharding
@@ -86,7 +86,7 @@ class _JaxSource:
     dtype: DType
     layout: Layout | None
     """None for an array that is uncommitted: it happens to be on some device."""
-    shards: Shards
+    shards: JaxShards
     holders: list[tuple[int, ...]] | None
     """None where each process has devices of its own, and for an array that is uncommitted."""
     own_pieces: bool = False
@@ -177,7 +177,7 @@ class _JaxSink:
     dtype: DType
     sharding: Any
     """Of the array."""
-    shards: Shards
+    shards: JaxShards
     committed: bool
     keys: Any
     """The array's dtype, where that is one of keys; else None."""
@@ -299,7 +299,7 @@ def _default() -> Any:
     return array.sharding
 
 
-def _check_placeable(name: str, dtype: DType, shards: Shards) -> None:
+def _check_placeable(name: str, dtype: DType, shards: JaxShards) -> None:
     x64 = bool(jax.config.jax_enable_x64)
     made = _made_of(dtype, x64, next(iter(shards.devices), None))
     if made == dtype.name:
@@ -324,7 +324,7 @@ def _made_of(dtype: DType, x64: bool, device: Any) -> str | None:  # noqa: ARG00
 # --- Leaves -------------------------------------------------------------------------------------------------------
 
 
-def _shards(name: str, sharding: Any, shape: tuple[int, ...]) -> Shards:
+def _shards(name: str, sharding: Any, shape: tuple[int, ...]) -> JaxShards:
     try:
         return local_shards(sharding, shape)
     except ShardingError as e:

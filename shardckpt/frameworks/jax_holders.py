@@ -21,14 +21,14 @@ from shardckpt.plan.writers import box_holders
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from shardckpt.frameworks.jax_layout import Shards
+    from shardckpt.frameworks.jax_layout import JaxShards
     from shardckpt.layout.sharding import Layout
     from shardckpt.layout.world import DeviceOwners, World
 
 __all__ = ["holders_of", "sharers_of"]
 
 
-def holders_of(name: str, array: Any, layout: Layout | None, shards: Shards, world: World) -> list[tuple[int, ...]] | None:
+def holders_of(name: str, array: Any, layout: Layout | None, shards: JaxShards, world: World) -> list[tuple[int, ...]] | None:
     """The processes that hold each of an array's boxes, ascending.
 
     Args:
@@ -61,7 +61,7 @@ def holders_of(name: str, array: Any, layout: Layout | None, shards: Shards, wor
         raise ShardingError(f"{shown(name)}: {e}") from e
 
 
-def sharers_of(layout: Layout | None, ndim: int, shards: Shards, world: World) -> tuple[int, ...] | None:
+def sharers_of(layout: Layout | None, ndim: int, shards: JaxShards, world: World) -> tuple[int, ...] | None:
     """The processes whose devices want the same boxes as this one's, ascending, where all boxes have the same.
 
     Args:

@@ -28,7 +28,7 @@ from shardckpt.layout.sharding import Layout, Sharding
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Shards", "layout_of", "local_shards", "to_jax"]
+__all__ = ["JaxShards", "layout_of", "local_shards", "to_jax"]
 
 
 @lru_cache(maxsize=1024)
@@ -151,7 +151,7 @@ def _ids(devices: Any) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class JaxShards:
     """What this process's devices hold of one shape in one sharding."""
 
     boxes: BoxArray
@@ -170,15 +170,15 @@ class Shards:
         boxes, first = np.unique(self.box_of, return_index=True)
         object.__setattr__(self, "holders", [self.devices[i].id for i in first[boxes >= 0].tolist()])
 
-    def extended(self, shape: tuple[int, ...]) -> Shards:
+    def extended(self, shape: tuple[int, ...]) -> JaxShards:
         """The same of an array with more dimensions behind, of that shape, which no device has cut."""
         start = np.hstack([self.boxes.start, np.zeros((len(self.boxes), len(shape)), np.int64)])
         stop = np.hstack([self.boxes.stop, np.tile(np.array(shape, np.int64), (len(self.boxes), 1))])
-        return Shards(BoxArray(start, stop), self.devices, self.box_of, (*self.tile, *shape))
+        return JaxShards(BoxArray(start, stop), self.devices, self.box_of, (*self.tile, *shape))
 
 
 @lru_cache(maxsize=1024)
-def local_shards(sharding: Any, shape: tuple[int, ...]) -> Shards:
+def local_shards(sharding: Any, shape: tuple[int, ...]) -> JaxShards:
     """The shards of this process's devices.
 
     Raises:
@@ -195,6 +195,6 @@ def local_shards(sharding: Any, shape: tuple[int, ...]) -> Shards:
     devices = tuple(sorted(sharding.addressable_devices, key=lambda device: device.id))
     ids = _ids(devices)
     if not devices:
-        return Shards(BoxArray.of([], len(shape)), devices, ids, tile)
+        return JaxShards(BoxArray.of([], len(shape)), devices, ids, tile)
     boxes, where = distinct_boxes(layout.device_boxes(shape, ids).boxes)
-    return Shards(boxes, devices, where, tile)
+    return JaxShards(boxes, devices, where, tile)

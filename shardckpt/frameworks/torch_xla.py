@@ -37,7 +37,7 @@ from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, Sink, Source, Target, whole
 from shardckpt.frameworks.torch import array_of, dtype_of_tensor, tensor_of
 from shardckpt.frameworks.xla_layout import (
-    Shards,
+    XlaShards,
     from_sharding_spec,
     from_xla_mesh,
     layouts_of,
@@ -126,7 +126,7 @@ class _XlaSource:
     tensor: Any
     dtype: DType
     layout: Layout | None
-    shards: Shards | None
+    shards: XlaShards | None
     """None for a tensor that every device holds whole, and without SPMD."""
     holders: list[tuple[int, ...]] | None
     """None where each process has devices of its own."""
@@ -214,7 +214,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     return found
 
 
-def _holders(name: str, layout: Layout, ndim: int, shards: Shards | None, world: World) -> list[tuple[int, ...]] | None:
+def _holders(name: str, layout: Layout, ndim: int, shards: XlaShards | None, world: World) -> list[tuple[int, ...]] | None:
     owners = world.devices.get("torch_xla")
     if owners is None:
         if xr.process_count() > 1:
@@ -231,7 +231,7 @@ def _holders(name: str, layout: Layout, ndim: int, shards: Shards | None, world:
         raise ShardingError(f"{shown(name)}: {e}") from e
 
 
-def _shards(name: str, layout: Layout, shape: tuple[int, ...]) -> Shards:
+def _shards(name: str, layout: Layout, shape: tuple[int, ...]) -> XlaShards:
     try:
         return local_shards(layout, shape)
     except ShardingError as e:
@@ -251,7 +251,7 @@ class _ShardedSink:
     layout: Layout
     op_sharding: Any
     """The same for torch_xla."""
-    shards: Shards
+    shards: XlaShards
     destinations: None = None
     adopts: bool = False
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "Shards",
+    "XlaShards",
     "from_sharding_spec",
     "from_xla_mesh",
     "layouts_of",
@@ -136,7 +136,7 @@ def to_xla(layout: Layout, ndim: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class XlaShards:
     """What this process's devices hold of one shape in one layout."""
 
     boxes: BoxArray
@@ -165,7 +165,7 @@ def local_device_ids() -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=1024)
-def local_shards(layout: Layout, shape: tuple[int, ...]) -> Shards:
+def local_shards(layout: Layout, shape: tuple[int, ...]) -> XlaShards:
     """The shards of this process's devices, in the order in which torch_xla takes and returns them.
 
     Raises:
@@ -174,4 +174,4 @@ def local_shards(layout: Layout, shape: tuple[int, ...]) -> Shards:
     local = local_device_ids()
     held = layout.device_boxes(shape, local)
     boxes, where = distinct_boxes(held.boxes)
-    return Shards(boxes, where[np.searchsorted(held.device_ids, local)], held.tile)
+    return XlaShards(boxes, where[np.searchsorted(held.device_ids, local)], held.tile)

@@ -72,24 +72,29 @@ def start_background(
 
 
 def _end_all() -> None:
-    """At the end of the interpreter: finish all, then stop all; however often Ctrl-C comes, nothing is left at work."""
+    """At the end of the interpreter: finish all, then stop all; Ctrl-C, at any moment, has them stopped at once."""
     global _closed  # noqa: PLW0603  (of the interpreter)
-    with _guard:
-        _closed = True
-        tasks = [*_tasks.items()]
-    with suppress(BaseException):
-        for _, task in tasks:
-            task.finish()
-    for _, task in tasks:
-        task.stop()
-    for thread, task in tasks:
-        while thread.ident is not None:  # else Ctrl-C came before it was started
-            with suppress(KeyboardInterrupt):
-                task.ended.get()
-                break
+    finish = not _closed
+    while True:
+        with suppress(KeyboardInterrupt, SystemExit):  # the second from a handler of SIGTERM
+            with _guard:
+                _closed = True
+                tasks = [*_tasks.items()]
+            if finish:
+                finish = False
+                for _, task in tasks:
+                    with suppress(Exception):
+                        task.finish()
+            for _, task in tasks:
+                task.stop()
+            for thread, task in tasks:
+                if thread.ident is not None:  # else Ctrl-C came before it was started
+                    task.ended.get()
+            return
 
 
 getattr(threading, "_register_atexit", atexit.register)(_end_all)
+atexit.register(_end_all)  # Ctrl-C may come before the first line of the function, and then Python calls none of its kind
 
 
 def _after_fork() -> None:

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError
 from shardckpt.format.documents import check_key
 from shardckpt.io.buckets import cloud, listing
-from shardckpt.io.buckets.pace import ALONE, Share
+from shardckpt.io.buckets.pace import ALONE, RequestShare
 from shardckpt.io.failures import begin_use, forget_interrupted_write, storage_errors
 from shardckpt.io.url import Location, parse
 
@@ -88,7 +88,7 @@ class Store:
     """On disk: the location that was opened first; directories from here down are always synced."""
     _synced: set[Path] = field(repr=False)
     """Directories whose entry in their parent is durable."""
-    _share: Share = ALONE
+    _share: RequestShare = ALONE
     """Of an object store's pace."""
 
     @classmethod
@@ -112,7 +112,7 @@ class Store:
 
     def among(self, process: int, processes: int) -> Store:
         """The same place for one of several processes that all use it now: of an object store's pace each keeps to its share."""
-        return dataclasses.replace(self, _share=Share(process, processes))
+        return dataclasses.replace(self, _share=RequestShare(process, processes))
 
     def kvstore(self) -> Any:
         """The `ts.KvStore` itself, for what only TensorStore can do (OCDBT)."""

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from shardckpt.plan.pieces import Piece
     from shardckpt.plan.views import View
     from shardckpt.reshard.cells import Step
-    from shardckpt.reshard.source import Source
+    from shardckpt.reshard.source import OpenSource
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["Batch", "BatchMemory", "Filled", "PlannedStep", "Target", "assembled"]
+__all__ = ["Batch", "BatchMemory", "ChunkTarget", "Filled", "PlannedStep", "assembled"]
 
 _AHEAD = 3
 """Batches in memory: the caller has one, one is being read, and one waits for either."""
@@ -93,7 +93,7 @@ class BatchMemory:
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class ChunkTarget:
     """What chunks are made for."""
 
     name: str
@@ -125,7 +125,7 @@ class Target:
 class PlannedStep:
     """A step, and the chunks of the target that it reaches into, array by array."""
 
-    target: Target
+    target: ChunkTarget
     step: Step
 
     @cached_property
@@ -176,7 +176,7 @@ class PlannedStep:
 class Filled:
     """A chunk of a target, whole."""
 
-    target: Target
+    target: ChunkTarget
     piece: Piece
     position: int
     """In the piece's grid."""
@@ -212,7 +212,7 @@ class Batch:
         return self._room[begin : begin + nbytes]
 
 
-def assembled(source: Source, steps: Iterable[PlannedStep], at_once: int, memory: BatchMemory) -> Generator[Batch]:
+def assembled(source: OpenSource, steps: Iterable[PlannedStep], at_once: int, memory: BatchMemory) -> Generator[Batch]:
     """Read everything; a batch of whole chunks at a time, which is good until the next is asked for.
 
     Whoever does not take all of it closes the iterator, which waits for what is being read.
@@ -302,7 +302,7 @@ class _Wanted:
 class _Reading:
     """Reads batch after batch; for one thread at a time."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: OpenSource) -> None:
         self._source = source
         self._open: dict[tuple[str, int], tuple[Batch, Bytes]] = {}
         """Chunks, by array and position, that the last step has begun and not finished; and in which batch."""
@@ -369,7 +369,7 @@ class _Reading:
 
     def _aim(
         self,
-        target: Target,
+        target: ChunkTarget,
         tensor: TensorRecord,
         view: View,
         piece: Piece,
@@ -393,7 +393,7 @@ class _Reading:
             into.buffers.append(view.part(target.elements(raws[i], piece, shape, tensor)[index]))
 
 
-def _plan_one(target: Target, batch: Batch, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:
+def _plan_one(target: ChunkTarget, batch: Batch, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:
     """As `_Reading._plan`, of a target that is one chunk."""
     (piece,) = target.pieces
     raw = batch.take(target.nbytes(piece, piece.shape))

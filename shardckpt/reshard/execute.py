@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.engines import Engine
     from shardckpt.reshard.plan import Task
-    from shardckpt.reshard.source import Source, SourceSpec
+    from shardckpt.reshard.source import OpenSource, SourceSpec
 
 __all__ = ["ReshardReport", "all_rules", "reshard", "run_job"]
 
@@ -180,7 +180,7 @@ def run_job(
     engine: Executor | str | None = None,
     worker: tuple[int, int] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    found: Source | None = None,
+    found: OpenSource | None = None,
 ) -> ReshardReport:
     """Reshard any source: as `reshard`, of which these are the arguments, but for `found`: the source, where the caller has it open."""
     began, workers = time.monotonic(), options.workers

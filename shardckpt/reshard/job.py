@@ -28,7 +28,7 @@ from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.carrying import way
 from shardckpt.reshard.memory import readers
 from shardckpt.reshard.plan import ReshardPlan, plan_reshard
-from shardckpt.reshard.source import Source, open_source
+from shardckpt.reshard.source import OpenSource, open_source
 from shardckpt.writing.host import describe
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Job:
 class OpenJob:
     """A job with its source open and its plan made: what a process has of it."""
 
-    def __init__(self, job: Job, found: Source | None = None) -> None:
+    def __init__(self, job: Job, found: OpenSource | None = None) -> None:
         """Read the source's record and the destination's, and plan.
 
         Args:
@@ -78,7 +78,7 @@ class OpenJob:
         self.job = job
         location = parse(job.destination)
         check_destination(location)
-        self.checkpoint: Source = open_source(job.source) if found is None else found
+        self.checkpoint: OpenSource = open_source(job.source) if found is None else found
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
         self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
         self.store = Store.open(location)

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.rules import Decision
-    from shardckpt.reshard.source import Source
+    from shardckpt.reshard.source import OpenSource
 
-__all__ = ["ReshardPlan", "Share", "Task", "plan_reshard"]
+__all__ = ["ReshardPlan", "Task", "TaskShare", "plan_reshard"]
 
 MOST_TASKS = 4096
 """About how many tasks a job has at most."""
@@ -46,7 +46,7 @@ time of some 10 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TaskShare:
     """Some cells of one tensor."""
 
     tensor: str
@@ -63,7 +63,7 @@ class Task:
 
     number: int
     """From 0; the host's number."""
-    shares: tuple[Share, ...]
+    shares: tuple[TaskShare, ...]
     """What it writes; none where it only carries over what a process owned by itself."""
 
     @property
@@ -134,7 +134,7 @@ class ReshardPlan:
         """Stored bytes that are read, per stored byte of the tensors."""
         return self.read_bytes / max(1, self.source_bytes)
 
-    def steps(self, share: Share) -> Iterator[Step]:
+    def steps(self, share: TaskShare) -> Iterator[Step]:
         """What is read at once of a share, one after another."""
         target, source = self.target.tensors[share.tensor], self.sources[share.tensor]
         itemsize, room = target.dtype.itemsize, self.memory.room
@@ -145,7 +145,7 @@ class ReshardPlan:
         """Stored bytes that a task reads, uncompressed; each time that it reads them."""
         return sum(self._share_read_bytes(share) for share in task.shares)
 
-    def _share_read_bytes(self, share: Share) -> int:
+    def _share_read_bytes(self, share: TaskShare) -> int:
         target, source, cells = self.target.tensors[share.tensor], self.sources[share.tensor], self._cells[share.tensor]
         # Between cells nothing of the source is cut that the task has both sides of, but of a large one every step counts.
         if 2 * cells.largest() * target.dtype.itemsize <= self.memory.room:
@@ -155,7 +155,7 @@ class ReshardPlan:
         return sum(read_bytes(box, source.pieces, source.dtype.itemsize, CHECKSUM_BYTES) for box in boxes)
 
 
-def plan_reshard(source: Source, options: ReshardOptions, destination: Location | None = None) -> ReshardPlan:
+def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Location | None = None) -> ReshardPlan:
     """Plan a reshard; nothing is read but the source's record, which is read already.
 
     Args:
@@ -223,10 +223,10 @@ def _tasks(cells: Mapping[str, Cells], structure: Structure, length: int, least:
     tensor, begins = np.repeat(np.arange(len(grids)), counts), np.cumsum(counts) - counts
     which = (np.cumsum(sizes) - sizes // 2) // length
     first = np.flatnonzero(np.diff(tensor, prepend=-1) | np.diff(which, prepend=-1))
-    found: dict[int, list[Share]] = {}
+    found: dict[int, list[TaskShare]] = {}
     of, nbytes = tensor[first], np.add.reduceat(sizes, first)
     runs = (first - begins[of], np.append(first[1:], len(sizes)) - begins[of])
     for task, k, a, b, n in zip(which[first].tolist(), of.tolist(), *(run.tolist() for run in runs), nbytes.tolist(), strict=True):
-        found.setdefault(task, []).append(Share(names[k], range(a, b), n))
+        found.setdefault(task, []).append(TaskShare(names[k], range(a, b), n))
     shares = [*found.values(), *([[]] * (least - len(found)))]
     return tuple(Task(number, tuple(some)) for number, some in enumerate(shares))

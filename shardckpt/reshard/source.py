@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.reading.reader import Request
 
-__all__ = ["Reader", "Source", "SourceSpec", "open_source", "place_of"]
+__all__ = ["OpenSource", "Reader", "SourceSpec", "open_source", "place_of"]
 
 
 class Reader(Protocol):
@@ -39,7 +39,7 @@ class Reader(Protocol):
         ...
 
 
-class Source(Protocol):
+class OpenSource(Protocol):
     """A checkpoint that is open for reading."""
 
     @property
@@ -92,7 +92,7 @@ class SourceSpec(Protocol):
         """Where it lies."""
         ...
 
-    def open(self) -> Source:
+    def open(self) -> OpenSource:
         """Open it.
 
         Raises:
@@ -101,7 +101,7 @@ class SourceSpec(Protocol):
         ...
 
 
-def open_source(source: str | SourceSpec) -> Source:
+def open_source(source: str | SourceSpec) -> OpenSource:
     """Open a checkpoint: one of ours by its url, any other by its spec."""
     return Checkpoint(source) if isinstance(source, str) else source.open()
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CommitError, CorruptionError, ShardckptError
 from shardckpt.format.documents import seal
 from shardckpt.plan.views import View
-from shardckpt.reshard.assembling import BatchMemory, PlannedStep, Target, assembled
+from shardckpt.reshard.assembling import BatchMemory, ChunkTarget, PlannedStep, assembled
 from shardckpt.reshard.carry import read_back
 from shardckpt.reshard.job import OpenJob
 from shardckpt.writing.host import HostWriter
@@ -171,7 +171,7 @@ class _Run:
         for share in self._task.shares:
             tensor, source = self._plan.target.tensors[share.tensor], self._plan.sources[share.tensor]
             view = View.whole(source.name, source.shape)
-            target = Target(tensor.name, tensor.dtype, tensor.pieces, [(source, view)], as_stored=True)
+            target = ChunkTarget(tensor.name, tensor.dtype, tensor.pieces, [(source, view)], as_stored=True)
             for step in self._plan.steps(share):
                 yield PlannedStep(target, step)
 

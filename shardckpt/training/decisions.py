@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.training.policies import Policy
 
-__all__ = ["LEADER", "Decision", "Decisions"]
+__all__ = ["LEADER", "Decisions", "StepDecision"]
 
 LEADER = 0
 """The process that decides."""
@@ -52,7 +52,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.001, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class StepDecision:
     """What is to be done at a step."""
 
     save: bool
@@ -104,7 +104,7 @@ class Decisions:
         self._rounds = 0
         self.previous: int | None = None
         """The step that was asked about last, or was restored."""
-        self._answer = Decision(save=False)
+        self._answer = StepDecision(save=False)
         self._begin(None)
 
     def restart(self, step: int) -> None:
@@ -114,7 +114,7 @@ class Decisions:
 
     def _begin(self, step: int | None) -> None:
         self.previous = step
-        self._answer = Decision(save=False)
+        self._answer = StepDecision(save=False)
         self._timeline = Timeline(0 if step is None else step + 1)
         self._saved_at: int | None = None
         self._told: str | None = None
@@ -127,14 +127,14 @@ class Decisions:
         self._saved_at = step
         self._decided = time.monotonic()
 
-    def at(self, step: int) -> Decision:
+    def at(self, step: int) -> StepDecision:
         """What is to be done at a step; asked again about the same step, the same.
 
         Raises:
             CoordinationError: the leader has not decided in time, or cannot be heard any more.
         """
         if self.previous is not None and step <= self.previous:
-            return self._answer if step == self.previous else Decision(save=False)
+            return self._answer if step == self.previous else StepDecision(save=False)
         source = self._notice() if self._policy.notices else None
         if not self._together:
             self._answer = self._by_itself(step, source)
@@ -149,7 +149,7 @@ class Decisions:
             self.saved(step)
         return self._answer
 
-    def _by_itself(self, step: int, source: str | None) -> Decision:
+    def _by_itself(self, step: int, source: str | None) -> StepDecision:
         """Of a process that is alone, or needs nobody."""
         due = self._policy.due(step, self.previous)
         if self._alone and self._policy.by_leader:
@@ -158,20 +158,20 @@ class Decisions:
             due = self._policy.wanted(moment) or due
             self._acted = self._acted or source is not None
         if due and self._skips and source is None and self._in_flight():
-            return Decision(save=False, skipped=True, notice=source)
-        return Decision(due, notice=source)
+            return StepDecision(save=False, skipped=True, notice=source)
+        return StepDecision(due, notice=source)
 
-    def _by_timeline(self, step: int) -> Decision:
+    def _by_timeline(self, step: int) -> StepDecision:
         line = self._timeline
         notice = line.notice.source if line.notice is not None and line.notice.step <= step else None
         if line.wanted(step, -1 if self.previous is None else self.previous):
-            return Decision(save=True, notice=notice)
+            return StepDecision(save=True, notice=notice)
         due = self._policy.due(step, self.previous)
         if due and self._skips:
             window = line.window(step)
             if window.busy or (self._saved_at is not None and self._saved_at >= window.start):
-                return Decision(save=False, skipped=True, notice=notice)
-        return Decision(due, notice=notice)
+                return StepDecision(save=False, skipped=True, notice=notice)
+        return StepDecision(due, notice=notice)
 
     def _lead(self, step: int, source: str | None) -> None:
         """Lengthen the timeline where that is needed, or wanted."""

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord
     from shardckpt.state.names import PathKey
 
-__all__ = ["LEFT_OUT", "Stored", "fitting", "mirror", "new_tensor"]
+__all__ = ["LEFT_OUT", "StoredLeaves", "fitting", "mirror", "new_tensor"]
 
 LEFT_OUT: Any = object()
 """In place of a state of which nothing is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredLeaves:
     """What a checkpoint holds, and how much of that somebody asks for."""
 
     tensor: Callable[[str], TensorRecord]
@@ -75,7 +75,7 @@ def new_tensor(record: TensorRecord) -> object:
     return Target() if torch is None or kind is None else torch.empty(record.shape, dtype=kind, device="meta")
 
 
-def mirror(stored: Stored, node: Node, own: object = None, tensor: Callable[[TensorRecord, object], object] = fitting) -> Any:
+def mirror(stored: StoredLeaves, node: Node, own: object = None, tensor: Callable[[TensorRecord, object], object] = fitting) -> Any:
     """What to restore a stored part of a state into.
 
     Args:
@@ -99,7 +99,7 @@ def mirror(stored: Stored, node: Node, own: object = None, tensor: Callable[[Ten
     return own if isinstance(own, PerProcess) else None  # a small leaf of any kind, or an error where each process has its own
 
 
-def _container(stored: Stored, node: Branch, own: object, tensor: Callable[[TensorRecord, object], object]) -> Any:
+def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable[[TensorRecord, object], object]) -> Any:
     if (node.form != "dict" or not node.keys) and not stored.all_or_nothing(node):
         return LEFT_OUT
     ours = container_of(own, node.name)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.state.document import Node
-    from shardckpt.training.likeness import Stored
+    from shardckpt.training.likeness import StoredLeaves
 
 __all__ = ["NamedModule"]
 
@@ -88,7 +88,7 @@ class NamedModule:
         """What is stored, as it is."""
         return node
 
-    def like(self, stored: Stored, node: Node) -> Any:
+    def like(self, stored: StoredLeaves, node: Node) -> Any:
         """What to restore into; `LEFT_OUT` where nothing of it is asked for."""
         if not stored.any(node):
             return LEFT_OUT

@@ -31,7 +31,7 @@ from shardckpt.errors import LeafError, StructureMismatchError
 from shardckpt.frameworks.base import Target
 from shardckpt.state.document import Branch, child
 from shardckpt.state.names import child_name, shown
-from shardckpt.training.likeness import LEFT_OUT, Stored, fitting, mirror, new_tensor
+from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, fitting, mirror, new_tensor
 from shardckpt.training.optimizer_forms import OptimizerNodes, read_optimizer
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class NamedOptimizer:
         nodes = self.read(node)
         return node if nodes is None or nodes.form == "named" else nodes.named()
 
-    def like(self, stored: Stored, node: Node) -> Any:
+    def like(self, stored: StoredLeaves, node: Node) -> Any:
         """What to restore a stored optimizer into, as `arranged`; `LEFT_OUT` where nothing of it is asked for.
 
         Raises:
@@ -176,7 +176,7 @@ class NamedOptimizer:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups, **rest})
         self._as_stored(state)
 
-    def _state_like(self, stored: Stored, node: Branch, own: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _state_like(self, stored: StoredLeaves, node: Branch, own: Mapping[Any, Any]) -> dict[Any, Any]:
         """What to restore into, by parameter: the optimizer's own state where that is not asked for."""
         found: dict[Any, Any] = {}
         for name, below in zip(node.keys, node.children, strict=True):

@@ -18,7 +18,7 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["AnyOf", "Best", "EveryKth", "Latest", "Retention", "SavedStep", "Younger", "any_of", "as_retention", "best"]
+__all__ = ["Best", "EveryKth", "KeepAnyOf", "Latest", "Retention", "SavedStep", "Younger", "any_of", "as_retention", "best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Younger(Retention):
 
 
 @dataclass(frozen=True, slots=True)
-class AnyOf(Retention):
+class KeepAnyOf(Retention):
     """What one of several rules keeps."""
 
     rules: tuple[Retention, ...]
@@ -165,7 +165,7 @@ def any_of(*rules: Retention | int) -> Retention:
         raise OptionError(
             f"any_of{rules!r:.200}: give rules, each a number of steps or one of shardckpt.training.retention; None would keep all."
         )
-    return AnyOf(made)
+    return KeepAnyOf(made)
 
 
 def as_retention(keep: Retention | int | None) -> Retention | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.state.document import Node
-    from shardckpt.training.likeness import Stored
+    from shardckpt.training.likeness import StoredLeaves
     from shardckpt.training.optimizer_forms import OptimizerNodes
     from shardckpt.training.optimizers import NamedOptimizer
 
@@ -59,7 +59,7 @@ class NamedScheduler:
 
         return map_schedules(keyed_by_ints(node, self.scheduler.state_dict()), by_group)
 
-    def like(self, stored: Stored, node: Node) -> Any:
+    def like(self, stored: StoredLeaves, node: Node) -> Any:
         """What to restore into; `LEFT_OUT` where it is not asked for."""
         return mirror(stored, node, self.collect()) if stored.all_or_nothing(node) else LEFT_OUT
 

@@ -28,7 +28,7 @@ from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, child, leaves_of
 from shardckpt.state.flatten import StateOwner
 from shardckpt.training.generators import Generators, inherited
-from shardckpt.training.likeness import LEFT_OUT, Stored, mirror
+from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror
 from shardckpt.training.optimizer_forms import keyed_by_ints
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class TrainState(StateOwner):
         Raises:
             OptionError: a part is asked for of an object that can only be put back whole.
         """
-        stored = Stored(tensor, wanted)
+        stored = StoredLeaves(tensor, wanted)
         found: dict[str, Any] = {}
         for key, part in self._parts(world).items():
             node = child(tree, key)
@@ -259,7 +259,7 @@ class _Part(Protocol):
             state: the whole stored state.
         """
 
-    def like(self, stored: Stored, node: Node) -> Any:
+    def like(self, stored: StoredLeaves, node: Node) -> Any:
         """What to restore a stored state into; `LEFT_OUT` where nothing of it is asked for."""
 
     def put_back(self, restored: Any) -> None:
@@ -279,7 +279,7 @@ class _Whole:
     def arranged(self, node: Node, _state: Node) -> Node:
         return keyed_by_ints(node, self.of.state_dict())
 
-    def like(self, stored: Stored, node: Node) -> Any:
+    def like(self, stored: StoredLeaves, node: Node) -> Any:
         return mirror(stored, node, self.of.state_dict()) if stored.all_or_nothing(node) else LEFT_OUT
 
     def put_back(self, restored: Any) -> None:
@@ -308,7 +308,7 @@ class _Own:
     def arranged(self, node: Node, _state: Node) -> Node:
         return node
 
-    def like(self, stored: Stored, node: Node) -> Any:
+    def like(self, stored: StoredLeaves, node: Node) -> Any:
         return PerProcess(None, self.choose) if stored.all_or_nothing(node) else LEFT_OUT
 
     def put_back(self, restored: Any) -> None:

@@ -8,6 +8,7 @@ that its interpreter is ended as any is. JSON on stdout: the exit statuses, and 
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -68,7 +69,7 @@ def is_interrupted(root):
 def is_interrupted_as_it_ends(root):
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     kept.append(train(root))
-    signal.setitimer(signal.ITIMER_REAL, 0.002)
+    signal.setitimer(signal.ITIMER_REAL, random.Random(os.getpid()).uniform(0.0005, 0.01))
 
 
 place, way, times = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.convert.foreign import ROWS_BYTES, ForeignTensor, Part, row_chunks, structure_of
+from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, ForeignTensor, row_chunks, structure_of
 from shardckpt.errors import FormatError
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state import alias_map
@@ -28,8 +28,8 @@ def test_a_chunk_of_rows_is_one_run_of_bytes_of_bounded_size(shape: list[int], i
 
 
 def test_a_state_of_foreign_tensors_becomes_a_structure() -> None:
-    whole = ForeignTensor((4, 6), F32, (Part((0, 0), (4, 6), (2, 6)),), identity=7)
-    halves = ForeignTensor((4, 6), F32, (Part((0, 0), (4, 3), (4, 3)), Part((0, 3), (4, 3), (1, 3))))
+    whole = ForeignTensor((4, 6), F32, (ForeignPart((0, 0), (4, 6), (2, 6)),), identity=7)
+    halves = ForeignTensor((4, 6), F32, (ForeignPart((0, 0), (4, 3), (4, 3)), ForeignPart((0, 3), (4, 3), (1, 3))))
     structure = structure_of({"a": whole, "b": [halves, 5], "c": whole}, "file")
     assert [(t.name, t.shape, [p.path for p in t.pieces]) for t in structure.tensors.values()] == [
         ("a", (4, 6), ["a"]),
@@ -40,6 +40,6 @@ def test_a_state_of_foreign_tensors_becomes_a_structure() -> None:
 
 
 def test_parts_that_do_not_make_a_tensor_are_refused_by_name() -> None:
-    half = ForeignTensor((4, 6), F32, (Part((0, 0), (4, 3), (4, 3)),))
+    half = ForeignTensor((4, 6), F32, (ForeignPart((0, 0), (4, 3), (4, 3)),))
     with pytest.raises(FormatError, match=r"the file: 'b/w': .*\(4, 6\).* 12 elements of 24"):
         structure_of({"b": {"w": half}}, "the file")

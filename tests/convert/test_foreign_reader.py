@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from shardckpt.convert.foreign_source import ForeignSource, ForeignSpec
 from shardckpt.convert.formats.safetensors import source as from_safetensors
 from shardckpt.convert.placed import Placed
-from shardckpt.convert.span import Entry
+from shardckpt.convert.span import StoredRun
 from shardckpt.errors import CorruptionError
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
@@ -143,7 +143,7 @@ def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(monkeypatch:
     source = ForeignSpec(f"{url}/model.pt", "torch").open()
     both, run = threading.Barrier(2), Placed.run
 
-    def waited_for(self: Placed, *of: Any) -> Entry | None:
+    def waited_for(self: Placed, *of: Any) -> StoredRun | None:
         both.wait(20)
         return run(self, *of)
 
@@ -159,9 +159,9 @@ def test_of_what_is_read_together_the_damaged_one_is_named(tmp_path: Path, monke
     save_file({name: np.zeros(10, np.float32) for name in "abc"}, tmp_path / "model.safetensors")
     run = from_safetensors.SafetensorsFiles.run
 
-    def with_checksum(self: from_safetensors.SafetensorsFiles, tensor: Any, piece: Any) -> Entry:
+    def with_checksum(self: from_safetensors.SafetensorsFiles, tensor: Any, piece: Any) -> StoredRun:
         span = run(self, tensor, piece).span
-        return Entry(span, zlib.crc32(span.read(0, len(span))) ^ (tensor.name == "b"))
+        return StoredRun(span, zlib.crc32(span.read(0, len(span))) ^ (tensor.name == "b"))
 
     monkeypatch.setattr(from_safetensors.SafetensorsFiles, "run", with_checksum)
     source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()

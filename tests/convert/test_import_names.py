@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import shardckpt
 from shardckpt import Mesh, errors
 from shardckpt.convert.arrangement import Arrangement
-from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.naming.renamed_state import renamed_state
 from shardckpt.layout.dtypes import by_name
@@ -124,7 +124,7 @@ F32 = by_name("float32")
 
 
 def tensor(shape: tuple[int, ...] = (4, 6), **options: Any) -> ForeignTensor:
-    return ForeignTensor(shape, F32, (Part((0,) * len(shape), shape, tuple(max(1, n) for n in shape)),), **options)
+    return ForeignTensor(shape, F32, (ForeignPart((0,) * len(shape), shape, tuple(max(1, n) for n in shape)),), **options)
 
 
 def arranged(state: object, **options: Any) -> tuple[Arrangement, Any]:
@@ -256,7 +256,7 @@ def test_any_names_become_a_state_or_an_error_and_no_tensor_is_lost(old: list[st
 
 def test_pieces_of_a_joined_tensor_have_names_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text('[[map]]\nfrom = ["q", "k", "empty"]\nto = "qk"')
-    halves = Part((0, 0), (4, 3), (4, 3)), Part((0, 3), (4, 3), (1, 3))
+    halves = ForeignPart((0, 0), (4, 3), (4, 3)), ForeignPart((0, 3), (4, 3), (1, 3))
     state = {"q": ForeignTensor((4, 6), F32, halves), "k": tensor((2, 6)), "empty": tensor((0, 6))}
     arrangement, _ = arranged(state, mapping=tmp_path / "m.toml")
     assert [(piece.path, piece.shape) for piece in arrangement.structure.tensors["qk"].pieces] == [

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardckpt.convert.foreign import ForeignTensor, Part, structure_of
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
 from shardckpt.convert.naming.choose import NameOptions, Outputs, outputs_of
 from shardckpt.convert.naming.ties import resolve
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
@@ -31,7 +31,7 @@ def structure(state: Any) -> Structure:
             return {key: leaf(inside) for key, inside in value.items()}
         if not isinstance(value, np.ndarray):
             return value
-        whole = Part((0,) * value.ndim, value.shape, tuple(max(1, n) for n in value.shape))
+        whole = ForeignPart((0,) * value.ndim, value.shape, tuple(max(1, n) for n in value.shape))
         return arrays.setdefault(id(value), ForeignTensor(value.shape, of_numpy(value.dtype), (whole,), None, id(value)))
 
     return structure_of(leaf(state), "here")

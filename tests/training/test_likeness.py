@@ -19,7 +19,7 @@ from shardckpt.layout.dtypes import of_numpy
 from shardckpt.state import flatten, match
 from shardckpt.state.document import parse
 from shardckpt.state.names import selector
-from shardckpt.training.likeness import LEFT_OUT, Stored, mirror
+from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3) | st.binary(max_size=3)
 TENSORS = st.integers(0, 3).map(lambda n: torch.full((n + 1,), n + 0.5))
@@ -43,7 +43,7 @@ def stored_of(state, only=None):
     def record(name):
         return TensorRecord(name, tuple(values[name].shape), of_numpy(values[name].numpy().dtype), None, ())
 
-    return Stored(record, selector(only)), parse(flat.tree), values
+    return StoredLeaves(record, selector(only)), parse(flat.tree), values
 
 
 def restored(stored, node, values, like):

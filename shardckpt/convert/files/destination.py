@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Destination", "Write", "WritePlan"]
+__all__ = ["Destination", "FileWrite", "WritePlan"]
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class FileWrite:
     """Bytes that lie side by side in a file."""
 
     file: int
@@ -66,7 +66,7 @@ class Destination(Protocol):
         """
         ...
 
-    def write(self, writes: Sequence[Write]) -> None:
+    def write(self, writes: Sequence[FileWrite]) -> None:
         """Write some bytes, in the order of the blocks.
 
         Raises:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from shardckpt.convert.files.destination import Write, WritePlan
+    from shardckpt.convert.files.destination import FileWrite, WritePlan
 
 __all__ = ["LocalFiles"]
 
@@ -108,7 +108,7 @@ class LocalFiles:
                 file.truncate(nbytes)
         self._notes.begin(self._plan.identity)
 
-    def write(self, writes: Sequence[Write]) -> None:
+    def write(self, writes: Sequence[FileWrite]) -> None:
         """See `Destination`."""
         if self._named:
             return

@@ -25,7 +25,7 @@ from shardckpt.io.store import Store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.convert.files.destination import Write, WritePlan
+    from shardckpt.convert.files.destination import FileWrite, WritePlan
     from shardckpt.io.url import Location
 
 __all__ = ["ObjectFiles", "begun"]
@@ -70,7 +70,7 @@ class ObjectFiles:
             durable += 1
         return durable
 
-    def write(self, writes: Sequence[Write]) -> None:
+    def write(self, writes: Sequence[FileWrite]) -> None:
         """See `Destination`."""
         for write in writes:
             if write.file < self._finished:

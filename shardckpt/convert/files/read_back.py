@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-__all__ = ["Part", "read_back"]
+__all__ = ["WrittenRun", "read_back"]
 
 _READ_BYTES = 4 << 20
 """Bytes that are read at a time, by each thread."""
@@ -25,7 +25,7 @@ _AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WrittenRun:
     """Bytes that were written side by side."""
 
     name: str
@@ -37,7 +37,7 @@ class Part:
     """Of what was written."""
 
 
-def read_back(parts: Iterable[Part], checksum: Callable[[bytes, int], int]) -> None:
+def read_back(parts: Iterable[WrittenRun], checksum: Callable[[bytes, int], int]) -> None:
     """Compare files with what was written to them.
 
     Args:
@@ -49,7 +49,7 @@ def read_back(parts: Iterable[Part], checksum: Callable[[bytes, int], int]) -> N
         StorageError: it cannot be read.
     """
 
-    def check(part: Part) -> None:
+    def check(part: WrittenRun) -> None:
         found = 0
         with storage_errors("read", part.path), part.path.open("rb", buffering=0) as file:
             for at in range(part.offset, part.offset + part.length, _READ_BYTES):

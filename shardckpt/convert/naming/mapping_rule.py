@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from shardckpt.convert.naming.runs import Rotary, Run, runs_in_turn
+from shardckpt.convert.naming.runs import ElementRun, Rotary, runs_in_turn
 from shardckpt.convert.streaming.outputs import OutputTensor, View
 from shardckpt.errors import DtypeMismatchError, OptionError, ShapeMismatchError
 from shardckpt.layout.box import Box
@@ -32,7 +32,7 @@ __all__ = ["MappingRule"]
 
 _Part = TypeVar("_Part")
 Dims = tuple[int, ...]
-_WHOLE = [Run(0, 0, 0, 0)]
+_WHOLE = [ElementRun(0, 0, 0, 0)]
 """Of what is not cut; its numbers are not looked at."""
 
 
@@ -300,7 +300,7 @@ class MappingRule:
             self._mismatch(f"{where}, which cannot be cut by the ratio {':'.join(map(str, self.shares))}")
         return [total // share * n for n in self.shares]
 
-    def _runs(self, sizes: Sequence[int], tensor: TensorRecord) -> list[Run]:
+    def _runs(self, sizes: Sequence[int], tensor: TensorRecord) -> list[ElementRun]:
         if self.rotary is not None:
             if sizes[0] % (2 * self.rotary.heads):
                 self._mismatch(f"{shown(tensor.name)}: {sizes[0]} rows are not an even number for each of {self.rotary.heads} heads")

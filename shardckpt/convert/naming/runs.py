@@ -15,10 +15,10 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Rotary", "Run", "runs_in_turn"]
+__all__ = ["ElementRun", "Rotary", "runs_in_turn"]
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Elements that lie one behind the other in a part, and in the whole."""
 
     part: int
@@ -29,7 +29,7 @@ class Run(NamedTuple):
     length: int
 
 
-def runs_in_turn(sizes: Sequence[int], groups: int) -> Iterator[Run]:
+def runs_in_turn(sizes: Sequence[int], groups: int) -> Iterator[ElementRun]:
     """The runs of parts that lie in turn.
 
     Args:
@@ -43,7 +43,7 @@ def runs_in_turn(sizes: Sequence[int], groups: int) -> Iterator[Run]:
     for group in range(groups):
         for part, size in enumerate(sizes):
             length = size // groups
-            yield Run(part, group * length, place, length)
+            yield ElementRun(part, group * length, place, length)
             place += length
 
 
@@ -64,7 +64,7 @@ class Rotary:
         if not isinstance(self.heads, int) or isinstance(self.heads, bool) or self.heads < 1:
             raise OptionError(f"rotary: {excerpt(self.heads)} is no number of heads.")
 
-    def runs(self, size: int) -> Iterator[Run]:
+    def runs(self, size: int) -> Iterator[ElementRun]:
         """Each row by itself; their number is a multiple of 2 · `heads`.
 
         >>> [(run.start, run.place) for run in Rotary(1, pairs_in_whole=True).runs(4)]
@@ -75,4 +75,4 @@ class Rotary:
             first = head * 2 * half
             for i in range(2 * half):
                 halves, pairs = first + i, first + 2 * (i % half) + i // half
-                yield Run(0, halves, pairs, 1) if self.pairs_in_whole else Run(0, pairs, halves, 1)
+                yield ElementRun(0, halves, pairs, 1) if self.pairs_in_whole else ElementRun(0, pairs, halves, 1)

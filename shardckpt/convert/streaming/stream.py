@@ -30,7 +30,7 @@ from shardckpt.io.budget import round_up
 from shardckpt.io.cores import cores
 from shardckpt.layout.box import Box
 from shardckpt.plan.pieces import Piece
-from shardckpt.reshard.assembling import BatchMemory, PlannedStep, Target, assembled
+from shardckpt.reshard.assembling import BatchMemory, ChunkTarget, PlannedStep, assembled
 from shardckpt.reshard.cells import Step, cut, steps, steps_in_order
 from shardckpt.reshard.memory import PARTS, Sizes, readers
 from shardckpt.state.names import shown
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from shardckpt.reading.checkpoint import Checkpoint
 
-__all__ = ["Block", "Blocks", "Put", "Stream", "stream"]
+__all__ = ["Blocks", "OutputBlock", "Put", "Stream", "stream"]
 
 Blocks = Callable[[OutputTensor, Sequence[Piece], int], Sequence[Piece]]
 """Says in which blocks an output is wanted, as the chunks of arrays that together are the output (`chunking.grid` where that is one):
@@ -57,7 +57,7 @@ _OBJECT_BATCH = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class OutputBlock:
     """A part of an output, whole; its memory is good until the next blocks are asked for."""
 
     output: OutputTensor
@@ -144,7 +144,7 @@ class Stream:
         """Stored bytes that have been read so far."""
         return self._checkpoint.stats.bytes_read
 
-    def read(self, skip: int = 0) -> Generator[list[Block]]:
+    def read(self, skip: int = 0) -> Generator[list[OutputBlock]]:
         """All blocks, some at a time; whoever does not take all of them closes the iterator.
 
         Args:
@@ -163,7 +163,7 @@ class Stream:
                 for chunk in batch.whole:
                     box = Box(chunk.start, tuple(a + n for a, n in zip(chunk.start, chunk.shape, strict=True)))
                     elements = chunk.raw.view(chunk.target.dtype.storage).reshape(chunk.shape)
-                    found.append(Block(outputs[id(chunk.target)], box, elements))
+                    found.append(OutputBlock(outputs[id(chunk.target)], box, elements))
                 dropped = min(left_out, len(found))
                 left_out -= dropped
                 yield found[dropped:]
@@ -179,10 +179,10 @@ class Stream:
                 for i in np.flatnonzero(~planned.unfinished(boxes)).tolist():
                     yield outputs[id(planned.target)], boxes[i]
 
-    def _target(self, output: OutputTensor, blocks: Blocks) -> tuple[OutputTensor, Target, list[Piece]]:
+    def _target(self, output: OutputTensor, blocks: Blocks) -> tuple[OutputTensor, ChunkTarget, list[Piece]]:
         sources = [(self._tensors[view.tensor], view) for view in output.sources if prod(view.shape)]
         stored = [piece for tensor, view in sources for piece in view.pieces(tensor.pieces)]
-        return output, Target(output.name, output.dtype, blocks(output, stored, self.room), sources, as_stored=False), stored
+        return output, ChunkTarget(output.name, output.dtype, blocks(output, stored, self.room), sources, as_stored=False), stored
 
     def _steps(self) -> Iterator[PlannedStep]:
         for _, target, stored in self._targets:
@@ -192,7 +192,7 @@ class Stream:
             for step in self._steps_of(target, stored):
                 yield PlannedStep(target, step)
 
-    def _steps_of(self, target: Target, stored: Sequence[Piece]) -> Iterator[Step]:
+    def _steps_of(self, target: ChunkTarget, stored: Sequence[Piece]) -> Iterator[Step]:
         itemsize, most = target.dtype.itemsize, self._at_once
         if self._in_order:
             for piece in target.pieces:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardckpt.reading.reader import ChunkReader
     from shardckpt.reading.runs import RunLimits
     from shardckpt.reshard.forecast.rates import Rates
-    from shardckpt.reshard.forecast.stored import Stored
+    from shardckpt.reshard.forecast.stored import StoredTensors
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import ReshardPlan
 
@@ -132,7 +132,7 @@ def forecast(
     ranked = [(layout, len(plan.target.tensors[name].shape)) for name, layout in layouts.items()]
     each = devices_per_host or min(DEVICES_PER_HOST, max(1, len(Hosts.of(ranked, number=1).owners.device_ids)))
     hosts = Hosts.of(ranked, devices_per_host=each)
-    stored: Stored = ByLayout(record) if places is None else ByTable(record, places)
+    stored: StoredTensors = ByLayout(record) if places is None else ByTable(record, places)
     sources = [replace(plan.sources[name], name=name) for name in plan.target.tensors]
     before = forecast_restore(sources, layouts, hosts, stored, limits)
     held = _stored_bytes(plan, stored)
@@ -168,7 +168,7 @@ def forecast(
     )
 
 
-def _stored_bytes(plan: ReshardPlan, stored: Stored) -> int:
+def _stored_bytes(plan: ReshardPlan, stored: StoredTensors) -> int:
     """Of the tensors that a reshard reads, as they are stored."""
     if plan.source.compression is None:
         return plan.source_bytes

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardckpt.plan.readers import ChunksRead, HostBoxes
     from shardckpt.reading.runs import RunLimits
     from shardckpt.reshard.forecast.hosts import Hosts
-    from shardckpt.reshard.forecast.stored import Stored, StoredChunks
+    from shardckpt.reshard.forecast.stored import StoredChunks, StoredTensors
 
     Ints = NDArray[np.int64]
 
@@ -114,7 +114,7 @@ def forecast_restore(
     tensors: Sequence[TensorRecord],
     layouts: Mapping[str, StoredLayout | None],
     hosts: Hosts,
-    stored: Stored,
+    stored: StoredTensors,
     limits: RunLimits | None = None,
 ) -> RestoreForecast:
     """Count what all hosts read.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["ByLayout", "ByTable", "Stored", "StoredChunks"]
+__all__ = ["ByLayout", "ByTable", "StoredChunks", "StoredTensors"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class StoredChunks:
     """Where each is, where that is known."""
 
 
-class Stored(Protocol):
+class StoredTensors(Protocol):
     """Knows how tensors are stored."""
 
     bins: Bins
@@ -68,7 +68,7 @@ class ByTable:
         self._shares = np.eye(self.bins.number)
 
     def chunks(self, tensor: TensorRecord) -> StoredChunks:
-        """See `Stored`. What the committer wrote counts as the first host's."""
+        """See `StoredTensors`. What the committer wrote counts as the first host's."""
         places = self._places.of(tensor.name, tensor.pieces)
         return StoredChunks(places.length, self.bins.of(np.maximum(places.host, 0)), self._shares, places)
 
@@ -94,7 +94,7 @@ class ByLayout:
             self._ratio = record.totals["stored_bytes"] / unpacked if unpacked else 1.0
 
     def chunks(self, tensor: TensorRecord) -> StoredChunks:
-        """See `Stored`."""
+        """See `StoredTensors`."""
         length = np.concatenate([np.full(p.num_chunks, round(_length(tensor, k) * self._ratio)) for k, p in enumerate(tensor.pieces)])
         held = host_boxes(placed(tensor.layout, len(tensor.shape)), tensor.shape, self._hosts.owners, self._hosts.number)
         writer = []

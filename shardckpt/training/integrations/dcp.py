@@ -44,7 +44,7 @@ from shardckpt.options import checked_options
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.restore import chosen_values, fill
 from shardckpt.state.names import shown
-from shardckpt.training.integrations.dcp_contents import Contents, Owned
+from shardckpt.training.integrations.dcp_contents import DcpContents, DcpOwned
 from shardckpt.training.integrations.plain import plain
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.save import save
@@ -188,7 +188,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
         check_coordinator(coordinator)
         self.url = _checked(url)
         self._coordinator = coordinator
-        self._contents: Contents | ShardckptError | None = None
+        self._contents: DcpContents | ShardckptError | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin to load another checkpoint: from `checkpoint_id`, if that is given."""
@@ -198,7 +198,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - DCP's signature
         """What is stored, as DCP names it. An error is raised later: DCP swallows what is raised here."""
         try:
-            self._contents = Contents(Checkpoint(_required(self.url)))
+            self._contents = DcpContents(Checkpoint(_required(self.url)))
             return self._contents.metadata()
         except ShardckptError as e:
             self._contents = e
@@ -264,13 +264,13 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
         """Whether shardckpt can read there."""
         return _is_url(checkpoint_id)
 
-    def _opened(self) -> Contents:
+    def _opened(self) -> DcpContents:
         if isinstance(self._contents, ShardckptError):
             raise self._contents
         assert self._contents is not None, "DCP reads the metadata first"
         return self._contents
 
-    def _value(self, contents: Contents, item: ReadItem, planner: LoadPlanner) -> io.BytesIO:
+    def _value(self, contents: DcpContents, item: ReadItem, planner: LoadPlanner) -> io.BytesIO:
         """A plain value, as planners want it: they unpickle it. It goes from hand to hand here and was never stored so."""
         value, name = contents.value(item.storage_index.fqn), item.dest_index.fqn
         held = getattr(planner, "state_dict", {}).get(name)
@@ -279,7 +279,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
                 f"{shown(name)} is no tensor in {contents.checkpoint.location}, and a {type(held).__qualname__} in the state to load; "
                 f"put a plain value there, or leave it out."
             )
-        if isinstance(value, Owned):
+        if isinstance(value, DcpOwned):
             value = PerProcess(chosen_values(contents.checkpoint, {value.name: PerProcess(None)}, self._coordinator)[value.name])
         handed = io.BytesIO()
         torch.save(value, handed)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.base import Sink
     from shardckpt.reading.checkpoint import Checkpoint
 
-__all__ = ["Contents", "Owned"]
+__all__ = ["DcpContents", "DcpOwned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class _Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class DcpOwned:
     """Stands for a value that processes own by themselves."""
 
     name: str
     """What it is stored under."""
 
 
-class Contents:
+class DcpContents:
     """A checkpoint, by the names that DCP has for what is in it."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -72,7 +72,7 @@ class Contents:
         """Where each is in the state, as DCP says it."""
         tree = checkpoint.parsed_tree
         stand_ins: dict[str, Any] = {name: _Stored(name) for name in checkpoint.record.structure.tensors}
-        stand_ins |= {name: Owned(name) for name in per_process_names(tree)}
+        stand_ins |= {name: DcpOwned(name) for name in per_process_names(tree)}
         self.meanings = meanings(tree)
         state = unflatten(tree, stand_ins)
         if not isinstance(state, dict):
@@ -114,7 +114,7 @@ class Contents:
             StructureMismatchError: it has tensors in it.
         """
         value = self.flat[name]
-        if any(isinstance(inner, _Stored | Owned) for inner in _inside(value)):
+        if any(isinstance(inner, _Stored | DcpOwned) for inner in _inside(value)):
             raise StructureMismatchError(
                 f"{shown(name)} in {self.checkpoint.location} is a tuple with tensors or per-process values in it, where DCP does not look "
                 f"for any; use shardckpt.restore."

@@ -13,11 +13,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.convert.foreign import ROWS_BYTES, Part, row_chunks
+from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, row_chunks
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
-from shardckpt.convert.formats.torch.objects import Dtype, Storage, StoredTensor
+from shardckpt.convert.formats.torch.objects import Dtype, PickledTensor, Storage
 from shardckpt.convert.placed import PlacedTensor, place_tensors
-from shardckpt.convert.span import Entry, Span
+from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strided import read_box, run_of
 from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.excerpt import excerpt
@@ -86,15 +86,15 @@ class _Shard:
     """A part of a tensor, in one run of bytes."""
 
     start: tuple[int, ...]
-    tensor: StoredTensor
+    tensor: PickledTensor
     dtype: DType
     span: Span
 
-    def run(self, dtype: DType) -> Entry | None:
-        return run_of(Entry(self.span, None), self.tensor, dtype.itemsize)
+    def run(self, dtype: DType) -> StoredRun | None:
+        return run_of(StoredRun(self.span, None), self.tensor, dtype.itemsize)
 
     def read(self, box: Box, dtype: DType) -> NDArray[Any]:
-        return read_box(Entry(self.span, None), self.tensor, dtype.storage, box)
+        return read_box(StoredRun(self.span, None), self.tensor, dtype.storage, box)
 
 
 def _open(store: Store, name: str) -> tuple[FileVersion, dict[str, _Shard]]:
@@ -116,7 +116,7 @@ def _open(store: Store, name: str) -> tuple[FileVersion, dict[str, _Shard]]:
         for d in reversed(range(len(shape) - 1)):
             strides[d] = strides[d + 1] * max(1, shape[d + 1])
         span = Span(version, stored.start, stored.stop)
-        elements = StoredTensor(Storage(tensor, None, len(span)), Dtype(stored.dtype.name), 0, shape, tuple(strides))
+        elements = PickledTensor(Storage(tensor, None, len(span)), Dtype(stored.dtype.name), 0, shape, tuple(strides))
         shards[tensor] = _Shard(start, elements, stored.dtype, span)
     return version, shards
 
@@ -129,5 +129,7 @@ def _tensor(name: str, shards: list[_Shard], where: str) -> PlacedTensor:
         )
     shape = tuple(max(shard.start[d] + shard.tensor.shape[d] for shard in shards) for d in range(len(first.start)))
     kept = [shard for shard in shards if 0 not in shard.tensor.shape] or shards[:1]
-    parts = tuple(Part(shard.start, shard.tensor.shape, row_chunks(shard.tensor.shape, first.dtype.itemsize, ROWS_BYTES)) for shard in kept)
+    parts = tuple(
+        ForeignPart(shard.start, shard.tensor.shape, row_chunks(shard.tensor.shape, first.dtype.itemsize, ROWS_BYTES)) for shard in kept
+    )
     return PlacedTensor(shape, first.dtype, parts, places=tuple(kept))

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.convert.foreign import ROWS_BYTES, Part
+from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart
 from shardckpt.convert.formats.dcp.metadata import parse_metadata
 from shardckpt.convert.formats.dcp.shard_files import open_shards, shard_files
 from shardckpt.convert.formats.torch.file import open_torch_file
-from shardckpt.convert.formats.torch.objects import StoredTensor
+from shardckpt.convert.formats.torch.objects import PickledTensor
 from shardckpt.convert.nested import nested
 from shardckpt.convert.placed import PlacedTensor, held, place_tensors
 from shardckpt.convert.plain_values import LEFT, plain
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.dcp.metadata import DcpItem, DcpMetadata, DcpTensor
     from shardckpt.convert.formats.torch.file import TorchFile
-    from shardckpt.convert.span import Entry
+    from shardckpt.convert.span import StoredRun
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
@@ -205,7 +205,9 @@ def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile]
         strides = places[0].tensor(dtype)[1].strides if places else ()
     if not places and 0 in tensor.shape:
         return held(np.empty(tensor.shape, dtype.numpy))
-    parts = tuple(Part(chunk.start, chunk.shape, strided_chunks(chunk.shape, strides, dtype.itemsize, nbytes)) for chunk in tensor.chunks)
+    parts = tuple(
+        ForeignPart(chunk.start, chunk.shape, strided_chunks(chunk.shape, strides, dtype.itemsize, nbytes)) for chunk in tensor.chunks
+    )
     return PlacedTensor(tensor.shape, dtype, parts, places=tuple(places))
 
 
@@ -233,18 +235,18 @@ class _Item:
     opened: Callable[[DcpItem], TorchFile]
     """Opens it, or remembers."""
 
-    def tensor(self, dtype: DType) -> tuple[TorchFile, StoredTensor]:
+    def tensor(self, dtype: DType) -> tuple[TorchFile, PickledTensor]:
         file = self.opened(self.item)
         tensor = file.state
-        if not isinstance(tensor, StoredTensor) or tensor.shape != self.shape or tensor.dtype.name not in _stored_as(dtype):
-            found = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, StoredTensor) else f"a {type(tensor).__name__}"
+        if not isinstance(tensor, PickledTensor) or tensor.shape != self.shape or tensor.dtype.name not in _stored_as(dtype):
+            found = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, PickledTensor) else f"a {type(tensor).__name__}"
             raise FormatError(
                 f"{file.span}: here should be {dtype} of shape {self.shape}, and there is {found}; the metadata are not those of this "
                 f"file. Restore both from one copy."
             )
         return file, tensor
 
-    def run(self, dtype: DType) -> Entry | None:
+    def run(self, dtype: DType) -> StoredRun | None:
         file, tensor = self.tensor(dtype)
         return run_of(file.storage(tensor.storage), tensor, dtype.itemsize)
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import crc32c
 
 from shardckpt.convert.files.draft import Draft
-from shardckpt.convert.files.read_back import Part
+from shardckpt.convert.files.read_back import WrittenRun
 from shardckpt.convert.formats.dcp.source import open_foreign
 from shardckpt.convert.formats.torch.target import torch_dtypes
 from shardckpt.convert.small_leaves import check_text_keys, left_out, notes_of
@@ -92,7 +92,7 @@ class DcpDirectory(StateWriter):
         nbytes = sum(tensor.nbytes + _ITEM_BYTES * (1 + tensor.nbytes // SMALLEST) for tensor in self._tensors.values())
         self._items: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {name: {} for name in self._tensors}
         """Of each tensor the blocks that are written: first index → shape and place."""
-        self._parts: list[Part] = []
+        self._parts: list[WrittenRun] = []
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks={METADATA})
         try:
             with storage_errors("create", self._where):
@@ -111,7 +111,7 @@ class DcpDirectory(StateWriter):
 
         self._items[output.name][box.start] = box.shape, self._append(output.name, tensor_of(array, output.dtype))
 
-    def complete(self) -> list[Part]:
+    def complete(self) -> list[WrittenRun]:
         """Write what is no tensor, and DCP's own metadata."""
         for name, tensor in self._tensors.items():
             if 0 in tensor.shape:
@@ -178,7 +178,7 @@ class DcpDirectory(StateWriter):
                 torch.save(value, item)
                 self._file.write(item.getbuffer())
         place = _StorageInfo(_FILE, offset, self._file.tell() - offset)
-        self._parts.append(Part(name, self._draft.path / _FILE, offset, place.length, self._file.take_checksum()))
+        self._parts.append(WrittenRun(name, self._draft.path / _FILE, offset, place.length, self._file.take_checksum()))
         return place
 
     def _add_empty(self, name: str, tensor: TensorRecord) -> None:

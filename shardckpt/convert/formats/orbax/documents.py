@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RESERVED",
-    "Entry",
+    "OrbaxEntry",
     "array_metadatas",
     "checkpoint_metadata",
     "entries",
@@ -77,7 +77,7 @@ _RANDOM_KEY = "jax.key:"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OrbaxEntry:
     """A place in the state where there is a tensor, a small leaf or nothing at all."""
 
     keys: tuple[tuple[str, int], ...]
@@ -102,7 +102,7 @@ class Entry:
         return tuple(int(text) if kind == _SEQUENCE else text for text, kind in self.keys)
 
 
-def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRecord], where: str) -> list[Entry]:
+def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRecord], where: str) -> list[OrbaxEntry]:
     """All places of a state, in order.
 
     Args:
@@ -130,7 +130,7 @@ def _entries(
     left: Mapping[str, str],
     tensors: Mapping[str, TensorRecord],
     meanings: Mapping[str, str | None],
-) -> Iterator[Entry]:
+) -> Iterator[OrbaxEntry]:
     if isinstance(node, Branch):
         kind, empty = (_DICT if node.form == "dict" else _SEQUENCE), True
         for key, child in zip(node.keys, node.children, strict=True):
@@ -138,18 +138,20 @@ def _entries(
                 empty = False
                 yield entry
         if empty:
-            yield Entry(keys, node.form.capitalize())
+            yield OrbaxEntry(keys, node.form.capitalize())
     elif isinstance(node, Tensor | Tied):
         what = "np.ndarray" if sharding_json(tensors[node.stored]) is None else "jax.Array"
         meaning = meanings[node.stored] or ""
-        yield Entry(keys, what, tensor=node.stored, key_kind=meaning.removeprefix(_RANDOM_KEY) if meaning.startswith(_RANDOM_KEY) else None)
+        yield OrbaxEntry(
+            keys, what, tensor=node.stored, key_kind=meaning.removeprefix(_RANDOM_KEY) if meaning.startswith(_RANDOM_KEY) else None
+        )
     elif node.name in left:
         if keys[-1][1] == _SEQUENCE:
-            yield Entry(keys, "None")
+            yield OrbaxEntry(keys, "None")
     else:
         assert isinstance(node, Small), "leaves of other kinds are left out"
         value = decode_leaf(node)
-        yield Entry(keys, "None" if value is None else "string" if isinstance(value, str) else "scalar", value=value)
+        yield OrbaxEntry(keys, "None" if value is None else "string" if isinstance(value, str) else "scalar", value=value)
 
 
 def left_by_orbax(tree: Node) -> dict[str, str]:
@@ -177,7 +179,7 @@ def _refused(value: object) -> str | None:
     return None if isinstance(value, int | float) else f"Orbax stores no {type(value).__name__}"
 
 
-def _check_names(found: list[Entry], where: str) -> None:
+def _check_names(found: list[OrbaxEntry], where: str) -> None:
     texts = {entry.name for entry in found if entry.what == "string"}
     arrays = [entry.name for entry in found if entry.tensor is not None or entry.what in ("scalar", "string")]
     twice = next((name for name, count in Counter(arrays).items() if count > 1), None)
@@ -209,7 +211,7 @@ def _outer(name: str) -> list[str]:
     return ["/".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def strings(found: list[Entry]) -> dict[str, Any]:
+def strings(found: list[OrbaxEntry]) -> dict[str, Any]:
     """`_strings.json`."""
     root: dict[str, Any] = {}
     for entry in found:
@@ -244,7 +246,7 @@ def sharding_json(tensor: TensorRecord) -> dict[str, Any] | None:
     }
 
 
-def shardings(found: list[Entry], tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
+def shardings(found: list[OrbaxEntry], tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
     """`_sharding`."""
     written = {}
     for entry in found:
@@ -254,7 +256,7 @@ def shardings(found: list[Entry], tensors: Mapping[str, TensorRecord]) -> dict[s
     return written
 
 
-def metadata(found: list[Entry]) -> dict[str, Any]:
+def metadata(found: list[OrbaxEntry]) -> dict[str, Any]:
     """`_METADATA`."""
     tree = {}
     for entry in found:
@@ -272,7 +274,7 @@ def metadata(found: list[Entry]) -> dict[str, Any]:
     }
 
 
-def array_metadatas(found: list[Entry], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def array_metadatas(found: list[OrbaxEntry], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """`array_metadatas/process_0`.
 
     Args:
@@ -288,7 +290,7 @@ def array_metadatas(found: list[Entry], shapes: Mapping[str, tuple[int, ...]]) -
     return {"array_metadatas": written}
 
 
-def checkpoint_metadata(found: list[Entry], began: int, ended: int) -> dict[str, Any]:
+def checkpoint_metadata(found: list[OrbaxEntry], began: int, ended: int) -> dict[str, Any]:
     """`_CHECKPOINT_METADATA`.
 
     Args:

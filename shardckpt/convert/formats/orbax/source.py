@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.orbax.tree import Elements, Sources
-    from shardckpt.convert.span import Entry
+    from shardckpt.convert.span import StoredRun
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
@@ -73,7 +73,7 @@ class _Orbax:
     """By tensor."""
     format: str = "orbax"
 
-    def run(self, tensor: TensorRecord, piece: Piece) -> Entry | None:
+    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
         """See `Foreign`. What lies in zarr arrays is encoded."""
         del tensor, piece
         return None

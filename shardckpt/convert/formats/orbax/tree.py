@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shardckpt.convert.foreign import ForeignTensor, Part
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor
 from shardckpt.convert.formats.orbax.aggregate import read_aggregate
 from shardckpt.convert.formats.orbax.metadata import Leaf, Metadata, key_generators, parse_json, shardings
 from shardckpt.errors import FormatError, MissingDataError, ShardingError, UncommittedError
@@ -165,7 +165,11 @@ def _tensor(
         except ShardingError:
             layout = None
     return ForeignTensor(
-        shape, dtype, (Part((0,) * len(shape), shape, chunks),), layout, meaning=None if generator is None else f"jax.key:{generator}"
+        shape,
+        dtype,
+        (ForeignPart((0,) * len(shape), shape, chunks),),
+        layout,
+        meaning=None if generator is None else f"jax.key:{generator}",
     )
 
 

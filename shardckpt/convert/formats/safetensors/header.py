@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["LENGTH_BYTES", "Header", "StoredTensor", "header_bytes", "parse_header"]
+__all__ = ["LENGTH_BYTES", "Header", "HeaderTensor", "header_bytes", "parse_header"]
 
 LENGTH_BYTES = 8
 """Bytes that say how long the header is."""
@@ -59,7 +59,7 @@ _PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class HeaderTensor:
     """A tensor in a file: one run of bytes, in row-major order."""
 
     dtype: DType
@@ -77,7 +77,7 @@ class StoredTensor:
 class Header:
     """What a header says."""
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, HeaderTensor]
     """By name, in the order of the header."""
     metadata: Mapping[str, str]
     """What the writer wanted to say besides."""
@@ -130,7 +130,7 @@ def parse_header(raw: bytes, where: str) -> Header:
     return Header(tensors, metadata, at)
 
 
-def _tensor(name: str, entry: Any, begin: int, where: str) -> StoredTensor:
+def _tensor(name: str, entry: Any, begin: int, where: str) -> HeaderTensor:
     if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
         _fail(where, name, f"{excerpt(entry)} does not give dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -142,7 +142,7 @@ def _tensor(name: str, entry: Any, begin: int, where: str) -> StoredTensor:
         _fail(where, name, f"its shape {excerpt(shape)} is no list of at most {MOST_DIMENSIONS} lengths")
     if not _are_sizes(offsets) or len(offsets) != 2:
         _fail(where, name, f"its data_offsets {excerpt(offsets)} are no first byte and one past the last")
-    found = StoredTensor(by_name(_DTYPES[dtype]), tuple(shape), begin + offsets[0])
+    found = HeaderTensor(by_name(_DTYPES[dtype]), tuple(shape), begin + offsets[0])
     if prod(max(n, 1) for n in shape) * found.dtype.itemsize > LARGEST_DIMENSION:
         _fail(where, name, f"its shape {shape} has more bytes than can be addressed")
     if found.stop != begin + offsets[1]:

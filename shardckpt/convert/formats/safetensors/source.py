@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.convert.foreign import ROWS_BYTES, ForeignTensor, Part, row_chunks, structure_of
+from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, ForeignTensor, row_chunks, structure_of
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
 from shardckpt.convert.formats.safetensors.hf_configs import CONFIGS
-from shardckpt.convert.span import Entry, Span
+from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import CorruptionError, FormatError, OptionError
 from shardckpt.excerpt import excerpt, few
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.convert.formats.safetensors.header import Header, StoredTensor
+    from shardckpt.convert.formats.safetensors.header import Header, HeaderTensor
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
@@ -126,11 +126,11 @@ class SafetensorsFiles:
         versions = [version for version, _ in opened] + ([] if index is None else [index])
         self.identity = identity_of(location, versions)
 
-    def run(self, tensor: TensorRecord, piece: Piece) -> Entry:
+    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun:
         """See `Foreign`. A tensor is one piece."""
         del piece
         version, stored = self._by_name[tensor.name]
-        return Entry(Span(version, stored.start, stored.stop), None)
+        return StoredRun(Span(version, stored.start, stored.stop), None)
 
     def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
         """See `Foreign`. A box of whole chunks is one run of bytes."""
@@ -165,9 +165,9 @@ class SafetensorsFiles:
             return None
 
 
-def _foreign(stored: StoredTensor, rows: int) -> ForeignTensor:
+def _foreign(stored: HeaderTensor, rows: int) -> ForeignTensor:
     chunks = row_chunks(stored.shape, stored.dtype.itemsize, rows)
-    return ForeignTensor(stored.shape, stored.dtype, (Part((0,) * len(stored.shape), stored.shape, chunks),))
+    return ForeignTensor(stored.shape, stored.dtype, (ForeignPart((0,) * len(stored.shape), stored.shape, chunks),))
 
 
 def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:

@@ -18,7 +18,7 @@ import crc32c
 import numpy as np
 
 from shardckpt._version import __version__
-from shardckpt.convert.files.destination import Write, WritePlan
+from shardckpt.convert.files.destination import FileWrite, WritePlan
 from shardckpt.convert.streaming.chunking import blocks, rows, runs
 from shardckpt.convert.streaming.stream import Stream
 from shardckpt.errors import StorageError
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.reading.checkpoint import Checkpoint
 
-__all__ = ["Written", "write_safetensors"]
+__all__ = ["FilesWritten", "write_safetensors"]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FilesWritten:
     """What writing files took."""
 
     read_bytes: int
@@ -56,7 +56,7 @@ def write_safetensors(
     first: Sequence[bytes] = (),
     last: bytes | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> Written:
+) -> FilesWritten:
     """Write files, and publish them.
 
     Args:
@@ -96,7 +96,7 @@ def write_safetensors(
         progress(done, total)
         with closing(stream.read(skip)) as batches:
             for batch in batches:
-                writes, checks, nbytes = list[Write](), list[int](), 0
+                writes, checks, nbytes = list[FileWrite](), list[int](), 0
                 for block in batch:
                     data, at = block.elements.reshape(-1).view(np.uint8).data, 0
                     nbytes += data.nbytes
@@ -104,22 +104,22 @@ def write_safetensors(
                     for number, offset, length in placed.runs(block.output.name, block.box):
                         while file < number:
                             file += 1
-                            writes.append(Write(file, 0, memoryview(headers[file])))
-                        writes.append(Write(number, offset, data[at : at + length]))
+                            writes.append(FileWrite(file, 0, memoryview(headers[file])))
+                        writes.append(FileWrite(number, offset, data[at : at + length]))
                         at += length
                 destination.write(writes)
                 destination.wrote(checks)
                 written += sum(write.data.nbytes for write in writes)
                 done += nbytes
                 progress(done, total)
-        left = [Write(number, 0, memoryview(headers[number])) for number in range(file + 1, len(headers))]
+        left = [FileWrite(number, 0, memoryview(headers[number])) for number in range(file + 1, len(headers))]
         destination.write(left)
         destination.finish(verify=verify)
         destination.publish()
     except BaseException as e:
         destination.abort(keep=not begun or isinstance(e, StorageError) or not isinstance(e, Exception))  # what can be gone on with
         raise
-    return Written(stream.read_bytes, written + sum(write.data.nbytes for write in left), resumed)
+    return FilesWritten(stream.read_bytes, written + sum(write.data.nbytes for write in left), resumed)
 
 
 class _Placed:

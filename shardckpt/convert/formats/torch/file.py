@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.convert.formats.torch.objects import TABLE, storage_of
 from shardckpt.convert.formats.torch.unpickling import unpickle
-from shardckpt.convert.span import Entry
+from shardckpt.convert.span import StoredRun
 from shardckpt.errors import CorruptionError, FormatError, ShardckptError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class TorchFile:
     """All of it."""
     _storages: Mapping[str, zipfile.ZipInfo]
 
-    def storage(self, storage: Storage) -> Entry:
+    def storage(self, storage: Storage) -> StoredRun:
         """Where a storage lies.
 
         Raises:
@@ -70,7 +70,7 @@ class TorchFile:
                 f"{self.span}: there is no storage {storage.key[:100]!r} in it, of which its pickle speaks; restore it from a copy."
             )
         start = _start(self.span, info, b"")
-        return Entry(self.span.part(start, start + info.file_size), info.CRC or None)
+        return StoredRun(self.span.part(start, start + info.file_size), info.CRC or None)
 
 
 def is_torch_file(beginning: bytes) -> bool:

@@ -17,7 +17,7 @@ from shardckpt.convert.formats.torch.unpickling import Build
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["TABLE", "Dtype", "Storage", "StoredTensor", "storage_of"]
+__all__ = ["TABLE", "Dtype", "PickledTensor", "Storage", "storage_of"]
 
 _DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -81,7 +81,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class PickledTensor:
     """A tensor: elements of a storage at regular distances."""
 
     storage: Storage
@@ -117,17 +117,17 @@ def _tensor(
     _hooks: object,
     dtype: object,
     metadata: object,
-) -> StoredTensor:
+) -> PickledTensor:
     if type(storage) is not Storage or type(dtype) is not Dtype or type(shape) is not tuple or type(strides) is not tuple:
         raise TypeError("a tensor of something that is no storage")
     if metadata:
         raise ValueError("a tensor that is to be conjugated or negated when it is used: resolve_conj() and resolve_neg() it before saving")
-    return StoredTensor(storage, dtype, offset, shape, strides)  # type: ignore[arg-type]  # it looks for itself
+    return PickledTensor(storage, dtype, offset, shape, strides)  # type: ignore[arg-type]  # it looks for itself
 
 
 def _tensor_v2(
     storage: object, offset: object, shape: object, strides: object, grad: object = False, hooks: object = None, metadata: object = None
-) -> StoredTensor:
+) -> PickledTensor:
     return _tensor(storage, offset, shape, strides, grad, hooks, getattr(storage, "dtype", None), metadata)
 
 
@@ -140,7 +140,7 @@ def _tensor_v3(
     hooks: object,
     dtype: object,
     metadata: object = None,
-) -> StoredTensor:
+) -> PickledTensor:
     return _tensor(storage, offset, shape, strides, grad, hooks, dtype, metadata)
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.convert.files.draft import Draft
-from shardckpt.convert.files.read_back import Part
+from shardckpt.convert.files.read_back import WrittenRun
 from shardckpt.convert.formats.torch.crc32 import combine
 from shardckpt.convert.small_leaves import left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from shardckpt.plan.pieces import Piece
     from shardckpt.state.document import Node
 
-__all__ = ["TorchFile", "torch_dtypes"]
+__all__ = ["TorchFileWriter", "torch_dtypes"]
 
 _RECORD_BYTES = 512
 """Bytes of a record's headers and alignment, and of what describes its tensor, about."""
@@ -79,7 +79,7 @@ class _Record:
     """Of what is written until then: first byte → CRC-32 and length."""
 
 
-class TorchFile(StateWriter):
+class TorchFileWriter(StateWriter):
     """The file, being written."""
 
     checksum = staticmethod(zlib.crc32)
@@ -131,7 +131,7 @@ class TorchFile(StateWriter):
             record.crc = combine(part for _, part in sorted(record.parts.items()))
             record.parts.clear()
 
-    def complete(self) -> list[Part]:
+    def complete(self) -> list[WrittenRun]:
         """Write the records' CRC-32."""
         for name, record in self._records.items():
             if record.crc is None:
@@ -141,7 +141,7 @@ class TorchFile(StateWriter):
                     _write_at(self._draft.fd, memoryview(struct.pack("<I", record.crc)), at)
         with storage_errors("write", self._draft.final):
             os.fsync(self._draft.fd)
-        return [Part(name, self._draft.path, r.offset, r.nbytes, r.crc or 0) for name, r in self._records.items()]
+        return [WrittenRun(name, self._draft.path, r.offset, r.nbytes, r.crc or 0) for name, r in self._records.items()]
 
     def _found(self, tree: Node) -> dict[str, _Record]:
         """Where the records are. They are numbered as torch.save came across their tensors."""

@@ -13,7 +13,7 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.convert.formats.torch.file import is_torch_file
-from shardckpt.convert.formats.torch.objects import StoredTensor
+from shardckpt.convert.formats.torch.objects import PickledTensor
 from shardckpt.convert.formats.torch.source import beginning, span_of
 from shardckpt.convert.formats.torch.states import open_state_file, state_in
 from shardckpt.convert.placed import place_tensors, stored
@@ -84,6 +84,6 @@ def _referred(reference: Instance, tensors: dict[str, TorchFile], file: FileVers
     if key not in tensors:
         raise MissingDataError(f"{file.store.path_of(key)} is missing, which {file} refers to; restore it from a copy.")
     found = tensors[key].state
-    if not isinstance(found, StoredTensor):
+    if not isinstance(found, PickledTensor):
         raise FormatError(f"lies in {key}, which does not hold a tensor")
     return stored(tensors[key], found)
