@@ -1,4 +1,4 @@
-"""Several processes need the same boxes: which of them reads what, so that every chunk is read once?
+"""Which of several processes that need the same boxes reads what, so that every chunk is read once.
 
 The same question as for writing (`plan.writers`), and the same answer, which every process works out by itself:
 
@@ -35,8 +35,8 @@ MOST_READERS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What of one tensor is needed."""
+class SharedTensor:
+    """A tensor of which several processes need the same boxes."""
 
     pieces: Sequence[Piece]
     boxes: BoxArray
@@ -57,17 +57,17 @@ class Region:
     """The part of that box, in the tensor's indices."""
 
 
-def fellows(sharers: tuple[int, ...], process: int) -> tuple[int, ...]:
-    """Those of the processes that need the same with which one of them shares the reading: as evenly as it goes.
+def peers_sharing_reads(sharers: tuple[int, ...], process: int) -> tuple[int, ...]:
+    """Peers that split the reads with `process`, itself among them; of all that need the same, in groups as even as can be.
 
-    >>> len(fellows(tuple(range(130)), 129))
+    >>> len(peers_sharing_reads(tuple(range(130)), 129))
     43
     """
     at, groups = sharers.index(process), -(-len(sharers) // MOST_READERS)
     return next(tuple(group.tolist()) for group in np.array_split(np.array(sharers), groups) if sharers[at] in group)
 
 
-def rounds(wanted: Sequence[Wanted], readers: int, limit: int) -> Iterator[list[list[Region]]]:
+def rounds(wanted: Sequence[SharedTensor], readers: int, limit: int) -> Iterator[list[list[Region]]]:
     """Per round, and per reader, what that one reads.
 
     Args:
@@ -117,7 +117,7 @@ class _TapePart:
                     yield Region(self.tensor, number, inside)
 
 
-def _parts(wanted: Sequence[Wanted]) -> Iterator[_TapePart]:
+def _parts(wanted: Sequence[SharedTensor]) -> Iterator[_TapePart]:
     """The tape."""
     for i, one in enumerate(wanted):
         for piece in touched(one.pieces, one.boxes):

@@ -201,7 +201,7 @@ class Attempt:
         if not self.alone:
             wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
 
-    def assembled(self) -> CheckpointRecord:
+    def assemble_record(self) -> CheckpointRecord:
         """The record, with all that it refers to in place; what remains is to publish it."""
         assert self.prior is not None
         record = assemble(self.place, self._said)

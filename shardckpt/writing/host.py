@@ -153,7 +153,7 @@ class HostWriter:
         Returns:
             The record, which is not written yet, and the chunk table.
         """
-        written = gathered(together(Encoder.finish, self._encoders))
+        written = merge_written(together(Encoder.finish, self._encoders))
         extents = written.extents
         order = np.lexsort((written.chunk, written.path))
         counts = np.bincount(written.path, minlength=len(written.paths)).tolist()
@@ -314,7 +314,7 @@ def portions(blocks: Iterable[Elements], most: int) -> Iterator[list[Elements]]:
         yield some
 
 
-def gathered(parts: Sequence[Written]) -> Written:
+def merge_written(parts: Sequence[Written]) -> Written:
     """What several encoders have written, as one.
 
     Raises:

@@ -104,7 +104,7 @@ def _take_steps(attempt: Attempt, state: Any, began: float) -> SaveReport:
         if attempt.commits:
             attempt.await_hosts()
         waited = time.monotonic()
-        record = attempt.assembled() if attempt.commits else None
+        record = attempt.assemble_record() if attempt.commits else None
     except BaseException as e:
         attempt.give_up(e)
         raise

@@ -232,7 +232,7 @@ class _Save:
             if attempt.commits:
                 attempt.await_hosts()
             waited = time.monotonic()
-            record = attempt.assembled() if attempt.commits else None
+            record = attempt.assemble_record() if attempt.commits else None
             if record is not None and self._before_publish is not None:
                 self._before_publish()
         except BaseException as e:

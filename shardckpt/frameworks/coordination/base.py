@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from shardckpt.errors import CoordinationError, OptionError
 from shardckpt.frameworks.coordination.agreement import Get, Set, Steps, await_answer, decode, encode, gather, join, lead, listen
 from shardckpt.frameworks.coordination.calls import SilentStoreError
-from shardckpt.frameworks.coordination.devices import found_devices, owners, told_devices
+from shardckpt.frameworks.coordination.devices import found_devices, given_devices, owners
 from shardckpt.layout.world import World
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Coordinator(ABC):
         self._asked: Counter[tuple[str, str]] = Counter()
         # A process alone has all its devices for itself.
         found = found_devices() if processes > 1 else {}
-        own = encode({"told": told_devices(devices), "found": found})
+        own = encode({"told": given_devices(devices), "found": found})
         if process:
             self.run_id, said = self._run(join(process, own, secrets.token_hex(8)), timeout)
         else:
@@ -289,7 +289,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def _current(devices: Mapping[str, Iterable[int]] | None, timeout: float) -> Coordinator:
     """The coordinator of this round of the job; see `Coordinator.current`."""
     global _round  # noqa: PLW0603
-    told = told_devices(devices) if devices else {}
+    told = given_devices(devices) if devices else {}
     with _lock:
         kind = _kind()
         if _round is None or type(_round.coordinator) is not kind or not _is_current(_round):

@@ -17,12 +17,11 @@ from shardckpt.layout.world import DeviceOwners
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["found_devices", "owners", "told_devices"]
 
 _FRAMEWORKS = ("jax", "torch_xla")
 
 
-def told_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list[int]]:
+def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list[int]]:
     """What the caller says that this process owns, in order.
 
     Raises:
