@@ -1,4 +1,4 @@
-"""Where does a base lie, and is it still the checkpoint that it was?
+"""The place of a base checkpoint, and the check that it is still the checkpoint that it was.
 
 1. A base that lies below the same directory as the checkpoint, as the steps of one run do, is named relative to it: both may
    be moved and copied together. Any other is named by its whole url. A relative name goes up once and never further.

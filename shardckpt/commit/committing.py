@@ -48,9 +48,9 @@ class Outcome:
     """What became of one unpublished attempt."""
 
     name: str
-    """Of the checkpoint, relative to the root; "." for the root itself."""
+    """Name of the checkpoint, relative to the root; "." for the root itself."""
     location: Location
-    """Of the checkpoint."""
+    """Place of the checkpoint."""
     attempt: str
     state: Literal["committed", "incomplete", "overtaken", "refused"]
     reason: str = ""

@@ -1,4 +1,4 @@
-"""Does the index that other zarr readers go by say the same as the record and the chunk tables?
+"""Check that the index for other zarr readers says the same as the record and the chunk tables.
 
 Our own readers do not use it, so it cannot lead them astray; but `verify` vouches for stock readers, too.
 """

@@ -1,4 +1,4 @@
-"""Is this job the one that saves to this root?
+"""The lease of a root: the one job that saves there.
 
 Two jobs that save to one root would overtake each other: started anew while the old one still lives, say. `job.json` in the
 root names the run that saves there.

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 FORMAT_VERSION = (1, 0)
-"""Major and minor, of all that needs no newer one. Readers refuse a newer major; a newer minor only adds what they may ignore."""
+"""Version of everything else, major and minor. Readers refuse a newer major; a newer minor only adds what they may ignore."""
 BASES_VERSION = (2, 0)
-"""Of contents and commit records with tensors that lie in other checkpoints. The newest that is read."""
+"""Version of contents and commit records with tensors that lie in other checkpoints. The newest version that is read."""
 LAYOUTS = ("packed", "zarr")
 COMPRESSIONS = (None, "zstd")
 
@@ -124,7 +124,7 @@ class FileReference:
     size: int
     """Bytes."""
     sha256: str
-    """Of the whole file, 64 hex digits."""
+    """Digest of the whole file, 64 hex digits."""
 
     @classmethod
     def of(cls, key: str, data: bytes) -> FileReference:
@@ -158,7 +158,7 @@ class TableReference:
     header: int
     """Bytes of its header."""
     sha256: str
-    """Of the header, 64 hex digits."""
+    """Digest of the header, 64 hex digits."""
 
     @classmethod
     def of(cls, key: str, data: bytes, header: int) -> TableReference:

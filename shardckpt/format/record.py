@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 MOST_HOSTS = 1 << 20
-"""Of one save: bounds what it takes to say which are missing."""
+"""Hosts of one save at most: bounds the work of naming those that are missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostFiles:
-    """What a reader needs of a host's record: where the host's own files are. Cheap, however many tensors there are."""
+    """The places of a host's own files, which is all that readers need of its record. Small, however many tensors there are."""
 
     table: TableReference
     """The host's chunk table."""
@@ -157,7 +157,7 @@ class CheckpointRecord:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Of the format: the oldest that can say this."""
+        """The oldest version of the format that can hold this record."""
         return BASES_VERSION if self.structure.bases else FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:

@@ -51,11 +51,11 @@ class Base:
     """A checkpoint that holds tensors of another one."""
 
     attempt: str
-    """That its commit record named; equal for one base, by whatever url it is reached."""
+    """The attempt that its commit record named; equal for one base, by whatever url it is reached."""
     layout: str
     """"packed" or "zarr", as in its commit record."""
     compression: str | None
-    """Of its chunks, likewise."""
+    """Compression of its chunks, as in its commit record."""
     url: str = field(compare=False)
     """Percent-encoded: relative to the checkpoint where it lies below the same directory (`../0`), else with a scheme."""
 
@@ -74,7 +74,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class InBase:
-    """Where a tensor is that lies in a base."""
+    """The place of a tensor that lies in a base."""
 
     base: Base
     name: str
@@ -88,7 +88,7 @@ def bases_of(record: dict[str, Any], where: str) -> list[Base]:
 
 
 def names_beside(bases: Iterable[Base]) -> frozenset[str]:
-    """Of bases those that lie directly beside the checkpoint that names them: their names."""
+    """Names of the bases that lie directly beside the checkpoint that names them."""
     below = (unquote(base.url.removeprefix(BESIDE)) for base in bases if base.url.startswith(BESIDE))
     return frozenset(name for name in below if "/" not in name)
 
@@ -179,7 +179,7 @@ class Structure:
 
     @classmethod
     def union(cls, parts: Sequence[tuple[Sequence[int], Structure]]) -> Structure:
-        """What several processes hold together.
+        """Join the structures of several processes.
 
         Args:
             parts: distinct structures, each with the processes that say so, ascending; by lowest process.

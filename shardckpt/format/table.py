@@ -76,7 +76,7 @@ class TableHeader:
     block: int
     """Rows of a block; the last one may have fewer."""
     digests: bytes
-    """Of all blocks, `DIGEST_BYTES` each."""
+    """Digests of all blocks, `DIGEST_BYTES` each."""
     nbytes: int
     """Its own length: where the rows begin."""
 

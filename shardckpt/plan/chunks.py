@@ -1,4 +1,4 @@
-"""Which chunk shape serves the reader that nobody knows yet?
+"""The choice of a chunk shape, for readers whose layout nobody knows yet.
 
 A tensor is stored as regular grids of chunks. A chunk never crosses a border between shards (so it has one writer),
 hence where a dimension is split its chunk side divides the tile; where it is not, any side will do.

@@ -119,7 +119,7 @@ def chunk_runs(piece: Piece, boxes: BoxArray) -> tuple[Ints, Ints]:
 
 
 def touched(pieces: Sequence[Piece], boxes: BoxArray) -> list[Piece]:
-    """Those pieces that hold elements of some box, in their order.
+    """The pieces that hold elements of some box, in their order.
 
     A tensor may be in thousands of pieces, and `overlaps` of each would take longer than reading the few that matter.
     """

@@ -201,17 +201,17 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return self.box.size * self.itemsize
 
     @property
     def padded_bytes(self) -> int:
-        """Of its chunks as they are stored: those at the piece's edges are filled up."""
+        """Bytes of its chunks as they are stored: those at the piece's edges are padded."""
         return padded_size(self.box.shape, self.piece.chunks) * self.itemsize
 
     @property
     def chunk_bytes(self) -> int:
-        """Of its largest chunk."""
+        """Bytes of its largest chunk."""
         return min(self.nbytes, prod(self.piece.chunks) * self.itemsize)
 
     @property

@@ -1,4 +1,4 @@
-"""Which stored chunks does each host read, when a checkpoint is restored onto some layout?
+"""The stored chunks that each host reads when a checkpoint is restored onto some layout.
 
 The counterpart of `writers`, for all hosts at once and without asking any of them.
 

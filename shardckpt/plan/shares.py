@@ -97,7 +97,7 @@ class _TapePart:
     boxes: Sequence[tuple[int, Box]]
     """Numbered as the tensor's."""
     spans: tuple[range, ...]
-    """Of chunks, per dimension."""
+    """Places of its chunks in the grid, per dimension."""
     chunk_bytes: int
 
     @property

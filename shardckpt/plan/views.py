@@ -1,4 +1,4 @@
-"""Where do elements of one tensor lie in another one that is made of it?
+"""The place of a tensor's elements in another tensor that is made of it.
 
 A `View` is a box of a tensor, with its dimensions in another order, dimensions of length 1 left out or put in, at some place
 of an output. Boxes of the output are wanted, and boxes of the tensor are read: `View.back` says which, and `View.part` where

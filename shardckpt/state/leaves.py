@@ -1,4 +1,4 @@
-"""How is a leaf that is no tensor written as JSON, exactly?
+"""Leaves that are no tensors, as JSON: exactly, and back.
 
 What JSON has, stands for itself; everything else is an object with one key that begins with "$". Strict JSON: no NaN
 or Infinity tokens, no integer that another language would round, no lone surrogates.

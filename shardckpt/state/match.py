@@ -1,4 +1,4 @@
-"""Which stored tensor goes into which leaf of `like`, and what does the state look like afterwards?
+"""Match a stored tree with `like`: which stored tensor goes into which leaf, and the state that comes out.
 
 Both trees are walked side by side, paired by typed key (0 and "0" are two keys) and in sequences by index, before
 anything is read:

@@ -1,4 +1,4 @@
-"""What is a place in the state called, and under which path is its array stored?
+"""Names of places in a state, and the paths under which their arrays are stored.
 
 A *name* is for people and for JSON: the keys on the way to a leaf, joined with "/", each rendered so that no two
 places of one state share a name (`component_names`).

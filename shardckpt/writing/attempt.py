@@ -78,7 +78,8 @@ _PLACEHOLDER = 4.0
 _COMMITTING = 60.0
 """Seconds that the committer may take after the last host has finished."""
 _WORD, _FAILURE = "word", "failure"
-"""What the committer says of an attempt, or who has waited for it in vain; and what a process says that could not write its share."""
+"""Kinds of announcements: the committer's word on an attempt (or that of a process that gave up waiting for it), and the failure of a
+process that could not write its share."""
 _SAMPLED = 1024
 """Elements of a large plain tensor by which processes that have different ones under one name are found."""
 _WORDS = 64
@@ -87,7 +88,7 @@ _WORDS = 64
 
 @dataclass(frozen=True, slots=True)
 class StateShare:
-    """What one process has of a state, and what of that it writes."""
+    """One process's part of a state, and the plan of what it writes."""
 
     plan: SavePlan
     sources: Mapping[str, Source]
@@ -114,9 +115,9 @@ class Attempt:
         """The checkpoints in which tensors lie that this process has skipped, once it has found them."""
         self._skipped: frozenset[str] = frozenset()
         self._nbytes = 0
-        """That this process writes."""
+        """Bytes that this process writes."""
         self._said: dict[FileReference, Contents] = {}
-        """What it has said of the checkpoint, and in which file, where nobody says anything else."""
+        """This process's contents by the file that holds them, where it is the only process."""
         self._wrote = False
         """Whether anything of the attempt may be there."""
         self._stopped = ""
@@ -132,7 +133,7 @@ class Attempt:
             raise error
 
     def take(self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save) -> StateShare:
-        """What this process has to write; all but the elements of large tensors is taken when this returns.
+        """Take this process's share of a state: everything but the elements of large tensors, when this returns.
 
         Args:
             state: as in `shardckpt.save`.
@@ -317,14 +318,14 @@ class Attempt:
         return None if heard is None else f"process {heard['process']} could not write its share: {heard['error']}"
 
     def _tell(self, what: str, error: BaseException | None) -> None:
-        """Tell whoever asks; blocks nobody. What it is about has happened, whether anybody can be told or not."""
+        """Announce something that has happened, without waiting; a store that cannot be reached changes nothing."""
         if not self.alone:
             with suppress(ShardckptError):
                 said = {"error": None if error is None else _in_words(error), "code": getattr(error, "code", None)}
                 self.coordinator.announce(self._key(what), {"save": self._save, "process": self.world.process, **said})
 
     def _heard(self, what: str) -> dict[str, Any] | None:
-        """What somebody has said of this attempt."""
+        """The announcement of that kind about this attempt, if there is one."""
         said: Any = self.coordinator.peek(self._key(what))
         return said if isinstance(said, dict) and said.get("save") == self._save else None
 

@@ -195,7 +195,7 @@ class HostWriter:
 
 
 _LEAST_BYTES = 1 << 10
-"""That a block counts for, however small it is: its key, and what Python has of it."""
+"""Bytes that a block counts for at least: its key, and the Python objects for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Encoder:
 
 
 def _places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
-    """Of the chunks of an array that make a box: their positions in the grid, and how their keys end, behind the array's path."""
+    """Positions in the grid, and ends of the keys behind the array's path, of the chunks of an array that make a box."""
     positions, ends = [0], ["/c"]
     for span, n in zip(whole_chunks(piece, box), piece.grid, strict=True):
         positions = [row * n + i for row in positions for i in span]
@@ -315,7 +315,7 @@ def portions(blocks: Iterable[Elements], most: int) -> Iterator[list[Elements]]:
 
 
 def merge_written(parts: Sequence[Written]) -> Written:
-    """What several encoders have written, as one.
+    """Join what several encoders have written.
 
     Raises:
         CommitError: two of them have written the same chunk.

@@ -59,7 +59,7 @@ _MANIFEST = "manifest.ocdbt"
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Of n chunks, in the order in which they were put."""
+    """The places of n chunks, in the order in which they were put."""
 
     files: tuple[str, ...]
     """Data files, relative to the attempt; none in the plain layout, where each chunk's key names its object."""

@@ -43,13 +43,14 @@ memory each time, which the kernel has to clear: from torch_xla, reading takes f
 _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""
 _COPIES = {None: 1, "zstd": 3}
-"""Of these bytes at a time, by compression: laid out; compressed, chunk by chunk; and those joined."""
+"""Copies of these bytes that a thread holds, by compression: laid out; with zstd also the compressed chunks, and those joined."""
 _MOST_THREADS = 4
 """Threads that write, where the process has so many cores: more than cores gain nothing."""
 _LEAST_SHARE = 32 << 20
-"""Bytes that each has to write on average: less is not worth data files of its own."""
+"""Bytes that each thread has to write on average: less is not worth data files of its own."""
 _LEAST_MEAN = 512 << 10
-"""Bytes of a block on average, from which on copying and writing, which leave Python to the others, take far longer than Python."""
+"""Bytes of an average block from which on several threads pay: copying and writing, which release the interpreter, then take far longer
+than Python."""
 
 
 def save(
@@ -95,7 +96,7 @@ def save(
 
 
 def _take_steps(attempt: Attempt, state: Any, began: float) -> SaveReport:
-    """Take all steps of a save, in their order; what this process did."""
+    """Take all steps of a save, in their order, and report on them."""
     try:
         share = attempt.take(state)
         planned = time.monotonic()
@@ -131,7 +132,7 @@ def _take_steps(attempt: Attempt, state: Any, began: float) -> SaveReport:
 
 
 def _write(attempt: Attempt, share: StateShare) -> HostRecord:
-    """Write this process's share straight from its tensors; what its host record says."""
+    """Write this process's share straight from its tensors, and return its host record."""
     quarter, copies = attempt.options.budget // 4, _COPIES[attempt.options.compression]
     staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
 

@@ -307,7 +307,7 @@ def save_async(
 
 
 def _shared_saver(memory_limit: int) -> Saver:
-    """The one whose buffers all calls share, as long as they set the same limit."""
+    """The saver whose buffers all calls of `save_async` share, as long as they set the same limit."""
     global _saver  # noqa: PLW0603  (kept from call to call)
     with _choosing:
         if _saver is None or _saver.memory_limit != memory_limit:

@@ -1,4 +1,4 @@
-"""Tensors that a save leaves out, because a base checkpoint holds them: where exactly?
+"""Tensors that a save leaves out, because a base checkpoint holds them, and where exactly they lie there.
 
 Asked when this process writes, which in a save in the background is not on the thread that trains: nothing that is copied
 before depends on the answer. Every process asks for itself and gets the same, by reading one record; so none writes

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from shardckpt.writing.save import BlockElements
 
 WRITTEN_BYTES = 2 << 20
-"""Of elements that are encoded and written at a time in the background: many chunks, in no more memory than one may take."""
+"""Bytes of elements that the background encodes and writes at a time: many chunks, in no more memory than one may take."""
 _BUFFER_BYTES = 32 << 20
-"""Of a part of the buffer, where it does not hold all."""
+"""Bytes of a part of the buffer, where the buffer does not hold all."""
 _LEAST_PARTS = 8
-"""There are so many, where they are smaller: what the last block leaves of each is lost, and both sides work on one at a time."""
+"""Least number of parts. Each part loses what its last block leaves, and both sides work on one at a time."""
 
 
 def write_chunks(writer: HostWriter, blocks: Iterable[tuple[Block, NDArray[np.generic]]]) -> Iterator[int]:
@@ -61,7 +61,7 @@ def write_chunks(writer: HostWriter, blocks: Iterable[tuple[Block, NDArray[np.ge
 
 @dataclass(slots=True)
 class _Part:
-    """Of the buffer: blocks one after another, and those beside it that come between them."""
+    """A part of the buffer: the blocks in it one after another, and blocks in memory of their own that come between them."""
 
     memory: NDArray[np.generic]
     used: int = 0
@@ -80,7 +80,7 @@ class Stage:
             start: starts the thread that takes the blocks off; called once, on the thread that saves.
         """
         self.streamed = False
-        """Whether the buffer does not hold everything."""
+        """Whether the buffer is smaller than what is copied."""
         self.blocked = 0.0
         """Seconds for which the thread that saves has waited for the pool, or for a part of the buffer."""
         self.started = False
@@ -188,7 +188,7 @@ class Stage:
             return self._free.popleft()
 
     def _hand_over(self) -> None:
-        """What is copied so far may be written."""
+        """Let the other thread write what is copied so far."""
         part, self._filling = self._filling, None
         with self._changed:
             if part is not None and self._failure is None:

@@ -1,4 +1,4 @@
-"""Whose is each device? What a process says of its own when a job starts, and what follows from what all have said.
+"""The owner of each device: what a process says of its own when a job starts, and what follows from what all have said.
 
 Devices that are numbered through the whole job belong to the one process that has them. Devices of a framework that
 every process has for itself bear the same numbers everywhere, and belong in no common map.
