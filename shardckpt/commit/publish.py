@@ -3,7 +3,7 @@
 An attempt is a directory that is never used again. Data, then the hosts' records, go there; as long as
 `checkpoint.json` does not name it, it is no checkpoint. Whoever commits it
 
-1. makes the commit record out of the hosts' records (`io.assemble`);
+1. makes the commit record out of the hosts' records (`assemble`);
 2. writes `checkpoint.json` in place of the very version that was there before any host wrote (`replace`, a
    compare-and-swap). Losing that race publishes nothing. Where there is no checkpoint, that version is a placeholder,
    which the save puts there first (`hold_place`): nothing is ever published by creating the file, so a committer that

@@ -23,6 +23,7 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+import shardckpt.io.ending  # noqa: F401  (saves in the background need it, and when Python is ending it cannot be imported any more)
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError, StorageError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ Pure, from what the tensors say of themselves; the same on every process, as far
    only the one that shows it, as `host_tensors` says. Small ones may be on any processes, and nothing of them is
    written: their elements go into what the host says of the checkpoint.
 3. Deal out the chunks of every box among its holders (`plan.writers`), and cut this process's share into what can be
-   copied at once (`blocks`).
+   copied at once (`plan.pieces`).
 """
 
 from __future__ import annotations
