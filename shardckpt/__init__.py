@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from shardckpt.reshard.rules import Rules
     from shardckpt.state.leaves import register_leaf
     from shardckpt.training import CheckpointManager, Restored, TrainState, train_state
-    from shardckpt.writing.save import save, save_async
+    from shardckpt.writing.save import save
     from shardckpt.writing.save_handle import SaveHandle, SaveReport
+    from shardckpt.writing.saver import save_async
 
 __all__ = [
     "Bandwidths",
@@ -107,7 +108,7 @@ _HOME = {
     "reshard": "reshard",
     "restore": "reading.restore",
     "save": "writing.save",
-    "save_async": "writing.save",
+    "save_async": "writing.saver",
     "train_state": "training",
 }
 """The module that each name comes from."""

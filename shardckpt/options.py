@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt, file_size
-from shardckpt.format.fields import DEEPEST_METADATA, is_deeper
+from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
 
 if TYPE_CHECKING:
     import os

@@ -39,10 +39,10 @@ import numpy as np
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks
-from shardckpt.format.codec import CHECKSUM_BYTES
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.layout.box import distinct_boxes
 from shardckpt.layout.world import World
-from shardckpt.plan.plan import overlaps
+from shardckpt.plan.overlaps import overlaps
 from shardckpt.reading.reader import Request
 from shardckpt.writing import save_plan
 

@@ -24,7 +24,7 @@ from golden_facts import Interval, facts, layout_facts
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, Sharding
-from shardckpt.format.record import BASES_VERSION, FORMAT_VERSION
+from shardckpt.format.documents import BASES_VERSION, FORMAT_VERSION
 from shardckpt.layout.dtypes import DTYPES
 from shardckpt.plan import chunks
 from shardckpt.writing import save_plan

@@ -36,7 +36,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardckpt.writing.staging import Fetched
+    from shardckpt.writing.save import BlockElements
 
 BATCH = 256
 _RATE = 1e-3
@@ -69,14 +69,14 @@ def measure(place: str, state: Callable[[], Any], step: Callable[[], Any], saves
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.options import parse_bytes
     from shardckpt.state import flatten
+    from shardckpt.writing.save import MOST_COPIES, read
     from shardckpt.writing.save_plan import plan_save
     from shardckpt.writing.saver import Saver
-    from shardckpt.writing.staging import MOST_COPIES, read
 
     saver = Saver(memory_limit=parse_bytes("4GiB", "memory_limit"))
     world = Coordinator.current().world
 
-    def batches(room: int) -> Iterator[Iterator[Fetched]]:
+    def batches(room: int) -> Iterator[Iterator[BlockElements]]:
         """What is to be saved: the tensors' own memory, if that is the host's."""
         leaves = flatten(state(), frameworks.is_tensor, frameworks.identity, frameworks.meaning).tensors
         sources = frameworks.sources(leaves, world)
@@ -85,7 +85,7 @@ def measure(place: str, state: Callable[[], Any], step: Callable[[], Any], saves
     def host_arrays() -> list[np.ndarray]:
         return [elements for batch in batches(sys.maxsize) for _, elements, _ in batch]
 
-    def hand_out(fetched: Iterator[Iterator[Fetched]]) -> None:
+    def hand_out(fetched: Iterator[Iterator[BlockElements]]) -> None:
         for batch in fetched:
             for _ in batch:
                 pass

@@ -12,7 +12,7 @@ from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.screen import Cell, Screen, write_json
 from shardckpt.cli.text import count, file_size, visible
 from shardckpt.excerpt import shortened
-from shardckpt.format.bases import BESIDE
+from shardckpt.format.structure import BESIDE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

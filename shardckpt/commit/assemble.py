@@ -24,17 +24,15 @@ import numpy as np
 
 from shardckpt._version import __version__
 from shardckpt.commit import index
-from shardckpt.commit.host_files import read_table, write_table
-from shardckpt.errors import CommitError
+from shardckpt.errors import CommitError, FormatError
 from shardckpt.excerpt import numbered
-from shardckpt.format.codec import encode
-from shardckpt.format.contents import Contents
-from shardckpt.format.documents import zarr_documents
-from shardckpt.format.keys import chunk_object_key, plain_key
-from shardckpt.format.record import FORMAT_VERSION, CheckpointRecord, FileReference, HostRecord, format_version, open_envelope
-from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
+from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableReference, format_version, open_envelope
+from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord
+from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
+from shardckpt.format.zarr_arrays import chunk_object_key, encode, plain_key, zarr_documents
+from shardckpt.io.store import LARGEST_WHOLE
 from shardckpt.io.together import together
-from shardckpt.plan.plan import chunk_boxes
+from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -42,12 +40,11 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
     _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]
     """What hosts say, each version once, with the hosts that say it."""
-
-__all__ = ["SMALL", "SMALL_TABLE", "TABLE", "assemble", "finished_hosts", "pause", "read_host_record", "wait_for_hosts"]
+    from shardckpt.io.stats import ReadStats
 
 TABLE = "table"
 """All hosts' chunk tables as one, relative to the attempt."""
@@ -312,3 +309,66 @@ def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool)
         rows.setdefault(piece.path, []).append((position, file, start, len(stored), crc))
         offset += len(stored)
     return Table.of([SMALL] if packed and chunks else [], {path: ArrayChunks.of_rows(some) for path, some in rows.items()})
+
+
+PART_BLOCKS = 1 << 13
+"""Blocks of a large table that are read at a time; 28 MiB of those that are written."""
+
+
+def read_host_files(place: Store, reference: FileReference) -> HostFiles:
+    """Where a host's files are, by its record, checked against what the commit record vouches for."""
+    data, where = place.read(reference.key), f"{place}/{reference.key}"
+    reference.check(data, where)
+    return HostFiles.from_json(open_envelope(data, where), where)
+
+
+def read_table(place: Store, reference: TableReference, stats: ReadStats | None = None) -> Table:
+    """A whole chunk table, checked against what refers to it."""
+    where = f"{place}/{reference.key}"
+    if reference.size > LARGEST_WHOLE:
+        return _read_in_parts(place, reference, where, stats)
+    data = place.read(reference.key)
+    if stats is not None:
+        stats.count_index(len(data))
+    return Table.of_body(TableHeader.vouched(data, reference, where), data, where)
+
+
+def _read_in_parts(place: Store, reference: TableReference, where: str, stats: ReadStats | None) -> Table:
+    """A table too large to be read as a file at once: one that only claims its size is refused at the first block that is not there."""
+    check_sizes(reference, where)
+
+    def read(start: int, stop: int) -> bytes:
+        data = place.read(reference.key, start, stop)
+        if stats is not None:
+            stats.count_index(len(data))
+        return data
+
+    header = TableHeader.vouched(read(0, reference.header), reference, where)
+    if place.is_longer(reference.key, reference.size):
+        raise FormatError(f"{where}: the record gives the chunk table {reference.size} bytes, it has more.")
+    step = PART_BLOCKS * header.block * ROW.itemsize
+    parts = [
+        ArrayChunks.of_records(header.read_rows(read(start, min(start + step, reference.size)), i * PART_BLOCKS, where))
+        for i, start in enumerate(range(header.nbytes, reference.size, step))
+    ]
+    return Table.of_rows(header, ArrayChunks.concatenate(parts), where)
+
+
+def write_table(place: Store, key: str, table: Table) -> TableReference:
+    """Write a chunk table; what vouches for it."""
+    data = table.encode()
+    place.write(key, data)
+    return TableReference.of(key, data, len(data) - table.body_bytes)
+
+
+def merge_tables(tables: Sequence[Table]) -> Table:
+    """One table over all hosts.
+
+    Raises:
+        FormatError: two hosts wrote the same chunk.
+    """
+    merged = Table.merge(tables)
+    doubled = merged.doubled()
+    if doubled is not None:
+        raise FormatError(f"{doubled}: two hosts wrote the same chunk; the checkpoint's records contradict each other.")
+    return merged

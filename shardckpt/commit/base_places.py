@@ -1,4 +1,4 @@
-"""Where does a base lie, and is it still the checkpoint that it was?
+"""The place of a base checkpoint, and the check that it is still the checkpoint that it was.
 
 1. A base that lies below the same directory as the checkpoint, as the steps of one run do, is named relative to it: both may
    be moved and copied together. Any other is named by its whole url. A relative name goes up once and never further.
@@ -16,15 +16,14 @@ from urllib.parse import quote, unquote
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import CommitError, FormatError, MissingDataError, OptionError, ShardckptError, UrlError
-from shardckpt.format.bases import BESIDE
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
+from shardckpt.format.structure import BESIDE
 from shardckpt.io.store import Store
 from shardckpt.io.url import UNQUOTED, parse
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from shardckpt.format.bases import Base
-    from shardckpt.format.structure import TensorRecord
+    from shardckpt.format.structure import Base, TensorRecord
     from shardckpt.io.url import Location
 
 __all__ = ["base_location", "base_record", "base_url", "check_base", "check_bases", "holder"]

@@ -39,8 +39,8 @@ from shardckpt.commit.attempts import attempts, is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked, unmark
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
 from shardckpt.errors import FormatError, NotFoundError, OptionError, ReplacedError, StorageError, VersionError
-from shardckpt.format.fields import Fields
-from shardckpt.format.record import Tombstone, open_envelope, seal
+from shardckpt.format.documents import Fields, open_envelope, seal
+from shardckpt.format.record import Tombstone
 from shardckpt.io.ages import idle_seconds
 
 if TYPE_CHECKING:

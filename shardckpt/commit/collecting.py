@@ -16,9 +16,9 @@ from shardckpt.commit.collect import Collected
 from shardckpt.commit.publish import RECORD, published_attempt
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, OptionError, StorageError
 from shardckpt.excerpt import excerpt
-from shardckpt.format.bases import bases_of, names_beside
-from shardckpt.format.record import open_envelope
-from shardckpt.io.ending import reading_takes_threads
+from shardckpt.format.documents import open_envelope
+from shardckpt.format.structure import bases_of, names_beside
+from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 

@@ -25,8 +25,7 @@ from shardckpt.commit.rollback import Rollback
 from shardckpt.commit.strays import remove_strays
 from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
 from shardckpt.excerpt import numbered
-from shardckpt.io.ending import reading_takes_threads
-from shardckpt.io.failures import is_denied
+from shardckpt.io.failures import is_denied, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.state.names import natural_key
@@ -49,9 +48,9 @@ class Outcome:
     """What became of one unpublished attempt."""
 
     name: str
-    """Of the checkpoint, relative to the root; "." for the root itself."""
+    """Name of the checkpoint, relative to the root; "." for the root itself."""
     location: Location
-    """Of the checkpoint."""
+    """Place of the checkpoint."""
     attempt: str
     state: Literal["committed", "incomplete", "overtaken", "refused"]
     reason: str = ""
@@ -174,7 +173,8 @@ def _publish(store: Store, attempt: str, prior: Prior) -> str | None:
     try:
         record = assemble(place)
         check_leftover(store, attempt, record.metadata, prior.attempt)
-        check_bases(store.location, record, prior.attempt)
+        if record.structure.bases:
+            check_bases(store.location, record, prior.attempt)
         root, rollback = run_root(store, attempt, record.metadata), Rollback.of(record.metadata)
         if root is not None and rollback is not None:
             rollback.tell(root)

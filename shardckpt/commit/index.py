@@ -19,8 +19,7 @@ from urllib.parse import quote
 import tensorstore as ts
 
 from shardckpt.errors import CommitError, FormatError
-from shardckpt.format.keys import PLAIN_ROOT, plain_key
-from shardckpt.format.zarr_meta import group_json, parent_groups
+from shardckpt.format.zarr_arrays import PLAIN_ROOT, group_json, parent_groups, plain_key
 from shardckpt.io import ocdbt
 from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context, storage_errors
 

@@ -1,4 +1,4 @@
-"""Does the index that other zarr readers go by say the same as the record and the chunk tables?
+"""Check that the index for other zarr readers says the same as the record and the chunk tables.
 
 Our own readers do not use it, so it cannot lead them astray; but `verify` vouches for stock readers, too.
 """
@@ -15,17 +15,15 @@ import numpy as np
 from shardckpt.commit import index
 from shardckpt.commit.assemble import SMALL
 from shardckpt.errors import ShardckptError
-from shardckpt.format.codec import CHECKSUM_BYTES
-from shardckpt.format.keys import chunk_object_key, split_chunk_key
 from shardckpt.format.table import OWN_OBJECT
-from shardckpt.format.zarr_meta import parent_groups
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, parent_groups, split_chunk_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.format.table import ArrayChunks
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["IndexCheck"]
 

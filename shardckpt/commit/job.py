@@ -1,4 +1,4 @@
-"""Is this job the one that saves to this root?
+"""The lease of a root: the one job that saves there.
 
 Two jobs that save to one root would overtake each other: started anew while the old one still lives, say. `job.json` in the
 root names the run that saves there.
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OtherJobError, StorageError
-from shardckpt.format.fields import Fields
-from shardckpt.format.record import CheckpointRecord, open_envelope, parse_checkpoint, seal
+from shardckpt.format.documents import Fields, open_envelope, seal
+from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store

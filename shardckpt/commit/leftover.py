@@ -1,7 +1,7 @@
-"""A save was left complete and unpublished: may somebody else publish it?
+"""Refuse to publish a complete save that was left unpublished, where publishing it would undo something newer.
 
-Its own committer may have been refused that, so what it looks at counts here, too: which run saves to the root now
-(`job`), and whether what would be replaced is pinned (`markers`).
+Its own committer may have been refused that, so the same is checked here: which run saves to the root now (`job`), and whether
+what would be replaced is pinned (`markers`).
 """
 
 from __future__ import annotations

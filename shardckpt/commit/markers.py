@@ -13,8 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import FormatError, MissingDataError
-from shardckpt.format.fields import Fields
-from shardckpt.format.record import open_envelope, seal
+from shardckpt.format.documents import Fields, open_envelope, seal
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store

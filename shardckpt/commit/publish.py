@@ -3,7 +3,7 @@
 An attempt is a directory that is never used again. Data, then the hosts' records, go there; as long as
 `checkpoint.json` does not name it, it is no checkpoint. Whoever commits it
 
-1. makes the commit record out of the hosts' records (`io.assemble`);
+1. makes the commit record out of the hosts' records (`assemble`);
 2. writes `checkpoint.json` in place of the very version that was there before any host wrote (`replace`, a
    compare-and-swap). Losing that race publishes nothing. Where there is no checkpoint, that version is a placeholder,
    which the save puts there first (`hold_place`): nothing is ever published by creating the file, so a committer that
@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.commit.attempts import attempts, is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED, unmark
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError, VersionError
-from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint, seal
-from shardckpt.format.table_header import check_sizes
+from shardckpt.format.documents import seal
+from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
+from shardckpt.format.table import check_sizes
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import LARGEST_WHOLE
 

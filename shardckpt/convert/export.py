@@ -17,7 +17,7 @@ from shardckpt.convert.naming.choose import NameOptions, outputs_of
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.errors import AlreadyExistsError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
-from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import check_flag, parse_bytes

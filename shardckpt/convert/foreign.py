@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardckpt.errors import FormatError
 from shardckpt.format.structure import Structure, TensorRecord
-from shardckpt.plan.plan import Piece, coverage_gap
+from shardckpt.plan.pieces import Piece, coverage_gap
 from shardckpt.state import Flat, flatten
 from shardckpt.state.names import array_path, piece_path, shown
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.span import StoredRun
     from shardckpt.io.stats import ReadStats
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.wanted import Part, Request
 
 __all__ = ["ForeignReader"]

@@ -19,9 +19,9 @@ from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.detect import module_of
 from shardckpt.convert.foreign_reader import ForeignReader
 from shardckpt.convert.naming.choose import NameOptions
-from shardckpt.format.codec import largest_chunk
-from shardckpt.format.fields import DEEPEST_METADATA, is_deeper
+from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
 from shardckpt.format.record import CheckpointRecord
+from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.url import parse
 from shardckpt.reading.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.layout.dtypes import DType
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["Place", "Placed", "PlacedTensor", "held", "place_tensors", "stored"]
 

@@ -25,7 +25,7 @@ from shardckpt.convert.placed import held, stored
 from shardckpt.errors import CorruptionError, DtypeError, FormatError
 from shardckpt.excerpt import excerpt, shortened
 from shardckpt.state import leaves
-from shardckpt.state.containers import MAX_DEPTH
+from shardckpt.state.document import MAX_DEPTH
 from shardckpt.state.names import child_name, component_names, shown
 
 if TYPE_CHECKING:

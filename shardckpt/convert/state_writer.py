@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.files.read_back import WrittenRun
     from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.layout.box import Box
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["StateWriter"]
 

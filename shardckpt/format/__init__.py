@@ -1,6 +1,7 @@
-"""The format on disk: bytes to objects and back, without I/O. It mirrors docs/format.md.
+"""The format on disk: bytes ↔ objects, without I/O. See docs/format.md.
 
-`record` is the commit record and the records of hosts, `contents` and `structure` are what a checkpoint holds, `table` is the
-chunk table, `codec` a stored chunk, `keys` its name, and `zarr_meta` the documents that other zarr readers see. `io`,
-`frameworks` and what is above them may import this package; it imports `layout`, `state` and `plan`. Begin with `record`.
+`documents` is what all metadata files have in common, `record` the commit record, the records of hosts and what these say,
+`structure` what a checkpoint holds, `table` the chunk table, `zarr_arrays` chunks, their keys and the documents that other zarr
+readers see, `zarr_dtypes` the dtypes that zarr does not know by itself. `io`, `frameworks` and what is above them may
+import this package; it imports `layout`, `plan` and `state`. Begin with `record`.
 """

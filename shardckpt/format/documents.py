@@ -1,53 +1,337 @@
-"""The `zarr.json` of every array of a checkpoint, with mesh, spec and OpSharding in its attributes."""
+"""Metadata files: their envelope, references to them, and typed access to what stands in them.
+
+Records and what hosts say are JSON documents inside the same envelope, which binds them to a digest that anybody can check
+without a JSON library: SHA-256 over the bytes of `record`, exactly as they stand in the file.
+
+```
+{"format":"shardckpt","version":[1,0],"sha256":"<64 hex digits>","record":{…}}
+```
+
+A file refers to another one by its key, its size and its digest (`FileReference`). Everything read here was written by somebody
+else: types, sizes, keys and references are checked before use, and every error names the file.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardckpt.format.zarr_meta import array_json
+from shardckpt.errors import FormatError, VersionError
+from shardckpt.excerpt import excerpt
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from shardckpt.format.structure import Structure
+FORMAT_VERSION = (1, 0)
+"""Version of everything else, major and minor. Readers refuse a newer major; a newer minor only adds what they may ignore."""
+BASES_VERSION = (2, 0)
+"""Version of contents and commit records with tensors that lie in other checkpoints. The newest version that is read."""
+LAYOUTS = ("packed", "zarr")
+COMPRESSIONS = (None, "zstd")
 
-__all__ = ["zarr_documents"]
+MOST_DIMENSIONS = 32
+"""Of a tensor."""
+LARGEST_DIMENSION = 1 << 62
+"""Elements or bytes: beyond it, sizes do not fit 64-bit arithmetic."""
+DEEPEST_METADATA = 200
+"""Objects and lists of a user's metadata, one within the other, as for states: more is a mistake."""
+DEEPEST_READ = 500
+"""The same of what is read: earlier versions stored whatever Python's stack had room for, which was less than this."""
 
-LONGEST_TEXT = 1 << 14
-"""Characters of a sharding that an array's attributes repeat."""
+
+_ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
 
 
-def zarr_documents(structure: Structure, compression: str | None, *, in_bases: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each array's path and document.
+_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 
-    Args:
-        structure: of the checkpoint.
-        compression: of its own chunks.
-        in_bases: also of tensors that lie in bases; a stock reader would find no chunks of those beside the documents.
+
+# --- the envelope
+
+
+def seal(record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION) -> bytes:
+    """A record's bytes, digest included."""
+    body = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    digest = hashlib.sha256(body).hexdigest()
+    major, minor = version
+    return f'{{"format":"shardckpt","version":[{major},{minor}],"sha256":"{digest}","record":'.encode() + body + b"}\n"
+
+
+def open_envelope(data: bytes, where: str) -> dict[str, Any]:
+    """The record in `data`, its version and digest checked.
+
+    Raises:
+        VersionError: a newer major version.
+        FormatError: not a record, or not the one that was written.
     """
-    number, doc = structure.layouts_json()
-    forms: dict[Hashable, dict[str, Any]] = {}
-    """Of arrays that differ in their attributes alone."""
-    for name, tensor in structure.tensors.items():
-        if tensor.base is not None and not in_bases:
-            continue
-        codec = compression if tensor.base is None else tensor.base.base.compression
-        attribute: dict[str, Any] = {"name": name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
-        if tensor.layout is not None:
-            sharding = doc["shardings"][number[tensor.layout, len(tensor.shape)]]
-            attribute |= {k: v for k, v in sharding.items() if k != "mesh"}
-            if "mesh" in sharding:
-                attribute["mesh"] = dict(doc["meshes"][sharding["mesh"]])
-            listed = attribute.get("mesh", attribute).get("devices")
-            if max(len(sharding.get("op_sharding", "")), 2 * len(listed) if isinstance(listed, list) else 0) > LONGEST_TEXT:
-                # Ids that follow no pattern, of very many devices: the record has them once, not each array.
-                for key in ("op_sharding", "devices"):
-                    attribute.pop(key, None)
-                attribute.get("mesh", {}).pop("devices", None)
-        for piece in tensor.pieces:
-            start = {} if piece.shape == tensor.shape else {"start": list(piece.start)}
-            cut = (piece.shape, tensor.dtype.name, piece.chunks, codec)
-            form = forms.get(cut)
-            if form is None:
-                form = forms[cut] = array_json(piece.shape, tensor.dtype, piece.chunks, codec)
-            yield piece.path, {**form, "attributes": {"shardckpt": {**attribute, **start}}}
+    match = _head(data, where)
+    version = int(match[1]), int(match[2])
+    if version[0] > BASES_VERSION[0]:
+        ours = ".".join(map(str, BASES_VERSION))
+        raise VersionError(
+            f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({ours}); upgrade shardckpt."
+        )
+    end = data.rfind(b"}")
+    body = data[match.end() : end]
+    if hashlib.sha256(body).hexdigest() != match[3].decode() or data[end:] not in (b"}", b"}\n"):
+        raise FormatError(f"{where}: the record's digest does not agree with its contents; the file is damaged.")
+    try:
+        record = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
+    except (ValueError, RecursionError, MemoryError) as e:
+        raise FormatError(f"{where}: the record is not JSON that can be read here ({e or type(e).__name__}).") from e
+    if not isinstance(record, dict):
+        raise FormatError(f"{where}: the record is a {type(record).__name__}, an object is expected.")
+    return record
+
+
+def format_version(data: bytes, where: str) -> tuple[int, int]:
+    """The version that an envelope names. The digest does not cover it."""
+    match = _head(data, where)
+    return int(match[1]), int(match[2])
+
+
+def _head(data: bytes, where: str) -> re.Match[bytes]:
+    match = _ENVELOPE.match(data)
+    if match is None:
+        raise FormatError(f"{where}: not a shardckpt record; it was written by something else or is damaged.")
+    return match
+
+
+def _no_constant(token: str) -> NoReturn:
+    raise ValueError(f"{token} is not JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, all of whose keys differ: readers do not agree on which of two equal ones counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
+
+
+# --- references to files
+
+
+@dataclass(frozen=True, slots=True)
+class FileReference:
+    """A metadata file that another one vouches for."""
+
+    key: str
+    """Where it is, relative to the attempt."""
+    size: int
+    """Bytes."""
+    sha256: str
+    """Digest of the whole file, 64 hex digits."""
+
+    @classmethod
+    def of(cls, key: str, data: bytes) -> FileReference:
+        """Refer to a file with those contents."""
+        return cls(key, len(data), hashlib.sha256(data).hexdigest())
+
+    @classmethod
+    def from_fields(cls, read: Fields, key: str) -> FileReference:
+        """Inverse of `to_json`, of the member `key`."""
+        inner = Fields(read.mapping(key), f"{read.where}, {key}")
+        return cls(inner.inside("key", inner.value("key")), inner.integer("size"), inner.string("sha256"))
+
+    def check(self, data: bytes, where: str) -> None:
+        """Raise FormatError unless `data` is what was referred to."""
+        if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
+            raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"key": self.key, "size": self.size, "sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class TableReference:
+    """A chunk table that a record vouches for: for its header, and that for each block of rows."""
+
+    key: str
+    """Where it is, relative to the attempt."""
+    size: int
+    """Bytes."""
+    header: int
+    """Bytes of its header."""
+    sha256: str
+    """Digest of the header, 64 hex digits."""
+
+    @classmethod
+    def of(cls, key: str, data: bytes, header: int) -> TableReference:
+        """Refer to a table with those contents, of which the first `header` bytes are the header."""
+        return cls(key, len(data), header, hashlib.sha256(data[:header]).hexdigest())
+
+    @classmethod
+    def from_fields(cls, read: Fields, key: str) -> TableReference:
+        """Inverse of `to_json`, of the member `key`."""
+        inner = Fields(read.mapping(key), f"{read.where}, {key}")
+        return cls(inner.inside("key", inner.value("key")), inner.integer("size"), inner.integer("header"), inner.string("sha256"))
+
+    def check(self, header: bytes, where: str) -> None:
+        """Raise FormatError unless that is the header of what was referred to."""
+        if len(header) != self.header or hashlib.sha256(header).hexdigest() != self.sha256:
+            raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"key": self.key, "size": self.size, "header": self.header, "sha256": self.sha256}
+
+
+# --- what stands in a document
+
+
+def is_deeper(value: object, most: int) -> bool:
+    """Whether more than `most` dicts and lists lie one within the other, or one within itself; takes no stack.
+
+    >>> is_deeper([[], {"a": [1]}], 3), is_deeper([[], {"a": [1]}], 2)
+    (False, True)
+    """
+    level = _containers([value])
+    for _ in range(most):
+        if not level:
+            break
+        level = _containers(child for one in level for child in (one.values() if isinstance(one, dict) else one))
+    return bool(level)
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """The dicts, lists and tuples among values, each once."""
+    return [*{id(value): value for value in values if isinstance(value, (dict, list, tuple))}.values()]
+
+
+def _unfit(name: str) -> bool:
+    """Whether no directory of ours has a member of that name; `.__lock` is TensorStore's own."""
+    return name in ("", ".", "..") or name.endswith(".__lock")
+
+
+class Fields:
+    """Typed access to a JSON object that somebody else wrote."""
+
+    def __init__(self, doc: Any, where: str) -> None:
+        """Take `doc`, which must be an object; `where` is its file, for messages."""
+        self.where = where
+        if not isinstance(doc, dict):
+            self.fail(f"a {type(doc).__name__} stands where an object is expected")
+        self.doc: dict[str, Any] = doc
+
+    def fail(self, why: str) -> NoReturn:
+        """Raise FormatError, naming the file."""
+        raise FormatError(f"{self.where}: {why}; the record was not written by shardckpt, or by a broken one.")
+
+    def value(self, key: str) -> Any:
+        """Any member; FormatError where there is none, as for all below."""
+        if key not in self.doc:
+            self.fail(f"{key!r} is missing")
+        return self.doc[key]
+
+    def _typed(self, key: str, kind: type, what: str) -> Any:
+        value = self.value(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            self.fail(f"{key!r} is a {type(value).__name__}, {what} is expected")
+        return value
+
+    def string(self, key: str) -> str:
+        """A string."""
+        return str(self._typed(key, str, "a string"))
+
+    def integer(self, key: str) -> int:
+        """A whole number from 0 to 2**62."""
+        value = int(self._typed(key, int, "a whole number"))
+        if not 0 <= value <= LARGEST_DIMENSION:
+            self.fail(f"{key!r} is {excerpt(value)}, which is out of range")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object."""
+        return dict(self._typed(key, dict, "an object"))
+
+    def metadata(self) -> dict[str, Any]:
+        """What the user gave to `SaveOptions(metadata=…)`."""
+        found = self.mapping("metadata")
+        if is_deeper(found, DEEPEST_READ):
+            self.fail(f"its metadata has more than {DEEPEST_READ} objects and lists, one within the other")
+        return found
+
+    def sequence(self, key: str) -> list[Any]:
+        """A list."""
+        return list(self._typed(key, list, "a list"))
+
+    def one_of(self, key: str, allowed: Sequence[str | None]) -> Any:
+        """One of a few values."""
+        value = self.value(key)
+        if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
+            self.fail(f"{key!r} is {excerpt(value)}, one of {allowed} is expected")
+        return value
+
+    def pick(self, key: str, choices: Sequence[Any]) -> Any:
+        """The entry of a list that a member refers to by position."""
+        i = self.integer(key)
+        if i >= len(choices):
+            self.fail(f"{key!r} refers to entry {i} of {len(choices)}")
+        return choices[i]
+
+    def dimensions(self, key: str, *, least: int) -> tuple[int, ...]:
+        """Sizes or indices of a tensor, each at least `least`, together addressable."""
+        values = self.sequence(key)
+        if len(values) > MOST_DIMENSIONS or not all(type(n) is int and least <= n <= LARGEST_DIMENSION for n in values):
+            self.fail(f"{key!r} is {excerpt(values)}, at most {MOST_DIMENSIONS} whole numbers >= {least} are expected")
+        if prod(max(n, 1) for n in values) > LARGEST_DIMENSION:
+            self.fail(f"{key!r} is {excerpt(values)}, more elements than can be addressed")
+        return tuple(values)
+
+    def keys(self, key: str) -> list[str]:
+        """A list of paths below the attempt."""
+        values = self.sequence(key)
+        for v in values:
+            self.inside(key, v)
+        return values
+
+    def attempt(self) -> str:
+        """The member `attempt`: the name of one."""
+        attempt = self.string("attempt")
+        if not _ATTEMPT.fullmatch(attempt) or attempt.endswith(".__lock"):
+            self.fail(f"the attempt {excerpt(attempt)} is not a plain directory name")
+        return attempt
+
+    def inside(self, key: str, path: Any) -> str:
+        """`path`, if it names something below the attempt."""
+        if not isinstance(path, str) or not path.isprintable() or "\\" in path or any(map(_unfit, path.split("/"))):
+            self.fail(f"{key!r} names {excerpt(path)}, which lies outside the attempt")
+        return str(path)
+
+
+# --- keys
+
+
+def check_key(key: str, where: object) -> None:
+    """Refuse a key that could leave the place it is relative to; a stranger's checkpoint may have given it to us.
+
+    Raises:
+        FormatError: it names nothing below `where`.
+    """
+    why = unfit(key)
+    if why:
+        raise FormatError(f"{excerpt(key)} names nothing below {where}: {why}.")
+
+
+def unfit(path: str) -> str | None:
+    """Why a slash-separated name cannot be kept by every store, None if it can."""
+    if "\\" in path:
+        return "TensorStore turns a backslash into a slash"
+    if "\0" in path:
+        return "it has a NUL in it"
+    if not path.isascii():
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            return "it is not UTF-8"
+    for name in path.split("/"):
+        if name in ("", ".", ".."):
+            return f"one of the names between its slashes is {name!r}"
+        if name.endswith(".__lock"):
+            return "names that end in .__lock are TensorStore's lock files"
+    return None

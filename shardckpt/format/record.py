@@ -1,184 +1,44 @@
-"""The commit record and the host records: what they hold, and how they are written and read.
+"""The commit record, the host records, and what hosts say that the checkpoint holds: what they are, as JSON and as objects.
 
-Both are JSON documents inside the same envelope, which binds them to a digest that anybody can check without a
-JSON library: SHA-256 over the bytes of `record`, exactly as they stand in the file.
-
-```
-{"format":"shardckpt","version":[1,0],"sha256":"<64 hex digits>","record":{…}}
-```
-
-Everything read here was written by somebody else: types, sizes and references are checked before use, and
-every error names the file.
+Every process describes its own state (`Contents`): the tree, how each tensor is stored, the elements of small plain tensors, and
+the user's metadata. The description goes into a file that is named by its digest, so processes with the same state share one
+file, however many they are. The committer takes the union, and refuses what contradicts itself.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
-import json
-import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.errors import FormatError, VersionError
-from shardckpt.format.fields import COMPRESSIONS, LAYOUTS, Fields
+from shardckpt.errors import CommitError
+from shardckpt.excerpt import excerpt, numbered
+from shardckpt.format.documents import (
+    BASES_VERSION,
+    COMPRESSIONS,
+    FORMAT_VERSION,
+    LAYOUTS,
+    Fields,
+    FileReference,
+    TableReference,
+    open_envelope,
+    seal,
+)
 from shardckpt.format.structure import Structure
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = [
-    "BASES_VERSION",
-    "FORMAT_VERSION",
-    "CheckpointRecord",
-    "FileReference",
-    "HostFiles",
-    "HostRecord",
-    "TableReference",
-    "Tombstone",
-    "format_version",
-    "open_envelope",
-    "parse_checkpoint",
-    "seal",
-]
-
-FORMAT_VERSION = (1, 0)
-"""Major and minor, of all that needs no newer one. Readers refuse a newer major; a newer minor only adds what they may ignore."""
-BASES_VERSION = (2, 0)
-"""Of contents and commit records with tensors that lie in other checkpoints. The newest that is read."""
 MOST_HOSTS = 1 << 20
-"""Of one save: bounds what it takes to say which are missing."""
-_ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
-
-
-def seal(record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION) -> bytes:
-    """A record's bytes, digest included."""
-    body = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
-    digest = hashlib.sha256(body).hexdigest()
-    major, minor = version
-    return f'{{"format":"shardckpt","version":[{major},{minor}],"sha256":"{digest}","record":'.encode() + body + b"}\n"
-
-
-def open_envelope(data: bytes, where: str) -> dict[str, Any]:
-    """The record in `data`, its version and digest checked.
-
-    Raises:
-        VersionError: a newer major version.
-        FormatError: not a record, or not the one that was written.
-    """
-    match = _head(data, where)
-    version = int(match[1]), int(match[2])
-    if version[0] > BASES_VERSION[0]:
-        ours = ".".join(map(str, BASES_VERSION))
-        raise VersionError(
-            f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({ours}); upgrade shardckpt."
-        )
-    end = data.rfind(b"}")
-    body = data[match.end() : end]
-    if hashlib.sha256(body).hexdigest() != match[3].decode() or data[end:] not in (b"}", b"}\n"):
-        raise FormatError(f"{where}: the record's digest does not agree with its contents; the file is damaged.")
-    try:
-        record = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
-    except (ValueError, RecursionError, MemoryError) as e:
-        raise FormatError(f"{where}: the record is not JSON that can be read here ({e or type(e).__name__}).") from e
-    if not isinstance(record, dict):
-        raise FormatError(f"{where}: the record is a {type(record).__name__}, an object is expected.")
-    return record
-
-
-def format_version(data: bytes, where: str) -> tuple[int, int]:
-    """The version that an envelope names. The digest does not cover it."""
-    match = _head(data, where)
-    return int(match[1]), int(match[2])
-
-
-def _head(data: bytes, where: str) -> re.Match[bytes]:
-    match = _ENVELOPE.match(data)
-    if match is None:
-        raise FormatError(f"{where}: not a shardckpt record; it was written by something else or is damaged.")
-    return match
-
-
-def _no_constant(token: str) -> NoReturn:
-    raise ValueError(f"{token} is not JSON")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, all of whose keys differ: readers do not agree on which of two equal ones counts."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class FileReference:
-    """A metadata file that another one vouches for."""
-
-    key: str
-    """Where it is, relative to the attempt."""
-    size: int
-    """Bytes."""
-    sha256: str
-    """Of the whole file, 64 hex digits."""
-
-    @classmethod
-    def of(cls, key: str, data: bytes) -> FileReference:
-        """Refer to a file with those contents."""
-        return cls(key, len(data), hashlib.sha256(data).hexdigest())
-
-    @classmethod
-    def from_fields(cls, read: Fields, key: str) -> FileReference:
-        """Inverse of `to_json`, of the member `key`."""
-        inner = Fields(read.mapping(key), f"{read.where}, {key}")
-        return cls(inner.inside("key", inner.value("key")), inner.integer("size"), inner.string("sha256"))
-
-    def check(self, data: bytes, where: str) -> None:
-        """Raise FormatError unless `data` is what was referred to."""
-        if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
-            raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON form."""
-        return {"key": self.key, "size": self.size, "sha256": self.sha256}
-
-
-@dataclass(frozen=True, slots=True)
-class TableReference:
-    """A chunk table that a record vouches for: for its header, and that for each block of rows."""
-
-    key: str
-    """Where it is, relative to the attempt."""
-    size: int
-    """Bytes."""
-    header: int
-    """Bytes of its header."""
-    sha256: str
-    """Of the header, 64 hex digits."""
-
-    @classmethod
-    def of(cls, key: str, data: bytes, header: int) -> TableReference:
-        """Refer to a table with those contents, of which the first `header` bytes are the header."""
-        return cls(key, len(data), header, hashlib.sha256(data[:header]).hexdigest())
-
-    @classmethod
-    def from_fields(cls, read: Fields, key: str) -> TableReference:
-        """Inverse of `to_json`, of the member `key`."""
-        inner = Fields(read.mapping(key), f"{read.where}, {key}")
-        return cls(inner.inside("key", inner.value("key")), inner.integer("size"), inner.integer("header"), inner.string("sha256"))
-
-    def check(self, header: bytes, where: str) -> None:
-        """Raise FormatError unless that is the header of what was referred to."""
-        if len(header) != self.header or hashlib.sha256(header).hexdigest() != self.sha256:
-            raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON form."""
-        return {"key": self.key, "size": self.size, "header": self.header, "sha256": self.sha256}
+"""Hosts of one save at most: bounds the work of naming those that are missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostFiles:
-    """What a reader needs of a host's record: where the host's own files are. Cheap, however many tensors there are."""
+    """The places of a host's own files, which is all that readers need of its record. Small, however many tensors there are."""
 
     table: TableReference
     """The host's chunk table."""
@@ -297,7 +157,7 @@ class CheckpointRecord:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Of the format: the oldest that can say this."""
+        """The oldest version of the format that can hold this record."""
         return BASES_VERSION if self.structure.bases else FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
@@ -377,3 +237,103 @@ def _processes(read: Fields, hosts: int) -> int:
     if not 0 < processes <= hosts:
         read.fail(f"'processes' is {processes}, from 1 to the {hosts} hosts are expected")
     return processes
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """One host's description, or all hosts'."""
+
+    structure: Structure
+    small: Mapping[str, bytes]
+    """Elements of the small plain tensors of a job of several processes, as they are stored, in C order. Nobody knows
+    which processes have them, so each says what it has, and the one who commits writes them."""
+    metadata: Mapping[str, Any]
+    """What the user gave to `SaveOptions(metadata=…)`; each member by some processes or all."""
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """A checksum of some elements of each large plain tensor that all processes write together: they rely on having the same."""
+    processes: int | None = None
+    """How many processes saved the state, where hosts are something else; None: every host is one."""
+
+    @classmethod
+    def union(cls, parts: Sequence[tuple[Sequence[int], Contents]]) -> Contents:
+        """All hosts' contents as one.
+
+        Args:
+            parts: distinct contents, each with the processes that say so, ascending; by lowest process.
+
+        Raises:
+            CommitError: processes contradict each other; names what about, and which ones.
+        """
+        said = {part.processes for _, part in parts}
+        if len(said) > 1:
+            raise CommitError(f"The hosts disagree on how many processes saved the state: {said}. Nothing was published.")
+        metadata = _agreed(
+            [(processes, part.metadata) for processes, part in parts],
+            lambda key, one, other: (
+                f"SaveOptions(metadata=…): {excerpt(key)} differs between {one} and {other}; give all the same, or one of "
+                f"them alone, and put what differs into the state as shardckpt.PerProcess."
+            ),
+        )
+        small = _agreed(
+            [(processes, part.small) for processes, part in parts],
+            lambda name, one, other: (
+                f"{shown(name)}: this small plain tensor has other elements on {one} than on {other}; make them equal "
+                f"(a BatchNorm's statistics are, with SyncBatchNorm), or wrap it in shardckpt.PerProcess."
+            ),
+        )
+        samples = _agreed(
+            [(processes, part.samples) for processes, part in parts],
+            lambda name, one, other: (
+                f"{shown(name)}: this plain tensor has other elements on {one} than on {other}, and all write a part of "
+                f'it; make them equal, or give each its own name and SaveOptions(host_tensors="local").'
+            ),
+        )
+        structure = Structure.union([(processes, part.structure) for processes, part in parts])
+        return cls(structure, small, metadata, samples, *said)
+
+    def seal(self) -> tuple[FileReference, bytes]:
+        """The file that says so, and the reference to it."""
+        small = {name: base64.b64encode(elements).decode() for name, elements in self.small.items()}
+        samples = {"samples": self.samples} if self.samples else {}
+        processes = {} if self.processes is None else {"processes": self.processes}
+        version = BASES_VERSION if self.structure.bases else FORMAT_VERSION
+        doc = {"metadata": self.metadata, "small": small, **samples, **processes, "structure": self.structure.to_json()}
+        data = seal(doc, version)
+        return FileReference.of(f"contents/{hashlib.sha256(data).hexdigest()}.json", data), data
+
+    @classmethod
+    def from_json(cls, doc: Any, where: str) -> Contents:
+        """Read what `seal` wrote."""
+        read = Fields(doc, where)
+        structure = Structure.from_json(read.value("structure"), where, allow_partial=True)
+        small = {}
+        for name, text in read.mapping("small").items():
+            try:
+                small[name] = base64.b64decode(text, validate=True)
+            except (TypeError, ValueError, binascii.Error):
+                read.fail(f"the elements of {shown(name)} are no base64")
+            tensor = structure.tensors.get(name)
+            if tensor is None or len(small[name]) != tensor.nbytes:
+                read.fail(f"there are {len(small[name])} bytes of elements of {shown(name)}, which no tensor of that name has")
+            if any(c > max(n, 1) for piece in tensor.pieces for c, n in zip(piece.chunks, piece.shape, strict=True)):
+                read.fail(f"chunks of {shown(name)} are larger than the tensor")  # the committer would have to fill them up
+        samples = Fields(read.mapping("samples") if "samples" in read.doc else {}, where)
+        processes = read.integer("processes") if "processes" in read.doc else None
+        return cls(structure, small, read.metadata(), {name: samples.integer(name) for name in samples.doc}, processes)
+
+
+def _agreed(parts: Sequence[tuple[Sequence[int], Mapping[str, T]]], contradiction: Callable[[str, str, str], str]) -> dict[str, T]:
+    """All that any process says; `contradiction` says what is wrong where two say different things: the name, and who they are."""
+    found: dict[str, T] = {}
+    said_by: dict[str, Sequence[int]] = {}
+    for processes, part in parts:
+        for name, value in part.items():
+            if found.setdefault(name, value) != value:
+                raise CommitError(
+                    f"{contradiction(name, numbered('process', said_by[name]), numbered('process', processes))} Nothing was published."
+                )
+            said_by.setdefault(name, processes)
+    return found

@@ -1,34 +1,37 @@
-"""What does a checkpoint hold, apart from the bytes: the tree, its small leaves, and how each tensor is stored.
+"""The structure of a checkpoint, apart from the bytes: the tree, its small leaves, and how and where each tensor is stored.
 
 A `Structure` is a part of the commit record, and of what each host says. Everything read here was written by somebody
 else: types, sizes and references are checked before use, and every error names the file.
+
+A save may leave tensors out that are frozen and lie in another checkpoint, its *base*. The record then names, for each of
+them, the base and the tensor's name there. A base is identified by its url *and* by the attempt that its own record named at
+the time: no attempt's name is ever given twice, so what takes the base's place is never mistaken for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 from shardckpt.errors import CommitError, DtypeError, FormatError, ShardingError
-from shardckpt.format.bases import Base, InBase, bases_of
-from shardckpt.format.fields import LARGEST_DIMENSION, Fields
+from shardckpt.format.documents import COMPRESSIONS, LARGEST_DIMENSION, LAYOUTS, Fields
 from shardckpt.layout import dtypes
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Layout, Sharding
-from shardckpt.plan.plan import Piece, coverage_gap
+from shardckpt.plan.pieces import Piece, coverage_gap
 from shardckpt.state import tensor_names
 from shardckpt.state.names import array_path, piece_path, shown
 from shardckpt.state.union import union
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shardckpt.layout.dtypes import DType
-
-__all__ = ["StoredLayout", "Structure", "TensorRecord"]
 
 StoredLayout: TypeAlias = Layout | Placements
 """How a tensor was laid out when it was saved: GSPMD's way wherever that says it, else DTensor's."""
@@ -36,6 +39,58 @@ StoredLayout: TypeAlias = Layout | Placements
 _Devices = TypeVar("_Devices", Mesh, StoredLayout)
 MOST_DEVICES = 1 << 24
 """Over all meshes, and over all shardings: bounds the memory of believing a short record that names many large ones."""
+
+
+BESIDE = "../"
+"""How a relative url begins: at the directory that the checkpoint lies in, and never above it."""
+_URL = re.compile(r"(?:\.\./|[a-z0-9]+://)[!-~]{1,8192}")
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A checkpoint that holds tensors of another one."""
+
+    attempt: str
+    """The attempt that its commit record named; equal for one base, by whatever url it is reached."""
+    layout: str
+    """"packed" or "zarr", as in its commit record."""
+    compression: str | None
+    """Compression of its chunks, as in its commit record."""
+    url: str = field(compare=False)
+    """Percent-encoded: relative to the checkpoint where it lies below the same directory (`../0`), else with a scheme."""
+
+    @classmethod
+    def from_fields(cls, read: Fields) -> Base:
+        """Inverse of `to_json`."""
+        url = read.string("url")
+        if not _URL.fullmatch(url):
+            read.fail("'url' is neither ../ and a path nor the url of a storage")
+        return cls(read.attempt(), read.one_of("layout", LAYOUTS), read.one_of("compression", COMPRESSIONS), url)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"url": self.url, "attempt": self.attempt, "layout": self.layout, "compression": self.compression}
+
+
+@dataclass(frozen=True, slots=True)
+class InBase:
+    """The place of a tensor that lies in a base."""
+
+    base: Base
+    name: str
+    """The name that it is stored by there."""
+
+
+def bases_of(record: dict[str, Any], where: str) -> list[Base]:
+    """The bases of a commit record in its JSON form, without a look at its tensors; `where` is its file, for messages."""
+    entries = Fields(record, where).sequence("bases") if "bases" in record else []
+    return [Base.from_fields(Fields(entry, f"{where}: base {i}")) for i, entry in enumerate(entries)]
+
+
+def names_beside(bases: Iterable[Base]) -> frozenset[str]:
+    """Names of the bases that lie directly beside the checkpoint that names them."""
+    below = (unquote(base.url.removeprefix(BESIDE)) for base in bases if base.url.startswith(BESIDE))
+    return frozenset(name for name in below if "/" not in name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +179,7 @@ class Structure:
 
     @classmethod
     def union(cls, parts: Sequence[tuple[Sequence[int], Structure]]) -> Structure:
-        """What several processes hold together.
+        """Join the structures of several processes.
 
         Args:
             parts: distinct structures, each with the processes that say so, ascending; by lowest process.

@@ -1,24 +1,33 @@
 """The chunk table: where a host put each of its chunks, and what they hold.
 
-One binary file per host, and one for all hosts, little-endian throughout: the header (`table_header`), and then for all
-chunks, array after array, each array in grid order, a row of
+One binary file per host, and one for all hosts, little-endian throughout: a header, then the rows.
 
 ```
-u64 chunk      position in the array's grid, row-major, ascending within an array
-u32 file       index into "files"; 0xFFFFFFFF: the chunk is an object of its own
-u64 offset     first byte in the file
-u32 length     bytes stored, the codec's 4-byte checksum included
-u32 crc32c     of the stored bytes before that checksum
+8 bytes    magic, b"SHCKTAB2"
+u32        length of the JSON in bytes
+JSON       {"files": [name, …], "arrays": [[path, number of chunks], …], "block": rows of a block}
+16 bytes × blocks   the first half of each block's SHA-256
+28 bytes × rows     for all chunks, array after array, each array in grid order:
+    u64 chunk      position in the array's grid, row-major, ascending within an array
+    u32 file       index into "files"; 0xFFFFFFFF: the chunk is an object of its own
+    u64 offset     first byte in the file
+    u32 length     bytes stored, the codec's 4-byte checksum included
+    u32 crc32c     of the stored bytes before that checksum
 ```
 
 Files are named relative to the attempt. The record holds the SHA-256 of the header, which holds a digest of each block of
-rows, so a reader that goes by the table knows for each chunk the place and the contents: two swapped data files do not pass.
-In the table of all hosts every array has all chunks of its grid, so that a chunk's row is known without a look
-(`table_blocks`).
+rows. So a reader can read any block by itself, and knows for each chunk the place and the contents: two swapped data files do not
+pass. In the table of all hosts every array has all chunks of its grid, so that a chunk's row is known without a look.
+
+Half a SHA-256 is as good as the whole here: to exchange a block takes another one of the same digest, which takes 2^128 tries.
+(Finding any two that agree is easier, but only the maker of the checkpoint could use them.)
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,16 +36,158 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import FormatError
-from shardckpt.format.table_header import OWN_OBJECT, ROW, TableHeader
+from shardckpt.format.documents import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["OWN_OBJECT", "ArrayChunks", "Table", "merge_tables", "same_places"]
+    from shardckpt.format.documents import TableReference
 
+MAGIC = b"SHCKTAB2"
+ROW = np.dtype([("chunk", "<u8"), ("file", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
+"""One chunk; 28 bytes."""
+OWN_OBJECT = 0xFFFFFFFF
+"""`file` of a chunk that is an object of its own (plain layout)."""
+LARGEST_OFFSET = 1 << 62
+"""Bytes; larger ones do not fit the system's calls."""
+BLOCK_ROWS = 128
+"""Rows of a block in the tables that are written."""
+LARGEST_BLOCK = 1 << 12
+"""Rows of a block in tables that are read."""
+LARGEST_HEADER = 1 << 30
+"""Bytes; it is read at once."""
+LARGEST_TABLE = 16 << 30
+"""Bytes."""
+DIGEST_BYTES = 16
+_PREFIX = 12
 _COLUMNS = tuple((name, ROW[name]) for name in ROW.names or ())
+
+
+@dataclass(frozen=True, slots=True)
+class TableHeader:
+    """The header of a chunk table."""
+
+    files: list[str]
+    """Data files, relative to the attempt."""
+    counts: dict[str, int]
+    """Array path → chunks, in the order of the rows."""
+    block: int
+    """Rows of a block; the last one may have fewer."""
+    digests: bytes
+    """Digests of all blocks, `DIGEST_BYTES` each."""
+    nbytes: int
+    """Its own length: where the rows begin."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return sum(self.counts.values())
+
+    @staticmethod
+    def encode(files: Sequence[str], counts: dict[str, int], rows: bytes) -> bytes:
+        """The header of a table of those rows."""
+        text = json.dumps({"files": files, "arrays": list(counts.items()), "block": BLOCK_ROWS}, separators=(",", ":")).encode()
+        return b"".join([MAGIC, struct.pack("<I", len(text)), text, _digests(rows, BLOCK_ROWS)])
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> TableHeader:
+        """Read the header that `data` begins with.
+
+        Args:
+            data: the header, and anything behind it.
+            where: the table's url, for messages.
+
+        Raises:
+            FormatError: not a chunk table, or one that contradicts itself.
+        """
+        if data[:8] != MAGIC or len(data) < _PREFIX:
+            raise FormatError(f"{where}: not a chunk table; the checkpoint was written by something else or is damaged.")
+        begin = _PREFIX + struct.unpack("<I", data[8:_PREFIX])[0]
+        files, counts, block = _read_json(data[_PREFIX:begin], where)
+        total = sum(counts.values())
+        nbytes = begin + -(-total // block) * DIGEST_BYTES
+        if nbytes > len(data):
+            raise FormatError(f"{where}: {total} chunks need a header of {nbytes} bytes, the chunk table has {len(data)}.")
+        return cls(files, counts, block, data[begin:nbytes], nbytes)
+
+    @classmethod
+    def vouched(cls, data: bytes, reference: TableReference, where: str) -> TableHeader:
+        """The header that `data` begins with, if it is the one that a record refers to.
+
+        Raises:
+            FormatError: it is not.
+        """
+        reference.check(data[: reference.header], where)
+        header = cls.decode(data, where)
+        expected = header.nbytes + header.rows * ROW.itemsize
+        if (header.nbytes, expected) != (reference.header, reference.size):
+            raise FormatError(
+                f"{where}: {header.rows} chunks need {expected} bytes, {header.nbytes} of them before the rows; "
+                f"the record says {reference.size}, {reference.header} of them before the rows."
+            )
+        return header
+
+    def read_rows(self, data: bytes | memoryview, first: int, where: str) -> NDArray[np.void]:
+        """Rows as an array of `ROW`, compared with what was written.
+
+        Args:
+            data: whole blocks.
+            first: which block is the first of them.
+            where: the table's url, for messages.
+
+        Raises:
+            FormatError: they are not what was written, or say what cannot be.
+        """
+        digests, begin = _digests(data, self.block), first * DIGEST_BYTES
+        expected = self.digests[begin : begin + len(digests)]
+        if digests != expected:
+            wrong = next(i for i in range(0, len(digests), DIGEST_BYTES) if digests[i:][:DIGEST_BYTES] != expected[i:][:DIGEST_BYTES])
+            raise FormatError(f"{where}: block {first + wrong // DIGEST_BYTES} of the chunk table is not what was written; it is damaged.")
+        rows: NDArray[np.void] = np.frombuffer(data, ROW)
+        if ((rows["file"] >= len(self.files)) & (rows["file"] != OWN_OBJECT)).any():
+            raise FormatError(f"{where}: the chunk table refers to a file that it does not name.")
+        if (rows["offset"] > LARGEST_OFFSET).any():
+            raise FormatError(f"{where}: the chunk table has a chunk at byte {rows['offset'].max()}, where no file reaches.")
+        return rows
+
+
+def check_sizes(reference: TableReference, where: str) -> None:
+    """Raise FormatError where a record gives a table sizes that are not read; `where` is the table's url."""
+    if not reference.header <= min(reference.size, LARGEST_HEADER) or reference.size > LARGEST_TABLE:
+        raise FormatError(f"{where}: the record gives the chunk table {reference.size} bytes, {reference.header} of them its header.")
+
+
+def _digests(rows: bytes | memoryview, block: int) -> bytes:
+    view, step = memoryview(rows), block * ROW.itemsize
+    return b"".join([hashlib.sha256(view[i : i + step]).digest()[:DIGEST_BYTES] for i in range(0, len(rows), step)])
+
+
+def _read_json(data: bytes, where: str) -> tuple[list[str], dict[str, int], int]:
+    """The files, the number of chunks of each array, and the rows of a block."""
+    try:
+        header = json.loads(data)
+        files, listing, block = header["files"], header["arrays"], header["block"]
+        counts = {path: count for path, count in listing}  # noqa: C416  (a malformed pair must fail here)
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise FormatError(f"{where}: the chunk table's header is unreadable ({e}).") from e
+    sane = (
+        isinstance(files, list)
+        and all(isinstance(f, str) for f in files)
+        and len(counts) == len(listing)
+        and all(isinstance(p, str) and type(n) is int and 0 <= n <= LARGEST_OFFSET for p, n in counts.items())
+    )
+    if not sane:
+        raise FormatError(f"{where}: the chunk table's header names something that is no file, or an array twice.")
+    if type(block) is not int or not 0 < block <= LARGEST_BLOCK:
+        raise FormatError(f"{where}: the chunk table's blocks have from 1 to {LARGEST_BLOCK} rows; the header says otherwise.")
+    for file in files:
+        try:
+            check_key(file, where)
+        except FormatError as e:
+            raise FormatError(f"{where}: the chunk table's header names a file outside the attempt: {e}") from e
+    return files, counts, block
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,23 +398,3 @@ class _Arrays(Mapping[str, ArrayChunks]):
     def __len__(self) -> int:
         """Number of arrays."""
         return len(self._end)
-
-
-def merge_tables(tables: Sequence[Table]) -> Table:
-    """One table over all hosts.
-
-    Raises:
-        FormatError: two hosts wrote the same chunk.
-    """
-    merged = Table.merge(tables)
-    doubled = merged.doubled()
-    if doubled is not None:
-        raise FormatError(f"{doubled}: two hosts wrote the same chunk; the checkpoint's records contradict each other.")
-    return merged
-
-
-def same_places(a: ArrayChunks, a_files: NDArray[np.object_], b: ArrayChunks, b_files: NDArray[np.object_], row: NDArray[np.int64]) -> bool:
-    """Whether two tables have the same places for the chunks of `a`, which are those rows of `b`."""
-    same = (a.offset == b.offset[row]) & (a.length == b.length[row]) & (a.crc == b.crc[row])
-    last = np.uint32(len(a_files) - 1), np.uint32(len(b_files) - 1)  # chunks that are objects of their own
-    return bool(same.all() and (a_files[np.minimum(a.file, last[0])] == b_files[np.minimum(b.file[row], last[1])]).all())

@@ -1,4 +1,4 @@
-"""How does zarr-python read bfloat16, float8 and the other element types that it does not know?
+"""The data types that zarr-python does not know by itself, such as bfloat16 and float8, for zarr-python.
 
 zarr-python 3 asks a registry for the class of an array's `data_type`. This module has one class for each type that
 ml_dtypes and TensorStore share, and gets them into the registry without anybody importing shardckpt:

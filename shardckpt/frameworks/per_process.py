@@ -26,7 +26,7 @@ import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.errors import DtypeError, DtypeMismatchError, FormatError, LeafError, MismatchError, MissingExtraError
-from shardckpt.format.fields import Fields
+from shardckpt.format.documents import Fields
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.layout.world import World
 from shardckpt.state import PerProcess, flatten

@@ -49,7 +49,7 @@ from shardckpt.frameworks.xla_layout import (
 )
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.sharding import Layout, Sharding
-from shardckpt.plan.batches import batches
+from shardckpt.plan.pieces import batches
 from shardckpt.plan.writers import box_holders
 from shardckpt.state.names import shown
 

@@ -1,25 +1,30 @@
-"""A data file that is written front to back, once, and made durable at its end.
+"""Data files, written front to back, once, and made durable at their end; and the room that a disk has for them.
 
-On a local disk bytes go from the caller's buffer straight into the file: no copy, no memory of ours; and the disk is told to begin
-with them while others are appended, so that making the file durable finds little left to do. Elsewhere an
+On a local disk bytes go from the caller's buffer straight into the file: no copy, no memory of ours. The disk is told to begin
+with them while others are appended (`begin_write_back`), so that making the file durable finds little left to do. Elsewhere an
 object is written whole, so its bytes are collected first, in a buffer that the caller lends and has back as soon as
 the file is sealed: fresh memory is slow, and the upload has a copy of its own.
+
+A local disk can say how much room it has (`statvfs`); buckets and memory cannot, nor can file systems that report no size at
+all. Other processes may write to the same disk meanwhile, so room that is there now is no promise.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from shardckpt.errors import StorageError
+from shardckpt.excerpt import file_size
 from shardckpt.io.store import Data, Store, Upload, byte_view, storage_errors, sync_directory
 from shardckpt.io.vectors import MOST_VECTORS, after
-from shardckpt.io.write_back import begin_write_back
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["DataFile", "create_data_file"]
+    from shardckpt.io.store import Store
 
 _AT_ONCE = 8 << 20
 """Bytes of a local file that its disk is told of at a time."""
@@ -168,3 +173,66 @@ class _ObjectDataFile:
     def abandon(self) -> None:
         self.interrupt()
         self._buffer = bytearray()
+
+
+# --- a disk begins to write
+
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def _found() -> Any:
+    """The C library's function; None where there is none, which is everywhere but on Linux."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
+
+
+_sync_file_range = _found()
+
+
+def begin_write_back(fd: int, offset: int, nbytes: int) -> bool:
+    """Have the disk begin to write a part of a file that is still being appended to; whether it was told to.
+
+    The kernel by itself waits for some seconds, or until a tenth of the memory is to be written; `fsync` then waits for nearly all
+    of it. Linux can be told to begin. That is a hint: it waits for no byte to be written, though perhaps for room in the disk's
+    queue, makes nothing durable, and takes note of no error. `fsync` reports whatever went wrong since the file was opened.
+    """
+    return _sync_file_range is not None and _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE) == 0
+
+
+# --- room
+
+
+def check_space(store: Store, nbytes: int) -> None:
+    """Refuse a save for which there is no room.
+
+    Args:
+        store: where to; nothing needs to be there yet, and nothing is created.
+        nbytes: bytes that the save will take there.
+
+    Raises:
+        StorageError: fewer are free; names the place, both numbers and what to do.
+    """
+    free = free_bytes(store)
+    if free is not None and free < nbytes:
+        raise StorageError(
+            f"{store}: this save takes {file_size(nbytes)} and the disk has {file_size(free)} free, {file_size(nbytes - free)} too little; "
+            f"make room (keep fewer checkpoints, delete what failed saves left with `shardckpt gc`), or save elsewhere."
+        )
+
+
+def free_bytes(store: Store) -> int | None:
+    """Bytes that may still be written there by this user; None where the storage does not say."""
+    path = store.local_path("")
+    if path is None:
+        return None
+    for existing in (path, *path.parents):
+        try:
+            found = os.statvfs(existing)
+        except FileNotFoundError:  # the save will make it, on the disk of the nearest directory that is there
+            continue
+        except OSError:  # what is wrong there, the save itself says better
+            return None
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
+    return None

@@ -12,18 +12,13 @@ import atexit
 import concurrent.futures.thread  # noqa: F401  (registers its own end, which has to come after ours)
 import os
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CommitError, ShardckptError, StorageError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-__all__ = ["is_ending", "reading_takes_threads", "saving_takes_threads", "start_background"]
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,46 +105,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def is_ending() -> bool:
-    """Whether the interpreter is shutting down."""
-    return not threading.main_thread().is_alive()
-
-
-def reading_takes_threads(place: object) -> AbstractContextManager[None]:
-    """Report threads that cannot be started as errors of the read, around the code that reads from a place.
-
-    Raises:
-        StorageError: in place of the RuntimeError of a thread that cannot be started.
-    """
-
-    def as_error(why: str) -> StorageError:
-        advice = "Read before the program ends, not in a function that `atexit` calls." if is_ending() else _ADVICE
-        return StorageError(f"cannot read {place}: {why}. {advice}")
-
-    return _threads_or(as_error)
-
-
-def saving_takes_threads(place: object) -> AbstractContextManager[None]:
-    """Report threads that cannot be started as errors of the save, around the code that saves to a place.
-
-    Raises:
-        CommitError: in place of the RuntimeError of a thread that cannot be started.
-    """
-    return _threads_or(lambda why: CommitError(f"{place}: the save was given up: {why}. {_ADVICE}"))
-
-
-_ADVICE = "Allow this process more threads (ulimit -u, the container's limit of pids), or end some, and try again."
-_MESSAGES = "can't start new thread", "can't create new thread", "cannot schedule new futures"
-
-
-@contextmanager
-def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
-    """Raise `as_error(why)` in place of the RuntimeError of a thread that cannot be started."""
-    try:
-        yield
-    except RuntimeError as e:
-        if isinstance(e, ShardckptError) or not (is_ending() or str(e).startswith(_MESSAGES)):
-            raise
-        raise as_error(f"{'Python is ending and' if is_ending() else 'Python'} starts no threads any more ({e})") from e

@@ -1,16 +1,35 @@
-"""What a storage says when it fails, as an error of ours that says what to do."""
+"""What keeps a storage from being used: its errors, threads that cannot start, forks, and writes of killed processes.
+
+1. `storage_errors` turns errors of TensorStore and the system into ours, which say what to do.
+2. `saving_takes_threads` and `reading_takes_threads` do so with threads that cannot be started.
+3. `begin_use` and `check_fork` refuse a process that was forked after TensorStore was used: TensorStore's threads are not
+   there, and a call would hang, or end the process.
+4. `forget_interrupted_write` removes what a killed process has left of a write.
+
+TensorStore writes a file as `<name>.__lock`, holds a lock on that, and renames it. When the process dies the kernel frees the
+lock, and the bytes stay. The next writer of the same file finds them under the name that it writes to, overwrites them from
+the start, and does not cut off what was longer (TensorStore 0.1.86): its file then ends in bytes of the dead one's. So before
+a write the `.__lock` file is locked, as TensorStore does, without waiting; if that fails, a living process is writing. If the
+file still has that name (a writer that has just ended has renamed it), it is truncated. Another process may die between that
+and the write, and then its bytes are met all the same: a caller that must not be wrong looks at the length afterwards.
+"""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import fcntl
+import os
+import struct
+import threading
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import ShardckptError, StorageError
+import shardckpt.io.ending  # noqa: F401  (saves in the background need it, and when Python is ending it cannot be imported any more)
+from shardckpt.errors import CommitError, CoordinationError, ShardckptError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["is_denied", "storage_errors"]
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
 
 _DENIED = ("permission denied", "permission_denied", "read-only file system", "forbidden", "accessdenied")
 """Parts of the messages of storages that refuse a caller's rights, in lower case."""
@@ -61,3 +80,117 @@ def is_denied(error: StorageError) -> bool:
     """Whether the storage refused an operation for lack of rights, so that trying it again is of no use."""
     said = str(error.__cause__ or error).lower()
     return any(part in said for part in _DENIED)
+
+
+# --- threads
+
+
+def is_ending() -> bool:
+    """Whether the interpreter is shutting down."""
+    return not threading.main_thread().is_alive()
+
+
+def reading_takes_threads(place: object) -> AbstractContextManager[None]:
+    """Report threads that cannot be started as errors of the read, around the code that reads from a place.
+
+    Raises:
+        StorageError: in place of the RuntimeError of a thread that cannot be started.
+    """
+
+    def as_error(why: str) -> StorageError:
+        advice = "Read before the program ends, not in a function that `atexit` calls." if is_ending() else _THREAD_ADVICE
+        return StorageError(f"cannot read {place}: {why}. {advice}")
+
+    return _threads_or(as_error)
+
+
+def saving_takes_threads(place: object) -> AbstractContextManager[None]:
+    """Report threads that cannot be started as errors of the save, around the code that saves to a place.
+
+    Raises:
+        CommitError: in place of the RuntimeError of a thread that cannot be started.
+    """
+    return _threads_or(lambda why: CommitError(f"{place}: the save was given up: {why}. {_THREAD_ADVICE}"))
+
+
+_THREAD_ADVICE = "Allow this process more threads (ulimit -u, the container's limit of pids), or end some, and try again."
+_THREAD_MESSAGES = "can't start new thread", "can't create new thread", "cannot schedule new futures"
+
+
+@contextmanager
+def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
+    """Raise `as_error(why)` in place of the RuntimeError of a thread that cannot be started."""
+    try:
+        yield
+    except RuntimeError as e:
+        if isinstance(e, ShardckptError) or not (is_ending() or str(e).startswith(_THREAD_MESSAGES)):
+            raise
+        raise as_error(f"{'Python is ending and' if is_ending() else 'Python'} starts no threads any more ({e})") from e
+
+
+# --- forks
+
+_used = False
+"""Whether this process, or one that it was forked from, has used TensorStore."""
+_forked = False
+"""Whether this process was forked from one that had."""
+
+
+def _note_fork() -> None:
+    global _forked  # noqa: PLW0603  (of this process)
+    _forked = _used
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def begin_use(place: object) -> None:
+    """Note that TensorStore is about to be used; raises what `check_fork` raises."""
+    global _used  # noqa: PLW0603  (of this process)
+    check_fork(place)
+    _used = True
+
+
+def check_fork(place: object) -> None:
+    """Refuse to work in a fork that came too late.
+
+    Raises:
+        CoordinationError: this process was forked from one that had used shardckpt.
+    """
+    if _forked:
+        raise CoordinationError(
+            f"{place}: this process was forked from one that had used shardckpt, whose threads are not here; start it with "
+            f'multiprocessing.get_context("spawn"), or fork before the first checkpoint is read or written.'
+        )
+
+
+# --- writes of killed processes
+
+LOCK_SUFFIX = ".__lock"
+"""What TensorStore's file driver calls a file while it writes it."""
+
+
+def forget_interrupted_write(path: Path) -> None:
+    """Empty what a dead process has left of a write to this file, if there is something; leave alone what is being written.
+
+    Args:
+        path: the file. It need not exist, nor its directory.
+    """
+    lock = f"{path}{LOCK_SUFFIX}"
+    with suppress(OSError):  # no such file, or somebody's: writing it then tells what is wrong, if anything is
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            _lock(fd)
+            found = os.fstat(fd)
+            if found.st_size and os.path.samestat(found, os.lstat(lock)):
+                os.ftruncate(fd, 0)
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Take TensorStore's kind of lock on an open file; it ends when that is closed. Raises OSError if somebody has it."""
+    if hasattr(fcntl, "F_OFD_SETLK"):  # of the open file, not of the process: it excludes other threads, too
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    else:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

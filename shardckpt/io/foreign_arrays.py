@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tensorstore as ts
 
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, MissingDataError
-from shardckpt.format.fields import LARGEST_DIMENSION
-from shardckpt.format.keys import check_key
+from shardckpt.format.documents import LARGEST_DIMENSION, check_key
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import shared_context
 from shardckpt.layout import dtypes

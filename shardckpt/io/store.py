@@ -12,7 +12,7 @@ A `Store` is a thin layer over TensorStore's key-value stores. It adds these.
 3. *Patience and pace.* Requests to an object store are tried again (`cloud` says when and for how long). The few kinds of
    broken answers that TensorStore takes for final are asked for once more here, where that does no harm. Requests begin
    at a pace of which each of several processes has its share (`pace`).
-4. *Nothing of a killed write in the next one*, see `interrupted`.
+4. *Nothing of a killed write in the next one*, see `failures`.
 5. *Listings that are complete*, see `listing`: TensorStore's own are empty where GCS refuses them.
 6. *Errors of ours.* What TensorStore or the system says is kept in the message, with the url before it and what to
    do after it.
@@ -40,12 +40,10 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError
-from shardckpt.format.keys import check_key
-from shardckpt.io import forking
+from shardckpt.format.documents import check_key
 from shardckpt.io.buckets import cloud, listing
 from shardckpt.io.buckets.pace import ALONE, RequestShare
-from shardckpt.io.failures import storage_errors
-from shardckpt.io.interrupted import forget_interrupted_write
+from shardckpt.io.failures import begin_use, forget_interrupted_write, storage_errors
 from shardckpt.io.url import Location, parse
 
 if TYPE_CHECKING:
@@ -123,7 +121,7 @@ class Store:
     @property
     def _kv(self) -> Any:
         """The same, about to be used."""
-        forking.begin_use(self.location)
+        begin_use(self.location)
         return self._opened
 
     def __str__(self) -> str:

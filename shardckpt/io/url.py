@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from shardckpt.errors import UrlError
-from shardckpt.format.keys import unfit
+from shardckpt.format.documents import unfit
 from shardckpt.io.buckets import cloud
 
 __all__ = ["UNQUOTED", "Location", "parse"]

@@ -1,4 +1,4 @@
-"""Is it faster that processes which need the same bytes read a part each and send it to the others?
+"""Estimate whether processes that need the same bytes get them faster when each reads a part and sends it to the others.
 
 Reading alone, a process gets its bytes at the rate of its own connection to the storage, or at its part of what the whole
 storage gives to all processes that read at once, whichever is less. Reading together, each of k processes reads
@@ -17,8 +17,6 @@ import math
 from dataclasses import dataclass, fields
 
 from shardckpt.errors import OptionError
-
-__all__ = ["Bandwidths", "Estimate"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which chunk shape serves the reader that nobody knows yet?
+"""The choice of a chunk shape, for readers whose layout nobody knows yet.
 
 A tensor is stored as regular grids of chunks. A chunk never crosses a border between shards (so it has one writer),
 hence where a dimension is split its chunk side divides the tile; where it is not, any side will do.
@@ -41,20 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-
-__all__ = [
-    "LARGEST_CHUNK",
-    "MOST_CHUNKS",
-    "Chunking",
-    "Floor",
-    "chunk_shape",
-    "chunking",
-    "divisors",
-    "even_runs",
-    "grid_shape",
-    "padded_size",
-    "smallest_chunk",
-]
 
 LARGEST_CHUNK = 2 << 20
 """Bytes above which a chunk is cut further where that costs little."""
@@ -107,24 +93,6 @@ class Chunking:
     tile's. The last piece of a dimension ends where the tensor does."""
     chunks: tuple[int, ...]
     """Shape of their chunks: one side per dimension, at least 1."""
-
-
-def grid_shape(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ...]:
-    """Number of chunks per dimension.
-
-    >>> grid_shape((10, 8), (3, 4))
-    (4, 2)
-    """
-    return tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
-
-
-def padded_size(shape: tuple[int, ...], chunks: tuple[int, ...]) -> int:
-    """Elements of the chunks that make an array, those at its edges filled up.
-
-    >>> padded_size((10, 8), (3, 4))
-    96
-    """
-    return prod([-(-n // c) * c for n, c in zip(shape, chunks, strict=True)])
 
 
 def smallest_chunk(total_bytes: int, *, files: bool = False) -> Floor:

@@ -1,4 +1,4 @@
-"""Which stored chunks does each host read, when a checkpoint is restored onto some layout?
+"""The stored chunks that each host reads when a checkpoint is restored onto some layout.
 
 The counterpart of `writers`, for all hosts at once and without asking any of them.
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from shardckpt.layout.box import Box, BoxArray, distinct_boxes
 from shardckpt.layout.placements import Placements
-from shardckpt.plan.plan import overlaps, touched
+from shardckpt.plan.overlaps import overlaps, touched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.sharding import Layout
     from shardckpt.layout.world import DeviceOwners
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
     Ints = NDArray[np.int64]
-
-__all__ = ["ChunksRead", "HostBoxes", "chunks_read", "host_boxes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

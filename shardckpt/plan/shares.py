@@ -1,4 +1,4 @@
-"""Several processes need the same boxes: which of them reads what, so that every chunk is read once?
+"""Which of several processes that need the same boxes reads what, so that every chunk is read once.
 
 The same question as for writing (`plan.writers`), and the same answer, which every process works out by itself:
 
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.layout.box import Box
-from shardckpt.plan.grid_runs import run_boxes
-from shardckpt.plan.plan import Piece, chunk_spans, touched
+from shardckpt.plan.overlaps import touched
+from shardckpt.plan.pieces import Piece, chunk_spans, run_boxes
 from shardckpt.plan.writers import Part, deal
 
 if TYPE_CHECKING:
@@ -30,15 +30,13 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.box import BoxArray
 
-__all__ = ["MOST_READERS", "Region", "Wanted", "fellows", "rounds"]
-
 MOST_READERS = 64
 """Processes that share the reading; more of them make several such groups, each of which reads everything once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What of one tensor is needed."""
+class SharedTensor:
+    """A tensor of which several processes need the same boxes."""
 
     pieces: Sequence[Piece]
     boxes: BoxArray
@@ -59,17 +57,17 @@ class Region:
     """The part of that box, in the tensor's indices."""
 
 
-def fellows(sharers: tuple[int, ...], process: int) -> tuple[int, ...]:
-    """Those of the processes that need the same with which one of them shares the reading: as evenly as it goes.
+def peers_sharing_reads(sharers: tuple[int, ...], process: int) -> tuple[int, ...]:
+    """Peers that split the reads with `process`, itself among them; of all that need the same, in groups as even as can be.
 
-    >>> len(fellows(tuple(range(130)), 129))
+    >>> len(peers_sharing_reads(tuple(range(130)), 129))
     43
     """
     at, groups = sharers.index(process), -(-len(sharers) // MOST_READERS)
     return next(tuple(group.tolist()) for group in np.array_split(np.array(sharers), groups) if sharers[at] in group)
 
 
-def rounds(wanted: Sequence[Wanted], readers: int, limit: int) -> Iterator[list[list[Region]]]:
+def rounds(wanted: Sequence[SharedTensor], readers: int, limit: int) -> Iterator[list[list[Region]]]:
     """Per round, and per reader, what that one reads.
 
     Args:
@@ -99,7 +97,7 @@ class _TapePart:
     boxes: Sequence[tuple[int, Box]]
     """Numbered as the tensor's."""
     spans: tuple[range, ...]
-    """Of chunks, per dimension."""
+    """Places of its chunks in the grid, per dimension."""
     chunk_bytes: int
 
     @property
@@ -119,7 +117,7 @@ class _TapePart:
                     yield Region(self.tensor, number, inside)
 
 
-def _parts(wanted: Sequence[Wanted]) -> Iterator[_TapePart]:
+def _parts(wanted: Sequence[SharedTensor]) -> Iterator[_TapePart]:
     """The tape."""
     for i, one in enumerate(wanted):
         for piece in touched(one.pieces, one.boxes):

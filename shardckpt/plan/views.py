@@ -1,4 +1,4 @@
-"""Where do elements of one tensor lie in another one that is made of it?
+"""The place of a tensor's elements in another tensor that is made of it.
 
 A `View` is a box of a tensor, with its dimensions in another order, dimensions of length 1 left out or put in, at some place
 of an output. Boxes of the output are wanted, and boxes of the tensor are read: `View.back` says which, and `View.part` where
@@ -16,7 +16,7 @@ import numpy as np
 
 from shardckpt.errors import OptionError
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[np.generic]
-
-__all__ = ["View"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which of the processes that hold a box writes which of its chunks?
+"""Deal the chunks of a box among the processes that hold it: each chunk has one writer.
 
 Every process answers this for itself, in time in proportion to its own boxes, and all answers agree.
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.sharding import Layout
     from shardckpt.layout.world import DeviceOwners
 
-__all__ = ["Part", "box_holders", "deal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -39,13 +37,13 @@ class Part:
     piece: str
     """Path of the piece; tensor, piece and start tell parts of equal holders apart, and put them in order."""
     start: tuple[int, ...]
-    """Of the box."""
+    """First index of the box."""
     holders: tuple[int, ...]
     """The processes that hold the box, ascending."""
     chunks: int
-    """How many."""
+    """Number of chunks."""
     chunk_bytes: int
-    """Of each, as it is stored."""
+    """Bytes of each chunk as it is stored."""
 
 
 def deal(parts: Sequence[Part], process: int) -> list[range]:

@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from shardckpt.format.bases import Base
     from shardckpt.format.record import CheckpointRecord
-    from shardckpt.format.structure import TensorRecord
+    from shardckpt.format.structure import Base, TensorRecord
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.finder import Damaged
     from shardckpt.reading.reader import ChunkReader
     from shardckpt.reading.wanted import Request

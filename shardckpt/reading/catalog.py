@@ -21,11 +21,10 @@ from shardckpt.commit.leftover import check_leftover
 from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError
-from shardckpt.format.bases import bases_of
-from shardckpt.format.fields import LARGEST_DIMENSION
-from shardckpt.format.record import open_envelope
+from shardckpt.format.documents import LARGEST_DIMENSION, open_envelope
+from shardckpt.format.structure import bases_of
 from shardckpt.io.ages import last_written
-from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import Location, parse
 

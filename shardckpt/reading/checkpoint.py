@@ -16,9 +16,9 @@ from weakref import WeakSet
 import numpy as np
 
 from shardckpt.commit import index
+from shardckpt.commit.assemble import read_host_files
 from shardckpt.commit.attempts import is_attempt
 from shardckpt.commit.base_places import base_location
-from shardckpt.commit.host_files import read_host_files
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import (
     BudgetError,
@@ -33,10 +33,9 @@ from shardckpt.errors import (
     out_of_memory_is_typed,
 )
 from shardckpt.excerpt import excerpt
-from shardckpt.format.fields import Fields
-from shardckpt.format.record import CheckpointRecord, Tombstone, open_envelope, parse_checkpoint
-from shardckpt.io.ending import reading_takes_threads
-from shardckpt.io.forking import check_fork
+from shardckpt.format.documents import Fields, open_envelope
+from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
+from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError, ShardingError
 from shardckpt.excerpt import file_size
-from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.failures import reading_takes_threads
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
 from shardckpt.options import parse_bytes

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.batches import batches
+from shardckpt.plan.pieces import batches
 from shardckpt.reading.reader import Request
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.dtypes import DType
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.based_reader import BasedReader
     from shardckpt.reading.reader import ChunkReader
 

@@ -29,7 +29,7 @@ from shardckpt.excerpt import excerpt, file_size
 from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
 from shardckpt.plan.bandwidths import Bandwidths, Estimate
-from shardckpt.plan.shares import fellows
+from shardckpt.plan.shares import peers_sharing_reads
 from shardckpt.reading.shared_reading import J, Job, SharedReading, told
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _groups(checkpoint: Checkpoint, jobs: Sequence[J], world: World, limit: int)
     for job in jobs:
         sharers = job.landings[0].sink.sharers(world) if len(job.landings) == 1 and job.nbytes else None
         if sharers is not None and len(sharers) > 1 and world.process in sharers:
-            found.setdefault(fellows(sharers, world.process), []).append(job)
+            found.setdefault(peers_sharing_reads(sharers, world.process), []).append(job)
     groups = [_Group(members, sorted(found[members], key=lambda job: job.tensor.name)) for members in sorted(found)]
     for group in groups:
         said = [checkpoint.record.attempt, limit, group.members, [_said_of(job) for job in group.jobs]]

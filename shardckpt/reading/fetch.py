@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
-from shardckpt.format.codec import CHECKSUM_BYTES
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io.vectors import scatter_read
 from shardckpt.reading.bands import places_of
 

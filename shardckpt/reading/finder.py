@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import FormatError, MissingDataError
-from shardckpt.format.codec import CHECKSUM_BYTES
-from shardckpt.format.keys import chunk_object_key, plain_key
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks
-from shardckpt.plan.plan import chunk_boxes, touched
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, plain_key
+from shardckpt.plan.overlaps import touched
+from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.reading.wanted import Wanted
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.errors import ShardckptError
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.lookup import Lookup
     from shardckpt.reading.wanted import Request
 

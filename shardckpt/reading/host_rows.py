@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.host_files import read_host_files, read_table
+from shardckpt.commit.assemble import read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, StorageError
-from shardckpt.format.table_header import ROW
+from shardckpt.format.table import ROW
 from shardckpt.io.together import together
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.format.record import FileReference, HostFiles
-    from shardckpt.format.table import Table
-    from shardckpt.format.table_header import TableHeader
+    from shardckpt.format.documents import FileReference
+    from shardckpt.format.record import HostFiles
+    from shardckpt.format.table import Table, TableHeader
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.host_files import read_host_files, read_table
+from shardckpt.commit.assemble import read_host_files, read_table
 from shardckpt.errors import MissingDataError
 from shardckpt.format.table import OWN_OBJECT
 from shardckpt.io.together import together
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.table import ArrayChunks
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.lookup import WholeTable
 
     Ints = NDArray[np.int64]

@@ -21,7 +21,7 @@ import crc32c
 import numpy as np
 
 from shardckpt.errors import CorruptionError, ShardckptError, StorageError
-from shardckpt.format.codec import decompress
+from shardckpt.format.zarr_arrays import decompress
 from shardckpt.io.cores import cores
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.workers import Workers
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.finder import Damaged, Located
     from shardckpt.reading.lookup import Lookup, WholeTable
 

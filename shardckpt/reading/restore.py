@@ -36,19 +36,19 @@ from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.per_process import choose_value, decode_value
 from shardckpt.io.arena import Arena
 from shardckpt.io.budget import BufferPool, Lease, round_up
-from shardckpt.io.ending import reading_takes_threads
+from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.reading_ahead import read_ahead
 from shardckpt.io.url import parse
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import castable
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
-from shardckpt.plan.batches import batches
+from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
 from shardckpt.reading.reader import Request
 from shardckpt.state import leaf_names, match, per_process_names, stored_names, unflatten
+from shardckpt.state.flatten import StateOwner
 from shardckpt.state.names import Only, selector
-from shardckpt.state.stateful import StateOwner
 
 if TYPE_CHECKING:
     import os

@@ -23,7 +23,7 @@ from shardckpt import errors
 from shardckpt.errors import ShardckptError
 from shardckpt.io.budget import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.shares import Region, Wanted, rounds
+from shardckpt.plan.shares import Region, SharedTensor, rounds
 from shardckpt.reading.reader import Request
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class SharedReading(Generic[J]):
             CoordinationError: a member is gone.
             ShardckptError: what this process's or another one's reading raised.
         """
-        wanted = [Wanted(job.tensor.pieces, job.landings[0].boxes, _itemsize(job)) for job in batch]
+        wanted = [SharedTensor(job.tensor.pieces, job.landings[0].boxes, _itemsize(job)) for job in batch]
         me = self.members.index(self.coordinator.world.process)
         planned = rounds(wanted, len(self.members), self.limit)
         with ThreadPoolExecutor(1, "shardckpt-share") as ahead:

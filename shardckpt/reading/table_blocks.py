@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.host_files import read_table
+from shardckpt.commit.assemble import read_table
 from shardckpt.errors import CorruptionError, FormatError
-from shardckpt.format.table import ArrayChunks
-from shardckpt.format.table_header import ROW, TableHeader, check_sizes
+from shardckpt.format.table import ROW, ArrayChunks, TableHeader, check_sizes
 from shardckpt.io.together import together
-from shardckpt.plan.plan import chunk_runs
+from shardckpt.plan.overlaps import chunk_runs
 from shardckpt.reading.host_rows import HostRows, cost
 from shardckpt.reading.lookup import WholeTable
 
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.format.record import FileReference, TableReference
+    from shardckpt.format.documents import FileReference, TableReference
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
     from shardckpt.layout.box import BoxArray
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["TableBlocks"]
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.host_files import read_host_files, read_table
+from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.commit.index_check import IndexCheck
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, ShardckptError
-from shardckpt.format.documents import zarr_documents
-from shardckpt.format.record import CheckpointRecord, format_version, parse_checkpoint
-from shardckpt.format.table import merge_tables, same_places
+from shardckpt.format.documents import format_version
+from shardckpt.format.record import CheckpointRecord, parse_checkpoint
+from shardckpt.format.zarr_arrays import zarr_documents
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.opening import open_reader
@@ -31,8 +31,11 @@ from shardckpt.reading.reader import ChunkReader, Request
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardckpt.format.record import FileReference
+    from numpy.typing import NDArray
+
+    from shardckpt.format.documents import FileReference
     from shardckpt.format.structure import TensorRecord
+    from shardckpt.format.table import ArrayChunks
     from shardckpt.io.store import Store
 
 __all__ = ["Damage", "VerifyReport", "verify"]
@@ -150,7 +153,7 @@ class _Verification:
         names, own_names = (np.array([*files, ""], object) for files in (table.files, own.files))
         for path, rows in own.arrays.items():
             row = arrays[path].find(rows.chunk.astype(np.int64)) if path in arrays else np.full(1, -1)
-            if (row < 0).any() or not same_places(rows, own_names, arrays[path], names, row):
+            if (row < 0).any() or not _same_places(rows, own_names, arrays[path], names, row):
                 self._damaged_file(self.record.table.key, FormatError(f"{path}: its chunks are not where the hosts' own tables have them."))
         return WholeTable(table.files, arrays)
 
@@ -239,3 +242,12 @@ def _groups(tensors: Sequence[TensorRecord], limit: int = 512 << 20) -> list[lis
         groups[-1].append(tensor)
         size += tensor.nbytes
     return groups
+
+
+def _same_places(
+    a: ArrayChunks, a_files: NDArray[np.object_], b: ArrayChunks, b_files: NDArray[np.object_], row: NDArray[np.int64]
+) -> bool:
+    """Whether two tables have the same places for the chunks of `a`, which are those rows of `b`."""
+    same = (a.offset == b.offset[row]) & (a.length == b.length[row]) & (a.crc == b.crc[row])
+    last = np.uint32(len(a_files) - 1), np.uint32(len(b_files) - 1)  # chunks that are objects of their own
+    return bool(same.all() and (a_files[np.minimum(a.file, last[0])] == b_files[np.minimum(b.file[row], last[1])]).all())

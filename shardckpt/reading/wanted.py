@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.plan import chunk_boxes, overlaps_of, touching
+from shardckpt.plan.overlaps import overlaps_of, touching
+from shardckpt.plan.pieces import chunk_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.layout.box import Box
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["Index", "Part", "Request", "Target", "Targets", "Wanted"]
 

@@ -20,10 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from shardckpt.errors import OptionError
-from shardckpt.format.codec import CHECKSUM_BYTES
-from shardckpt.format.documents import zarr_documents
-from shardckpt.format.keys import chunk_object_key
-from shardckpt.format.zarr_meta import group_json, parent_groups
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, group_json, parent_groups, zarr_documents
 from shardckpt.io.store import Store as Place
 from shardckpt.reading.opening import open_reader
 
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.url import Location
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.based_reader import BasedReader
     from shardckpt.reading.reader import ChunkReader
 

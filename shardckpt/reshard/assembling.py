@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.format.codec import CHECKSUM_BYTES, room_for
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, room_for
 from shardckpt.io.budget import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.plan import chunk_boxes, overlaps, touched
+from shardckpt.plan.overlaps import overlaps, touched
+from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.reading.reader import Request
 from shardckpt.reshard.memory import PARTS
 
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.dtypes import DType
-    from shardckpt.plan.plan import Overlaps, Piece
+    from shardckpt.plan.overlaps import Overlaps
+    from shardckpt.plan.pieces import Piece
     from shardckpt.plan.views import View
     from shardckpt.reshard.cells import Step
     from shardckpt.reshard.source import OpenSource

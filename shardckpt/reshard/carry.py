@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.host_files import read_host_files, read_table, write_table
+from shardckpt.commit.assemble import read_host_files, read_table, write_table
 from shardckpt.errors import ShardckptError
-from shardckpt.format.record import FileReference, HostFiles, HostRecord, seal
+from shardckpt.format.documents import FileReference, seal
+from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.layout.box import BoxArray
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader, Request

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import FormatError
-from shardckpt.format.keys import chunk_object_key, plain_key
 from shardckpt.format.table import OWN_OBJECT
+from shardckpt.format.zarr_arrays import chunk_object_key, plain_key
 from shardckpt.io.buckets.object_copies import can_copy, copy_objects
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import sync_directory
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.table import Table
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["TakenOver", "carry_chunks", "carry_lanes", "way"]
 

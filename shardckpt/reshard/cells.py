@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.grid_runs import run_boxes
-from shardckpt.plan.plan import count_chunks, touched
+from shardckpt.plan.overlaps import touched
+from shardckpt.plan.pieces import count_chunks, run_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
     Ints = NDArray[np.int64]
 

@@ -27,8 +27,8 @@ from shardckpt.commit.strays import remove_strays
 from shardckpt.errors import CommitError, OptionError, ShardckptError, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
 from shardckpt.format.record import CheckpointRecord
-from shardckpt.io.ending import reading_takes_threads
-from shardckpt.io.space import check_space
+from shardckpt.io.datafile import check_space
+from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.carry import carry

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.assemble import finished_hosts, read_host_record
-from shardckpt.commit.host_files import read_table
+from shardckpt.commit.assemble import finished_hosts, read_host_record, read_table
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError
 from shardckpt.io.buckets.listing import modification_times
 from shardckpt.io.together import together

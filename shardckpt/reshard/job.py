@@ -17,13 +17,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardckpt._version import __version__
-from shardckpt.commit.assemble import finished_hosts, read_host_record
+from shardckpt.commit.assemble import finished_hosts, read_host_record, read_table
 from shardckpt.commit.attempts import RESHARD
-from shardckpt.commit.host_files import read_table
 from shardckpt.commit.publish import hold_place, read_prior
 from shardckpt.errors import AlreadyExistsError, CommitError, OptionError, ShardckptError, StorageError
-from shardckpt.format.contents import Contents
-from shardckpt.format.record import CheckpointRecord
+from shardckpt.format.record import CheckpointRecord, Contents
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -35,7 +33,7 @@ from shardckpt.writing.host import describe
 
 if TYPE_CHECKING:
     from shardckpt.commit.publish import Prior
-    from shardckpt.format.record import FileReference
+    from shardckpt.format.documents import FileReference
     from shardckpt.io.url import Location
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.source import SourceSpec

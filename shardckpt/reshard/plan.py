@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.format.codec import CHECKSUM_BYTES, largest_chunk
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, largest_chunk
 from shardckpt.reshard.cells import Cells, cut, read_bytes, steps
 from shardckpt.reshard.memory import Memory, Sizes, check_limit, share
 from shardckpt.reshard.targets import targets

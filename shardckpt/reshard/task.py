@@ -22,7 +22,7 @@ from threading import local
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CommitError, CorruptionError, ShardckptError
-from shardckpt.format.record import seal
+from shardckpt.format.documents import seal
 from shardckpt.plan.views import View
 from shardckpt.reshard.assembling import BatchMemory, ChunkTarget, PlannedStep, assembled
 from shardckpt.reshard.carry import read_back

@@ -1,4 +1,4 @@
-"""How does a state of nested containers become named tensors and one JSON document, and come back?
+"""A state of nested containers as named tensors and one JSON document, and back.
 
 Everything here is pure and knows no framework: which leaves are tensors is the caller's to say. Imports `names`,
 `leaves` and `errors` only.

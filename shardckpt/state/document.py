@@ -1,4 +1,4 @@
-"""What does a tree document say? Reading it, believing nothing.
+"""The tree document of a state as nodes: reading it, without belief in anything, and writing it.
 
 `parse` checks the whole document and turns it into nodes, with names; everything else walks the nodes. It bounds
 depth, knows the type of every part, refuses two equal keys in a dict and a tied tensor whose first name is none.
@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from shardckpt.errors import FormatError
 from shardckpt.state import leaves, names
-from shardckpt.state.containers import MAX_DEPTH, Form
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -23,33 +22,13 @@ if TYPE_CHECKING:
     from shardckpt.state.leaves import JSON
     from shardckpt.state.names import PathKey
 
-__all__ = [
-    "Branch",
-    "Custom",
-    "Meaning",
-    "Node",
-    "Owned",
-    "Small",
-    "Tensor",
-    "Tied",
-    "Tree",
-    "alias_map",
-    "child",
-    "is_meaning",
-    "iter_leaves",
-    "leaf_names",
-    "leaves_of",
-    "meanings",
-    "parse",
-    "per_process_names",
-    "stored_names",
-    "tensor_names",
-    "write",
-    "write_dict",
-]
-
 LONGEST_MEANING = 256
 """Characters."""
+MAX_DEPTH = 200
+"""Containers around a leaf, at most: more is a mistake, or an attack on the stack of whoever reads it."""
+
+Form = Literal["dict", "list", "tuple"]
+"""How a container is stored."""
 
 Meaning = Callable[[object], str | EllipsisType | None]
 """Says what the elements of a tensor leaf are to its framework: None for just numbers, `...` for a leaf that does not say."""
@@ -176,12 +155,12 @@ class _Parser:
             tag = next(iter(node), None) if len(node) == 1 else None
             if isinstance(tag, str) and tag.startswith("$") and not tag.startswith("$$"):
                 return self.tagged(tag, node[tag], node, name, depth)
-            return self.branch("dict", [leaves.decode_text(key, name) for key in node], list(node.values()), name, depth)
+            return self.branch("dict", [_text(key, name) for key in node], list(node.values()), name, depth)
         if node == "$tensor" and not self.in_leaf:
             self.tensors.add(name)
             return Tensor(name)
         if isinstance(node, str):
-            leaves.decode_text(node, name)  # refuses what another "$" word may mean in a format to come
+            _text(node, name)  # refuses what another "$" word may mean in a format to come
             return Small(name, node)
         if node is None or isinstance(node, bool | int | float):
             return Small(name, node)
@@ -232,6 +211,11 @@ class _Parser:
         return Custom(name, type_name, parsed)
 
 
+def _text(node: JSON, name: str) -> str:
+    """The str that a text stands for: itself, unless it begins with "$"."""
+    return node if type(node) is str and not node.startswith("$") else leaves.decode_text(node, name)
+
+
 def _key(node: JSON, name: str) -> PathKey:
     if node is None or isinstance(node, bool | int | str) or (isinstance(node, dict) and set(node) in ({"$int"}, {"$str"})):
         key = leaves.decode(node, name)
@@ -275,9 +259,14 @@ def _write_branch(node: Branch) -> JSON:
     return nodes if node.form == "list" else {"$tuple": nodes}
 
 
+def _is_plain(text: str) -> bool:
+    """Whether a text stands for itself, as nearly all keys do."""
+    return text.isascii() and not text.startswith("$")
+
+
 def write_dict(keys: Sequence[PathKey], nodes: Sequence[JSON], name: str) -> JSON:
     """The document of a dict called `name`."""
-    written = [leaves.encode(key, name) for key in keys]
+    written = [key if type(key) is str and _is_plain(key) else leaves.encode(key, name) for key in keys]
     if all(type(key) is str and type(text) is str for key, text in zip(keys, written, strict=True)):
         return dict(zip(written, nodes, strict=True))  # type: ignore[arg-type]
     return {"$dict": [[key, node] for key, node in zip(written, nodes, strict=True)]}

@@ -1,29 +1,46 @@
-"""Which tensors does a state hold, under which names, and what is the rest of it?
+"""A state taken apart: its tensors by name, and one document of the rest. What a container is, and how a state collects itself.
 
-One walk, depth first, in the order of the containers. Every value is, in this order: a tensor (the caller says so), a
-`PerProcess`, a leaf of a registered type, a small leaf, a container, or an error that names its place.
+`flatten` walks a state once, depth first, in the order of the containers. Every value is, in this order: a tensor (the caller
+says so), a `PerProcess`, a leaf of a registered type, a small leaf, a container, or an error that names its place.
+
+`container_of` knows these containers, in this order:
+
+1. dict, OrderedDict, defaultdict, Counter, and list, tuple, deque: themselves. Subclasses of these are none, unless
+   one of the following applies: rebuilding them as the base class would lose what makes them different.
+2. named tuples: by field.
+3. whatever torch's or JAX's pytree registry knows: by the keys that it gives. The registries are looked up, never
+   imported: nobody can hold an object of a registered class without its framework.
+4. dataclasses: by field. After the registries, because a registered dataclass (a flax TrainState, say) keeps
+   functions and other constants out of the tree.
+
+A container of any class is stored in one of three plain forms: dict, list or tuple. A `StateOwner` (`shardckpt.TrainState`)
+collects its own state as plain containers, and says what a stored one is restored into.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import LeafError
 from shardckpt.excerpt import excerpt
 from shardckpt.state import leaves, names
-from shardckpt.state.containers import MAX_DEPTH, Container, container_of
-from shardckpt.state.document import is_meaning, write_dict
+from shardckpt.state.document import MAX_DEPTH, is_meaning, write_dict
 from shardckpt.state.names import shown
 from shardckpt.state.per_process import PerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-    from shardckpt.state.document import Meaning
+    from shardckpt.layout.world import World
+    from shardckpt.state.document import Form, Meaning, Node
     from shardckpt.state.leaves import JSON
-
-__all__ = ["Flat", "flatten", "unsupported"]
+    from shardckpt.state.names import PathKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +68,7 @@ def flatten(
     """Take a state apart into named tensors and the tree document.
 
     Args:
-        state: nested dicts, lists and tuples, and what comes back as such (`shardckpt.state.containers`).
+        state: nested dicts, lists and tuples, and what comes back as such (`shardckpt.state.flatten`).
         is_tensor: whether a value is a tensor leaf. Asked first, about every value.
         identity: equal for tensors that are the same memory seen the same way, None for one that is never shared.
             Tensors of equal identity are stored once.
@@ -65,6 +82,10 @@ def flatten(
     walk = _Walk(is_tensor, identity, meaning)
     tree = walk.visit(state, root, 0)
     return Flat(walk.tensors, tree, walk.aliases, walk.per_process)
+
+
+_NEVER_LEAVES = frozenset({dict, list, tuple})
+"""Exactly these are always containers: nobody can register them as leaves."""
 
 
 class _Walk:
@@ -95,12 +116,13 @@ class _Walk:
             self.refuse_in_leaf(value)
             self.per_process[name] = value.value
             return {"$per_process": None}
-        registered = leaves.leaf_type(value)
-        if registered is not None:
-            with _Inside(self, value, name, depth):
-                return {"$leaf": [registered.name, self.encoded(registered.encode(value), name, depth + 1)]}
-        if leaves.is_small(value):
-            return leaves.encode(value, name)
+        if type(value) not in _NEVER_LEAVES:
+            registered = leaves.leaf_type(value)
+            if registered is not None:
+                with _Inside(self, value, name, depth):
+                    return {"$leaf": [registered.name, self.encoded(registered.encode(value), name, depth + 1)]}
+            if leaves.is_small(value):
+                return leaves.encode(value, name)
         container = container_of(value, name)
         if container is None:
             raise unsupported(value, name)
@@ -185,3 +207,183 @@ def unsupported(value: object, name: str) -> LeafError:
 
 
 _BASES = frozenset({bool, int, float, complex, str, bytes, dict, list, tuple})
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A container taken apart, one level deep."""
+
+    form: Form
+    """How it is stored."""
+    keys: Sequence[PathKey]
+    """The children's keys; 0, 1, … where the form is not dict."""
+    children: Sequence[object]
+    """As many as keys."""
+    rebuild: Callable[[list[object]], object]
+    """Makes a container of the same class, with everything else alike, of as many other children."""
+
+
+def container_of(value: object, where: str) -> Container | None:
+    """Take a container apart, or return None where `value` is none.
+
+    Args:
+        value: anything.
+        where: its name, for messages.
+
+    Raises:
+        LeafError: a key that is neither str, int, bool nor None, or that occurs twice.
+    """
+    kind = type(value)
+    if value is None:  # a leaf here; to JAX, a node without children
+        return None
+    if kind in _DICTS:
+        return _of_dict(value, where)  # type: ignore[arg-type]
+    if kind in _SEQUENCES:
+        return _of_sequence(value)  # type: ignore[arg-type]
+    if isinstance(value, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make"):
+        return Container("dict", kind._fields, value, kind._make)
+    return _of_torch_node(value, where) or _of_jax_node(value, where) or _of_dataclass(value)
+
+
+# --- containers: Python's own ---------------------------------------------------------------------------------------------------
+
+_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_SEQUENCES = frozenset({list, tuple, deque})
+_KEYS = frozenset({str, int, bool, type(None)})
+
+
+def _of_dict(value: dict[Any, object], where: str) -> Container:
+    for key in value:
+        if type(key) not in _KEYS:
+            raise LeafError(
+                f"{shown(where)} has a key of type {type(key).__qualname__}, {_key_text(key)}; "
+                f"keys are str, int, bool or None. Convert it to one of these first."
+            )
+
+    def rebuild(children: list[object]) -> object:
+        new: dict[Any, object] = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+        # What was set on it as attributes stays: torch's Module.load_state_dict looks for `_metadata`.
+        if hasattr(value, "__dict__"):
+            vars(new).update(vars(value))
+        for key, child in zip(value, children, strict=True):
+            new[key] = child  # noqa: PERF403  # a Counter's constructor and update() count
+        return new
+
+    return Container("dict", list(value), list(value.values()), rebuild)
+
+
+def _of_sequence(value: list[object] | tuple[object, ...] | deque[object]) -> Container:
+    def rebuild(children: list[object]) -> object:
+        return deque(children, value.maxlen) if isinstance(value, deque) else type(value)(children)
+
+    return Container("tuple" if isinstance(value, tuple) else "list", range(len(value)), value, rebuild)
+
+
+def _of_dataclass(value: object) -> Container | None:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+    def rebuild(children: list[object]) -> object:
+        # Neither __init__ nor __post_init__: the stored values are the fields, and need no second treatment.
+        new = copy.copy(value)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(new, name, child)  # a frozen one as well
+        return new
+
+    return Container("dict", names, [getattr(value, name) for name in names], rebuild)
+
+
+def _key_text(key: object) -> str:
+    # Only for these is repr() known to be short and harmless.
+    return repr(key) if isinstance(key, int | float | str) else f"in {type(key).__module__}"
+
+
+# --- containers: registered pytree nodes ----------------------------------------------------------------------------------------
+
+
+def _of_torch_node(value: object, where: str) -> Container | None:
+    pytree = sys.modules.get("torch.utils._pytree")
+    node = getattr(pytree, "SUPPORTED_NODES", {}).get(type(value))
+    if node is None:
+        return None
+    if node.flatten_with_keys_fn is None:
+        children, context = node.flatten_fn(value)
+        entries: Iterable[object] = [None] * len(children)
+    else:
+        pairs, context = node.flatten_with_keys_fn(value)
+        pairs = list(pairs)
+        entries, children = [entry for entry, _ in pairs], [child for _, child in pairs]
+    return _of_node(entries, children, lambda children: node.unflatten_fn(children, context), where)
+
+
+def _of_jax_node(value: object, where: str) -> Container | None:
+    tree_util = sys.modules.get("jax.tree_util")
+    # JAX that has no `is_tree_node` yet does not mind what it is asked to flatten; younger ones warn about iterators.
+    if tree_util is None or not getattr(tree_util, "is_tree_node", lambda _kind: True)(type(value)):
+        return None
+    pairs, structure = tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+    if any(not path for path, _ in pairs):  # a leaf of JAX's: its path is empty
+        return None
+    return _of_node([path[0] for path, _ in pairs], [child for _, child in pairs], structure.unflatten, where)
+
+
+def _of_node(entries: Iterable[object], children: Sequence[object], rebuild: Callable[[list[object]], object], where: str) -> Container:
+    """A registered node as a list where its registry only counts its children, otherwise as a dict."""
+    entries = list(entries)
+    if children and all(entry is None or hasattr(entry, "idx") or type(entry).__name__ == "FlattenedIndexKey" for entry in entries):
+        return Container("list", range(len(children)), children, rebuild)
+    keys = [_plain_key(entry) for entry in entries]
+    if len({(type(key), key) for key in keys}) != len(keys):
+        raise LeafError(
+            f"{shown(where)} is a pytree node whose registry gives two children the same key: {keys[:10]!r}; give them different keys."
+        )
+    return Container("dict", keys, children, rebuild)
+
+
+def _plain_key(entry: object) -> PathKey:
+    for attribute in ("key", "idx", "name"):
+        key = getattr(entry, attribute, entry)
+        if type(key) in _KEYS:
+            return key  # type: ignore[return-value]
+    return str(entry)
+
+
+# --- states that collect themselves
+
+
+class StateOwner(ABC):
+    """The owner of a whole state, as `shardckpt.TrainState` is: all that saving and restoring know of it."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain containers, for saving."""
+
+    @abstractmethod
+    def arranged(self, tree: Node, wanted: Callable[[str], bool]) -> Node:
+        """A stored state in the form that `state_dict` has.
+
+        Args:
+            tree: the stored state.
+            wanted: whether a name is to be restored.
+        """
+
+    @abstractmethod
+    def like(self, tree: Node, tensor: Callable[[str], Any], wanted: Callable[[str], bool], world: Callable[[], World]) -> dict[str, Any]:
+        """What to restore a stored state into, so that `load_state_dict` can take the result.
+
+        Args:
+            tree: what `arranged` returned.
+            tensor: the record of a stored tensor, by its name.
+            wanted: whether a name is to be restored.
+            world: which process this is, of how many; asked where other processes saved.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what was restored into `like`."""
+
+
+def plain_state(state: Any) -> Any:
+    """The plain containers of a state: those that a `StateOwner` collects, and any other state as it is."""
+    return state.state_dict() if isinstance(state, StateOwner) else state

@@ -1,4 +1,4 @@
-"""How is a leaf that is no tensor written as JSON, exactly?
+"""Leaves that are no tensors, as JSON: exactly, and back.
 
 What JSON has, stands for itself; everything else is an object with one key that begins with "$". Strict JSON: no NaN
 or Infinity tokens, no integer that another language would round, no lone surrogates.
@@ -40,21 +40,6 @@ from shardckpt.state.scalars import decode_scalar, encode_scalar, from_hex
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
-
-__all__ = [
-    "JSON",
-    "TAGS",
-    "LeafType",
-    "decode",
-    "decode_text",
-    "describe",
-    "encode",
-    "encode_text",
-    "is_small",
-    "leaf_type",
-    "leaf_type_named",
-    "register_leaf",
-]
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 """What `json.dumps` takes; ours never holds a NaN or an infinity."""

@@ -1,4 +1,4 @@
-"""Which stored tensor goes into which leaf of `like`, and what does the state look like afterwards?
+"""Match a stored tree with `like`: which stored tensor goes into which leaf, and the state that comes out.
 
 Both trees are walked side by side, paired by typed key (0 and "0" are two keys) and in sequences by index, before
 anything is read:
@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.state import leaves, names
-from shardckpt.state.containers import MAX_DEPTH, Container, container_of
-from shardckpt.state.document import Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
-from shardckpt.state.flatten import unsupported
+from shardckpt.state.document import MAX_DEPTH, Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
+from shardckpt.state.flatten import Container, container_of, unsupported
 from shardckpt.state.names import shown
 from shardckpt.state.per_process import PerProcess
 from shardckpt.state.unflatten import decode_leaf

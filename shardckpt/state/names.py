@@ -1,4 +1,4 @@
-"""What is a place in the state called, and under which path is its array stored?
+"""Names of places in a state, and the paths under which their arrays are stored.
 
 A *name* is for people and for JSON: the keys on the way to a leaf, joined with "/", each rendered so that no two
 places of one state share a name (`component_names`).
@@ -24,23 +24,6 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 
 from shardckpt.errors import FormatError, OptionError
-
-__all__ = [
-    "Only",
-    "PathKey",
-    "array_path",
-    "child_name",
-    "component_names",
-    "did_you_mean",
-    "matches",
-    "name_of_array_path",
-    "natural_key",
-    "nearest",
-    "pattern_regex",
-    "piece_path",
-    "selector",
-    "shown",
-]
 
 PathKey = str | int | bool | None
 """A key on the way to a leaf: a dict's own, with its type, or an index into a sequence."""

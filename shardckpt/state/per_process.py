@@ -1,4 +1,4 @@
-"""Which parts of a state does every process own by itself?
+"""`PerProcess`: parts of a state that every process owns by itself.
 
 Tensors and small leaves are one for all processes. What differs on purpose, such as the state of a random number
 generator or of a data loader, is marked with `PerProcess`, and every process stores its own value of it.

@@ -1,4 +1,4 @@
-"""How is a numpy or ml_dtypes scalar written as JSON, to the bit?
+"""numpy and ml_dtypes scalars as JSON, to the bit.
 
 As two texts: its dtype, and its bytes in little-endian order in hex. The dtype is one that tensors can have
 (`shardckpt.layout.dtypes`), `datetime64[unit]` or `timedelta64[unit]`, or `str` (UTF-8, surrogates as three bytes each) or

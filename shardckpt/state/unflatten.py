@@ -1,4 +1,4 @@
-"""How do tensors and a tree document become a state again, of plain dicts, lists and tuples?
+"""A state put together again from tensors and a tree document, as plain dicts, lists and tuples.
 
 From the root down, leaves by their names and containers by their form. With a choice of names, what it leaves out is
 not there, and neither are containers in which nothing is left.

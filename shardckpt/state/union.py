@@ -1,4 +1,4 @@
-"""What does the state of all processes look like, when each has told its own part of it?
+"""The tree of the whole job's state, joined from the trees of its processes.
 
 Processes of one job may hold different parts of a state (pipeline stages, a loader on some of them). Their documents
 are laid over each other, all at once, from the root down. At each place, among those documents that have it:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.job import JobFence, of_other_job
 from shardckpt.errors import FormatError, OtherJobError, StorageError
-from shardckpt.io.ending import saving_takes_threads, start_background
+from shardckpt.io.ending import start_background
+from shardckpt.io.failures import saving_takes_threads
 from shardckpt.training import events
 from shardckpt.training.cleaning import Cleaner
 from shardckpt.training.decisions import LEADER

@@ -18,8 +18,8 @@ from shardckpt import frameworks
 from shardckpt.errors import OptionError
 from shardckpt.frameworks.base import Target, dtype_of
 from shardckpt.state import PerProcess
-from shardckpt.state.containers import container_of
 from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
+from shardckpt.state.flatten import container_of
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:

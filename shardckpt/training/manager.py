@@ -16,7 +16,7 @@ from shardckpt.commit.rollback import ROLLBACK
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
-from shardckpt.io.forking import check_fork
+from shardckpt.io.failures import check_fork
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import check_flag, checked_options

@@ -26,7 +26,7 @@ from shardckpt.errors import MismatchError, OptionError, ShardckptError
 from shardckpt.excerpt import excerpt
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, child, leaves_of
-from shardckpt.state.stateful import StateOwner
+from shardckpt.state.flatten import StateOwner
 from shardckpt.training.generators import Generators, inherited
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror
 from shardckpt.training.optimizer_forms import keyed_by_ints

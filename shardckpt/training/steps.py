@@ -19,8 +19,8 @@ from shardckpt.commit.base_places import base_url
 from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked, read_sealed
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError
-from shardckpt.format.bases import BESIDE, bases_of, names_beside
-from shardckpt.io.ending import reading_takes_threads
+from shardckpt.format.structure import BESIDE, bases_of, names_beside
+from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.url import parse
 from shardckpt.training.measured import decode_metrics
 from shardckpt.training.retention import SavedStep

@@ -40,32 +40,32 @@ from shardckpt.commit.publish import (
     remove_replaced,
 )
 from shardckpt.errors import CommitError, CoordinationError, OtherJobError, ShardckptError
-from shardckpt.format.contents import Contents
-from shardckpt.format.record import CheckpointRecord, FileReference, HostRecord, seal
+from shardckpt.format.documents import FileReference, seal
+from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
 from shardckpt.format.structure import Structure
 from shardckpt.frameworks.coordination import SilentStoreError
 from shardckpt.frameworks.per_process import encode_values
-from shardckpt.io.ending import is_ending
-from shardckpt.io.space import check_space
+from shardckpt.io.datafile import check_space
+from shardckpt.io.failures import is_ending
 from shardckpt.io.url import parse
 from shardckpt.state import flatten
-from shardckpt.state.stateful import plain_state
+from shardckpt.state.flatten import plain_state
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.save_plan import SavePlan, plan_save, skipped_names
 from shardckpt.writing.skipping import left_in_base
-from shardckpt.writing.staging import stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy.typing import NDArray
+
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
     from shardckpt.layout.world import World
     from shardckpt.options import SaveOptions
-
-__all__ = ["Attempt", "Share"]
 
 COMMITTER = 0
 """The process that commits."""
@@ -78,7 +78,8 @@ _PLACEHOLDER = 4.0
 _COMMITTING = 60.0
 """Seconds that the committer may take after the last host has finished."""
 _WORD, _FAILURE = "word", "failure"
-"""What the committer says of an attempt, or who has waited for it in vain; and what a process says that could not write its share."""
+"""Kinds of announcements: the committer's word on an attempt (or that of a process that gave up waiting for it), and the failure of a
+process that could not write its share."""
 _SAMPLED = 1024
 """Elements of a large plain tensor by which processes that have different ones under one name are found."""
 _WORDS = 64
@@ -86,8 +87,8 @@ _WORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one process has of a state, and what of that it writes."""
+class StateShare:
+    """One process's part of a state, and the plan of what it writes."""
 
     plan: SavePlan
     sources: Mapping[str, Source]
@@ -114,9 +115,9 @@ class Attempt:
         """The checkpoints in which tensors lie that this process has skipped, once it has found them."""
         self._skipped: frozenset[str] = frozenset()
         self._nbytes = 0
-        """That this process writes."""
+        """Bytes that this process writes."""
         self._said: dict[FileReference, Contents] = {}
-        """What it has said of the checkpoint, and in which file, where nobody says anything else."""
+        """This process's contents by the file that holds them, where it is the only process."""
         self._wrote = False
         """Whether anything of the attempt may be there."""
         self._stopped = ""
@@ -131,8 +132,8 @@ class Attempt:
             self.give_up(error)  # others who save do not wait for this process
             raise error
 
-    def take(self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save) -> Share:
-        """What this process has to write; all but the elements of large tensors is taken when this returns.
+    def take(self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save) -> StateShare:
+        """Take this process's share of a state: everything but the elements of large tensors, when this returns.
 
         Args:
             state: as in `shardckpt.save`.
@@ -145,11 +146,11 @@ class Attempt:
         self._nbytes, self._skipped = planned.nbytes, planned.skipped
         if self._skipped:
             check_base(self.store.location, self._base)
-        values = encode_values(flat.per_process)
+        values = encode_values(flat.per_process) if flat.per_process else {}
         structure, metadata = Structure(flat.tree, planned.tensors), json.loads(json.dumps(self.options.metadata))
         contents = Contents(structure, _small(planned, sources), metadata, _samples(planned, sources))
         written = {name: source for name, source in sources.items() if name not in self._skipped}
-        return Share(planned, written, contents, seal({"values": values}) if values else None)
+        return StateShare(planned, written, contents, seal({"values": values}) if values else None)
 
     def write(
         self, contents: Contents, values: bytes | None, fill: Callable[[HostWriter], None], memory: int, *, threads: int = 1
@@ -164,7 +165,7 @@ class Attempt:
             threads: that may write at a time.
         """
         us = self.world.process, self.world.processes
-        store = self.store.among(*us)
+        store, place = (self.store, self.place) if self.alone else (self.store.among(*us), self.place.among(*us))
         prior = read_prior(store, overwrite=self.options.overwrite)
         self._check_not_given_up()  # after what may be wrong with this process's own part: it is told that rather
         if self.options.compression is None:  # else nobody knows
@@ -174,7 +175,7 @@ class Attempt:
         self.prior = hold_place(store, prior, overwrite=self.options.overwrite, patience=patience)
         self._wrote = True
         writer = HostWriter(
-            self.place.among(*us),
+            place,
             self.name,
             self.world.process,
             layout=self.options.layout,
@@ -201,11 +202,12 @@ class Attempt:
         if not self.alone:
             wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
 
-    def assembled(self) -> CheckpointRecord:
+    def assemble_record(self) -> CheckpointRecord:
         """The record, with all that it refers to in place; what remains is to publish it."""
         assert self.prior is not None
         record = assemble(self.place, self._said)
-        check_bases(self.store.location, record, self.prior.attempt)
+        if record.structure.bases:
+            check_bases(self.store.location, record, self.prior.attempt)
         return record
 
     def publish(self, record: CheckpointRecord) -> None:
@@ -316,14 +318,14 @@ class Attempt:
         return None if heard is None else f"process {heard['process']} could not write its share: {heard['error']}"
 
     def _tell(self, what: str, error: BaseException | None) -> None:
-        """Tell whoever asks; blocks nobody. What it is about has happened, whether anybody can be told or not."""
+        """Announce something that has happened, without waiting; a store that cannot be reached changes nothing."""
         if not self.alone:
             with suppress(ShardckptError):
                 said = {"error": None if error is None else _in_words(error), "code": getattr(error, "code", None)}
                 self.coordinator.announce(self._key(what), {"save": self._save, "process": self.world.process, **said})
 
     def _heard(self, what: str) -> dict[str, Any] | None:
-        """What somebody has said of this attempt."""
+        """The announcement of that kind about this attempt, if there is one."""
         said: Any = self.coordinator.peek(self._key(what))
         return said if isinstance(said, dict) and said.get("save") == self._save else None
 
@@ -358,6 +360,11 @@ def _next_attempt(coordinator: Coordinator, store: Store) -> str:
         key = coordinator.run_id, name
         _counts[key] += 1
         return f"{coordinator.run_id}-{sha256(name.encode()).hexdigest()[:12]}-{_counts[key]}"
+
+
+def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.generic]:
+    """Elements in the dtype as which they are stored, without a copy."""
+    return array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
 
 
 def _small(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, bytes]:

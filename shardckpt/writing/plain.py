@@ -14,10 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CommitError, ShardckptError
-from shardckpt.format.extents import ExtentLog, Extents
-from shardckpt.format.keys import plain_key
+from shardckpt.format.zarr_arrays import plain_key
 from shardckpt.io.datafile import DataFile, create_data_file
 from shardckpt.io.store import Data, Store, byte_view
+from shardckpt.writing.packed import ExtentLog, Extents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

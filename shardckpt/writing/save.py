@@ -1,53 +1,58 @@
-"""Saving one checkpoint, from one process or from many at once: at once, or in the background.
+"""Saving one checkpoint before the call returns, from one process or from many at once: `save`.
 
-Both take the same steps (`attempt`). `save` does all of them before it returns: some threads lay chunks out
-and write them, some MiB at a time. `save_async` leaves all but copying to another thread (`saver`).
+The steps are those of `attempt`. Some threads lay chunks out and write them, some MiB at a time, straight from the tensors
+(`read`). `save_async` (`saver`) takes the same steps, and leaves all but copying to another thread.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.errors import out_of_memory_is_typed
+from shardckpt import frameworks
+from shardckpt.errors import out_of_memory
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.cores import cores
-from shardckpt.io.ending import saving_takes_threads
+from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
-from shardckpt.plan.blocks import parts_of
-from shardckpt.writing.attempt import Attempt
+from shardckpt.plan.pieces import batches, parts_of, smaller
+from shardckpt.writing.attempt import Attempt, stored
 from shardckpt.writing.save_handle import SaveReport
-from shardckpt.writing.saver import Saver
-from shardckpt.writing.staging import MOST_COPIES, read
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from shardckpt.format.record import HostRecord
-    from shardckpt.writing.attempt import Share
+    from shardckpt.frameworks.base import Array, Source
+    from shardckpt.plan.pieces import Block
+    from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter
-    from shardckpt.writing.save_handle import SaveHandle
     from shardckpt.writing.save_plan import SavePlan
 
-__all__ = ["save", "save_async"]
+MOST_COPIES = 32 << 20
+"""Bytes of copies that frameworks are asked for at a time. So few an allocator hands out again and again, where more is fresh
+memory each time, which the kernel has to clear: from torch_xla, reading takes four times as long."""
 
 _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""
 _COPIES = {None: 1, "zstd": 3}
-"""Of these bytes at a time, by compression: laid out; compressed, chunk by chunk; and those joined."""
+"""Copies of these bytes that a thread holds, by compression: laid out; with zstd also the compressed chunks, and those joined."""
 _MOST_THREADS = 4
 """Threads that write, where the process has so many cores: more than cores gain nothing."""
 _LEAST_SHARE = 32 << 20
-"""Bytes that each has to write on average: less is not worth data files of its own."""
+"""Bytes that each thread has to write on average: less is not worth data files of its own."""
 _LEAST_MEAN = 512 << 10
-"""Bytes of a block on average, from which on copying and writing, which leave Python to the others, take far longer than Python."""
+"""Bytes of an average block from which on several threads pay: copying and writing, which release the interpreter, then take far longer
+than Python."""
 
 
-@out_of_memory_is_typed
 def save(
     url: str | os.PathLike[str],
     state: Any,
@@ -82,25 +87,33 @@ def save(
     began = time.monotonic()
     options = checked_options(options, skip)
     check_coordinator(coordinator)
-    attempt = Attempt(Store.open(parse(url)), Coordinator.current() if coordinator is None else coordinator, options)
-    with saving_takes_threads(attempt.store):
-        try:
-            share = attempt.take(state)
-            planned = time.monotonic()
-            written = _write(attempt, share)
-            durable = time.monotonic()
-            if attempt.commits:
-                attempt.await_hosts()
-            waited = time.monotonic()
-            record = attempt.assembled() if attempt.commits else None
-        except BaseException as e:
-            attempt.give_up(e)
-            raise
-        if record is None:
-            attempt.see_published()
-            waited = time.monotonic()
-        else:
-            attempt.publish(record)
+    try:
+        attempt = Attempt(Store.open(parse(url)), Coordinator.current() if coordinator is None else coordinator, options)
+        with saving_takes_threads(attempt.store):
+            return _take_steps(attempt, state, began)
+    except MemoryError as e:
+        raise out_of_memory(str(url), e) from e
+
+
+def _take_steps(attempt: Attempt, state: Any, began: float) -> SaveReport:
+    """Take all steps of a save, in their order, and report on them."""
+    try:
+        share = attempt.take(state)
+        planned = time.monotonic()
+        written = _write(attempt, share)
+        durable = time.monotonic()
+        if attempt.commits:
+            attempt.await_hosts()
+        waited = time.monotonic()
+        record = attempt.assemble_record() if attempt.commits else None
+    except BaseException as e:
+        attempt.give_up(e)
+        raise
+    if record is None:
+        attempt.see_published()
+        waited = time.monotonic()
+    else:
+        attempt.publish(record)
     return SaveReport(
         url=str(attempt.store),
         attempt=attempt.name,
@@ -118,8 +131,8 @@ def save(
     )
 
 
-def _write(attempt: Attempt, share: Share) -> HostRecord:
-    """Write this process's share straight from its tensors; what its host record says."""
+def _write(attempt: Attempt, share: StateShare) -> HostRecord:
+    """Write this process's share straight from its tensors, and return its host record."""
     quarter, copies = attempt.options.budget // 4, _COPIES[attempt.options.compression]
     staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // copies)
 
@@ -146,44 +159,51 @@ def _writing_threads(plan: SavePlan, memory: int) -> int:
     return max(1, min(_MOST_THREADS, cores(), plan.nbytes // _LEAST_SHARE, memory // room))
 
 
-_saver: Saver | None = None
-_choosing = Lock()
+class BlockElements(NamedTuple):
+    """A block, and its elements as they are stored."""
+
+    block: Block
+    elements: NDArray[np.generic]
+    own: bool
+    """Whether the elements are in memory of their own, which nobody else has and nothing else is in."""
 
 
-def save_async(
-    url: str | os.PathLike[str],
-    state: Any,
-    *,
-    options: SaveOptions | None = None,
-    skip: str | Sequence[str] | None = None,
-    coordinator: Coordinator | None = None,
-) -> SaveHandle:
-    """Copy what this process has to save to host buffers, and save it in the background.
+def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
+    """Per block of a source, whether it will be fetched into memory of its own: a whole box, of which it gives such copies."""
+    if not source.private:
+        return [False] * len(blocks)
+    sizes = source.boxes.sizes().tolist()
+    return [block.box.size == sizes[block.held] for block in blocks]
 
-    When this returns the state may change: the checkpoint will be what it was. What is not known yet is whether the save
-    will go well; `wait()` on the handle tells, or raises what went wrong. Buffers, and the plan of what to write, are
-    kept from call to call, so that later saves of the same state are quicker than the first. They take `memory_limit`
-    bytes at most; a state that is larger blocks until it is written all but for that (`SaveReport.streamed`).
+
+def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize) -> Iterator[Iterator[BlockElements]]:
+    """All blocks of this process, in batches.
+
+    Elements that are not in memory of their own may be views of the tensors, and are to be used up before the next batch is
+    asked for.
 
     Args:
-        url: as in `save`.
-        state: as in `save`.
-        options: as in `save`.
-        skip: as in `save`; the base is looked at in the background.
-        coordinator: as in `save`.
-
-    Raises:
-        LeafError, ShardingError, OptionError: as in `save`; nothing was begun.
-        CommitError: Python is ending; nothing was begun. Everything else the handle raises.
+        plan: what this process writes.
+        sources: its tensors.
+        room: bytes of copies that may be made at a time; a tensor that takes more goes alone.
+        most: bytes of a block, where one chunk does not take more.
     """
-    options = checked_options(options, skip)
-    return _shared_saver(options.budget).begin(url, state, options, coordinator=coordinator)
+    for names in batches(plan.blocks, lambda name: (sources[name].staged_bytes,), (room,)):
+        # An iterator, and nothing of it stays here: used up, it leaves the batch's memory to the next one.
+        yield _fetched(plan, {name: sources[name] for name in names}, most)
 
 
-def _shared_saver(memory_limit: int) -> Saver:
-    """The one whose buffers all calls share, as long as they set the same limit."""
-    global _saver  # noqa: PLW0603  (kept from call to call)
-    with _choosing:
-        if _saver is None or _saver.memory_limit != memory_limit:
-            _saver = Saver(memory_limit=memory_limit)
-        return _saver
+def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[BlockElements]:
+    """A batch, which is fetched when this returns: frameworks have streams and settings of the thread that saves."""
+    wanted = [sorted({block.held for block in plan.blocks[name]}) for name in sources]
+    return _cut(plan, sources, wanted, frameworks.fetch([*sources.values()], wanted), most)
+
+
+def _cut(
+    plan: SavePlan, sources: Mapping[str, Source], wanted: list[list[int]], fetched: list[list[Array]], most: int
+) -> Iterator[BlockElements]:
+    for (name, source), boxes, arrays in zip(sources.items(), wanted, fetched, strict=True):
+        of_box = {i: stored(array, plan.tensors[name]) for i, array in zip(boxes, arrays, strict=True)}
+        for block, own in zip(plan.blocks[name], are_own(plan.blocks[name], source), strict=True):
+            for part in smaller(block, most):
+                yield BlockElements(part, of_box[part.held][part.inside], own)

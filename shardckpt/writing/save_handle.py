@@ -1,4 +1,4 @@
-"""What the caller holds of a save that goes on in the background, and what it tells when it has ended."""
+"""The handle of a save in the background, and the report of a save."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from threading import Condition
 from typing import Literal
 
 from shardckpt.errors import CoordinationError, OptionError, out_of_memory
-
-__all__ = ["Outcome", "SaveHandle", "SaveReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +29,9 @@ class SaveReport:
     tensors: int
     """Tensors of which this process knows."""
     nbytes: int
-    """Of the elements that this process wrote."""
+    """Bytes of the elements that this process wrote."""
     stored_bytes: int
-    """That they take in the storage: padded, compressed, with checksums."""
+    """Bytes that they take in the storage: padded, compressed, with checksums."""
     planning_s: float
     """From the call to the first copy: names, layouts, and who writes what."""
     copying_s: float
@@ -47,7 +45,7 @@ class SaveReport:
     committing_s: float
     """On the process that commits, until the checkpoint was published; 0 on the others."""
     streamed: bool
-    """Whether the buffers did not suffice, so that the call went on while part of the state was written."""
+    """Whether the buffers were too small, so that the call lasted until part of the state was written."""
     bases: tuple[str, ...] = ()
     """The other checkpoints in which tensors lie that were skipped."""
 
@@ -65,7 +63,7 @@ class SaveReport:
 class SaveHandle:
     """A save that goes on in the background. Made by `save_async`; safe to use from several threads."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: SaveProgress) -> None:
         """See `save_async`."""
         self._outcome = outcome
 
@@ -81,11 +79,11 @@ class SaveHandle:
 
     @property
     def report(self) -> SaveReport | None:
-        """How it went; None as long as it has not, or has not gone well."""
+        """The report of a save that has succeeded; None before, and where it failed."""
         return self._outcome.report
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with or without an error."""
         return self._outcome.ended
 
     def wait(self, until: Literal["commit", "local"] = "commit", timeout: float | None = None) -> SaveReport | None:
@@ -111,8 +109,8 @@ class SaveHandle:
         return f"<SaveHandle of {self.url}: {self._outcome.state}>"
 
 
-class Outcome:
-    """What is known so far of how a save goes. One thread tells it, any number may ask."""
+class SaveProgress:
+    """The progress of a save. One thread sets it, any number may ask or wait."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -130,7 +128,7 @@ class Outcome:
 
     @property
     def state(self) -> str:
-        """In a word or two."""
+        """One or two words on the save, for `repr`."""
         if self._error is not None:
             return f"failed with {type(self._error).__name__}"
         return "committed" if self.report is not None else "durable here" if self._durable else "in flight"
@@ -151,13 +149,13 @@ class Outcome:
         return self.report
 
     def durable(self) -> None:
-        """This process's share is."""
+        """Note that this process's share is durable."""
         with self._changed:
             self._durable = True
             self._changed.notify_all()
 
     def end(self, ended: SaveReport | BaseException) -> None:
-        """Well, or not."""
+        """Note that the save has ended, with a report or with an error."""
         with self._changed:
             if isinstance(ended, SaveReport):
                 self.report = ended

@@ -1,4 +1,4 @@
-"""What will one process write of a state, and how will every tensor be stored?
+"""The plan of a save: what one process writes of a state, and how every tensor is stored.
 
 Pure, from what the tensors say of themselves; the same on every process, as far as two processes know the same tensor.
 
@@ -7,7 +7,7 @@ Pure, from what the tensors say of themselves; the same on every process, as far
    only the one that shows it, as `host_tensors` says. Small ones may be on any processes, and nothing of them is
    written: their elements go into what the host says of the checkpoint.
 3. Deal out the chunks of every box among its holders (`plan.writers`), and cut this process's share into what can be
-   copied at once (`blocks`).
+   copied at once (`plan.pieces`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from shardckpt.errors import LeafError, OptionError, ShardingError
-from shardckpt.format.fields import LARGEST_DIMENSION, MOST_DIMENSIONS
+from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.format.structure import StoredLayout, TensorRecord
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.placements import Placements
-from shardckpt.plan.blocks import Block, blocks_of
 from shardckpt.plan.chunks import Floor, chunking, even_runs, smallest_chunk
-from shardckpt.plan.plan import Piece, count_chunks
+from shardckpt.plan.pieces import Block, Piece, blocks_of, count_chunks
 from shardckpt.plan.writers import Part, deal
 from shardckpt.state.names import array_path, matches, piece_path, shown
 
@@ -48,11 +47,9 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save", "skipped_names", "tensor_record"]
 
 SMALL_BYTES = 64 << 10
-"""Plain tensors of fewer bytes are told of rather than written, in a job of several processes."""
+"""Plain tensors of fewer bytes are not written by a job of several processes: their elements go into the host's contents."""
 MOST_SMALL_BYTES = 64 << 20
-"""Of all that are told of: they are held in memory, by the committer several times."""
-
-
+"""Total bytes of small plain tensors; the committer holds several copies of them."""
 LONGEST_PATH = 60_000
 """Bytes of a tensor's name as it is stored: OCDBT has keys of fewer than 2^16, and a chunk's place is a part of its key."""
 
@@ -75,9 +72,9 @@ class SavePlan:
     tensors: dict[str, TensorRecord]
     """How every tensor of this process is stored."""
     writes: dict[str, list[Write]]
-    """What this process writes, by tensor; in the order of the tensors, without those of which it writes nothing."""
+    """Runs of chunks that this process writes, by tensor, in the order of the tensors; tensors without any are left out."""
     small: list[str]
-    """Small plain tensors, of which the elements are told."""
+    """Small plain tensors, whose elements go into the host's contents."""
     shared: list[str]
     """Large plain tensors that all processes have, each of which writes a part."""
     blocks: dict[str, list[Block]]
@@ -87,7 +84,7 @@ class SavePlan:
 
     @property
     def nbytes(self) -> int:
-        """Of the elements that this process writes."""
+        """Bytes of the elements that this process writes."""
         return sum(block.nbytes for blocks in self.blocks.values() for block in blocks)
 
 
@@ -129,7 +126,8 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
         )
     writes: dict[str, list[Write]] = {}
     blocks: dict[str, list[Block]] = {}
-    for (name, part), share in zip(places, deal(parts, world.process), strict=True):
+    shares = deal(parts, world.process) if world.processes > 1 else [range(part.chunks) for part in parts]
+    for (name, part), share in zip(places, shares, strict=True):
         if share:
             tensor = tensors[name]
             piece = tensor.pieces[part.piece]
@@ -144,7 +142,7 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
 
 @dataclass(frozen=True, slots=True)
 class _Parted:
-    """What one box that this process holds and one piece have in common."""
+    """The common part of one box that this process holds and one piece."""
 
     held: int
     """Which of the boxes."""
@@ -155,11 +153,11 @@ class _Parted:
     box: Box
     """The common part."""
     chunks: int
-    """Of the piece, in that part."""
+    """Number of the piece's chunks in that part."""
 
 
 def _parted(pieces: Sequence[Piece], boxes: BoxArray, known: dict[Hashable, list[_Parted]]) -> list[_Parted]:
-    """What each held box and each piece have in common.
+    """The common parts of all held boxes and all pieces of a tensor.
 
     Args:
         pieces: of a tensor.

@@ -22,24 +22,24 @@ from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.budget import BufferPool
-from shardckpt.io.ending import is_ending, saving_takes_threads, start_background
+from shardckpt.io.ending import start_background
+from shardckpt.io.failures import is_ending, saving_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.plan_cache import PlanCache
-from shardckpt.writing.save_handle import Outcome, SaveHandle, SaveReport
-from shardckpt.writing.staging import MOST_COPIES, Stage, are_own, read, write_chunks
+from shardckpt.writing.save import MOST_COPIES, are_own, read
+from shardckpt.writing.save_handle import SaveHandle, SaveProgress, SaveReport
+from shardckpt.writing.staging import Stage, write_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from shardckpt.format.contents import Contents
+    from shardckpt.format.record import Contents
     from shardckpt.options import SaveOptions
-    from shardckpt.writing.attempt import Share
+    from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter
-
-__all__ = ["Saver"]
 
 _PATIENCE = 60.0
 """Seconds for which the end of the interpreter waits for other processes, per save in flight."""
@@ -133,7 +133,7 @@ class _Save:
     ) -> None:
         self.pool = pool
         self.attempt = attempt
-        self.outcome = Outcome(str(attempt.store))
+        self.outcome = SaveProgress(str(attempt.store))
         self._before_publish = before_publish
         self._progress = progress or (lambda _done, _total: None)
         self._stage = Stage(pool, self._start)
@@ -166,7 +166,7 @@ class _Save:
                 self.attempt.give_up(e)
             raise
 
-    def _copy(self, share: Share) -> None:
+    def _copy(self, share: StateShare) -> None:
         """Copy all chunks to the stage, while copies of the frameworks' own, and the writer's, are counted too."""
         plan, sources = share.plan, share.sources
         room = min(MOST_COPIES, self.pool.limit // 4)
@@ -232,7 +232,7 @@ class _Save:
             if attempt.commits:
                 attempt.await_hosts()
             waited = time.monotonic()
-            record = attempt.assembled() if attempt.commits else None
+            record = attempt.assemble_record() if attempt.commits else None
             if record is not None and self._before_publish is not None:
                 self._before_publish()
         except BaseException as e:
@@ -270,3 +270,46 @@ class _Save:
 
 _in_flight: set[_Save] = set()
 os.register_at_fork(after_in_child=_in_flight.clear)
+
+
+_saver: Saver | None = None
+_choosing = threading.Lock()
+
+
+def save_async(
+    url: str | os.PathLike[str],
+    state: Any,
+    *,
+    options: SaveOptions | None = None,
+    skip: str | Sequence[str] | None = None,
+    coordinator: Coordinator | None = None,
+) -> SaveHandle:
+    """Copy what this process has to save to host buffers, and save it in the background.
+
+    When this returns the state may change: the checkpoint will be what it was. What is not known yet is whether the save
+    will go well; `wait()` on the handle tells, or raises what went wrong. Buffers, and the plan of what to write, are
+    kept from call to call, so that later saves of the same state are quicker than the first. They take `memory_limit`
+    bytes at most; a state that is larger blocks until it is written all but for that (`SaveReport.streamed`).
+
+    Args:
+        url: as in `save`.
+        state: as in `save`.
+        options: as in `save`.
+        skip: as in `save`; the base is looked at in the background.
+        coordinator: as in `save`.
+
+    Raises:
+        LeafError, ShardingError, OptionError: as in `save`; nothing was begun.
+        CommitError: Python is ending; nothing was begun. Everything else the handle raises.
+    """
+    options = checked_options(options, skip)
+    return _shared_saver(options.budget).begin(url, state, options, coordinator=coordinator)
+
+
+def _shared_saver(memory_limit: int) -> Saver:
+    """The saver whose buffers all calls of `save_async` share, as long as they set the same limit."""
+    global _saver  # noqa: PLW0603  (kept from call to call)
+    with _choosing:
+        if _saver is None or _saver.memory_limit != memory_limit:
+            _saver = Saver(memory_limit=memory_limit)
+        return _saver

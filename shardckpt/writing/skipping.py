@@ -1,4 +1,4 @@
-"""Tensors that a save leaves out, because a base checkpoint holds them: where exactly?
+"""Tensors that a save leaves out, because a base checkpoint holds them, and where exactly they lie there.
 
 Asked when this process writes, which in a save in the background is not on the thread that trains: nothing that is copied
 before depends on the answer. Every process asks for itself and gets the same, by reading one record; so none writes
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.base_places import base_location, base_url
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, NotFoundError, ShapeMismatchError
-from shardckpt.format.bases import Base, InBase
-from shardckpt.format.structure import Structure
+from shardckpt.format.structure import Base, InBase, Structure
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.state.names import array_path, piece_path, shown
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.url import Location
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["left_in_base"]
 

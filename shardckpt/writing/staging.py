@@ -1,15 +1,15 @@
-"""How do the elements of a save get out of the trained tensors' way?
+"""Elements of a save in the background, on their way from the thread that saves to the one that writes.
 
-1. `read` goes through this process's blocks (`blocks`) in grid order: batch after batch of tensors, whose copies
-   (where a framework makes some) stay within a limit.
-2. A `Stage` takes them on the thread that saves. It keeps those that come in memory of their own, and copies the others into
+1. `save.read` goes through this process's blocks in grid order: batch after batch of tensors, whose copies (where a framework
+   makes some) stay within a limit.
+2. A `Stage` takes them on the thread that saves. It keeps blocks that have memory of their own, and copies the others into
    a pooled buffer, many bytes at once (`copying`).
-3. Another thread takes them off, in the same order, and cuts them into chunks.
+3. Another thread takes them off, in the same order, and cuts them into chunks (`write_chunks`).
 
-That thread starts when everything is copied, because until then the two would share the machine's memory bandwidth,
-and it is the first one that training waits for. The buffer has the size of all blocks that are copied, the same from
-save to save. Only where the pool has no room for all of it the buffer is smaller and falls into parts, the second
-thread starts at once, and the first one waits for the parts that it frees: the save streams. Then all blocks are copied.
+The other thread starts when everything is copied, because until then the two would share the machine's memory bandwidth,
+and training waits for the first one. The buffer has the size of all blocks that are copied, the same from save to save. Only
+where the pool has no room for all of it the buffer is smaller and falls into parts, the second thread starts at once, and the
+first one waits for the parts that it frees: the save streams. Then all blocks are copied.
 
 A save asks the pool once, for all that it needs until it is written. So saves wait for each other only while they hold
 nothing, and one that has begun to copy waits for its own second thread alone.
@@ -24,96 +24,31 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt import frameworks
 from shardckpt.io.budget import round_up
 from shardckpt.io.copying import copy_all
-from shardckpt.plan.batches import batches
-from shardckpt.plan.blocks import parts_of, smaller
-from shardckpt.writing.encoder import portions
+from shardckpt.plan.pieces import parts_of
+from shardckpt.writing.host import portions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
-    from shardckpt.format.structure import TensorRecord
-    from shardckpt.frameworks.base import Array, Source
     from shardckpt.io.budget import BufferPool, Lease
-    from shardckpt.plan.blocks import Block
+    from shardckpt.plan.pieces import Block
     from shardckpt.writing.host import HostWriter
-    from shardckpt.writing.save_plan import SavePlan
-
-__all__ = ["MOST_COPIES", "Fetched", "Stage", "are_own", "read", "stored", "write_chunks"]
-
-MOST_COPIES = 32 << 20
-"""Bytes of copies that frameworks are asked for at a time. So few an allocator hands out again and again, where more is fresh
-memory each time, which the kernel has to clear: from torch_xla, reading takes four times as long."""
+    from shardckpt.writing.save import BlockElements
 
 WRITTEN_BYTES = 2 << 20
-"""Of elements that are encoded and written at a time in the background: many chunks, in no more memory than one may take."""
+"""Bytes of elements that the background encodes and writes at a time: many chunks, in no more memory than one may take."""
 _BUFFER_BYTES = 32 << 20
-"""Of a part of the buffer, where it does not hold all."""
+"""Bytes of a part of the buffer, where the buffer does not hold all."""
 _LEAST_PARTS = 8
-"""There are so many, where they are smaller: what the last block leaves of each is lost, and both sides work on one at a time."""
-
-
-class Fetched(NamedTuple):
-    """A block, and its elements as they are stored."""
-
-    block: Block
-    elements: NDArray[np.generic]
-    own: bool
-    """Whether the elements are in memory of their own, which nobody else has and nothing else is in."""
-
-
-def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.generic]:
-    """Elements in the dtype as which they are stored, without a copy."""
-    return array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
-
-
-def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
-    """Per block of a source, whether it will be fetched into memory of its own: a whole box, of which it gives such copies."""
-    if not source.private:
-        return [False] * len(blocks)
-    sizes = source.boxes.sizes().tolist()
-    return [block.box.size == sizes[block.held] for block in blocks]
-
-
-def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize) -> Iterator[Iterator[Fetched]]:
-    """All blocks of this process, in batches.
-
-    Elements that are not in memory of their own may be views of the tensors, and are to be used up before the next batch is
-    asked for.
-
-    Args:
-        plan: what this process writes.
-        sources: its tensors.
-        room: bytes of copies that may be made at a time; a tensor that takes more goes alone.
-        most: bytes of a block, where one chunk does not take more.
-    """
-    for names in batches(plan.blocks, lambda name: (sources[name].staged_bytes,), (room,)):
-        # An iterator, and nothing of it stays here: used up, it leaves the batch's memory to the next one.
-        yield _fetched(plan, {name: sources[name] for name in names}, most)
-
-
-def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[Fetched]:
-    """A batch, which is fetched when this returns: frameworks have streams and settings of the thread that saves."""
-    wanted = [sorted({block.held for block in plan.blocks[name]}) for name in sources]
-    return _cut(plan, sources, wanted, frameworks.fetch([*sources.values()], wanted), most)
-
-
-def _cut(
-    plan: SavePlan, sources: Mapping[str, Source], wanted: list[list[int]], fetched: list[list[Array]], most: int
-) -> Iterator[Fetched]:
-    for (name, source), boxes, arrays in zip(sources.items(), wanted, fetched, strict=True):
-        of_box = {i: stored(array, plan.tensors[name]) for i, array in zip(boxes, arrays, strict=True)}
-        for block, own in zip(plan.blocks[name], are_own(plan.blocks[name], source), strict=True):
-            for part in smaller(block, most):
-                yield Fetched(part, of_box[part.held][part.inside], own)
+"""Least number of parts. Each part loses what its last block leaves, and both sides work on one at a time."""
 
 
 def write_chunks(writer: HostWriter, blocks: Iterable[tuple[Block, NDArray[np.generic]]]) -> Iterator[int]:
@@ -126,7 +61,7 @@ def write_chunks(writer: HostWriter, blocks: Iterable[tuple[Block, NDArray[np.ge
 
 @dataclass(slots=True)
 class _Part:
-    """Of the buffer: blocks one after another, and those beside it that come between them."""
+    """A part of the buffer: the blocks in it one after another, and blocks in memory of their own that come between them."""
 
     memory: NDArray[np.generic]
     used: int = 0
@@ -145,7 +80,7 @@ class Stage:
             start: starts the thread that takes the blocks off; called once, on the thread that saves.
         """
         self.streamed = False
-        """Whether the buffer does not hold everything."""
+        """Whether the buffer is smaller than what is copied."""
         self.blocked = 0.0
         """Seconds for which the thread that saves has waited for the pool, or for a part of the buffer."""
         self.started = False
@@ -199,7 +134,7 @@ class Stage:
         self._start_writing()
         return size
 
-    def put(self, batch: Iterable[Fetched]) -> None:
+    def put(self, batch: Iterable[BlockElements]) -> None:
         """Keep blocks, or copy them: when this returns, their tensors may change.
 
         Raises:
@@ -253,7 +188,7 @@ class Stage:
             return self._free.popleft()
 
     def _hand_over(self) -> None:
-        """What is copied so far may be written."""
+        """Let the other thread write what is copied so far."""
         part, self._filling = self._filling, None
         with self._changed:
             if part is not None and self._failure is None:

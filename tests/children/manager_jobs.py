@@ -110,7 +110,7 @@ def restore_while_steps_land(coordinator, root, first):
 
 
 def _alone():
-    from shardckpt.frameworks.coordination.single import SingleProcess
+    from shardckpt.frameworks.coordination.base import SingleProcess
 
     return SingleProcess()
 

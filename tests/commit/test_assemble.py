@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from processes import Processes
 
 import shardckpt
-from shardckpt.commit.assemble import assemble, finished_hosts, pause, wait_for_hosts
-from shardckpt.commit.host_files import write_table
+from shardckpt.commit.assemble import assemble, finished_hosts, pause, wait_for_hosts, write_table
 from shardckpt.commit.publish import publish, published_attempt, read_prior
 from shardckpt.errors import CommitError, FormatError, MissingDataError
-from shardckpt.format.record import HostRecord, open_envelope, seal
+from shardckpt.format.documents import open_envelope, seal
+from shardckpt.format.record import HostRecord
 from shardckpt.format.table import ArrayChunks, Table
 from shardckpt.io.store import Store
 

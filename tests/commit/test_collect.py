@@ -18,7 +18,8 @@ from shardckpt.commit.attempts import attempts, is_attempt, places
 from shardckpt.commit.collect import collect, delete
 from shardckpt.commit.publish import RECORD, clear_place, hold_place, publish, read_prior
 from shardckpt.errors import AlreadyExistsError, FormatError, NotFoundError, ReplacedError, StorageError, VersionError
-from shardckpt.format.record import Tombstone, open_envelope, parse_checkpoint, seal
+from shardckpt.format.documents import open_envelope, seal
+from shardckpt.format.record import Tombstone, parse_checkpoint
 from shardckpt.io.store import Store
 from shardckpt.writing.host import HostWriter
 

@@ -20,7 +20,8 @@ from shardckpt.commit import collect as collecting
 from shardckpt.commit import committing
 from shardckpt.commit.publish import RECORD, hold_place, read_prior
 from shardckpt.errors import AlreadyExistsError, CommitError, MissingDataError, NotFoundError, ReplacedError
-from shardckpt.format.record import Tombstone, seal
+from shardckpt.format.documents import seal
+from shardckpt.format.record import Tombstone
 
 HOSTS = 2
 """Of a job, where it has several."""

@@ -25,8 +25,8 @@ from shardckpt.commit.collecting import collect, delete
 from shardckpt.commit.index import dump_index, packed_documents, read_values
 from shardckpt.commit.publish import discard, publish, read_prior
 from shardckpt.errors import CommitError, NotFoundError
-from shardckpt.format.documents import zarr_documents
-from shardckpt.format.record import open_envelope, seal
+from shardckpt.format.documents import open_envelope, seal
+from shardckpt.format.zarr_arrays import zarr_documents
 from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
 

@@ -15,7 +15,7 @@ import zarr
 
 from shardckpt.commit.index import dump_index, index_entries, merge_lanes, stock_spec, stock_url, write_plain_documents
 from shardckpt.errors import CommitError, MissingDataError
-from shardckpt.format.zarr_meta import array_json, chunk_key
+from shardckpt.format.zarr_arrays import array_json, chunk_key
 from shardckpt.io.store import Store, shared_context
 from shardckpt.layout.dtypes import DTYPES, of_numpy
 from shardckpt.writing.packed import PackedWriter

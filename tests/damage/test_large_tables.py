@@ -8,8 +8,8 @@ import pytest
 import shardckpt
 from shardckpt import Mesh, SaveOptions, Sharding
 from shardckpt import PartitionSpec as P
-from shardckpt.commit import host_files
-from shardckpt.format.table_header import ROW
+from shardckpt.commit import assemble
+from shardckpt.format.table import ROW
 from shardckpt.io import store
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
@@ -24,8 +24,8 @@ def checkpoint(tmp_path, monkeypatch):
     options = SaveOptions(shardings={"w": Sharding(Mesh((CHUNKS,), ("x",)), P("x"))})
     shardckpt.save(tmp_path / "c", STATE, options=options)
     (table,) = (tmp_path / "c").glob("*/table")
-    monkeypatch.setattr(host_files, "PART_BLOCKS", 2)
-    for module in (store, host_files):
+    monkeypatch.setattr(assemble, "PART_BLOCKS", 2)
+    for module in (store, assemble):
         monkeypatch.setattr(module, "LARGEST_WHOLE", table.stat().st_size - 1)
     return tmp_path / "c", table
 
@@ -60,5 +60,5 @@ def test_one_that_only_claims_its_rows_is_refused_at_the_first_that_is_not_there
     os.truncate(table, record.table.size)  # all of it a hole
     stats = ReadStats()
     with pytest.raises(shardckpt.errors.FormatError, match="block 0"):
-        host_files.read_table(Store.open(table.parent), record.table, stats)
+        assemble.read_table(Store.open(table.parent), record.table, stats)
     assert stats.index_bytes == record.table.header + 2 * 128 * ROW.itemsize

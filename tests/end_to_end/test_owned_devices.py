@@ -12,7 +12,7 @@ from faults import TORTURE
 
 import shardckpt
 from shardckpt.format.table import ArrayChunks
-from shardckpt.plan.plan import chunk_boxes
+from shardckpt.plan.pieces import chunk_boxes
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shardckpt.errors import CommitError
-from shardckpt.format.contents import Contents
+from shardckpt.format.record import Contents
 from shardckpt.format.structure import Structure
 from shardckpt.state import flatten
 

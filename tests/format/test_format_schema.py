@@ -18,7 +18,8 @@ from processes import Processes
 
 import shardckpt
 from shardckpt.errors import FormatError
-from shardckpt.format.record import Tombstone, seal
+from shardckpt.format.documents import seal
+from shardckpt.format.record import Tombstone
 from shardckpt.plan import chunks
 from shardckpt.state import flatten, tensor_names, unflatten
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardckpt.format.keys import chunk_object_key, split_chunk_key
-from shardckpt.plan.plan import Piece
+from shardckpt.format.zarr_arrays import chunk_object_key, split_chunk_key
+from shardckpt.plan.pieces import Piece
 
 ARRAYS = [Piece("w", (0, 0), (5, 4), (2, 2)), Piece("s", (), (), ()), Piece("a/c/b", (), (), ()), Piece("a/c/0", (0,), (3,), (1,))]
 PIECES = {piece.path: piece for piece in ARRAYS}

@@ -9,20 +9,11 @@ import pytest
 
 from shardckpt import Mesh, PartitionSpec, Sharding
 from shardckpt.errors import FormatError, VersionError
-from shardckpt.format.record import (
-    CheckpointRecord,
-    FileReference,
-    HostFiles,
-    HostRecord,
-    TableReference,
-    Tombstone,
-    open_envelope,
-    parse_checkpoint,
-    seal,
-)
+from shardckpt.format.documents import FileReference, TableReference, open_envelope, seal
+from shardckpt.format.record import CheckpointRecord, HostFiles, HostRecord, Tombstone, parse_checkpoint
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.layout import dtypes
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.state.names import array_path
 
 MESH = Mesh((4, 2), ("data", "model"), [3, 1, 2, 0, 7, 5, 6, 4])

@@ -9,10 +9,10 @@ from chunk_tables import decode_table, encode_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardckpt.commit.assemble import merge_tables
 from shardckpt.errors import FormatError
-from shardckpt.format.record import TableReference
-from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table, merge_tables
-from shardckpt.format.table_header import TableHeader
+from shardckpt.format.documents import TableReference
+from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table, TableHeader
 
 
 def rows(*chunks, file=0):

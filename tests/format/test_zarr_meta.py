@@ -13,7 +13,7 @@ import zarr.storage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.format.zarr_meta import array_json, chunk_key, group_json, parent_groups
+from shardckpt.format.zarr_arrays import array_json, chunk_key, group_json, parent_groups
 from shardckpt.layout.dtypes import DTYPES
 
 NUMPY = [d for d in DTYPES.values() if d.storage.type.__module__ == "numpy"]

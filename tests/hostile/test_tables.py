@@ -11,7 +11,7 @@ from forgery import MIB, TRUTH, at_most, table_reference
 
 import shardckpt
 from shardckpt import ShardckptError, errors
-from shardckpt.format.table_header import ROW
+from shardckpt.format.table import ROW
 
 
 def w_of(forgery):

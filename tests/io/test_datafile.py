@@ -8,10 +8,9 @@ import sys
 import pytest
 
 from shardckpt.errors import StorageError
-from shardckpt.io import datafile, write_back
-from shardckpt.io.datafile import create_data_file
+from shardckpt.io import datafile
+from shardckpt.io.datafile import begin_write_back, create_data_file
 from shardckpt.io.store import Store
-from shardckpt.io.write_back import begin_write_back
 
 MiB = 1 << 20
 
@@ -63,7 +62,7 @@ def test_linux_takes_the_hint(tmp_path):
 
 
 def test_a_kernel_that_cannot_be_told_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(write_back, "_sync_file_range", None)
+    monkeypatch.setattr(datafile, "_sync_file_range", None)
     file = create_data_file(Store.open(tmp_path), "d/0")
     file.append(bytes(9 * MiB))
     file.seal()

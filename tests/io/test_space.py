@@ -10,7 +10,7 @@ import pytest
 
 import shardckpt
 from shardckpt.errors import StorageError
-from shardckpt.io.space import check_space, free_bytes
+from shardckpt.io.datafile import check_space, free_bytes
 from shardckpt.io.store import Store
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError, UrlError
-from shardckpt.format.keys import check_key
+from shardckpt.format.documents import check_key
 from shardckpt.io.url import Location, parse
 
 names = st.text(st.characters(exclude_characters="/\\\0", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(

@@ -19,10 +19,10 @@ from shardckpt.plan.chunks import (
     chunk_shape,
     chunking,
     divisors,
-    grid_shape,
     smallest_chunk,
 )
-from shardckpt.plan.plan import Piece, overlaps
+from shardckpt.plan.overlaps import overlaps
+from shardckpt.plan.pieces import Piece, grid_shape
 
 
 @st.composite

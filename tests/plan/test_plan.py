@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.plan import Piece, chunk_boxes, chunk_runs, chunks_inside, count_chunks, coverage_gap, overlaps, touched
+from shardckpt.plan.overlaps import chunk_runs, chunks_inside, overlaps, touched
+from shardckpt.plan.pieces import Piece, chunk_boxes, count_chunks, coverage_gap
 
 
 @st.composite

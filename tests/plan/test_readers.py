@@ -9,7 +9,7 @@ from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
-from shardckpt.plan.plan import Piece, chunk_boxes
+from shardckpt.plan.pieces import Piece, chunk_boxes
 from shardckpt.plan.readers import chunks_read, host_boxes
 from shardckpt.reshard.forecast.hosts import Bins, Hosts
 

@@ -16,7 +16,7 @@ from shardckpt.format.table import ArrayChunks
 from shardckpt.io.store import Store
 from shardckpt.io.vectors import scatter_read
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader, Request
 

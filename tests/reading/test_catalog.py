@@ -10,8 +10,9 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit.collecting import collect
 from shardckpt.errors import NotFoundError, UrlError
-from shardckpt.format.record import Tombstone, seal
-from shardckpt.frameworks.coordination.single import SingleProcess
+from shardckpt.format.documents import seal
+from shardckpt.format.record import Tombstone
+from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.reading.catalog import catalog
 
 

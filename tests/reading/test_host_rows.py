@@ -13,15 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardckpt import Box
-from shardckpt.commit.host_files import write_table
+from shardckpt.commit.assemble import merge_tables, write_table
 from shardckpt.errors import StorageError
-from shardckpt.format import table_header
-from shardckpt.format.record import FileReference, HostFiles, HostRecord, seal
-from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table, merge_tables
+from shardckpt.format import table as table_format
+from shardckpt.format.documents import FileReference, seal
+from shardckpt.format.record import HostFiles, HostRecord
+from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.reading import host_rows, table_blocks
 from shardckpt.reading.host_rows import HostRows
 from shardckpt.reading.table_blocks import TableBlocks
@@ -37,7 +38,7 @@ ATTEMPT = "20300101T000000-00000000"
 @pytest.fixture(autouse=True)
 def blocks_of_four(monkeypatch):
     """However small a table, it is read block by block."""
-    monkeypatch.setattr(table_header, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(table_format, "BLOCK_ROWS", 4)
     monkeypatch.setattr(table_blocks, "LEAST_REQUEST", 0)
 
 

@@ -19,7 +19,7 @@ from shardckpt.errors import CorruptionError, MissingDataError, StorageError
 from shardckpt.format.table import ArrayChunks
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import LOCAL_RUN, ChunkReader, Request
 
@@ -244,7 +244,7 @@ from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader, Request
 from shardckpt.io.store import Store
 from shardckpt.format.table import ArrayChunks
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
 store = Store.open(sys.argv[1])

@@ -11,17 +11,17 @@ import pytest
 
 import shardckpt
 from shardckpt import Box, errors
-from shardckpt.commit.host_files import write_table
-from shardckpt.format import table_header
-from shardckpt.format.record import CheckpointRecord, seal
+from shardckpt.commit.assemble import write_table
+from shardckpt.format import table as table_format
+from shardckpt.format.documents import seal
+from shardckpt.format.record import CheckpointRecord
 from shardckpt.format.structure import Structure, TensorRecord
-from shardckpt.format.table import ArrayChunks, Table
-from shardckpt.format.table_header import ROW
+from shardckpt.format.table import ROW, ArrayChunks, Table
 from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
 from shardckpt.layout import dtypes
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.reading import table_blocks
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.table_blocks import TableBlocks
@@ -147,7 +147,7 @@ def test_many_threads_read_every_block_once(million):
     for thread in threads:
         thread.join()
     assert wrong == []
-    rows = -(-24 * CHUNKS // table_header.BLOCK_ROWS) * table_header.BLOCK_ROWS
+    rows = -(-24 * CHUNKS // table_format.BLOCK_ROWS) * table_format.BLOCK_ROWS
     assert checkpoint.stats.index_bytes == checkpoint.record.table.header + rows * ROW.itemsize
 
 
@@ -157,7 +157,7 @@ def test_many_threads_read_every_block_once(million):
 @pytest.fixture
 def blocks_of_four(monkeypatch):
     """However small a table, it is read block by block."""
-    monkeypatch.setattr(table_header, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(table_format, "BLOCK_ROWS", 4)
     monkeypatch.setattr(table_blocks, "LEAST_REQUEST", 0)
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.plan import Piece, overlaps
+from shardckpt.plan.overlaps import overlaps
+from shardckpt.plan.pieces import Piece
 from shardckpt.reshard import cells
 from shardckpt.reshard.cells import cut, read_bytes, steps
 

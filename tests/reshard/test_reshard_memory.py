@@ -12,7 +12,7 @@ from paths import CHILDREN
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
-from shardckpt.format.codec import largest_chunk
+from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.reading.reader import LOCAL_RUN
 from shardckpt.reshard import ReshardOptions, plan_reshard
 from shardckpt.reshard.memory import PROCESS_BYTES, READERS, Sizes, share

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.plan.plan import chunk_boxes
+from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state import unflatten
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import hashlib
 
 from shardckpt.commit.assemble import finished_hosts
 from shardckpt.commit.publish import RECORD, published_attempt
-from shardckpt.format.record import Tombstone, format_version, open_envelope, seal
+from shardckpt.format.documents import format_version, open_envelope, seal
+from shardckpt.format.record import Tombstone
 from shardckpt.io.store import Store
 
 __all__ = ["put_placeholder", "undo_commit"]

@@ -9,19 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.commit.host_files import read_table
+from shardckpt.commit.assemble import read_table
 from shardckpt.errors import CommitError
-from shardckpt.format.codec import close, encode, lay_out, lay_out_all, room_for
-from shardckpt.format.contents import Contents
+from shardckpt.format.record import Contents
 from shardckpt.format.structure import Structure
+from shardckpt.format.zarr_arrays import close, encode, lay_out, lay_out_all, room_for
 from shardckpt.io.datafile import create_data_file
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.plan import Piece, chunk_boxes
+from shardckpt.plan.pieces import Piece, chunk_boxes
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader, Request
-from shardckpt.writing.encoder import portions
-from shardckpt.writing.host import HostWriter
+from shardckpt.writing.host import HostWriter, portions
 
 if TYPE_CHECKING:
     from pathlib import Path

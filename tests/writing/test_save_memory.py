@@ -14,7 +14,7 @@ from paths import CHILDREN, TOOLS
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import BudgetError
-from shardckpt.writing.save_handle import Outcome
+from shardckpt.writing.save_handle import SaveProgress
 
 TOOL = TOOLS / "save_memory.py"
 MiB = 1 << 20
@@ -78,7 +78,7 @@ def test_what_the_system_gives_no_memory_for_is_an_error_of_ours(tmp_path):
 
 
 def test_memory_that_a_save_in_the_background_is_refused_is_an_error_of_ours():
-    outcome = Outcome("runs/7")
+    outcome = SaveProgress("runs/7")
     outcome.end(MemoryError("no 64 MiB"))
     with pytest.raises(BudgetError, match=r"runs/7: the system gave this process no more memory \(no 64 MiB\)"):
         outcome.wait("commit", 0)

@@ -17,7 +17,8 @@ from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.options import SaveOptions
 from shardckpt.plan.chunks import even_runs
-from shardckpt.plan.plan import chunks_inside, coverage_gap
+from shardckpt.plan.overlaps import chunks_inside
+from shardckpt.plan.pieces import coverage_gap
 from shardckpt.writing.save_plan import SMALL_BYTES, plan_save
 
 

@@ -18,7 +18,7 @@ from processes import Processes
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding, errors
 from shardckpt.commit.collecting import delete
-from shardckpt.format.record import BASES_VERSION, seal
+from shardckpt.format.documents import BASES_VERSION, seal
 from shardckpt.state.names import array_path, matches
 from shardckpt.writing.saver import Saver
 

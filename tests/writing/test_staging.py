@@ -17,12 +17,12 @@ from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.world import World
 from shardckpt.options import SaveOptions
-from shardckpt.plan.blocks import Block, parts_of, smaller
-from shardckpt.plan.grid_runs import run_boxes
-from shardckpt.plan.plan import Piece, chunks_inside
+from shardckpt.plan.overlaps import chunks_inside
+from shardckpt.plan.pieces import Block, Piece, parts_of, run_boxes, smaller
 from shardckpt.writing.plan_cache import PlanCache
+from shardckpt.writing.save import BlockElements, read
 from shardckpt.writing.save_plan import plan_save
-from shardckpt.writing.staging import Fetched, Stage, read
+from shardckpt.writing.staging import Stage
 
 MiB = 1 << 20
 
@@ -223,7 +223,7 @@ def test_what_was_copied_in_vain_is_given_back():
     pool, block = BufferPool(16 * MiB), one_block()
     stage = Stage(pool, lambda: None)
     stage.fit([(block, False)], fetching=MiB, writing=MiB)
-    stage.put([Fetched(block, np.zeros(1000), False)])
+    stage.put([BlockElements(block, np.zeros(1000), False)])
     stage.give_up(KeyboardInterrupt())
     assert not pool.kept, "a thread may still be copying into it"
     assert pool.take_at_once(pool.limit) is not None
@@ -235,7 +235,7 @@ def test_what_is_in_memory_of_its_own_is_counted_and_not_copied():
     pool, block, array = BufferPool(16 * MiB), one_block(), np.random.default_rng(0).random(1000)
     stage = Stage(pool, lambda: None)
     stage.fit([(block, True)], fetching=MiB)
-    stage.put([Fetched(block, array, True)])
+    stage.put([BlockElements(block, array, True)])
     stage.close()
     assert MiB + array.nbytes <= pool.high_water < MiB + array.nbytes + 1000
     assert pool.take_at_once(pool.limit - array.nbytes + 1) is None
@@ -249,7 +249,7 @@ def test_the_buffer_is_not_given_back_while_the_other_side_may_touch_it():
     pool, block = BufferPool(16 * MiB), one_block()
     stage = Stage(pool, lambda: None)
     stage.fit([(block, False)])
-    stage.put([Fetched(block, np.ones(1000), False)])
+    stage.put([BlockElements(block, np.ones(1000), False)])
     stage.close()
     blocks = iter(stage)
     ((_, elements),) = next(blocks)

@@ -27,11 +27,11 @@ import numpy as np
 from shardckpt import Box, Mesh, PartitionSpec, Sharding
 from shardckpt.commit import assemble, index
 from shardckpt.commit.publish import RECORD, publish, read_prior
-from shardckpt.format.contents import Contents
+from shardckpt.format.record import Contents
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.io.store import Store
 from shardckpt.layout import dtypes
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.state.names import array_path
 from shardckpt.writing.host import HostWriter
 

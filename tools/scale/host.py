@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt import SaveOptions
-from shardckpt.format.contents import Contents
-from shardckpt.format.record import CheckpointRecord, FileReference, HostFiles, HostRecord, TableReference, parse_checkpoint, seal
+from shardckpt.format.documents import FileReference, TableReference, seal
+from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, parse_checkpoint
 from shardckpt.format.structure import Structure, TensorRecord
-from shardckpt.format.table import ROW
-from shardckpt.format.table_header import BLOCK_ROWS, TableHeader
+from shardckpt.format.table import BLOCK_ROWS, ROW, TableHeader
 from shardckpt.layout.box import BoxArray, distinct_boxes
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.layout.world import DeviceOwners, World
-from shardckpt.plan.plan import overlaps, touched
+from shardckpt.plan.overlaps import overlaps, touched
 from shardckpt.plan.writers import box_holders
 from shardckpt.state import flatten
 from shardckpt.writing.save_plan import SavePlan, plan_save, tensor_records

@@ -21,9 +21,9 @@ import numpy as np
 from shardckpt.io.stats import ReadStats
 from shardckpt.layout.box import BoxArray
 from shardckpt.options import DEFAULT_MEMORY_LIMIT
-from shardckpt.plan.batches import batches
-from shardckpt.plan.plan import overlaps, touched
-from shardckpt.plan.shares import Wanted, fellows, rounds
+from shardckpt.plan.overlaps import overlaps, touched
+from shardckpt.plan.pieces import batches
+from shardckpt.plan.shares import SharedTensor, peers_sharing_reads, rounds
 from shardckpt.plan.writers import box_holders
 from shardckpt.reading.cooperative import exchange_bytes
 from shardckpt.reading.finder import MOST_CHUNKS
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["MEASURED", "TOGETHER", "WITHOUT"]
 
@@ -107,7 +107,7 @@ def _reads(records: dict[str, TensorRecord], onto: Job, host: int, *, together: 
             if len(members) == 1:
                 yield [(piece, boxes[tensor.name]) for tensor in batch for piece in tensor.pieces]
                 continue
-            wanted = [Wanted(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize) for tensor in batch]
+            wanted = [SharedTensor(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize) for tensor in batch]
             for shares in rounds(wanted, len(members), exchange_bytes(DEFAULT_MEMORY_LIMIT)):
                 mine = groupby(shares[members.index(host)], lambda region: region.tensor)
                 parts = [(batch[i], BoxArray.of([region.part for region in some], len(batch[i].shape))) for i, some in mine]
@@ -122,7 +122,7 @@ def _groups(records: dict[str, TensorRecord], onto: Job, host: int) -> list[tupl
         _, holding = held(layout, shape, _devices(onto, host))
         sharers = set(box_holders(layout, len(shape), holding, world.devices["simulated"]))
         # Where different hosts share a host's boxes, the frameworks' adapters have it read them by itself.
-        members = fellows(sharers.pop(), host) if len(sharers) == 1 else (host,)
+        members = peers_sharing_reads(sharers.pop(), host) if len(sharers) == 1 else (host,)
         found.setdefault(members, []).append(records[name])
     alone = {tensor.name for tensor in found.pop((host,), [])}
     return [*sorted(found.items()), ((host,), [tensor for name, tensor in records.items() if name in alone])]

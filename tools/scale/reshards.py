@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt import Mesh, Sharding
 from shardckpt.cli.plan.page.page import page
-from shardckpt.format.record import parse_checkpoint, seal
+from shardckpt.format.documents import seal
+from shardckpt.format.record import parse_checkpoint
 from shardckpt.format.structure import Structure
 from shardckpt.io.url import parse
 from shardckpt.layout.dtypes import by_name

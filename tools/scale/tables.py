@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from shardckpt.format.codec import CHECKSUM_BYTES
-from shardckpt.format.record import FileReference, HostFiles, HostRecord, TableReference, seal
-from shardckpt.format.table import ArrayChunks, Table
-from shardckpt.format.table_header import ROW, TableHeader
+from shardckpt.format.documents import FileReference, TableReference, seal
+from shardckpt.format.record import HostFiles, HostRecord
+from shardckpt.format.table import ROW, ArrayChunks, Table, TableHeader
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io.url import Location, parse
 from shardckpt.layout.box import distinct_boxes
-from shardckpt.plan.plan import Piece, overlaps
+from shardckpt.plan.overlaps import overlaps
+from shardckpt.plan.pieces import Piece
 from shardckpt.writing.packed import OBJECT_BYTES
 from tools.scale.host import ATTEMPT, DIGEST
 from tools.scale.layouts import DEVICES_PER_HOST

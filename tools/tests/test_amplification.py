@@ -14,7 +14,7 @@ from paths import TOOLS
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks
-from shardckpt.format.codec import CHECKSUM_BYTES
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.layout.world import World
 from shardckpt.writing import save_plan
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import AlreadyExistsError, OptionError
-from shardckpt.io.space import check_space
+from shardckpt.io.datafile import check_space
 from shardckpt.io.store import Store, storage_errors, sync_directory
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ import crc32c
 from shardckpt.convert.files.notes import Notes
 from shardckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from shardckpt.excerpt import file_size
+from shardckpt.io.datafile import free_bytes
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.space import free_bytes
 from shardckpt.io.store import Store, sync_directory
 from shardckpt.io.vectors import MOST_VECTORS, after
 from shardckpt.reshard.memory import READERS

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.convert.files.object_target import ObjectTarget, abandon
 from shardckpt.errors import AlreadyExistsError, FormatError, ShardckptError
-from shardckpt.format.fields import Fields
-from shardckpt.format.record import open_envelope, seal
+from shardckpt.format.documents import Fields, open_envelope, seal
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:

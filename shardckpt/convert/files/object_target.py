@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, StorageError
-from shardckpt.format.fields import Fields
-from shardckpt.format.record import open_envelope, seal
+from shardckpt.format.documents import Fields, open_envelope, seal
 from shardckpt.io.buckets.upload_session import UploadState
 from shardckpt.io.buckets.uploading import StreamingUpload, abandon_upload, open_upload, part_size
 from shardckpt.io.store import Store, byte_view

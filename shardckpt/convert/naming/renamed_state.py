@@ -22,8 +22,7 @@ from shardckpt.state.unflatten import decode_leaf
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from shardckpt.state.containers import Form
-    from shardckpt.state.document import Node, Tree
+    from shardckpt.state.document import Form, Node, Tree
     from shardckpt.state.names import PathKey
 
 __all__ = ["end_names", "renamed_state"]

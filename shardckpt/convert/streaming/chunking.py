@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.plan.chunks import divisors
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.reshard.cells import unbroken, walk
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import DtypeMismatchError, ShapeMismatchError
 from shardckpt.layout.dtypes import castable
-from shardckpt.plan.plan import Piece, coverage_gap
+from shardckpt.plan.pieces import Piece, coverage_gap
 from shardckpt.plan.views import View
 from shardckpt.state.names import shown
 

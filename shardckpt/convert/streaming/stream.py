@@ -25,11 +25,11 @@ import numpy as np
 from shardckpt.convert.streaming.outputs import OutputTensor, check
 from shardckpt.errors import BudgetError
 from shardckpt.excerpt import file_size, mebibytes_above
-from shardckpt.format.codec import largest_chunk
+from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io.budget import round_up
 from shardckpt.io.cores import cores
 from shardckpt.layout.box import Box
-from shardckpt.plan.plan import Piece
+from shardckpt.plan.pieces import Piece
 from shardckpt.reshard.assembling import BatchMemory, ChunkTarget, PlannedStep, assembled
 from shardckpt.reshard.cells import Step, cut, steps, steps_in_order
 from shardckpt.reshard.memory import PARTS, Sizes, readers

@@ -1,4 +1,4 @@
-"""How do the processes of a job come to the same run id, and to what each of them has to say, through keys and values?
+"""Agreements between the processes of a job through keys and values: the same run id, and what each process has to say.
 
 The store may have outlived earlier rounds of the job, whose keys are then all still there: torchelastic's agent keeps
 one, and so does torch_xla from one process group to the next. So nothing found under a name that an earlier round can

@@ -3,27 +3,34 @@
 At the start of a round of the job (its processes were started, or started again) they agree on a run id and on whose
 each device is. `share` and `agree` serve what else is agreed on then, such as the step to resume from; they block.
 Afterwards there is only `announce` and `peek`, which never do.
+
+`Coordinator.current` finds the store that the job brings along: torch and jax are looked for among the modules that the program
+has imported, never imported for the sake of looking. A process that is alone is a `SingleProcess`.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
+import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shardckpt.errors import CoordinationError, OptionError
 from shardckpt.frameworks.coordination.agreement import Get, Set, Steps, await_answer, decode, encode, gather, join, lead, listen
 from shardckpt.frameworks.coordination.calls import SilentStoreError
-from shardckpt.frameworks.coordination.devices import found_devices, owners, told_devices
+from shardckpt.frameworks.coordination.devices import found_devices, given_devices, owners
 from shardckpt.layout.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = ["Coordinator", "check_coordinator"]
+    from shardckpt.frameworks.coordination.jax_client import JaxClient
+    from shardckpt.frameworks.coordination.torch_store import TorchStore
 
 T = TypeVar("T")
 
@@ -66,7 +73,7 @@ class Coordinator(ABC):
         self._asked: Counter[tuple[str, str]] = Counter()
         # A process alone has all its devices for itself.
         found = found_devices() if processes > 1 else {}
-        own = encode({"told": told_devices(devices), "found": found})
+        own = encode({"told": given_devices(devices), "found": found})
         if process:
             self.run_id, said = self._run(join(process, own, secrets.token_hex(8)), timeout)
         else:
@@ -93,9 +100,7 @@ class Coordinator(ABC):
                 was forked from a process of the job.
             OptionError: two processes own the same device, or `devices` is not what the first call was given.
         """
-        from shardckpt.frameworks.coordination.detection import current
-
-        return current(devices, timeout)
+        return _current(devices, timeout)
 
     def share(self, key: str, value: Any, *, timeout: float | None = None) -> list[Any]:
         """Every process's value, by process. Blocks until all have called it: for the start of a job.
@@ -243,3 +248,115 @@ def check_coordinator(coordinator: object) -> None:
         f"coordinator=…: {'the class' if isinstance(coordinator, type) else 'a'} {kind} is no coordinator; give an instance of "
         f"shardckpt.Coordinator, such as Coordinator.current(), or nothing."
     )
+
+
+class SingleProcess(Coordinator):
+    """The coordinator of a job of one process."""
+
+    def __init__(self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
+        """Take a run id; there is nobody to wait for."""
+        self._values: dict[str, bytes] = {}
+        super().__init__(0, 1, devices=devices, timeout=timeout)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def _get(self, key: str) -> bytes | None:
+        return self._values.get(key)
+
+
+class _Round(NamedTuple):
+    """What was agreed on last."""
+
+    coordinator: TorchStore | JaxClient | SingleProcess
+    pid: int
+    told: dict[str, list[int]]
+
+
+_lock = threading.Lock()
+_round: _Round | None = None
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have held the lock, and nobody would ever release it here."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _current(devices: Mapping[str, Iterable[int]] | None, timeout: float) -> Coordinator:
+    """The coordinator of this round of the job; see `Coordinator.current`."""
+    global _round  # noqa: PLW0603
+    told = given_devices(devices) if devices else {}
+    with _lock:
+        kind = _kind()
+        if _round is None or type(_round.coordinator) is not kind or not _is_current(_round):
+            _round = _Round(kind(devices=told, timeout=timeout), os.getpid(), told)
+        elif devices is not None and told != _round.told:
+            raise OptionError(
+                f"this process owns the devices {_round.told or 'that its frameworks show'}, as agreed when the job started, and "
+                f"not {told}; give devices= with the first call that coordinates."
+            )
+        return _round.coordinator
+
+
+def _is_current(agreed: _Round) -> bool:
+    forked = agreed.pid != os.getpid()
+    if isinstance(agreed.coordinator, SingleProcess):
+        return not forked
+    if agreed.coordinator.is_current and forked:
+        world = agreed.coordinator.world
+        raise CoordinationError(
+            f"this process was forked from process {world.process} of a job of {world.processes} and is none of them; save and restore "
+            f"in process {world.process} itself, or pass coordinator=SingleProcess() for a checkpoint of this process alone."
+        )
+    return agreed.coordinator.is_current
+
+
+def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
+    """The class of coordinator for the store at hand."""
+    found: list[tuple[int, type[TorchStore | JaxClient | SingleProcess]]] = []
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            from shardckpt.frameworks.coordination.torch_store import TorchStore
+
+            found.append((dist.get_world_size(), TorchStore))
+    if "jax.distributed" in sys.modules:
+        import jax
+
+        if jax.distributed.is_initialized():
+            from jax._src.distributed import global_state
+
+            from shardckpt.frameworks.coordination.jax_client import JaxClient
+
+            found.append((global_state.num_processes, JaxClient))
+    # A group of one is a habit of scripts: where another store knows of more processes, that is the job's.
+    processes, kind = next((f for f in found if f[0] > 1), (found or [(1, SingleProcess)])[0])
+    others = _others() if processes == 1 else None
+    if others:
+        raise CoordinationError(
+            f"{others} and has no store in which they could meet; call torch.distributed.init_process_group (with torch_xla: "
+            f"'gloo', init_method='xla://') or jax.distributed.initialize first."
+        )
+    return kind
+
+
+def _others() -> str | None:
+    """The framework that runs in more processes than this one, if any, in words."""
+    if "torch_xla" in sys.modules:
+        import torch_xla.runtime as xr
+        from torch_xla import _XLAC
+
+        if (xr.is_spmd() or _XLAC._xla_runtime_is_initialized()) and xr.process_count() > 1:
+            return f"this torch_xla job runs in {xr.process_count()} processes"
+    if "jax" in sys.modules:
+        import jax
+        from jax._src import xla_bridge
+
+        if xla_bridge.backends_are_initialized() and jax.process_count() > 1:
+            return f"this JAX job runs in {jax.process_count()} processes"
+    return None

@@ -1,4 +1,4 @@
-"""Whose is each device? What a process says of its own when a job starts, and what follows from what all have said.
+"""The owner of each device: what a process says of its own when a job starts, and what follows from what all have said.
 
 Devices that are numbered through the whole job belong to the one process that has them. Devices of a framework that
 every process has for itself bear the same numbers everywhere, and belong in no common map.
@@ -17,12 +17,11 @@ from shardckpt.layout.world import DeviceOwners
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["found_devices", "owners", "told_devices"]
 
 _FRAMEWORKS = ("jax", "torch_xla")
 
 
-def told_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list[int]]:
+def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list[int]]:
     """What the caller says that this process owns, in order.
 
     Raises:

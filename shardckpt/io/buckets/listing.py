@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.patience import Patience
-from shardckpt.io.failures import storage_errors
-from shardckpt.io.interrupted import LOCK_SUFFIX
+from shardckpt.io.failures import LOCK_SUFFIX, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from shardckpt.errors import AlreadyExistsError, StorageError
 
 if TYPE_CHECKING:
-    from shardckpt.format.fields import Fields
+    from shardckpt.format.documents import Fields
     from shardckpt.io.url import Location
 
 __all__ = ["TOKEN", "Session", "UploadState", "already_exists", "bucket_and_name", "new_token", "vanished"]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardckpt.format.codec import room_for
+from shardckpt.format.zarr_arrays import room_for
 from shardckpt.io.budget import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.batches import batches
-from shardckpt.plan.plan import count_chunks, overlaps, touched
+from shardckpt.plan.overlaps import overlaps, touched
+from shardckpt.plan.pieces import batches, count_chunks
 from shardckpt.reading.finder import MOST_CHUNKS
 from shardckpt.reading.runs import count_runs
 

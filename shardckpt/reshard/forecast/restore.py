@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.plan.batches import batches
+from shardckpt.plan.pieces import batches
 from shardckpt.plan.readers import chunks_read, host_boxes
 from shardckpt.reading.finder import MOST_CHUNKS
 from shardckpt.reading.restore import LARGEST_BATCH

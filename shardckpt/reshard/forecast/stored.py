@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shardckpt.format.codec import CHECKSUM_BYTES
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.plan import overlaps
+from shardckpt.plan.overlaps import overlaps
 from shardckpt.plan.readers import host_boxes
 from shardckpt.reshard.forecast.hosts import Bins, Hosts, placed
 

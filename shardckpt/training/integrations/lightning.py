@@ -32,7 +32,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 
 from shardckpt.commit.collecting import delete
 from shardckpt.errors import NotFoundError, OptionError
-from shardckpt.frameworks.coordination.single import SingleProcess
+from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.frameworks.torch import tensor_of
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -41,7 +41,8 @@ from shardckpt.options import SaveOptions, checked_options
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.restore import restore
 from shardckpt.training.integrations.plain import plain
-from shardckpt.writing.save import save, save_async
+from shardckpt.writing.save import save
+from shardckpt.writing.saver import save_async
 
 if TYPE_CHECKING:
     import os

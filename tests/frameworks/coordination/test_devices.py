@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardckpt.errors import OptionError
-from shardckpt.frameworks.coordination.devices import owners, told_devices
+from shardckpt.frameworks.coordination.devices import given_devices, owners
 
 
 def owned(told, found):
@@ -44,8 +44,8 @@ def test_a_device_of_two_processes_that_were_told_is_an_error_with_both_in_it(se
 
 
 def test_what_is_told_comes_in_order_and_once():
-    assert told_devices({"jax": (i for i in (3, np.int64(1), 3))}) == {"jax": [1, 3]}
-    assert told_devices(None) == {}
+    assert given_devices({"jax": (i for i in (3, np.int64(1), 3))}) == {"jax": [1, 3]}
+    assert given_devices(None) == {}
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_what_is_told_comes_in_order_and_once():
 )
 def test_what_is_no_device_is_refused(devices, message):
     with pytest.raises(OptionError, match=message):
-        told_devices(devices)
+        given_devices(devices)

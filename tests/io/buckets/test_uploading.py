@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import AlreadyExistsError, BudgetError, CorruptionError, FormatError, MissingExtraError, StorageError
-from shardckpt.format.fields import Fields
+from shardckpt.format.documents import Fields
 from shardckpt.io.buckets import cloud as settings
 from shardckpt.io.buckets.upload_session import UploadState
 from shardckpt.io.buckets.uploading import BUFFERS, MOST_PARTS, SMALLEST, abandon_upload, open_upload, part_size

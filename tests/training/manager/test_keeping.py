@@ -12,7 +12,8 @@ from training_runs import state
 import shardckpt
 from shardckpt import errors
 from shardckpt.commit import collecting, pinning
-from shardckpt.format.record import Tombstone, seal
+from shardckpt.format.documents import seal
+from shardckpt.format.record import Tombstone
 from shardckpt.io.store import Store
 from shardckpt.training import cleaning
 from shardckpt.training.retention import Best, EveryKth, Younger, any_of

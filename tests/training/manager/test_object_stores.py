@@ -13,8 +13,9 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.format.record import Tombstone, seal
-from shardckpt.frameworks.coordination.single import SingleProcess
+from shardckpt.format.documents import seal
+from shardckpt.format.record import Tombstone
+from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.io.store import Store, shared_context
 
 

@@ -7,7 +7,7 @@ from training_runs import state
 import shardckpt
 from shardckpt import errors
 from shardckpt.commit.job import JobFence
-from shardckpt.frameworks.coordination.single import SingleProcess
+from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.writing import attempt

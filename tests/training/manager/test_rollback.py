@@ -6,7 +6,7 @@ from training_runs import state
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.frameworks.coordination.single import SingleProcess
+from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.training.policies import OnPreemption, any_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardckpt.plan.plan import chunks_inside
+from shardckpt.plan.overlaps import chunks_inside
 from tools.scale.host import Job
 from tools.scale.layouts import KINDS
 from tools.scale.reads import MEASURED

@@ -17,7 +17,7 @@ from shardckpt.convert.formats.torch.objects import TABLE, Dtype
 from shardckpt.convert.formats.torch.unpickling import Instance, unpickle
 from shardckpt.errors import FormatError
 from shardckpt.excerpt import excerpt, shortened
-from shardckpt.format.fields import LARGEST_DIMENSION
+from shardckpt.format.documents import LARGEST_DIMENSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -32,7 +32,7 @@ import numpy as np
 
 from shardckpt.convert.small_leaves import check_text_keys, left_out
 from shardckpt.errors import DtypeError, FormatError, NamesMismatchError, StructureMismatchError
-from shardckpt.format.keys import check_key
+from shardckpt.format.documents import check_key
 from shardckpt.layout.dtypes import of_numpy
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding

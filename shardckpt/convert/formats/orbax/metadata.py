@@ -18,7 +18,7 @@ from shardckpt.excerpt import excerpt
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Sharding
-from shardckpt.state.containers import MAX_DEPTH
+from shardckpt.state.document import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["looks_like", "open_foreign"]
 

@@ -24,8 +24,7 @@ from shardckpt.convert.streaming.blocks import LARGEST, block_shape
 from shardckpt.convert.streaming.chunking import grid
 from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import DtypeError, MissingDataError
-from shardckpt.format.codec import CHECKSUM_BYTES, encode
-from shardckpt.format.zarr_meta import array_json, chunk_key
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, array_json, chunk_key, encode
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse as parse_url
 from shardckpt.state import parse
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import Structure
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["OrbaxDirectory"]
 

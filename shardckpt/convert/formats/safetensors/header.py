@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import DtypeError, FormatError
 from shardckpt.excerpt import excerpt
-from shardckpt.format.fields import LARGEST_DIMENSION, MOST_DIMENSIONS
+from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import shown
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
 
 __all__ = ["SafetensorsFiles", "looks_like", "open_foreign"]
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import Structure
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
-    from shardckpt.plan.plan import Piece
+    from shardckpt.plan.pieces import Piece
     from shardckpt.state.document import Node
 
 __all__ = ["TorchFileWriter", "torch_dtypes"]

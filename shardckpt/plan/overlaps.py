@@ -1,8 +1,7 @@
-"""Which stored chunks do these boxes need, and where does each part of a chunk go?
+"""The chunks that some boxes need, and where each part of a chunk goes.
 
-A tensor is stored in pieces: usually one that covers it, and several where no common grid suits its shards.
-Every piece has a regular grid of chunks. For a set of boxes that one process needs, `overlaps` lists each
-(chunk, box) pair that has elements in common, in closed form on the grid:
+For a set of boxes that one process needs, `overlaps` lists each (chunk, box) pair that has elements in common, in closed form on
+the grid of a piece:
 
 1. per box and dimension, the first and one past the last chunk that it touches;
 2. all combinations of those, enumerated for all boxes at once (mixed radix over the ranges);
@@ -13,75 +12,22 @@ Cost and result are O(pairs); chunks are never compared with boxes one by one.
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardckpt.errors import FormatError
-from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.chunks import grid_shape
+from shardckpt.layout.box import BoxArray
+from shardckpt.plan.pieces import Piece, chunk_boxes, coordinates, whole_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "Overlaps",
-    "Piece",
-    "chunk_boxes",
-    "chunk_runs",
-    "chunk_spans",
-    "chunks_inside",
-    "count_chunks",
-    "coverage_gap",
-    "overlaps",
-    "overlaps_of",
-    "touched",
-    "touching",
-    "whole_chunks",
-]
+    from shardckpt.layout.box import Box
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor that is stored as one zarr array."""
-
-    path: str
-    """Where the array is stored, relative to the attempt's arrays."""
-    start: tuple[int, ...]
-    """The tensor's index of the array's first element."""
-    shape: tuple[int, ...]
-    """The array's shape."""
-    chunks: tuple[int, ...]
-    """Shape of a chunk."""
-
-    def __post_init__(self) -> None:
-        """Refuse ranks that differ and sides that are not positive."""
-        if not len(self.start) == len(self.shape) == len(self.chunks):
-            raise FormatError(f"{self.path}: start {self.start}, shape {self.shape} and chunks {self.chunks} differ in rank.")
-        if self.shape and min(*self.start, *self.shape, min(self.chunks) - 1) < 0:
-            raise FormatError(f"{self.path}: start {self.start} and shape {self.shape} must be >= 0, chunks {self.chunks} >= 1.")
-
-    @property
-    def box(self) -> Box:
-        """The box of the tensor that the piece holds."""
-        return Box(self.start, tuple(a + n for a, n in zip(self.start, self.shape, strict=True)))
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Chunks per dimension."""
-        return grid_shape(self.shape, self.chunks)
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks: 1 for a scalar, 0 for an array of size zero."""
-        return prod(self.grid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +119,7 @@ def chunk_runs(piece: Piece, boxes: BoxArray) -> tuple[Ints, Ints]:
 
 
 def touched(pieces: Sequence[Piece], boxes: BoxArray) -> list[Piece]:
-    """Those pieces that hold elements of some box, in their order.
+    """The pieces that hold elements of some box, in their order.
 
     A tensor may be in thousands of pieces, and `overlaps` of each would take longer than reading the few that matter.
     """
@@ -207,93 +153,9 @@ def chunks_inside(piece: Piece, box: Box, which: range | None = None) -> tuple[I
     """
     spans = whole_chunks(piece, box)
     within = np.arange(*(0, prod(map(len, spans))) if which is None else (which.start, which.stop), dtype=np.int64)
-    coords = _coordinates(within, tuple(map(len, spans))) + np.array([span.start for span in spans], np.int64)
+    coords = coordinates(within, tuple(map(len, spans))) + np.array([span.start for span in spans], np.int64)
     chunk = _linear(coords, piece.grid)
     return chunk, chunk_boxes(piece, chunk)
-
-
-def whole_chunks(piece: Piece, box: Box) -> list[range]:
-    """`chunk_spans` of a box of which the part that lies in the piece is a union of its chunks.
-
-    Raises:
-        FormatError: as for `chunks_inside`.
-    """
-    spans = chunk_spans(piece, box)
-    if all(spans):
-        for span, start, n, side, a, b in zip(spans, piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
-            if start + span.start * side < a or start + min(span.stop * side, n) > b:
-                raise FormatError(
-                    f"{piece.path}: chunks of {piece.chunks} cross the border of the shard {box}; a chunk must have one writer."
-                )
-    return spans
-
-
-def count_chunks(piece: Piece, box: Box) -> int:
-    """How many chunks of `piece` share elements with a box."""
-    return prod(map(len, chunk_spans(piece, box)))
-
-
-def chunk_spans(piece: Piece, box: Box) -> list[range]:
-    """Per dimension, the places in the grid of chunks that reach into a box; empty where none does."""
-    spans = []
-    for start, n, chunk, a, b in zip(piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
-        first, last = max(a - start, 0), min(b - start, n)
-        spans.append(range(first // chunk, -(-last // chunk)) if first < last else range(0))
-    return spans
-
-
-def chunk_boxes(piece: Piece, chunk: Ints) -> BoxArray:
-    """The elements that chunks hold, in the tensor's indices, cut off at the piece's edge."""
-    start, shape, chunks = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks))
-    coords = _coordinates(chunk, piece.grid)
-    return BoxArray(start + coords * chunks, start + np.minimum((coords + 1) * chunks, shape))
-
-
-def coverage_gap(shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
-    """Why `pieces` do not hold every element of a tensor exactly once, or None where they do.
-
-    The random test at the end only tells pieces that overlap from those that do not; all else is exact.
-    """
-    if len(pieces) == 1 and pieces[0].shape == shape and not any(pieces[0].start):
-        return None  # as nearly all are
-    whole = Box.full(shape)
-    boxes = [p.box for p in pieces]
-    outside = [p.path for p, box in zip(pieces, boxes, strict=True) if not whole.contains(box)]
-    if outside:
-        return f"piece {outside[0]} lies outside the shape {shape}"
-    held = sum(box.size for box in boxes)
-    if held != whole.size:
-        return f"the pieces hold {held} elements of {whole.size}"
-    if len(pieces) > 1 and not _same_elements(whole, boxes):
-        return "two pieces hold the same elements"
-    return None
-
-
-_PRIME = (1 << 127) - 1
-
-
-def _same_elements(whole: Box, parts: Sequence[Box]) -> bool:
-    """Whether `parts` hold each element of `whole` exactly once, and no others; linear in their number.
-
-    Let the element i stand for the monomial x0^i0 · x1^i1 · … and a box for the sum of its elements, which is the
-    product over d of (xd^start - xd^stop) / (1 - xd). Two collections of boxes hold the same elements equally often
-    if and only if these polynomials are equal. They are compared at a random point modulo a prime, where different ones
-    of degree below 2^63 agree with a probability of at most 2^-64 (Schwartz and Zippel). Comparing boxes with
-    each other would take minutes for a record of a few megabytes that is made for it.
-    """
-    point = [2 + secrets.randbelow(_PRIME - 2) for _ in range(whole.ndim)]
-
-    @cache
-    def power(d: int, i: int) -> int:
-        return pow(point[d], i, _PRIME)
-
-    def value(box: Box) -> int:
-        product = 1
-        for d, (a, b) in enumerate(zip(box.start, box.stop, strict=True)):
-            product = product * (power(d, a) - power(d, b)) % _PRIME
-        return product
-
-    return (sum(map(value, parts)) - value(whole)) % _PRIME == 0
 
 
 def _enumerate(low: Ints, counts: Ints) -> tuple[Ints, Ints]:
@@ -316,12 +178,3 @@ def _linear(coords: Ints, grid: Ints | tuple[int, ...]) -> Ints:
     for d, n in enumerate(np.asarray(grid, np.int64).T):
         position = position * n + coords[:, d]
     return position
-
-
-def _coordinates(chunk: Ints, grid: tuple[int, ...]) -> Ints:
-    """Grid coordinates of row-major positions."""
-    coords = np.empty((len(chunk), len(grid)), np.int64)
-    for d in reversed(range(len(grid))):
-        coords[:, d] = chunk % max(grid[d], 1)
-        chunk = chunk // max(grid[d], 1)
-    return coords

@@ -1,0 +1,353 @@
+"""The zarr arrays of a checkpoint: the keys of their chunks, their `zarr.json` documents, and chunks as they are stored.
+
+Arrays follow the zarr v3 core specification (2024-2026): `bytes`, `zstd` and `crc32c` codecs, a regular grid, the default chunk
+key encoding. Stock TensorStore and zarr-python find ordinary arrays; our own readers take nothing from the documents.
+
+1. Documents are dicts in, dicts out; mesh, spec and OpSharding are among an array's attributes.
+2. A chunk's key is `model/w/c/0/1`. The plain layout has an object for each, and a directory for each component: there `.__lock`
+   at the end of one is written `=2E__lock`, because TensorStore keeps that ending for its lock files. No array path has that in
+   it otherwise. (In the packed layout keys are in an index, and stay as they are.)
+3. A chunk has little-endian row-major elements, compressed with zstd by choice, then their crc32c. Chunks at a tensor's edge are
+   stored whole, padded with zeros, as zarr asks.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import crc32c
+import numpy as np
+
+from shardckpt.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.layout.dtypes import DType
+    from shardckpt.plan.pieces import Piece
+
+Json = dict[str, Any]
+
+ZSTD_LEVEL = 1
+"""Fast enough for a training loop; what levels above gain on floats is a few per cent. Readers ignore it."""
+
+
+# --- documents
+
+
+def array_json(
+    shape: Sequence[int],
+    dtype: DType,
+    chunk_shape: Sequence[int],
+    compression: str | None = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> Json:
+    """The `zarr.json` of an array.
+
+    Args:
+        shape: elements per dimension.
+        dtype: its *stored* type goes into the document; the logical one belongs into the attributes.
+        chunk_shape: elements per dimension of a chunk, each at least 1 (also where the array has none).
+        compression: None or "zstd".
+        attributes: JSON, kept as it is.
+    """
+    assert len(shape) == len(chunk_shape), "a chunk has as many dimensions as its array"
+    assert all(n > 0 for n in chunk_shape), "zarr has no empty chunks; use 1 where a dimension is empty"
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [int(n) for n in shape],
+        "data_type": dtype.zarr,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [int(n) for n in chunk_shape]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": _fill_value(dtype.storage),
+        "codecs": codecs_json(dtype, compression),
+        "attributes": dict(attributes or {}),
+        "storage_transformers": [],
+    }
+
+
+def codecs_json(dtype: DType, compression: str | None) -> list[Json]:
+    """The codecs, in the order of encoding; one-byte types have no byte order to state."""
+    codecs: list[Json] = [{"name": "bytes"}]
+    if dtype.storage.itemsize > 1:
+        codecs[0]["configuration"] = {"endian": "little"}
+    if compression is not None:
+        assert compression == "zstd", "zstd is the one compression of format version 1"
+        codecs.append({"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}})
+    return [*codecs, {"name": "crc32c"}]
+
+
+def group_json(attributes: Mapping[str, Any] | None = None, members: Mapping[str, Json] | None = None) -> Json:
+    """The `zarr.json` of a group.
+
+    Args:
+        attributes: JSON, kept as it is.
+        members: path → document of everything below, to be consolidated into this one (see `consolidated`).
+    """
+    document: Json = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
+    if members is not None:
+        document["consolidated_metadata"] = consolidated(members)
+    return document
+
+
+def consolidated(members: Mapping[str, Json]) -> Json:
+    """Everything below a group in one document, as zarr-python 3.1 writes and reads it.
+
+    zarr-python takes each group's own `consolidated_metadata` to be empty when it is itself a member.
+    """
+    return {"kind": "inline", "must_understand": False, "metadata": {path: members[path] for path in sorted(members)}}
+
+
+def parent_groups(array_paths: Iterable[str]) -> list[str]:
+    """All groups above those arrays, the root ("") first.
+
+    >>> parent_groups(["model/layers/w", "step"])
+    ['', 'model', 'model/layers']
+    """
+    groups = {""}
+    for path in array_paths:
+        names = path.split("/")
+        groups.update("/".join(names[:i]) for i in range(1, len(names)))
+    return sorted(groups)
+
+
+def chunk_key(index: Sequence[int]) -> str:
+    """A chunk's key below its array (default chunk key encoding with "/").
+
+    >>> chunk_key((0, 12)), chunk_key(())
+    ('c/0/12', 'c')
+    """
+    return "/".join(["c", *map(str, index)])
+
+
+def _fill_value(stored: np.dtype[Any]) -> Any:
+    """Zero, as JSON, the way zarr writes that type. Every chunk is stored, so no reader should ever see it."""
+    if stored.kind == "b":
+        return False
+    if stored.kind in "iu" or stored.name in ("int2", "int4"):
+        return 0
+    if stored.kind == "c":
+        return [0.0, 0.0]
+    return 0.0
+
+
+LONGEST_TEXT = 1 << 14
+"""Characters of a sharding that an array's attributes repeat."""
+
+
+def zarr_documents(structure: Structure, compression: str | None, *, in_bases: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each array's path and document.
+
+    Args:
+        structure: of the checkpoint.
+        compression: of its own chunks.
+        in_bases: also of tensors that lie in bases; a stock reader would find no chunks of those beside the documents.
+    """
+    number, doc = structure.layouts_json()
+    forms: dict[Hashable, dict[str, Any]] = {}
+    """Of arrays that differ in their attributes alone."""
+    for name, tensor in structure.tensors.items():
+        if tensor.base is not None and not in_bases:
+            continue
+        codec = compression if tensor.base is None else tensor.base.base.compression
+        attribute: dict[str, Any] = {"name": name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
+        if tensor.layout is not None:
+            sharding = doc["shardings"][number[tensor.layout, len(tensor.shape)]]
+            attribute |= {k: v for k, v in sharding.items() if k != "mesh"}
+            if "mesh" in sharding:
+                attribute["mesh"] = dict(doc["meshes"][sharding["mesh"]])
+            listed = attribute.get("mesh", attribute).get("devices")
+            if max(len(sharding.get("op_sharding", "")), 2 * len(listed) if isinstance(listed, list) else 0) > LONGEST_TEXT:
+                # Ids that follow no pattern, of very many devices: the record has them once, not each array.
+                for key in ("op_sharding", "devices"):
+                    attribute.pop(key, None)
+                attribute.get("mesh", {}).pop("devices", None)
+        for piece in tensor.pieces:
+            start = {} if piece.shape == tensor.shape else {"start": list(piece.start)}
+            cut = (piece.shape, tensor.dtype.name, piece.chunks, codec)
+            form = forms.get(cut)
+            if form is None:
+                form = forms[cut] = array_json(piece.shape, tensor.dtype, piece.chunks, codec)
+            yield piece.path, {**form, "attributes": {"shardckpt": {**attribute, **start}}}
+
+
+# --- keys of chunks
+
+PLAIN_ROOT = "zarr"
+"""The zarr group of the plain layout, relative to the attempt."""
+_LOCK = re.compile(r"\.__lock(?=/|\Z)")
+
+
+def plain_key(key: str) -> str:
+    """Where the plain layout has a chunk, a document or an array, relative to the attempt.
+
+    >>> plain_key("model/w.__lock/c/0/1")
+    'zarr/model/w=2E__lock/c/0/1'
+    """
+    return f"{PLAIN_ROOT}/{_LOCK.sub('=2E__lock', key) if '.__lock' in key else key}"
+
+
+def chunk_object_key(piece: Piece, position: int) -> str:
+    """The key of a chunk, relative to the root of the arrays.
+
+    >>> from shardckpt.plan.pieces import Piece
+    >>> chunk_object_key(Piece("w", (0, 0), (4, 4), (2, 2)), 3)
+    'w/c/1/1'
+    """
+    index = []
+    for n in reversed(piece.grid):
+        position, i = divmod(position, n)
+        index.append(i)
+    return f"{piece.path}/{chunk_key(index[::-1])}"
+
+
+def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | None:
+    """The array and the position of a chunk; None where no array has such a chunk.
+
+    >>> from shardckpt.plan.pieces import Piece
+    >>> w = Piece("w", (0, 0), (4, 4), (2, 2))
+    >>> split_chunk_key("w/c/1/1", {"w": w})[1]
+    3
+    """
+    # A scalar's one chunk is called "c"; a component of a name may be called so, too.
+    if key.endswith("/c"):
+        path, index = key[:-2], ""
+    else:
+        path, _, index = key.rpartition("/c/")
+    piece = pieces.get(path)
+    if piece is None:
+        return None
+    parts = index.split("/") if index else []
+    if len(parts) != len(piece.grid) or not all(p.isdecimal() and p.isascii() and len(p) < 20 for p in parts):
+        return None
+    position = 0
+    for i, n in zip(map(int, parts), piece.grid, strict=True):
+        if i >= n:
+            return None
+        position = position * n + i
+    # One key per chunk: "w/c/01" is none.
+    return (piece, position) if prod(piece.grid) and chunk_object_key(piece, position) == key else None
+
+
+# --- chunks as they are stored
+
+CHECKSUM_BYTES = 4
+
+
+def room_for(chunk_shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes in which a chunk is laid out: its elements, and its checksum."""
+    return prod(chunk_shape) * itemsize + CHECKSUM_BYTES
+
+
+def largest_chunk(tensors: Iterable[TensorRecord]) -> int:
+    """Bytes of the largest chunk of some tensors, with its checksum."""
+    return max((room_for(p.chunks, t.dtype.itemsize) for t in tensors for p in t.pieces if p.num_chunks), default=0)
+
+
+def lay_out(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]) -> None:
+    """Copy a block of whole chunks to how they are stored; `close` then makes chunks of it.
+
+    Args:
+        elements: the chunks' elements, cut off at the array's edge, in the stored dtype.
+        chunk_shape: of one chunk, the shape to pad to.
+        rows: (n, `room_for`) memory, one row per chunk in grid order.
+    """
+    lay_out_all([elements], chunk_shape, rows)
+
+
+def lay_out_all(blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]) -> None:
+    """As `lay_out`, many blocks of one shape and dtype, one behind the other.
+
+    Per dimension there are the chunks that are full and, where the array ends inside of one, the last. One copy is made of each
+    combination of these: mostly one of a block, however many chunks.
+    """
+    sides = [(n, side) for n, side in zip(blocks[0].shape, chunk_shape, strict=True) if (n, side) != (1, 1)]  # numpy has 64 dimensions
+    blocks = [elements.reshape([n for n, _ in sides]) for elements in blocks]
+    shape, chunk_shape, itemsize = blocks[0].shape, tuple(side for _, side in sides), blocks[0].itemsize
+    kind = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype  # numpy knows how to copy these fast
+    grid = [-(-n // side) for n, side in zip(shape, chunk_shape, strict=True)]
+    chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([len(blocks), *grid, *chunk_shape])
+    # Axes by dimension: which chunk, and where in it.
+    chunks = chunks.transpose([0, *(axis for d in range(1, len(grid) + 1) for axis in (d, len(grid) + d))])
+    if any(n % side for n, side in zip(shape, chunk_shape, strict=True)):
+        rows[:, :-CHECKSUM_BYTES] = 0
+    for runs in product(*map(_runs, shape, chunk_shape)):
+        # The ellipses keep 0-d arrays arrays.
+        cells: Any = (slice(None), *(index for n, begin, side in runs for index in (slice(begin, begin + n), slice(side))))
+        first = [begin * full for (_, begin, _), full in zip(runs, chunk_shape, strict=True)]
+        inside: Any = (*(slice(at, at + n * side) for (n, _, side), at in zip(runs, first, strict=True)), ...)
+        parts = chunks[cells]
+        split = parts.shape[1:]
+        for i, elements in enumerate(blocks):
+            parts[i, ...] = elements.view(kind)[inside].reshape(split)
+
+
+def _runs(n: int, side: int) -> list[tuple[int, int, int]]:
+    """Chunks of a dimension that have equally many elements: how many, the first, and elements of each."""
+    full, rest = divmod(n, side)
+    return [run for run in ((full, 0, side), (1, full, rest)) if run[0] and run[2]]
+
+
+def close(rows: NDArray[np.uint8], compression: str | None) -> tuple[NDArray[np.uint8], list[int], list[int]]:
+    """Make chunks of elements that are laid out.
+
+    Args:
+        rows: (n, size) what `lay_out` filled, contiguous; the last bytes of each are written to.
+        compression: None or "zstd".
+
+    Returns:
+        The bytes to store, one chunk behind the other, which are `rows` themselves without compression; of each chunk the bytes, and
+        the crc32c that ends it.
+    """
+    if compression is not None:
+        return _compressed(rows)
+    count, size = rows.shape
+    data = rows.reshape(-1)
+    with memoryview(data) as view:  # type: ignore[arg-type]  # an ndarray is a buffer
+        crcs = [crc32c.crc32c(view[end - size : end - CHECKSUM_BYTES]) for end in range(size, count * size + 1, size)]
+    rows[:, -CHECKSUM_BYTES:] = np.array(crcs, "<u4").view(np.uint8).reshape(count, CHECKSUM_BYTES)
+    return data, [size] * count, crcs
+
+
+def _compressed(rows: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], list[int], list[int]]:
+    zstd = _zstd()
+    packed = [zstd.encode(row[:-CHECKSUM_BYTES]) for row in rows]
+    crcs = [crc32c.crc32c(frame) for frame in packed]
+    parts = [part for frame, crc in zip(packed, crcs, strict=True) for part in (frame, crc.to_bytes(CHECKSUM_BYTES, "little"))]
+    return np.frombuffer(b"".join(parts), np.uint8), [len(frame) + CHECKSUM_BYTES for frame in packed], crcs
+
+
+def encode(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], compression: str | None) -> tuple[NDArray[np.uint8], int]:
+    """Encode one chunk: `lay_out` in memory of its own, and `close`; the bytes to store, and the crc32c that ends them."""
+    rows = np.empty((1, room_for(chunk_shape, elements.itemsize)), np.uint8)
+    lay_out(elements, chunk_shape, rows)
+    data, _, (crc,) = close(rows, compression)
+    return data, crc
+
+
+def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[np.uint8]:
+    """The `expected` bytes that a zstd frame holds.
+
+    Raises:
+        CorruptionError: not a zstd frame of that size (its checksum passed, so it was written wrongly).
+    """
+    out = np.empty(expected, np.uint8)
+    try:
+        # numcodecs sizes nothing by the frame's own word when it is given where to decompress to.
+        data = _zstd().decode(stored, out)
+    except (RuntimeError, ValueError) as e:
+        raise CorruptionError(f"{where}: not a zstd frame of {expected} bytes ({e}).") from e
+    return np.frombuffer(data, np.uint8)
+
+
+def _zstd() -> Any:
+    from numcodecs.zstd import Zstd
+
+    return Zstd(level=ZSTD_LEVEL)
