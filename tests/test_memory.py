@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardckpt.io.cores import cores
+from shardckpt.io.threads import cores
 
 CHILD = Path(__file__).parent / "children" / "memory_use.py"
 MiB = 1 << 20

@@ -33,7 +33,7 @@ from shardckpt.format.documents import zarr_documents
 from shardckpt.format.keys import chunk_object_key, plain_key
 from shardckpt.format.record import FORMAT_VERSION, CheckpointRecord, FileReference, HostRecord, format_version, open_envelope
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 from shardckpt.plan.plan import chunk_boxes
 from shardckpt.state.names import shown
 
@@ -177,7 +177,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
     present = finished_hosts(place)
     if not present:
         raise CommitError(f"{place}: no host's record is there; none has finished, or `shardckpt gc` has collected the attempt.")
-    read = together(lambda host: read_host_record(place, host), present)
+    read = map_on_threads(lambda host: read_host_record(place, host), present)
     hosts = [record for record, _ in read]
     first = hosts[0]
     if len(present) != first.hosts or present != list(range(len(present))):
@@ -217,12 +217,12 @@ def _contents(place: Store, hosts: Sequence[HostRecord], said: Mapping[FileRefer
             return said[reference]
         return Contents.from_json(open_envelope(data, where), where)
 
-    return list(zip(said_by.values(), together(read, said_by), strict=True))
+    return list(zip(said_by.values(), map_on_threads(read, said_by), strict=True))
 
 
 def _tables(place: Store, hosts: Sequence[HostRecord]) -> list[Table]:
     """Each host's chunk table."""
-    return together(lambda host: read_table(place, host.files.table), hosts)
+    return map_on_threads(lambda host: read_table(place, host.files.table), hosts)
 
 
 def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from shardckpt.convert.arrangement import is_whole
 from shardckpt.errors import CorruptionError
-from shardckpt.io.workers import Workers
+from shardckpt.io.threads import Workers
 from shardckpt.layout.box import BoxArray
 from shardckpt.reading.wanted import Wanted
 from shardckpt.state.names import shown

@@ -26,7 +26,7 @@ import numpy as np
 from shardckpt.commit.host_files import read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, StorageError
 from shardckpt.format.table_header import ROW
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -116,7 +116,7 @@ class HostRows:
         """
         with self._lock:
             self._asked.update(hosts)
-        records = {host: found for host, found in zip(hosts, together(self._record, hosts), strict=True) if found is not None}
+        records = {host: found for host, found in zip(hosts, map_on_threads(self._record, hosts), strict=True) if found is not None}
         spent = cost(len(hosts), sum(self._records[host].size for host in hosts))
         costs = cost(len(records), nbytes := sum(record.table.size for record in records.values()))
         if spent + costs > most:
@@ -124,7 +124,7 @@ class HostRows:
         room = self._make_room(nbytes, hosts, wanted)
         ends = accumulate(record.table.size for record in records.values())
         left_out = {host for host, end in zip(records, ends, strict=True) if end > room}
-        told = together(self._table, [record for host, record in records.items() if host not in left_out])
+        told = map_on_threads(self._table, [record for host, record in records.items() if host not in left_out])
         with self._lock:
             self._asked -= left_out
             self._add([found for found in told if found is not None])

@@ -10,8 +10,7 @@ from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.format.codec import largest_chunk
 from shardckpt.format.table import merge_tables
 from shardckpt.io.stats import ReadStats
-from shardckpt.io.together import together
-from shardckpt.io.workers import Workers
+from shardckpt.io.threads import Workers, map_on_threads
 from shardckpt.reading.based_reader import BasedReader
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, reading_limits
@@ -70,8 +69,8 @@ def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
 
 def _read_host_tables(place: Store, record: CheckpointRecord, stats: ReadStats) -> WholeTable:
     """The chunks of all hosts, from each host's own table, and the committer's of small tensors."""
-    references = [host.table for host in together(partial(read_host_files, place), record.hosts)]
+    references = [host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)]
     if record.small_table is not None:
         references.append(record.small_table)
-    merged = merge_tables(together(partial(read_table, place, stats=stats), references))
+    merged = merge_tables(map_on_threads(partial(read_table, place, stats=stats), references))
     return WholeTable(merged.files, merged.arrays())

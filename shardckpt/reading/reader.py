@@ -22,9 +22,8 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, ShardckptError, StorageError
 from shardckpt.format.codec import decompress
-from shardckpt.io.cores import cores
 from shardckpt.io.stats import ReadStats
-from shardckpt.io.workers import Workers
+from shardckpt.io.threads import Workers, cores
 from shardckpt.layout.box import BoxArray
 from shardckpt.reading.bands import Band, places_of
 from shardckpt.reading.fetch import Fetch, Fetched, LocalFetch, ObjectFetch

@@ -37,7 +37,7 @@ from shardckpt.frameworks.per_process import choose_value, decode_value
 from shardckpt.io.arena import Arena
 from shardckpt.io.budget import BufferPool, Lease, round_up
 from shardckpt.io.ending import reading_takes_threads
-from shardckpt.io.reading_ahead import read_ahead
+from shardckpt.io.threads import read_ahead
 from shardckpt.io.url import parse
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.dtypes import castable

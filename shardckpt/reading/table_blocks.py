@@ -30,7 +30,7 @@ from shardckpt.commit.host_files import read_table
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.format.table import ArrayChunks
 from shardckpt.format.table_header import ROW, TableHeader, check_sizes
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 from shardckpt.plan.plan import chunk_runs
 from shardckpt.reading.host_rows import HostRows, cost
 from shardckpt.reading.lookup import WholeTable
@@ -289,7 +289,7 @@ class TableBlocks:
     def _read(self, spans: Sequence[range]) -> None:
         """Read neighbours, and keep them."""
         local = self._source.place.location.local is not None
-        read = [self._source.read(span) for span in spans] if local else together(self._source.read, spans)
+        read = [self._source.read(span) for span in spans] if local else map_on_threads(self._source.read, spans)
         for span, rows in zip(spans, read, strict=True):
             self._keep(span, rows)
 

@@ -12,8 +12,7 @@ import numpy as np
 from shardckpt.commit.host_files import write_table
 from shardckpt.format.record import FileReference, HostFiles, HostRecord, seal
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
-from shardckpt.io.threads import taken
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads, run_on_threads
 from shardckpt.writing.encoder import Encoder, gathered, portions
 from shardckpt.writing.packed import PackedWriter
 from shardckpt.writing.plain import PlainWriter
@@ -101,7 +100,7 @@ class HostWriter:
             blocks: arrays, boxes and elements.
             at_a_time: bytes that a thread lays out at a time; a block may take more.
         """
-        taken(portions(blocks, at_a_time), [encoder.put_all for encoder in self._encoders])
+        run_on_threads(portions(blocks, at_a_time), [encoder.put_all for encoder in self._encoders], "shardckpt-write")
 
     def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
         """Write chunks of arrays, by position, of which the elements are laid out as they are stored; see `Encoder.put_laid_out`."""
@@ -137,7 +136,7 @@ class HostWriter:
         Returns:
             The record, which is not written yet, and the chunk table.
         """
-        written = gathered(together(Encoder.finish, self._encoders))
+        written = gathered(map_on_threads(Encoder.finish, self._encoders))
         extents = written.extents
         order = np.lexsort((written.chunk, written.path))
         counts = np.bincount(written.path, minlength=len(written.paths)).tolist()

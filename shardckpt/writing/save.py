@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import out_of_memory_is_typed
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
-from shardckpt.io.cores import cores
 from shardckpt.io.ending import saving_takes_threads
 from shardckpt.io.store import Store
+from shardckpt.io.threads import cores
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.plan.blocks import parts_of

@@ -27,7 +27,7 @@ from shardckpt.errors import BudgetError
 from shardckpt.excerpt import file_size, mebibytes_above
 from shardckpt.format.codec import largest_chunk
 from shardckpt.io.budget import round_up
-from shardckpt.io.cores import cores
+from shardckpt.io.threads import cores
 from shardckpt.layout.box import Box
 from shardckpt.plan.plan import Piece
 from shardckpt.reshard.assembling import BatchMemory, PlannedStep, Target, assembled
