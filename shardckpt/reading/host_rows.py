@@ -65,7 +65,7 @@ class HostRows:
 
         Args:
             place: the attempt.
-            records: of all hosts, in their order; none: no host is asked for anything.
+            records: of all hosts, in their order; at least one.
             header: of the table of all.
             first: array path → its first row there.
             stats: where reads are counted.
@@ -79,10 +79,6 @@ class HostRows:
         self._asked: set[int] = set()
         self._known = np.empty(0, np.int64), np.empty(0, ROW)
         """Numbers of rows, ascending, and the rows."""
-
-    def __bool__(self) -> bool:
-        """Whether there are hosts to ask."""
-        return bool(self._records)
 
     def least_cost(self, hosts: Sequence[int]) -> float:
         """What asking so many hosts takes in requests, if their tables are as large as all are on average."""

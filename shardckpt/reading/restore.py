@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -120,11 +120,14 @@ def restore(
         CoordinationError: `cooperative`, and another process does not answer, or failed in a way of its own. What one process
             cannot read is raised on all that read together with it.
     """
-    check_coordinator(coordinator)  # who has none can tell nobody
+    if coordinator is not None:
+        check_coordinator(coordinator)  # before the meeting, for without one nobody can be told
     place = source.location if isinstance(source, Checkpoint) else source
-    with Meeting(cooperative, coordinator) as meeting, reading_takes_threads(place):
-        meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
-        check_choice(cooperative)
+    meeting = None if cooperative is False else Meeting(cooperative, coordinator)
+    with meeting or nullcontext(), reading_takes_threads(place):
+        if meeting is not None:
+            meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
+            check_choice(cooperative)
         check_flag(strict, "strict")
         check_flag(cast, "cast")
         limit = parse_bytes(memory_limit, "memory_limit")

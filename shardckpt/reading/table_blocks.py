@@ -139,7 +139,8 @@ class TableBlocks:
         self._source = _Source(place, reference, header, header.block * blocks, begins, stats)
         self._first = dict(zip(header.counts, begins.tolist(), strict=True))
         # Chunks that are objects of their own do not say who wrote them.
-        self._hosts = HostRows(place, () if local or not header.files else hosts, header, self._first, stats)
+        self._hosts = None if local or not header.files or not hosts else HostRows(place, hosts, header, self._first, stats)
+        """Rows that hosts' own tables have told; None where hosts are not asked."""
         self._units: dict[int, NDArray[np.void]] = {}
         """Those kept, by number, the ones asked for last at the end."""
         self._last = range(-1, -1)
@@ -172,17 +173,32 @@ class TableBlocks:
                 raise KeyError(int(beyond[0]))
             first = np.array([self._first.get(path, 0) for path in paths], np.int64)
             number = first[array] + chunks
-            rows, known = self._hosts.take(number)
-            unit, within = np.divmod(number[~known], self._source.rows)
-            units, nth = np.unique(unit, return_inverse=True)
-            found = self._load(units.tolist())
-            if found is not None:
-                # Only the table's last unit may have fewer rows than the others, and it comes last.
-                read = found[0] if len(found) == 1 else np.concatenate([np.empty(0, ROW), *found])
-                rows[~known] = read[nth * self._source.rows + within]
+            rows = self._rows(number) if self._hosts is None else self._rows_with_hosts(number, self._hosts)
+            if rows is not None:
                 return self._source.header.files, ArrayChunks.of_records(rows)
         assert self._instead is not None
         return self._instead.find(paths, array, chunks)
+
+    def _rows(self, number: NDArray[np.int64]) -> NDArray[np.void] | None:
+        """The rows of those numbers; None where the table is damaged, and has been given up."""
+        unit, within = np.divmod(number, self._source.rows)
+        units, nth = np.unique(unit, return_inverse=True)
+        found = self._load(units.tolist())
+        if found is None:
+            return None
+        # Only the table's last unit may have fewer rows than the others, and it comes last.
+        read = found[0] if len(found) == 1 else np.concatenate([np.empty(0, ROW), *found])
+        rows: NDArray[np.void] = read[nth * self._source.rows + within]
+        return rows
+
+    def _rows_with_hosts(self, number: NDArray[np.int64], hosts: HostRows) -> NDArray[np.void] | None:
+        """As `_rows`, but rows that hosts have told are not read."""
+        rows, known = hosts.take(number)
+        others = self._rows(number[~known])
+        if others is None:
+            return None
+        rows[~known] = others
+        return rows
 
     def whole(self) -> WholeTable:
         """See `Lookup`."""
@@ -205,7 +221,7 @@ class TableBlocks:
 
     def _units_to_read(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> list[int]:
         """Units with the rows of all chunks that boxes touch, but for those that hosts have told."""
-        if not self._hosts:
+        if self._hosts is None:
             return sorted(set(chain.from_iterable(self._units_of(*some) for some in wanted)))
         counts = self._source.header.counts
         runs = [np.empty((2, 0), np.int64)]
@@ -214,15 +230,15 @@ class TableBlocks:
                 runs.append(self._first[piece.path] + np.stack(chunk_runs(piece, boxes)))
         starts, stops = np.concatenate(runs, axis=1)
         if (stops - starts).sum() <= MOST_ROWS:
-            return self._ask_hosts(np.unique(_spread(starts, stops)))
+            return self._ask_hosts(np.unique(_spread(starts, stops)), self._hosts)
         units: list[int] = np.unique(_spread(starts // self._source.rows, (stops - 1) // self._source.rows + 1)).tolist()
         return units
 
-    def _ask_hosts(self, number: NDArray[np.int64]) -> list[int]:
+    def _ask_hosts(self, number: NDArray[np.int64], told: HostRows) -> list[int]:
         """Read tables of hosts, as long as that pays; the units that are then left to read for those rows."""
         wasted, several, wanted = 0.0, 1, number
         while True:
-            number = number[~self._hosts.take(number)[1]]
+            number = number[~told.take(number)[1]]
             unit = number // self._source.rows
             units: list[int] = np.unique(unit).tolist()
             missing = [u for u in units if u not in self._units]
@@ -233,12 +249,12 @@ class TableBlocks:
             rows = self._load([fullest])
             if rows is None:
                 return []
-            hosts = self._hosts.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
-            if self._hosts.least_cost(hosts) > costs / 2:
+            hosts = told.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
+            if told.least_cost(hosts) > costs / 2:
                 return units
-            spent = self._hosts.read(hosts, costs / 2, wanted)
-            told = int(self._hosts.take(number)[1].sum())
-            if spent * (len(number) - told) < costs * told:  # to hear of all others like this costs less than reading them
+            spent = told.read(hosts, costs / 2, wanted)
+            new = int(told.take(number)[1].sum())
+            if spent * (len(number) - new) < costs * new:  # to hear of all others like this costs less than reading them
                 several *= 4
             else:
                 wasted, several = wasted + spent + 1, 1
