@@ -28,11 +28,8 @@ if TYPE_CHECKING:
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
     from shardckpt.plan.plan import Piece
-    from shardckpt.reading.finder import Damaged
+    from shardckpt.reading.locate import Damaged, Request
     from shardckpt.reading.reader import ChunkReader
-    from shardckpt.reading.wanted import Request
-
-__all__ = ["BasedReader"]
 
 
 class BasedReader:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-__all__ = ["CatalogEntry", "State", "catalog"]
 
 State = Literal["committed", "uncommitted", "deleted", "unreadable"]
 """Of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""

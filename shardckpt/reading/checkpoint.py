@@ -41,8 +41,8 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.reading.based_reader import BasedReader
-from shardckpt.reading.opening import open_reader
-from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, Request
+from shardckpt.reading.locate import Request
+from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, open_reader
 from shardckpt.reading.verification import verify
 from shardckpt.state import alias_map
 from shardckpt.state import names as naming
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from shardckpt.reading.verification import VerifyReport
     from shardckpt.reading.zarr_store import CheckpointStore
 
-__all__ = ["Checkpoint", "TensorInfo", "empty", "open", "open_in_this_process"]
 
 _FOR_USERS = (
     "bases", "info", "location", "metadata", "names", "read", "record", "stats", "stock_spec", "stock_url", "tree", "verify", "zarr_store",

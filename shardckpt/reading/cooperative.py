@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
     from shardckpt.reading.checkpoint import Checkpoint
 
-__all__ = ["Choice", "Meeting", "check_choice", "exchange_bytes"]
 
 Choice: TypeAlias = "bool | Literal['auto'] | Bandwidths"
 """Whether to read together: never, always, or as the model says."""

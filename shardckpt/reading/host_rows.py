@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
 
-__all__ = ["HostRows", "cost"]
 
 REQUEST_BYTES = 1 << 20
 """Bytes that take an object store as long as a request does."""

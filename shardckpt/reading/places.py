@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["ChunkPlaces", "Places", "read_places"]
 
 _OF_HOST = re.compile(r"hosts/(\d+)[-/]")
 _NOBODY = -1

@@ -45,7 +45,7 @@ from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.plan.batches import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
-from shardckpt.reading.reader import Request
+from shardckpt.reading.locate import Request
 from shardckpt.state import leaf_names, match, per_process_names, stored_names, unflatten
 from shardckpt.state.names import Only, selector
 from shardckpt.state.stateful import StateOwner
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.per_process import PerProcess
     from shardckpt.state.document import Node
 
-__all__ = ["chosen_values", "fill", "restore"]
 
 _log = logging.getLogger("shardckpt")
 LARGEST_BATCH = 256 << 20

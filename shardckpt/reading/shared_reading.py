@@ -24,7 +24,7 @@ from shardckpt.errors import ShardckptError
 from shardckpt.io.budget import round_up
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.shares import Region, Wanted, rounds
-from shardckpt.reading.reader import Request
+from shardckpt.reading.locate import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.interconnect import Interconnect
     from shardckpt.reading.checkpoint import Checkpoint
 
-__all__ = ["Job", "SharedReading", "told"]
 
 _log = logging.getLogger("shardckpt")
 

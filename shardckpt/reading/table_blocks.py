@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import BoxArray
     from shardckpt.plan.plan import Piece
 
-__all__ = ["TableBlocks"]
 
 LEAST_REQUEST = 256 << 10
 """Bytes that a request to an object store asks for: fewer take no less time."""

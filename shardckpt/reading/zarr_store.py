@@ -25,7 +25,7 @@ from shardckpt.format.documents import zarr_documents
 from shardckpt.format.keys import chunk_object_key
 from shardckpt.format.zarr_meta import group_json, parent_groups
 from shardckpt.io.store import Store as Place
-from shardckpt.reading.opening import open_reader
+from shardckpt.reading.reader import open_reader
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from shardckpt.reading.based_reader import BasedReader
     from shardckpt.reading.reader import ChunkReader
 
-__all__ = ["CheckpointStore"]
 
 DOCUMENT = "zarr.json"
 

@@ -22,7 +22,7 @@ from shardckpt.format.codec import CHECKSUM_BYTES, room_for
 from shardckpt.io.budget import round_up
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.plan import chunk_boxes, overlaps, touched
-from shardckpt.reading.reader import Request
+from shardckpt.reading.locate import Request
 from shardckpt.reshard.memory import PARTS
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from shardckpt.commit.host_files import read_host_files, read_table, write_table
 from shardckpt.errors import ShardckptError
 from shardckpt.format.record import FileReference, HostFiles, HostRecord, seal
 from shardckpt.layout.box import BoxArray
+from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.reader import ChunkReader, Request
+from shardckpt.reading.reader import ChunkReader
 from shardckpt.reshard.carrying import carry_chunks, carry_lanes
 from shardckpt.reshard.finished import finished_tasks
 from shardckpt.reshard.memory import readers

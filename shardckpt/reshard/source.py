@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.io.stats import ReadStats
     from shardckpt.io.url import Location
-    from shardckpt.reading.reader import Request
+    from shardckpt.reading.locate import Request
 
 __all__ = ["Reader", "Source", "SourceSpec", "open_source", "place_of"]
 

@@ -26,7 +26,7 @@ from shardckpt.plan.plan import overlaps, touched
 from shardckpt.plan.shares import Wanted, fellows, rounds
 from shardckpt.plan.writers import box_holders
 from shardckpt.reading.cooperative import exchange_bytes
-from shardckpt.reading.finder import MOST_CHUNKS
+from shardckpt.reading.locate import MOST_CHUNKS
 from shardckpt.reading.reader import OBJECT_GAP, OBJECT_RUN
 from shardckpt.reading.restore import LARGEST_BATCH
 from shardckpt.reading.runs import RunLimits, count_runs

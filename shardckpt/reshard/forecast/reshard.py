@@ -16,7 +16,7 @@ from shardckpt.io.budget import round_up
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.batches import batches
 from shardckpt.plan.plan import count_chunks, overlaps, touched
-from shardckpt.reading.finder import MOST_CHUNKS
+from shardckpt.reading.locate import MOST_CHUNKS
 from shardckpt.reading.runs import count_runs
 
 if TYPE_CHECKING:
