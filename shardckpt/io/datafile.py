@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Protocol
 
+from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.store import Data, Store, Upload, byte_view, storage_errors, sync_directory
-from shardckpt.io.vectors import MOST_VECTORS, after
 from shardckpt.io.write_back import begin_write_back
 
 if TYPE_CHECKING:

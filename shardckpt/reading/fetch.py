@@ -16,7 +16,7 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
 from shardckpt.format.codec import CHECKSUM_BYTES
-from shardckpt.io.vectors import scatter_read
+from shardckpt.io.buffers import scatter_read
 from shardckpt.reading.runs import places_of
 
 if TYPE_CHECKING:

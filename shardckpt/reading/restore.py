@@ -34,8 +34,7 @@ from shardckpt.errors import (
 )
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.per_process import choose_value, decode_value
-from shardckpt.io.arena import Arena
-from shardckpt.io.budget import BufferPool, Lease, round_up
+from shardckpt.io.buffers import Arena, BufferPool, Lease, round_up
 from shardckpt.io.ending import reading_takes_threads
 from shardckpt.io.threads import read_ahead
 from shardckpt.io.url import parse

@@ -21,7 +21,7 @@ import numpy as np
 
 from shardckpt import errors
 from shardckpt.errors import ShardckptError
-from shardckpt.io.budget import round_up
+from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.shares import Region, Wanted, rounds
 from shardckpt.reading.locate import Request

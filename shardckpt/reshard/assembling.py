@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.format.codec import CHECKSUM_BYTES, room_for
-from shardckpt.io.budget import round_up
+from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.plan import chunk_boxes, overlaps, touched
 from shardckpt.reading.locate import Request

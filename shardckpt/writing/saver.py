@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
-from shardckpt.io.budget import BufferPool
+from shardckpt.io.buffers import BufferPool
 from shardckpt.io.ending import is_ending, saving_takes_threads, start_background
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse

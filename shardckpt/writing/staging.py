@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardckpt import frameworks
-from shardckpt.io.budget import round_up
+from shardckpt.io.buffers import round_up
 from shardckpt.io.copying import copy_all
 from shardckpt.plan.batches import batches
 from shardckpt.plan.blocks import parts_of, smaller
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Array, Source
-    from shardckpt.io.budget import BufferPool, Lease
+    from shardckpt.io.buffers import BufferPool, Lease
     from shardckpt.plan.blocks import Block
     from shardckpt.writing.host import HostWriter
     from shardckpt.writing.save_plan import SavePlan

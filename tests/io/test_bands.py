@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import shardckpt.reading.fetch
 from shardckpt.format.table import ArrayChunks
+from shardckpt.io.buffers import scatter_read
 from shardckpt.io.store import Store
-from shardckpt.io.vectors import scatter_read
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.plan import Piece
 from shardckpt.reading.locate import Request

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardckpt.format.codec import room_for
-from shardckpt.io.budget import round_up
+from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.batches import batches
 from shardckpt.plan.plan import count_chunks, overlaps, touched
