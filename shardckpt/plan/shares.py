@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.box import BoxArray
 
-__all__ = ["MOST_READERS", "Region", "Wanted", "fellows", "rounds"]
+__all__ = ["MOST_READERS", "Region", "SharedBoxes", "fellows", "rounds"]
 
 MOST_READERS = 64
 """Processes that share the reading; more of them make several such groups, each of which reads everything once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SharedBoxes:
     """What of one tensor is needed."""
 
     pieces: Sequence[Piece]
@@ -69,7 +69,7 @@ def fellows(sharers: tuple[int, ...], process: int) -> tuple[int, ...]:
     return next(tuple(group.tolist()) for group in np.array_split(np.array(sharers), groups) if sharers[at] in group)
 
 
-def rounds(wanted: Sequence[Wanted], readers: int, limit: int) -> Iterator[list[list[Region]]]:
+def rounds(wanted: Sequence[SharedBoxes], readers: int, limit: int) -> Iterator[list[list[Region]]]:
     """Per round, and per reader, what that one reads.
 
     Args:
@@ -119,7 +119,7 @@ class _TapePart:
                     yield Region(self.tensor, number, inside)
 
 
-def _parts(wanted: Sequence[Wanted]) -> Iterator[_TapePart]:
+def _parts(wanted: Sequence[SharedBoxes]) -> Iterator[_TapePart]:
     """The tape."""
     for i, one in enumerate(wanted):
         for piece in touched(one.pieces, one.boxes):

@@ -23,7 +23,7 @@ from shardckpt.layout.box import BoxArray
 from shardckpt.options import DEFAULT_MEMORY_LIMIT
 from shardckpt.plan.batches import batches
 from shardckpt.plan.plan import overlaps, touched
-from shardckpt.plan.shares import Wanted, fellows, rounds
+from shardckpt.plan.shares import SharedBoxes, fellows, rounds
 from shardckpt.plan.writers import box_holders
 from shardckpt.reading.cooperative import exchange_bytes
 from shardckpt.reading.locate import MOST_CHUNKS
@@ -107,7 +107,7 @@ def _reads(records: dict[str, TensorRecord], onto: Job, host: int, *, together: 
             if len(members) == 1:
                 yield [(piece, boxes[tensor.name]) for tensor in batch for piece in tensor.pieces]
                 continue
-            wanted = [Wanted(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize) for tensor in batch]
+            wanted = [SharedBoxes(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize) for tensor in batch]
             for shares in rounds(wanted, len(members), exchange_bytes(DEFAULT_MEMORY_LIMIT)):
                 mine = groupby(shares[members.index(host)], lambda region: region.tensor)
                 parts = [(batch[i], BoxArray.of([region.part for region in some], len(batch[i].shape))) for i, some in mine]
