@@ -22,7 +22,8 @@ from shardckpt.errors import CommitError, FormatError
 from shardckpt.format.keys import PLAIN_ROOT, plain_key
 from shardckpt.format.zarr_meta import group_json, parent_groups
 from shardckpt.io import ocdbt
-from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context, storage_errors
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -12,12 +12,15 @@ import os
 from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.io.buffers import MOST_VECTORS, after
-from shardckpt.io.store import Data, Store, Upload, byte_view, storage_errors, sync_directory
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.store import Data, Store, byte_view, sync_directory
 from shardckpt.io.write_back import begin_write_back
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from shardckpt.io.requests import Upload
 
 __all__ = ["DataFile", "create_data_file"]
 

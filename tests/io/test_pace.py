@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.pace import ALONE, Pace, Share
+from shardckpt.io.buckets.pace import ALONE, Pace, RateShare
 from shardckpt.io.store import Store
 
-shares = st.integers(1, 50).flatmap(lambda n: st.builds(Share, st.integers(0, n - 1), st.just(n)))
+shares = st.integers(1, 50).flatmap(lambda n: st.builds(RateShare, st.integers(0, n - 1), st.just(n)))
 
 
 class Clock:
@@ -58,7 +58,7 @@ def test_processes_that_start_together_begin_their_requests_one_after_another(pr
     began = []
     for process in range(processes):
         clock = Clock(now=1000.0 * process, wall=wall)
-        pace = clock.pace(100.0, Share(process, processes))
+        pace = clock.pace(100.0, RateShare(process, processes))
         for _ in range(requests):
             pace.wait()
             began.append(clock.wall())
@@ -83,13 +83,13 @@ def paced():
 
 def test_each_process_of_a_job_has_its_share_of_what_a_bucket_bears(paced):
     for kind, rate in cloud.BUCKET.items():
-        assert cloud._pace(kind, Share(7, 4096))._apart == 4096 / rate
+        assert cloud._pace(kind, RateShare(7, 4096))._apart == 4096 / rate
         assert cloud._pace(kind, ALONE)._apart == 1 / rate
 
 
 def test_a_rate_that_is_set_is_this_process_s_whatever_its_share(paced):
     with environment({"SHARDCKPT_WRITES_PER_SECOND": "5"}):
-        assert cloud._pace("write", Share(7, 4096)) is cloud._pace("write", ALONE)
+        assert cloud._pace("write", RateShare(7, 4096)) is cloud._pace("write", ALONE)
         assert cloud._pace("write", ALONE)._apart == 0.2
 
 
@@ -100,7 +100,7 @@ def test_a_store_s_share_holds_below_it_too(cloud_store, monkeypatch):
     store.write("a", b"x")
     store.read("a")
     store.delete("a")
-    assert asked == [(kind, Share(2, 3)) for kind in ("write", "read", "write")]
+    assert asked == [(kind, RateShare(2, 3)) for kind in ("write", "read", "write")]
 
 
 def test_nothing_is_paced_on_a_disk(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ import numpy as np
 from shardckpt.commit import assemble
 from shardckpt.io.buckets.cloud import BUCKET
 from shardckpt.io.buckets.listing import PAGE
-from shardckpt.io.buckets.pace import ALONE, Pace, Share
+from shardckpt.io.buckets.pace import ALONE, Pace, RateShare
 from shardckpt.io.threads import AT_ONCE
 from shardckpt.writing.packed import MOST_UPLOADS, OBJECT_BYTES
 from tools.scale.counted import Request
@@ -98,7 +98,7 @@ class _Clock:
 class _Host:
     """One host of the job, at a time of its own; notes when it begins which request."""
 
-    def __init__(self, job: Job, share: Share, start: float, error: float) -> None:
+    def __init__(self, job: Job, share: RateShare, start: float, error: float) -> None:
         self.clock = _Clock(start, error)
         self.began: dict[str, list[float]] = {"read": [], "write": []}
         self._paces = {
@@ -177,7 +177,7 @@ def simulate(job: Job, counted: Sequence[Sequence[Request]], seed: int = 0) -> L
     starts = rng.uniform(0, job.spread, job.hosts)
     errors = rng.normal(0, job.clock_error, job.hosts)
     committer, ordinary = counted[0], counted[1]
-    hosts = [_Host(job, Share(i, job.hosts), starts[i], errors[i]) for i in range(job.hosts)]
+    hosts = [_Host(job, RateShare(i, job.hosts), starts[i], errors[i]) for i in range(job.hosts)]
     for host in hosts:
         host.save(ordinary, job.data_objects, job.bytes_per_host)
     finished = [host.clock.now for host in hosts]

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardckpt.errors import MissingExtraError, OptionError
-from shardckpt.io.buckets.pace import ALONE, Pace, Share
+from shardckpt.io.buckets.pace import ALONE, Pace, RateShare
 
 __all__ = [
     "BUCKET",
@@ -120,7 +120,7 @@ def context() -> dict[str, Any]:
     return {"gcs_request_retries": retries, "s3_request_retries": retries, "aws_credentials": _aws_credentials()}
 
 
-def pace(kind: Literal["read", "write"], share: Share = ALONE) -> None:
+def pace(kind: Literal["read", "write"], share: RateShare = ALONE) -> None:
     """Return when this process, with that share of a bucket, may begin a request of that kind."""
     _pace(kind, share).wait()
 
@@ -284,7 +284,7 @@ def _has_profile(file: Path, section: str) -> bool:
 
 
 @cache
-def _pace(kind: str, share: Share) -> Pace:
+def _pace(kind: str, share: RateShare) -> Pace:
     """The pace of those requests; what the environment sets is for the process, whatever its share."""
     own = _number(_RATES[kind])
     if own is not None and share != ALONE:

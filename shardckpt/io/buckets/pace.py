@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ALONE", "Pace", "Share"]
+__all__ = ["ALONE", "Pace", "RateShare"]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RateShare:
     """One of several processes that use one bucket at the same time."""
 
     process: int
@@ -33,7 +33,7 @@ class Share:
         assert 0 <= self.process < self.processes, f"process {self.process} of {self.processes}"
 
 
-ALONE = Share(0, 1)
+ALONE = RateShare(0, 1)
 
 
 class Pace:
@@ -42,7 +42,7 @@ class Pace:
     def __init__(
         self,
         rate: float,
-        share: Share = ALONE,
+        share: RateShare = ALONE,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
