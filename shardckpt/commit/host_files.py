@@ -11,7 +11,8 @@ from shardckpt.format.table_header import ROW, TableHeader, check_sizes
 from shardckpt.io.store import LARGEST_WHOLE
 
 if TYPE_CHECKING:
-    from shardckpt.io.stats import ReadStats
+    from collections.abc import Callable
+
     from shardckpt.io.store import Store
 
 __all__ = ["read_host_files", "read_table", "write_table"]
@@ -27,25 +28,25 @@ def read_host_files(place: Store, reference: FileReference) -> HostFiles:
     return HostFiles.from_json(open_envelope(data, where), where)
 
 
-def read_table(place: Store, reference: TableReference, stats: ReadStats | None = None) -> Table:
+def read_table(place: Store, reference: TableReference, count: Callable[[int], object] | None = None) -> Table:
     """A whole chunk table, checked against what refers to it."""
     where = f"{place}/{reference.key}"
     if reference.size > LARGEST_WHOLE:
-        return _read_in_parts(place, reference, where, stats)
+        return _read_in_parts(place, reference, where, count)
     data = place.read(reference.key)
-    if stats is not None:
-        stats.count_index(len(data))
+    if count is not None:
+        count(len(data))
     return Table.of_body(TableHeader.vouched(data, reference, where), data, where)
 
 
-def _read_in_parts(place: Store, reference: TableReference, where: str, stats: ReadStats | None) -> Table:
+def _read_in_parts(place: Store, reference: TableReference, where: str, count: Callable[[int], object] | None) -> Table:
     """A table too large to be read as a file at once: one that only claims its size is refused at the first block that is not there."""
     check_sizes(reference, where)
 
     def read(start: int, stop: int) -> bytes:
         data = place.read(reference.key, start, stop)
-        if stats is not None:
-            stats.count_index(len(data))
+        if count is not None:
+            count(len(data))
         return data
 
     header = TableHeader.vouched(read(0, reference.header), reference, where)

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from shardckpt.convert.arrangement import Arrangement
     from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.span import Entry
-    from shardckpt.io.stats import ReadStats
     from shardckpt.plan.plan import Piece
     from shardckpt.reading.locate import Request, RequestedArray
+    from shardckpt.reading.reader import ReadStats
 
 __all__ = ["ForeignReader"]
 

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from shardckpt.format.bases import Base
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import TensorRecord
-    from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
     from shardckpt.plan.plan import Piece
     from shardckpt.reading.locate import Damaged, Request
-    from shardckpt.reading.reader import ChunkReader
+    from shardckpt.reading.reader import ChunkReader, ReadStats
 
 
 class BasedReader:

@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.structure import StoredLayout, TensorRecord
-    from shardckpt.io.stats import ReadStats
     from shardckpt.io.url import Location
     from shardckpt.layout.dtypes import DType
+    from shardckpt.reading.reader import ReadStats
     from shardckpt.reading.verification import VerifyReport
     from shardckpt.reading.zarr_store import CheckpointStore
 

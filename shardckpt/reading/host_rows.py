@@ -29,14 +29,13 @@ from shardckpt.format.table_header import ROW
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.format.record import FileReference, HostFiles
     from shardckpt.format.table import Table
     from shardckpt.format.table_header import TableHeader
-    from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
 
 
@@ -58,7 +57,7 @@ class HostRows:
     """The rows of some hosts. Safe to use from several threads."""
 
     def __init__(
-        self, place: Store, records: Sequence[FileReference], header: TableHeader, first: Mapping[str, int], stats: ReadStats
+        self, place: Store, records: Sequence[FileReference], header: TableHeader, first: Mapping[str, int], count: Callable[[int], object]
     ) -> None:
         """Nothing is read yet.
 
@@ -67,13 +66,13 @@ class HostRows:
             records: of all hosts, in their order; at least one.
             header: of the table of all.
             first: array path → its first row there.
-            stats: where reads are counted.
+            count: called with the bytes of each read of a record or table.
         """
         self._place = place
         self._records = records
         self._header = header
         self._first = first
-        self._stats = stats
+        self._count = count
         self._lock = Lock()
         self._asked: set[int] = set()
         self._known = np.empty(0, np.int64), np.empty(0, ROW)
@@ -137,7 +136,7 @@ class HostRows:
 
     def _record(self, host: int) -> HostFiles | None:
         reference = self._records[host]
-        self._stats.count_index(reference.size)
+        self._count(reference.size)
         try:
             return read_host_files(self._place, reference)
         except _UNTOLD:
@@ -146,7 +145,7 @@ class HostRows:
     def _table(self, files: HostFiles) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
         """A host's rows with their numbers."""
         try:
-            return self._numbered(read_table(self._place, files.table, self._stats))
+            return self._numbered(read_table(self._place, files.table, self._count))
         except _UNTOLD:
             return None
 

@@ -16,7 +16,9 @@ of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larg
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import crc32c
@@ -26,7 +28,6 @@ from shardckpt.commit.host_files import read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, ShardckptError, StorageError
 from shardckpt.format.codec import decompress, largest_chunk
 from shardckpt.format.table import merge_tables
-from shardckpt.io.stats import ReadStats
 from shardckpt.io.threads import Workers, cores, map_on_threads
 from shardckpt.layout.box import BoxArray
 from shardckpt.reading.based_reader import BasedReader
@@ -65,6 +66,36 @@ OBJECT_RUN = (10 << 20, 16 << 20)
 """Least and most bytes to which adjacent chunks are joined there, by memory and threads; of whole chunks, at least 8 MiB."""
 OBJECT_GAP = 64 << 10
 """Bytes between two chunks that are rather read than asked around."""
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What reading took so far: counted where it is done, asked for by users and tests."""
+
+    reads: int = 0
+    """Read calls for chunks, or requests to an object store."""
+    bytes_read: int = 0
+    """Stored bytes of chunks that were read, checksums and small gaps included."""
+    bytes_needed: int = 0
+    """Bytes of the boxes asked for, as they lie in memory."""
+    index_reads: int = 0
+    """Reads of chunk tables, which say where the chunks are."""
+    index_bytes: int = 0
+    """Bytes of chunk tables that were read."""
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def count(self, *, reads: int = 0, read: int = 0, needed: int = 0) -> None:
+        """Add reads of chunks."""
+        with self._lock:
+            self.reads += reads
+            self.bytes_read += read
+            self.bytes_needed += needed
+
+    def count_index(self, nbytes: int) -> None:
+        """Add a read of a chunk table."""
+        with self._lock:
+            self.index_reads += 1
+            self.index_bytes += nbytes
 
 
 def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[RunLimits, int]:
@@ -321,7 +352,7 @@ def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
     if record.table is None:
         return of_hosts()
     try:
-        return TableBlocks(place, record.table, stats, of_hosts if record.hosts else None, record.hosts)
+        return TableBlocks(place, record.table, stats.count_index, of_hosts if record.hosts else None, record.hosts)
     except (CorruptionError, FormatError):
         if not record.hosts:
             raise
@@ -333,5 +364,5 @@ def _read_host_tables(place: Store, record: CheckpointRecord, stats: ReadStats) 
     references = [host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)]
     if record.small_table is not None:
         references.append(record.small_table)
-    merged = merge_tables(map_on_threads(partial(read_table, place, stats=stats), references))
+    merged = merge_tables(map_on_threads(partial(read_table, place, count=stats.count_index), references))
     return WholeTable(merged.files, merged.arrays())

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.record import FileReference, TableReference
-    from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
     from shardckpt.layout.box import BoxArray
     from shardckpt.plan.plan import Piece
@@ -74,7 +73,7 @@ class _Source:
     """Rows of a unit."""
     begins: NDArray[np.int64]
     """First row of each array."""
-    stats: ReadStats
+    count: Callable[[int], object]
 
     @property
     def where(self) -> str:
@@ -91,7 +90,7 @@ class _Source:
         nbytes = self.rows * ROW.itemsize
         start = self.header.nbytes + units.start * nbytes
         stop = min(self.header.nbytes + units.stop * nbytes, self.reference.size)
-        return self.parse(_read(self.place, self.reference.key, start, stop, self.stats), units.start)
+        return self.parse(_read(self.place, self.reference.key, start, stop, self.count), units.start)
 
     def parse(self, data: bytes | memoryview, unit: int) -> NDArray[np.void]:
         """The rows that `data` holds, from the beginning of a unit on, each of which is where it is to be."""
@@ -111,7 +110,7 @@ class TableBlocks:
         self,
         place: Store,
         reference: TableReference,
-        stats: ReadStats,
+        count: Callable[[int], object],
         spare: Callable[[], WholeTable] | None,
         hosts: Sequence[FileReference] = (),
     ) -> None:
@@ -120,7 +119,7 @@ class TableBlocks:
         Args:
             place: the attempt.
             reference: to the table, in the commit record.
-            stats: where reads are counted.
+            count: called with the bytes of each read of a table.
             spare: reads what other tables say, for when this one is found to be damaged; None: there are none.
             hosts: their records, which refer to tables of their own.
 
@@ -130,15 +129,15 @@ class TableBlocks:
         where = place.path_of(reference.key)
         check_sizes(reference, where)
         all_of_it, local = reference.size <= LEAST_REQUEST, place.location.local is not None
-        data = _read(place, reference.key, 0, reference.size if all_of_it else reference.header, stats)
+        data = _read(place, reference.key, 0, reference.size if all_of_it else reference.header, count)
         header = TableHeader.vouched(data, reference, where)
         blocks = 1 if local else max(1, LEAST_REQUEST // (header.block * ROW.itemsize))
         counts = np.fromiter(header.counts.values(), np.int64, len(header.counts))
         begins = np.cumsum(counts) - counts
-        self._source = _Source(place, reference, header, header.block * blocks, begins, stats)
+        self._source = _Source(place, reference, header, header.block * blocks, begins, count)
         self._first = dict(zip(header.counts, begins.tolist(), strict=True))
         # Chunks that are objects of their own do not say who wrote them.
-        self._hosts = None if local or not header.files or not hosts else HostRows(place, hosts, header, self._first, stats)
+        self._hosts = None if local or not header.files or not hosts else HostRows(place, hosts, header, self._first, count)
         """Rows that hosts' own tables have told; None where hosts are not asked."""
         self._units: dict[int, NDArray[np.void]] = {}
         """Those kept, by number, the ones asked for last at the end."""
@@ -202,7 +201,7 @@ class TableBlocks:
     def whole(self) -> WholeTable:
         """See `Lookup`."""
         if self._instead is None:
-            table = read_table(self._source.place, self._source.reference, self._source.stats)
+            table = read_table(self._source.place, self._source.reference, self._source.count)
             return WholeTable(table.files, table.arrays())
         return self._instead
 
@@ -315,10 +314,10 @@ class TableBlocks:
             self._units[unit] = rows[i * n : i * n + n].copy()
 
 
-def _read(place: Store, key: str, start: int, stop: int, stats: ReadStats) -> bytes:
+def _read(place: Store, key: str, start: int, stop: int, count: Callable[[int], object]) -> bytes:
     """A part of a file."""
     data = place.read(key, start, stop)
-    stats.count_index(len(data))
+    count(len(data))
     return data
 
 
