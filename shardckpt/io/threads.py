@@ -105,14 +105,14 @@ def _run(
             work_off(work)
 
     try:
-        for work in works:
-            start(partial(work_off_noted, work))
-        if own is not None:
-            work_off(own)
-        at_work.wait()
-    finally:
-        at_work.stop()
-    try:
+        try:
+            for work in works:
+                start(partial(work_off_noted, work))
+            if own is not None:
+                work_off(own)
+            at_work.wait()
+        finally:
+            at_work.stop()
         if failures:
             raise failures[0]
     finally:
