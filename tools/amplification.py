@@ -43,7 +43,7 @@ from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.layout.box import distinct_boxes
 from shardckpt.layout.world import World
 from shardckpt.plan.overlaps import overlaps
-from shardckpt.reading.reader import Request
+from shardckpt.reading.locate import Request
 from shardckpt.writing import save_plan
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from shardckpt.cli.text import count, file_size, shape_text, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.reading.compare import Aspect, Change, Comparison, ValueChange
+    from shardckpt.reading.compare import Aspect, Change, Comparison
+    from shardckpt.reading.compare_values import ValueChange
 
 __all__ = ["diff"]
 

@@ -31,7 +31,7 @@ from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostR
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
 from shardckpt.format.zarr_arrays import chunk_object_key, encode, plain_key, zarr_documents
 from shardckpt.io.store import LARGEST_WHOLE
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state.names import shown
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]
     """What hosts say, each version once, with the hosts that say it."""
-    from shardckpt.io.stats import ReadStats
 
 TABLE = "table"
 """All hosts' chunk tables as one, relative to the attempt."""
@@ -174,7 +173,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
     present = finished_hosts(place)
     if not present:
         raise CommitError(f"{place}: no host's record is there; none has finished, or `shardckpt gc` has collected the attempt.")
-    read = together(lambda host: read_host_record(place, host), present)
+    read = map_on_threads(lambda host: read_host_record(place, host), present)
     hosts = [record for record, _ in read]
     first = hosts[0]
     if len(present) != first.hosts or present != list(range(len(present))):
@@ -214,12 +213,12 @@ def _contents(place: Store, hosts: Sequence[HostRecord], said: Mapping[FileRefer
             return said[reference]
         return Contents.from_json(open_envelope(data, where), where)
 
-    return list(zip(said_by.values(), together(read, said_by), strict=True))
+    return list(zip(said_by.values(), map_on_threads(read, said_by), strict=True))
 
 
 def _tables(place: Store, hosts: Sequence[HostRecord]) -> list[Table]:
     """Each host's chunk table."""
-    return together(lambda host: read_table(place, host.files.table), hosts)
+    return map_on_threads(lambda host: read_table(place, host.files.table), hosts)
 
 
 def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:
@@ -322,25 +321,25 @@ def read_host_files(place: Store, reference: FileReference) -> HostFiles:
     return HostFiles.from_json(open_envelope(data, where), where)
 
 
-def read_table(place: Store, reference: TableReference, stats: ReadStats | None = None) -> Table:
+def read_table(place: Store, reference: TableReference, count: Callable[[int], object] | None = None) -> Table:
     """A whole chunk table, checked against what refers to it."""
     where = f"{place}/{reference.key}"
     if reference.size > LARGEST_WHOLE:
-        return _read_in_parts(place, reference, where, stats)
+        return _read_in_parts(place, reference, where, count)
     data = place.read(reference.key)
-    if stats is not None:
-        stats.count_index(len(data))
+    if count is not None:
+        count(len(data))
     return Table.of_body(TableHeader.vouched(data, reference, where), data, where)
 
 
-def _read_in_parts(place: Store, reference: TableReference, where: str, stats: ReadStats | None) -> Table:
+def _read_in_parts(place: Store, reference: TableReference, where: str, count: Callable[[int], object] | None) -> Table:
     """A table too large to be read as a file at once: one that only claims its size is refused at the first block that is not there."""
     check_sizes(reference, where)
 
     def read(start: int, stop: int) -> bytes:
         data = place.read(reference.key, start, stop)
-        if stats is not None:
-            stats.count_index(len(data))
+        if count is not None:
+            count(len(data))
         return data
 
     header = TableHeader.vouched(read(0, reference.header), reference, where)

@@ -21,7 +21,8 @@ import tensorstore as ts
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.format.zarr_arrays import PLAIN_ROOT, group_json, parent_groups, plain_key
 from shardckpt.io import ocdbt
-from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context, storage_errors
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.store import LARGEST_WHOLE, Store, shared_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.assemble import SMALL_TABLE, finished_hosts, read_host_record
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
@@ -27,7 +27,7 @@ def remove_strays(place: Store) -> None:
     hosts = finished_hosts(place)
     if len(folders) <= len(hosts):  # every host has one
         return
-    records = together(lambda host: read_host_record(place, host)[0], hosts)
+    records = map_on_threads(lambda host: read_host_record(place, host)[0], hosts)
     for stray in sorted(folders - {_folder(record.files.table.key) for record in records}):
         place.delete_prefix(f"hosts/{stray}")
 

@@ -1,6 +1,6 @@
 """Reading boxes of a foreign checkpoint's tensors to where they are wanted.
 
-1. All that is asked for at once is planned at once, in columns (`reading.wanted`): which chunks of the foreign tensors, and where each part
+1. All that is asked for at once is planned at once, in columns (`reading.locate`): which chunks of the foreign tensors, and where each part
    of them goes. A chunk is read once, whoever wants some of it.
 2. Where chunks lie in files as runs of bytes (`Foreign.run`), those that follow each other are read together: each straight to where it
    goes, if that is one run of memory, else to a buffer, and copied from there. What an object store answers is copied from the answer.
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from shardckpt.convert.arrangement import is_whole
 from shardckpt.errors import CorruptionError
-from shardckpt.io.workers import Workers
+from shardckpt.io.threads import Workers
 from shardckpt.layout.box import BoxArray
-from shardckpt.reading.wanted import Wanted
+from shardckpt.reading.locate import RequestedChunks
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from shardckpt.convert.arrangement import Arrangement
     from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.span import StoredRun
-    from shardckpt.io.stats import ReadStats
     from shardckpt.plan.pieces import Piece
-    from shardckpt.reading.wanted import Part, Request
+    from shardckpt.reading.locate import Request, RequestedArray
+    from shardckpt.reading.reader import ReadStats
 
 __all__ = ["ForeignReader"]
 
@@ -69,14 +69,14 @@ class _Lies:
 class _Chunks:
     """Chunks that are wanted; rows of one chunk follow each other."""
 
-    wanted: Wanted
+    wanted: RequestedChunks
     begin: Ints
     """(n,) the first row of each chunk."""
     end: Ints
     """(n,) one past the last."""
 
     @classmethod
-    def of(cls, wanted: Wanted) -> _Chunks:
+    def of(cls, wanted: RequestedChunks) -> _Chunks:
         """Each chunk once, though several requests want the same array."""
         arrays: dict[str, int] = {}
         array = np.array([arrays.setdefault(part.piece.path, len(arrays)) for part in wanted.parts], np.int64)
@@ -89,7 +89,7 @@ class _Chunks:
         """Some of them, in that order."""
         return _Chunks(self.wanted, self.begin[which], self.end[which])
 
-    def part(self, k: int) -> Part:
+    def part(self, k: int) -> RequestedArray:
         """What chunk k is of."""
         return self.wanted.part_of(int(self.begin[k]))
 
@@ -153,7 +153,7 @@ class ForeignReader:
             StorageError: it cannot be read.
         """
         self._stats.count(needed=sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests))
-        chunks = _Chunks.of(Wanted.of_boxes(list(chain.from_iterable(map(self._foreign_requests, requests)))))
+        chunks = _Chunks.of(RequestedChunks.of_boxes(list(chain.from_iterable(map(self._foreign_requests, requests)))))
         self._workers.do(lambda task: task(), self._tasks(chunks))
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
@@ -192,7 +192,7 @@ class ForeignReader:
         which = np.flatnonzero(lies)
         yield from (partial(self._read_run, run) for run in self._runs(chunks.take(which), found, part[which]))
 
-    def _lying(self, part: Part) -> _Lies | None:
+    def _lying(self, part: RequestedArray) -> _Lies | None:
         """Where a piece lies, if that is one run of bytes."""
         piece = part.piece
         if piece.path not in self._lies:

@@ -22,9 +22,8 @@ from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
 from shardckpt.format.record import CheckpointRecord
 from shardckpt.format.zarr_arrays import largest_chunk
-from shardckpt.io.stats import ReadStats
 from shardckpt.io.url import parse
-from shardckpt.reading.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS
+from shardckpt.reading.reader import OBJECT_COPIES, OBJECT_MEMORY, OBJECT_THREADS, ReadStats
 from shardckpt.reshard.memory import READERS
 
 if TYPE_CHECKING:

@@ -1,23 +1,19 @@
-"""How do many arrays get from one place in a host's memory to another as fast as it can?
+"""Copies of many arrays from one place in a host's memory to another.
 
 One core rarely fills the memory's bandwidth. So arrays are cut into parts, and a few threads take one part after another:
-numpy lets go of the interpreter's lock while it copies. What is small is copied where it is, since a thread costs more.
+numpy lets go of the interpreter's lock while it copies. Small arrays are copied by the calling thread, since a thread costs more.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shardckpt.io.cores import cores
+from shardckpt.io.threads import cores, run_on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
-
-__all__ = ["copy_all"]
 
 _Pair: TypeAlias = "tuple[NDArray[Any], NDArray[Any]]"
 """A target and a source, of one shape and dtype."""
@@ -34,34 +30,17 @@ def copy_all(pairs: Sequence[_Pair]) -> None:
     When this returns or raises, no thread touches any of them any more; but after Ctrl-C some may end what they are copying.
     """
     threads = min(_MOST_THREADS, cores(), sum(target.nbytes for target, _ in pairs) // _PART_BYTES)
-    parts = deque(part for pair in pairs for part in (_parts(*pair) if threads > 1 else (pair,)))
+    if threads < 2:
+        for pair in pairs:
+            _copy(pair)
+        return
+    parts = (part for pair in pairs for part in _parts(*pair))
+    run_on_threads(parts, [_copy] * threads, "shardckpt-copy")
 
-    failures: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            while parts:
-                target, source = parts.popleft()
-                target[...] = source
-        except IndexError:  # another thread was quicker
-            pass
-        except BaseException as e:  # noqa: BLE001  (raised below, on the thread that called)
-            failures.append(e)
-            parts.clear()
-
-    others = [Thread(target=work, name="shardckpt-copy", daemon=True) for _ in range(threads - 1)]
-    started = []
-    try:
-        for thread in others:
-            thread.start()
-            started.append(thread)
-        work()
-    finally:
-        parts.clear()
-        for thread in started:
-            thread.join()
-    if failures:
-        raise failures[0]
+def _copy(pair: _Pair) -> None:
+    target, source = pair
+    target[...] = source
 
 
 def _parts(target: NDArray[Any], source: NDArray[Any]) -> Iterator[_Pair]:

@@ -17,14 +17,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardckpt.errors import StorageError
 from shardckpt.excerpt import file_size
-from shardckpt.io.store import Data, Store, Upload, byte_view, storage_errors, sync_directory
-from shardckpt.io.vectors import MOST_VECTORS, after
+from shardckpt.io.buffers import MOST_VECTORS, after
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.requests import Upload
+from shardckpt.io.store import Data, Store, byte_view, sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from shardckpt.io.requests import Upload
     from shardckpt.io.store import Store
+
 
 _AT_ONCE = 8 << 20
 """Bytes of a local file that its disk is told of at a time."""

@@ -9,13 +9,12 @@ A `Store` is a thin layer over TensorStore's key-value stores. It adds these.
 2. *Durability on a local disk.* TensorStore syncs each file and the directory it lies in, but not the directories
    that it makes on the way. The store makes those itself, and syncs each one's parent, so that after a power cut
    a file is not only whole but also to be found. (An object store answers when an object is durable.)
-3. *Patience and pace.* Requests to an object store are tried again (`cloud` says when and for how long). The few kinds of
-   broken answers that TensorStore takes for final are asked for once more here, where that does no harm. Requests begin
-   at a pace of which each of several processes has its share (`pace`).
+3. *Retries and a rate limit.* Requests to an object store are tried again (`cloud` says when and for how long). The few kinds
+   of broken answers that TensorStore takes for final are asked for again here, where that does no harm. The rate at which
+   requests begin is limited, and each of several processes has a share of it (`pace`).
 4. *Nothing of a killed write in the next one*, see `failures`.
-5. *Listings that are complete*, see `listing`: TensorStore's own are empty where GCS refuses them.
-6. *Errors of ours.* What TensorStore or the system says is kept in the message, with the url before it and what to
-   do after it.
+5. *Complete listings*, see `listing`: TensorStore's own are empty where GCS refuses them.
+6. *Typed errors.* The message keeps what TensorStore or the system says, with the url before it and what to do after it.
 
 All stores of a process share one `ts.Context`: `memory://` then is one memory, OCDBT databases can be merged by
 reference, and limits on requests hold for all of them together.
@@ -23,13 +22,9 @@ reference, and limits on requests hold for all of them together.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
-import shutil
 import stat
-import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,7 +38,9 @@ from shardckpt.errors import CorruptionError, FormatError, MissingDataError, Sto
 from shardckpt.format.documents import check_key
 from shardckpt.io.buckets import cloud, listing
 from shardckpt.io.buckets.pace import ALONE, RequestShare
+from shardckpt.io.deletion import delete_objects, remove_tree
 from shardckpt.io.failures import begin_use, forget_interrupted_write, storage_errors
+from shardckpt.io.requests import Upload, repeat_broken
 from shardckpt.io.url import Location, parse
 
 if TYPE_CHECKING:
@@ -51,23 +48,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["LARGEST_WHOLE", "Data", "Store", "Upload", "byte_view", "shared_context", "storage_errors", "sync_directory"]
 
 Data = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous bytes of any kind."""
 LARGEST_WHOLE = 1 << 30
 """Bytes of a file on disk that is read as a whole: of records, tables and indexes. TensorStore ends the process where it gets
 no memory, and a file that is all hole can be of any size."""
-MOST_DELETIONS = 64
-"""Deletions under way at a time."""
-_LOOK_UP = 0.2
-"""Seconds after which a thread that waits for an upload looks whether it was given up."""
-_PAUSES = (0.1, 1.0)
-"""Seconds before an answer that was broken is asked for again."""
-_BROKEN = ("CURL error", "Failed to parse")
-"""In messages about answers that make no sense, from a proxy on the way, say."""
-_GAVE_UP = "retry attempts failed"
-"""In the message of an error after TensorStore's own retries."""
 
 
 @cache
@@ -116,11 +102,6 @@ class Store:
 
     def kvstore(self) -> Any:
         """The `ts.KvStore` itself, for what only TensorStore can do (OCDBT)."""
-        return self._kv
-
-    @property
-    def _kv(self) -> Any:
-        """The same, about to be used."""
         begin_use(self.location)
         return self._opened
 
@@ -197,7 +178,7 @@ class Store:
         with storage_errors("look for", self.path_of(key)):
             if self.location.bucket is not None:
                 return bool(self._fetch(key, slice(0, 0)).state == "value")
-            return bool(self._kv.list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result())
+            return bool(self.kvstore().list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result())
 
     def create(self, key: str, data: Data) -> bool:
         """Write an object unless there is one; durable when it returns.
@@ -234,7 +215,7 @@ class Store:
     def write(self, key: str, data: Data) -> None:
         """Write an object, whatever was there; durable when it returns."""
         with storage_errors("write", self.path_of(key)):
-            _result(lambda: self._begin(key, data, None))
+            self._finish(lambda: self._begin(key, data, None))
 
     def upload(self, key: str, data: Data) -> Upload:
         """Begin to write an object, whatever was there; the buffer is the caller's again when this returns.
@@ -248,7 +229,7 @@ class Store:
         """Delete an object, if there is one."""
         check_key(key, self)
         with storage_errors("delete", self.path_of(key)):
-            _result(lambda: self._begin_deletion(key))
+            self._finish(lambda: self._begin_deletion(key))
 
     def remove(self, key: str, generation: bytes) -> bool:
         """Delete an object if it still has the generation that `read_versioned` gave.
@@ -266,7 +247,7 @@ class Store:
                 return delete_if_match(self.location, key, generation)
             if self.location.bucket is not None:
                 cloud.pace("write", self._share)
-            return bool(self._kv.write(key, None, if_equal=generation).result().generation)
+            return bool(self.kvstore().write(key, None, if_equal=generation).result().generation)
 
     def remove_empty(self) -> None:
         """On disk: remove the location's directory, if nothing is in it. Elsewhere there are none."""
@@ -284,18 +265,18 @@ class Store:
         with storage_errors("delete", self.path_of(prefix)):
             path = self.local_path(prefix)
             if path is not None:
-                _remove_tree(path)
+                remove_tree(path)
             elif self.location.bucket is None:
-                self._kv.delete_range(_starting_with(prefix)).result()
+                self.kvstore().delete_range(_starting_with(prefix)).result()
             else:
-                self._delete_objects(prefix)
+                delete_objects(listing.keys(self.location, prefix), self._begin_deletion)
 
     def list(self, prefix: str = "") -> builtins.list[str]:
         """All keys that start with `prefix`, sorted; empty where there is no such place. For prefixes of a few objects."""
         if self.location.bucket is not None:
             return sorted(listing.keys(self.location, prefix))
         with storage_errors("list", self.path_of(prefix)):
-            return sorted(key.decode() for key in self._kv.list(_starting_with(prefix)).result())
+            return sorted(key.decode() for key in self.kvstore().list(_starting_with(prefix)).result())
 
     def list_children(self, prefix: str = "") -> builtins.list[str]:
         """The names directly below `prefix` ("" or ending in a slash), sorted; those with more below end in a slash.
@@ -357,9 +338,13 @@ class Store:
         def begin() -> Any:
             if self.location.bucket is not None:
                 cloud.pace("read", self._share)
-            return self._kv.read(key, byte_range=span)
+            return self.kvstore().read(key, byte_range=span)
 
-        return _result(begin)
+        return self._finish(begin)
+
+    def _finish(self, begin: Callable[[], Any]) -> Any:
+        """The result of a request, which may be repeated."""
+        return begin().result() if self.location.bucket is None else repeat_broken(begin)
 
     def _begin(self, key: str, data: Data, generation: bytes | None) -> Any:
         """Begin to write; the future of the new generation, which is empty if `generation` is no longer the present one."""
@@ -369,53 +354,13 @@ class Store:
         value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
         if self.location.bucket is not None:
             cloud.pace("write", self._share)
-        return self._kv.write(key, value, if_equal=generation)
+        return self.kvstore().write(key, value, if_equal=generation)
 
     def _begin_deletion(self, key: str) -> Any:
         """Begin to delete an object, if there is one."""
         if self.location.bucket is not None:
             cloud.pace("write", self._share)
-        return self._kv.write(key, None)
-
-    def _delete_objects(self, prefix: str) -> None:
-        """Delete all objects below a prefix, a few at a time; what is added meanwhile may stay."""
-        under_way: deque[Any] = deque()
-        for key in listing.keys(self.location, prefix):
-            if len(under_way) >= MOST_DELETIONS:
-                under_way.popleft().result()
-            under_way.append(self._begin_deletion(key))
-        for deletion in under_way:
-            deletion.result()
-
-
-class Upload:
-    """An object on its way."""
-
-    def __init__(self, place: str, future: Any) -> None:
-        self._place = place
-        self._future = future
-        self._abandoned = False
-
-    def wait(self) -> None:
-        """Wait until it is durable.
-
-        Raises:
-            StorageError: it could not be written, or was given up.
-        """
-        with storage_errors("write", self._place):
-            # TensorStore 0.1.86 does not always wake a thread that waits when another one cancels: it looks up by itself.
-            while not self._abandoned and not self._future.done():
-                with suppress(TimeoutError, asyncio.CancelledError):
-                    self._future.result(timeout=_LOOK_UP)
-            try:
-                self._future.result(timeout=0)
-            except (TimeoutError, asyncio.CancelledError) as e:
-                raise OSError("the upload was given up" if self._abandoned else str(e)) from e
-
-    def abandon(self) -> None:
-        """Give it up, if it has not ended; it may or may not come to be there."""
-        self._abandoned = True
-        self._future.cancel()
+        return self.kvstore().write(key, None)
 
 
 def _same(there: bytes | None, data: Data) -> bool:
@@ -443,31 +388,7 @@ def _open(spec: dict[str, Any], place: object) -> Any:
         return ts.KvStore.open(spec, context=shared_context()).result()
 
 
-def _result(begin: Callable[[], Any]) -> Any:
-    """The result of a request that may be repeated, where its answer was broken in a way that TensorStore does not repeat."""
-    for pause in _PAUSES:
-        try:
-            return begin().result()
-        except ValueError as e:
-            if _GAVE_UP in str(e) or not any(part in str(e) for part in _BROKEN):
-                raise
-        time.sleep(pause)
-    return begin().result()
-
-
 def _starting_with(prefix: str) -> Any:
     """The range of keys that start with `prefix`; "" is all keys."""
     first = prefix.encode()
     return ts.KvStore.KeyRange(first, first[:-1] + bytes([first[-1] + 1]) if first else b"")
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a directory and all below it; a link is removed, what it points to stays."""
-    if path.is_symlink():
-        path.unlink()
-        return
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        # Gone already; or somebody else is deleting it, too, and then what is left goes in a second round.
-        shutil.rmtree(path, ignore_errors=True)

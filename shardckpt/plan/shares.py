@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.box import BoxArray
 
+
 MOST_READERS = 64
 """Processes that share the reading; more of them make several such groups, each of which reads everything once."""
 
 
 @dataclass(frozen=True, slots=True)
-class SharedTensor:
+class SharedBoxes:
     """A tensor of which several processes need the same boxes."""
 
     pieces: Sequence[Piece]
@@ -67,7 +68,7 @@ def peers_sharing_reads(sharers: tuple[int, ...], process: int) -> tuple[int, ..
     return next(tuple(group.tolist()) for group in np.array_split(np.array(sharers), groups) if sharers[at] in group)
 
 
-def rounds(wanted: Sequence[SharedTensor], readers: int, limit: int) -> Iterator[list[list[Region]]]:
+def rounds(wanted: Sequence[SharedBoxes], readers: int, limit: int) -> Iterator[list[list[Region]]]:
     """Per round, and per reader, what that one reads.
 
     Args:
@@ -117,7 +118,7 @@ class _TapePart:
                     yield Region(self.tensor, number, inside)
 
 
-def _parts(wanted: Sequence[SharedTensor]) -> Iterator[_TapePart]:
+def _parts(wanted: Sequence[SharedBoxes]) -> Iterator[_TapePart]:
     """The tape."""
     for i, one in enumerate(wanted):
         for piece in touched(one.pieces, one.boxes):

@@ -24,14 +24,10 @@ if TYPE_CHECKING:
 
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import Base, TensorRecord
-    from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
     from shardckpt.plan.pieces import Piece
-    from shardckpt.reading.finder import Damaged
-    from shardckpt.reading.reader import ChunkReader
-    from shardckpt.reading.wanted import Request
-
-__all__ = ["BasedReader"]
+    from shardckpt.reading.locate import Damaged, Request
+    from shardckpt.reading.reader import ChunkReader, ReadStats
 
 
 class BasedReader:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,20 +25,18 @@ from shardckpt.format.structure import bases_of
 from shardckpt.io.ages import last_written
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
+from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import Location, parse
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-__all__ = ["CatalogEntry", "State", "catalog"]
 
 State = Literal["committed", "uncommitted", "deleted", "unreadable"]
 """Of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""
 
 _STEP = re.compile(r"(?<!\d)\d{1,19}$", re.ASCII)
-_AT_ONCE = 16
-"""Places that are looked at together: on an object store each question takes a round trip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +113,8 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
         except StorageError as e:
             return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
 
-    with reading_takes_threads(store), ThreadPoolExecutor(_AT_ONCE, "shardckpt-catalog") as pool:
-        found = pool.map(at, places(store, children))
-        return [entry for some in found for entry in some]
+    with reading_takes_threads(store):
+        return [entry for some in map_on_threads(at, places(store, children)) for entry in some]
 
 
 def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:

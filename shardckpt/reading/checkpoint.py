@@ -40,8 +40,8 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.reading.based_reader import BasedReader
-from shardckpt.reading.opening import open_reader
-from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, Request
+from shardckpt.reading.locate import Request
+from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, open_reader
 from shardckpt.reading.verification import verify
 from shardckpt.state import alias_map
 from shardckpt.state import names as naming
@@ -55,13 +55,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.structure import StoredLayout, TensorRecord
-    from shardckpt.io.stats import ReadStats
     from shardckpt.io.url import Location
     from shardckpt.layout.dtypes import DType
+    from shardckpt.reading.reader import ReadStats
     from shardckpt.reading.verification import VerifyReport
     from shardckpt.reading.zarr_store import CheckpointStore
 
-__all__ = ["Checkpoint", "TensorInfo", "empty", "open", "open_in_this_process"]
 
 _FOR_USERS = (
     "bases", "info", "location", "metadata", "names", "read", "record", "stats", "stock_spec", "stock_url", "tree", "verify", "zarr_store",

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import StoredLayout
     from shardckpt.reading.checkpoint import Checkpoint
 
-__all__ = ["Aspect", "Change", "Comparison", "ValueChange", "compare"]
 
 Aspect = Literal["kind", "tied", "shape", "dtype", "leaf", "layout", "per process"]
 """What differs at a name that both have."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
-from shardckpt.reading.reader import Request
+from shardckpt.reading.locate import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from shardckpt.reading.based_reader import BasedReader
     from shardckpt.reading.reader import ChunkReader
 
-__all__ = ["DEFAULT_MEMORY_LIMIT", "Pair", "ValueChange", "block_shape", "compare_values"]
 
 DEFAULT_MEMORY_LIMIT = 256 << 20
 """Bytes of elements, of both checkpoints together, that are in memory at once."""

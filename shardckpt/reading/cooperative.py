@@ -21,7 +21,7 @@ import json
 import logging
 import secrets
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from shardckpt import errors
 from shardckpt.errors import CoordinationError, OptionError, ShardckptError
@@ -30,7 +30,7 @@ from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
 from shardckpt.plan.bandwidths import Bandwidths, Estimate
 from shardckpt.plan.shares import peers_sharing_reads
-from shardckpt.reading.shared_reading import J, Job, SharedReading, told
+from shardckpt.reading.shared_reading import SharedReading, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.layout.world import World
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.landing import RestoreJob
 
-__all__ = ["Choice", "Meeting", "check_choice", "exchange_bytes"]
 
 Choice: TypeAlias = "bool | Literal['auto'] | Bandwidths"
 """Whether to read together: never, always, or as the model says."""
@@ -86,7 +86,7 @@ class Meeting:
         self._given = coordinator
         self.location = location
         self._met = False
-        self._readings: list[SharedReading[Any]] = []
+        self._readings: list[SharedReading] = []
 
     def __enter__(self) -> Self:
         """The meeting itself."""
@@ -106,7 +106,7 @@ class Meeting:
             except ShardckptError as e:
                 _log.debug("%s: the others have not heard of the failure: %s", self.location, e)
 
-    def divide(self, checkpoint: Checkpoint, jobs: Sequence[J], limit: int) -> tuple[list[J], list[SharedReading[J]]]:
+    def divide(self, checkpoint: Checkpoint, jobs: Sequence[RestoreJob], limit: int) -> tuple[list[RestoreJob], list[SharedReading]]:
         """Agree with all other processes of the job on what is read together. Blocks until all of them have called it.
 
         Args:
@@ -160,11 +160,11 @@ class Meeting:
 
 
 @dataclass(slots=True)
-class _Group(Generic[J]):
+class _Group:
     """Tensors whose boxes the same processes need."""
 
     members: tuple[int, ...]
-    jobs: list[J]
+    jobs: list[RestoreJob]
     digest: str = ""
     """The same on all members that want the same."""
     estimate: Estimate | None = None
@@ -174,9 +174,9 @@ class _Group(Generic[J]):
         return sum(job.nbytes for job in self.jobs)
 
 
-def _groups(checkpoint: Checkpoint, jobs: Sequence[J], world: World, limit: int) -> list[_Group[J]]:
+def _groups(checkpoint: Checkpoint, jobs: Sequence[RestoreJob], world: World, limit: int) -> list[_Group]:
     """The tensors that this process needs together with others, by with whom; in an order that all of these have, too."""
-    found: dict[tuple[int, ...], list[J]] = {}
+    found: dict[tuple[int, ...], list[RestoreJob]] = {}
     for job in jobs:
         sharers = job.landings[0].sink.sharers(world) if len(job.landings) == 1 and job.nbytes else None
         if sharers is not None and len(sharers) > 1 and world.process in sharers:
@@ -188,7 +188,7 @@ def _groups(checkpoint: Checkpoint, jobs: Sequence[J], world: World, limit: int)
     return groups
 
 
-def _said_of(job: Job) -> list[Any]:
+def _said_of(job: RestoreJob) -> list[Any]:
     """All that the members of a group have to have alike: what is read, what is sent, and how it is put into batches."""
     (landing,) = job.landings
     kinds = [array.dtype.str for array in landing.destinations or ()]
@@ -200,7 +200,7 @@ def _say(checkpoint: Checkpoint, why: str) -> None:
     _log.info("%s: every process reads by itself: %s", checkpoint.location, why)
 
 
-def _tell(checkpoint: Checkpoint, groups: Sequence[_Group[J]], proposed: Sequence[_Group[J]], agreed: Sequence[_Group[J]]) -> None:
+def _tell(checkpoint: Checkpoint, groups: Sequence[_Group], proposed: Sequence[_Group], agreed: Sequence[_Group]) -> None:
     """Log what was chosen, and why."""
     if not groups:
         _say(checkpoint, "no tensor is needed by several processes alike")

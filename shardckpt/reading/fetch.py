@@ -16,8 +16,8 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
-from shardckpt.io.vectors import scatter_read
-from shardckpt.reading.bands import places_of
+from shardckpt.io.buffers import scatter_read
+from shardckpt.reading.runs import places_of
 
 if TYPE_CHECKING:
     import threading
@@ -26,19 +26,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.io.store import Store
-    from shardckpt.reading.bands import Band, Place
-    from shardckpt.reading.runs import Run, Task
+    from shardckpt.reading.runs import Band, ChunkRun, Place, ReadTask
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Fetch", "Fetched", "LocalFetch", "ObjectFetch"]
-
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedChunks:
     """The bytes of a task; they are good until the thread fetches again."""
 
-    task: Task
+    task: ReadTask
     payloads: Sequence[memoryview]
     """Per chunk the stored bytes without the checksum."""
     data: NDArray[np.uint8]
@@ -63,7 +60,7 @@ class Fetched:
 class Fetch(Protocol):
     """A way to get the bytes of a task. Safe to use from several threads."""
 
-    def __call__(self, task: Task) -> Fetched:
+    def __call__(self, task: ReadTask) -> FetchedChunks:
         """Read it.
 
         Raises:
@@ -90,7 +87,7 @@ class LocalFetch:
         self._least = scratch
         self._scratch = of_thread
 
-    def __call__(self, task: Task) -> Fetched:
+    def __call__(self, task: ReadTask) -> FetchedChunks:
         """See `Fetch`."""
         fetched, vectors = self._laid_out(task)
         run = task.runs[0]
@@ -106,7 +103,7 @@ class LocalFetch:
             raise _said(e, task, run, self._place) from e
         return fetched
 
-    def _laid_out(self, task: Task) -> tuple[Fetched, list[list[memoryview]]]:
+    def _laid_out(self, task: ReadTask) -> tuple[FetchedChunks, list[list[memoryview]]]:
         """Where each byte of a task goes, before it is read: by chunk, and per run one after another."""
         data = self._scratch_of(task.nbytes)
         stored = data.data
@@ -142,7 +139,7 @@ class LocalFetch:
             if kept < free:
                 into.append(stored[kept:free])
             vectors.append(into)
-        return Fetched(task, payloads, data, np.array(at), bands), vectors
+        return FetchedChunks(task, payloads, data, np.array(at), bands), vectors
 
     def _scratch_of(self, nbytes: int) -> NDArray[np.uint8]:
         """This thread's scratch buffer, at least that large; what it held is gone."""
@@ -159,7 +156,7 @@ class ObjectFetch:
         """Read below `place`, the attempt."""
         self._place = place
 
-    def __call__(self, task: Task) -> Fetched:
+    def __call__(self, task: ReadTask) -> FetchedChunks:
         """See `Fetch`. For a moment takes three times a run's bytes, and then once."""
         (run,) = task.runs
         try:
@@ -170,10 +167,10 @@ class ObjectFetch:
         ends = at + task.chunks.length[task.begin : task.end] - CHECKSUM_BYTES
         stored = data.data
         payloads = [stored[begin:end] for begin, end in zip(at.tolist(), ends.tolist(), strict=True)]
-        return Fetched(task, payloads, data, at, list(zip(run.bands, places_of(run.bands), strict=True)))
+        return FetchedChunks(task, payloads, data, at, list(zip(run.bands, places_of(run.bands), strict=True)))
 
 
-def _said(error: Exception, task: Task, run: Run, place: Store) -> ShardckptError:
+def _said(error: Exception, task: ReadTask, run: ChunkRun, place: Store) -> ShardckptError:
     """An error of a run, with the tensor and the file."""
     chunks = task.chunks
     first = f"{chunks.wanted.where(run.begin)}: {place}/{task.file}"

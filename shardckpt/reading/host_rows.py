@@ -26,20 +26,18 @@ import numpy as np
 from shardckpt.commit.assemble import read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, StorageError
 from shardckpt.format.table import ROW
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.format.documents import FileReference
     from shardckpt.format.record import HostFiles
     from shardckpt.format.table import Table, TableHeader
-    from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
 
-__all__ = ["HostRows", "cost"]
 
 REQUEST_BYTES = 1 << 20
 """Bytes that take an object store as long as a request does."""
@@ -59,30 +57,26 @@ class HostRows:
     """The rows of some hosts. Safe to use from several threads."""
 
     def __init__(
-        self, place: Store, records: Sequence[FileReference], header: TableHeader, first: Mapping[str, int], stats: ReadStats
+        self, place: Store, records: Sequence[FileReference], header: TableHeader, first: Mapping[str, int], count: Callable[[int], object]
     ) -> None:
         """Nothing is read yet.
 
         Args:
             place: the attempt.
-            records: of all hosts, in their order; none: no host is asked for anything.
+            records: of all hosts, in their order; at least one.
             header: of the table of all.
             first: array path → its first row there.
-            stats: where reads are counted.
+            count: called with the bytes of each read of a record or table.
         """
         self._place = place
         self._records = records
         self._header = header
         self._first = first
-        self._stats = stats
+        self._count = count
         self._lock = Lock()
         self._asked: set[int] = set()
         self._known = np.empty(0, np.int64), np.empty(0, ROW)
         """Numbers of rows, ascending, and the rows."""
-
-    def __bool__(self) -> bool:
-        """Whether there are hosts to ask."""
-        return bool(self._records)
 
     def least_cost(self, hosts: Sequence[int]) -> float:
         """What asking so many hosts takes in requests, if their tables are as large as all are on average."""
@@ -116,7 +110,7 @@ class HostRows:
         """
         with self._lock:
             self._asked.update(hosts)
-        records = {host: found for host, found in zip(hosts, together(self._record, hosts), strict=True) if found is not None}
+        records = {host: found for host, found in zip(hosts, map_on_threads(self._record, hosts), strict=True) if found is not None}
         spent = cost(len(hosts), sum(self._records[host].size for host in hosts))
         costs = cost(len(records), nbytes := sum(record.table.size for record in records.values()))
         if spent + costs > most:
@@ -124,7 +118,7 @@ class HostRows:
         room = self._make_room(nbytes, hosts, wanted)
         ends = accumulate(record.table.size for record in records.values())
         left_out = {host for host, end in zip(records, ends, strict=True) if end > room}
-        told = together(self._table, [record for host, record in records.items() if host not in left_out])
+        told = map_on_threads(self._table, [record for host, record in records.items() if host not in left_out])
         with self._lock:
             self._asked -= left_out
             self._add([found for found in told if found is not None])
@@ -142,7 +136,7 @@ class HostRows:
 
     def _record(self, host: int) -> HostFiles | None:
         reference = self._records[host]
-        self._stats.count_index(reference.size)
+        self._count(reference.size)
         try:
             return read_host_files(self._place, reference)
         except _UNTOLD:
@@ -151,7 +145,7 @@ class HostRows:
     def _table(self, files: HostFiles) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
         """A host's rows with their numbers."""
         try:
-            return self._numbered(read_table(self._place, files.table, self._stats))
+            return self._numbered(read_table(self._place, files.table, self._count))
         except _UNTOLD:
             return None
 

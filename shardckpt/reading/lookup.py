@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import BoxArray
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["Lookup", "WholeTable"]
 
 _NO_CHUNKS = ArrayChunks.none()
 

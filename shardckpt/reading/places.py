@@ -16,7 +16,7 @@ import numpy as np
 from shardckpt.commit.assemble import read_host_files, read_table
 from shardckpt.errors import MissingDataError
 from shardckpt.format.table import OWN_OBJECT
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["ChunkPlaces", "Places", "read_places"]
 
 _OF_HOST = re.compile(r"hosts/(\d+)[-/]")
 _NOBODY = -1
@@ -99,8 +98,8 @@ def read_places(place: Store, record: CheckpointRecord, table: WholeTable) -> Pl
     of_files = np.array([int(m[1]) if (m := _OF_HOST.match(file)) else _NOBODY for file in table.files], np.int64)
     of_objects: dict[str, Ints] = {}
     if record.layout == "zarr":
-        references = [host.table for host in together(partial(read_host_files, place), record.hosts)]
-        for host, written in enumerate(together(partial(read_table, place), references)):
+        references = [host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)]
+        for host, written in enumerate(map_on_threads(partial(read_table, place), references)):
             for path, rows in written.arrays().items():
                 known = of_objects.setdefault(path, np.full(len(table.arrays[path]), _NOBODY, np.int64))
                 known[rows.chunk.astype(np.int64)] = host

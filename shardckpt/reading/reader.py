@@ -1,12 +1,14 @@
 """Reading chunks by the chunk table, straight from the data files.
 
-1. `wanted` says which chunks the boxes of a batch of tensors touch and where their elements go, and `finder` where they lie: in
-   columns, a row per chunk.
+1. `locate` says which chunks the boxes of a batch of tensors touch, where their elements go, and where they lie: in columns, a row per
+   chunk.
 2. They are sorted by file and offset, neighbours joined into `runs`, and these into tasks.
 3. Threads take tasks and `fetch` their bytes: of each run on a local disk one positional scatter read, on object stores one
    ranged read; there more threads have larger runs, because a request costs milliseconds.
 4. Every chunk's crc32c is compared with the table's before it counts as read; what did not go straight to its
-   destination is then copied to each box that wants it, by `bands`: as many chunks at once as one copy can move.
+   destination is then copied to each box that wants it, by bands: as many chunks at once as one copy can move.
+
+`open_reader` makes the reader of a committed attempt: by the one table of all chunks, or, where that cannot be read, by the hosts' own.
 
 Every chunk is read once, however many boxes share it. Memory besides the destinations: on a local disk a scratch buffer
 of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run takes what it takes.
@@ -14,35 +16,38 @@ of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larg
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import crc32c
 import numpy as np
 
-from shardckpt.errors import CorruptionError, ShardckptError, StorageError
-from shardckpt.format.zarr_arrays import decompress
-from shardckpt.io.cores import cores
-from shardckpt.io.stats import ReadStats
-from shardckpt.io.workers import Workers
+from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
+from shardckpt.errors import CorruptionError, FormatError, ShardckptError, StorageError
+from shardckpt.format.zarr_arrays import decompress, largest_chunk
+from shardckpt.io.threads import Workers, cores, map_on_threads
 from shardckpt.layout.box import BoxArray
-from shardckpt.reading.bands import Band, places_of
-from shardckpt.reading.fetch import Fetch, Fetched, LocalFetch, ObjectFetch
-from shardckpt.reading.finder import MOST_CHUNKS, ChunkFinder
-from shardckpt.reading.runs import RunLimits, Task, tasks
-from shardckpt.reading.wanted import Request, Wanted
+from shardckpt.reading.based_reader import BasedReader
+from shardckpt.reading.fetch import Fetch, FetchedChunks, LocalFetch, ObjectFetch
+from shardckpt.reading.locate import MOST_CHUNKS, ChunkFinder, Request, RequestedChunks
+from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.runs import Band, ReadTask, RunLimits, places_of, tasks
+from shardckpt.reading.table_blocks import TableBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from shardckpt.format.record import CheckpointRecord
     from shardckpt.io.store import Store
+    from shardckpt.io.url import Location
     from shardckpt.plan.pieces import Piece
-    from shardckpt.reading.finder import Damaged, Located
-    from shardckpt.reading.lookup import Lookup, WholeTable
+    from shardckpt.reading.locate import Damaged, Located
+    from shardckpt.reading.lookup import Lookup
 
-__all__ = ["ChunkReader", "Request", "reading_limits"]
 
 LOCAL_RUN = (4 << 20, 8 << 20)
 """Least and most bytes to which adjacent chunks are joined on a local disk, by memory and threads."""
@@ -60,6 +65,36 @@ OBJECT_RUN = (10 << 20, 16 << 20)
 """Least and most bytes to which adjacent chunks are joined there, by memory and threads; of whole chunks, at least 8 MiB."""
 OBJECT_GAP = 64 << 10
 """Bytes between two chunks that are rather read than asked around."""
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What reading took so far: counted where it is done, asked for by users and tests."""
+
+    reads: int = 0
+    """Read calls for chunks, or requests to an object store."""
+    bytes_read: int = 0
+    """Stored bytes of chunks that were read, checksums and small gaps included."""
+    bytes_needed: int = 0
+    """Bytes of the boxes asked for, as they lie in memory."""
+    index_reads: int = 0
+    """Reads of chunk tables, which say where the chunks are."""
+    index_bytes: int = 0
+    """Bytes of chunk tables that were read."""
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def count(self, *, reads: int = 0, read: int = 0, needed: int = 0) -> None:
+        """Add reads of chunks."""
+        with self._lock:
+            self.reads += reads
+            self.bytes_read += read
+            self.bytes_needed += needed
+
+    def count_index(self, nbytes: int) -> None:
+        """Add a read of a chunk table."""
+        with self._lock:
+            self.index_reads += 1
+            self.index_bytes += nbytes
 
 
 def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[RunLimits, int]:
@@ -135,7 +170,7 @@ class ChunkReader:
         requests = [request for group in groups for request in group]
         group_of = {id(request): i for i, group in enumerate(groups) for request in group}
         self._finder.prepare(requests)
-        found: list[list[Task]] = [[] for _ in groups]
+        found: list[list[ReadTask]] = [[] for _ in groups]
         for chunks in self._finder.needed(requests):
             self._refuse_impossible(chunks)
             of_part = np.array([group_of[id(part.request)] for part in chunks.wanted.parts])
@@ -143,7 +178,7 @@ class ChunkReader:
                 found[of_part[task.chunks.wanted.part[task.begin]]].append(task)
         return [partial(self._read_planned, _needed(group), some) for group, some in zip(groups, found, strict=True)]
 
-    def _read_planned(self, needed: int, some: Sequence[Task]) -> None:
+    def _read_planned(self, needed: int, some: Sequence[ReadTask]) -> None:
         self.stats.count(needed=needed)
         self._workers.do(self._read_task, some)
 
@@ -158,7 +193,7 @@ class ChunkReader:
         def report(chunks: Located, row: int, error: ShardckptError) -> None:
             damaged(chunks.wanted.part_of(row).request.name, chunks.wanted.box(row), chunks.file_of(row), error)
 
-        def check_task(task: Task) -> None:
+        def check_task(task: ReadTask) -> None:
             try:
                 self._read_task(task)
             except ShardckptError:
@@ -221,7 +256,7 @@ class ChunkReader:
         """
         request = Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])
         self._finder.check_table(request)
-        chunks = self._finder.located(Wanted.of_positions([(request, piece, np.array([position]))]))
+        chunks = self._finder.located(RequestedChunks.of_positions([(request, piece, np.array([position]))]))
         self._refuse_impossible(chunks)
         (task,) = tasks(chunks, self._limits)
         fetched = self._verified(task)
@@ -238,11 +273,11 @@ class ChunkReader:
         for row in self._finder.impossible(chunks)[:1].tolist():
             raise self._finder.refusal(chunks, row)
 
-    def _each(self, chunks: Located, work: Callable[[Task], None]) -> None:
+    def _each(self, chunks: Located, work: Callable[[ReadTask], None]) -> None:
         """Do `work` on all chunks, some of a file at a time, in several threads; the first error stops the rest."""
         self._workers.do(work, tasks(chunks, self._limits))
 
-    def _read_task(self, task: Task) -> None:
+    def _read_task(self, task: ReadTask) -> None:
         """Read chunks of one file, verify each and copy it where it is wanted."""
         fetched = self._verified(task)
         for band, places in fetched.bands:
@@ -258,7 +293,7 @@ class ChunkReader:
                 alone.scatter(raw[np.newaxis], places_of([alone])[0])
                 del raw  # before the next is unpacked: one at a time is what a reader's memory is for
 
-    def _verified(self, task: Task) -> Fetched:
+    def _verified(self, task: ReadTask) -> FetchedChunks:
         """Read chunks of one file; each is compared with the table and with its own checksum before any is handed out."""
         fetched = self._fetch(task)
         chunks = task.chunks
@@ -279,3 +314,54 @@ class ChunkReader:
 def _needed(requests: Sequence[Request]) -> int:
     """Bytes that go to the buffers."""
     return sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests)
+
+
+def open_reader(
+    place: Store, record: CheckpointRecord, *, threads: int | None = None, memory: int = OBJECT_MEMORY
+) -> ChunkReader | BasedReader:
+    """Reads the chunks of a checkpoint, of its attempt and of its bases.
+
+    Args:
+        place: the attempt.
+        record: of the checkpoint.
+        threads: as for `ChunkReader`.
+        memory: as for `ChunkReader`; on a local disk, what threads that are given unpack is within it, too.
+    """
+    stats = ReadStats()
+    _, most = reading_limits(local=place.location.local is not None, threads=threads, memory=memory)
+    workers = Workers(most, "shardckpt-read")  # of all bases together, however many: they have scratch buffers
+
+    def of_one(place: Store, record: CheckpointRecord) -> ChunkReader:
+        lookup, left = _lookup(place, record, stats), memory_of_runs(place.location, record, threads, memory)
+        return ChunkReader(place, lookup, stats=stats, compression=record.compression, threads=threads, memory=left, workers=workers)
+
+    return BasedReader(place, record, stats, of_one) if record.structure.bases else of_one(place, record)
+
+
+def memory_of_runs(location: Location, record: CheckpointRecord, threads: int | None, memory: int) -> int:
+    """What of a reader's memory is left for what is read at once: on a local disk a thread unpacks a chunk beside it."""
+    if threads is None or record.compression is None or location.local is None:
+        return memory
+    return memory - threads * largest_chunk(record.structure.tensors.values())
+
+
+def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
+    """The one table of all; where that is damaged or missing, each host's own, and the committer's of small tensors."""
+    of_hosts = partial(_read_host_tables, place, record, stats)
+    if record.table is None:
+        return of_hosts()
+    try:
+        return TableBlocks(place, record.table, stats.count_index, of_hosts if record.hosts else None, record.hosts)
+    except (CorruptionError, FormatError):
+        if not record.hosts:
+            raise
+        return of_hosts()
+
+
+def _read_host_tables(place: Store, record: CheckpointRecord, stats: ReadStats) -> WholeTable:
+    """The chunks of all hosts, from each host's own table, and the committer's of small tensors."""
+    references = [host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)]
+    if record.small_table is not None:
+        references.append(record.small_table)
+    merged = merge_tables(map_on_threads(partial(read_table, place, count=stats.count_index), references))
+    return WholeTable(merged.files, merged.arrays())

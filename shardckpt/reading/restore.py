@@ -1,65 +1,54 @@
 """Restoring: from stored chunks to the leaves of a state, whatever layout they were saved in.
 
-1. Lay `like` beside the stored tree and check everything: names, kinds, shapes, dtypes. Nothing has been read yet.
-2. Each leaf says which distinct boxes of its tensor this process needs, and lends memory to read into, or
-   asks for staging buffers.
+1. Lay `like` beside the stored tree and check everything: names, kinds, shapes, dtypes (`state.match`, `restore_jobs`). No chunk has
+   been read yet.
+2. Each leaf says which distinct boxes of its tensor this process needs, and lends memory to read into, or asks for staging
+   buffers (`frameworks.target`).
 3. Batch after batch within the memory limit: read the chunks that the boxes touch, each once, straight into place
-   or into staging; while one batch is being placed on the devices the next one may be read (`reading_ahead`).
+   or into staging (`Checkpoint.reader`). While one batch is being placed on the devices the next one may be read (`read_ahead`).
 4. Rebuild `like`'s containers around the leaves.
+
+Only a restore that is `cooperative` asks other processes anything: what they need alike is then read together.
 """
 
 from __future__ import annotations
 
 import logging
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, nullcontext
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.lib.array_utils import byte_bounds
-from numpy.typing import NDArray
 
 from shardckpt import frameworks
 from shardckpt.errors import (
-    DtypeMismatchError,
     MismatchError,
     NamesMismatchError,
     OptionError,
-    ShapeMismatchError,
     ShardckptError,
-    StructureMismatchError,
     out_of_memory_is_typed,
 )
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.per_process import choose_value, decode_value
-from shardckpt.io.arena import Arena
-from shardckpt.io.budget import BufferPool, Lease, round_up
+from shardckpt.io.buffers import Arena, BufferPool, Lease
 from shardckpt.io.failures import reading_takes_threads
-from shardckpt.io.reading_ahead import read_ahead
+from shardckpt.io.threads import read_ahead
 from shardckpt.io.url import parse
-from shardckpt.layout.box import BoxArray
-from shardckpt.layout.dtypes import castable
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, parse_bytes
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
-from shardckpt.reading.reader import Request
+from shardckpt.reading.landing import RestoreJob, restore_jobs
 from shardckpt.state import leaf_names, match, per_process_names, stored_names, unflatten
 from shardckpt.state.flatten import StateOwner
 from shardckpt.state.names import Only, selector
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Sink
-    from shardckpt.frameworks.per_process import PerProcess
     from shardckpt.state.document import Node
+    from shardckpt.state.per_process import PerProcess
 
-__all__ = ["chosen_values", "fill", "restore"]
 
 _log = logging.getLogger("shardckpt")
 LARGEST_BATCH = 256 << 20
@@ -67,7 +56,6 @@ LARGEST_BATCH = 256 << 20
 STAGED_BATCH = 64 << 20
 """Bytes staged for one batch that is read from files. Two such buffers go round and stay warm, where larger ones are fresh memory for
 most of a state; from an object store many requests at a time matter more."""
-Array = NDArray[np.generic]
 
 
 @out_of_memory_is_typed
@@ -120,22 +108,25 @@ def restore(
         CoordinationError: `cooperative`, and another process does not answer, or failed in a way of its own. What one process
             cannot read is raised on all that read together with it.
     """
-    check_coordinator(coordinator)  # who has none can tell nobody
+    if coordinator is not None:
+        check_coordinator(coordinator)  # before the meeting, for without one nobody can be told
     place = source.location if isinstance(source, Checkpoint) else source
-    with Meeting(cooperative, coordinator) as meeting, reading_takes_threads(place):
-        meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
-        check_choice(cooperative)
+    meeting = None if cooperative is False else Meeting(cooperative, coordinator)
+    with meeting or nullcontext(), reading_takes_threads(place):
+        if meeting is not None:
+            meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
+            check_choice(cooperative)
         check_flag(strict, "strict")
         check_flag(cast, "cast")
         limit = parse_bytes(memory_limit, "memory_limit")
         if limit <= 0:
             raise OptionError(f"restore(memory_limit={limit}): must be positive.")
         checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
-        run = partial(_run_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
-        return _restored(checkpoint, checkpoint.parsed_tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+        run = partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
+        return _restore_tree(checkpoint, checkpoint.parsed_tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
 
 
-def _restored(
+def _restore_tree(
     checkpoint: Checkpoint,
     tree: Node,
     like: Any,
@@ -152,7 +143,7 @@ def _restored(
         checkpoint: where from.
         tree: its state, in the form that `like` has.
         like: see there, as all that follows.
-        run: reads and places what jobs say (`_run_all`).
+        run: reads and places what jobs say (`_read_all`).
         only: see there.
         strict: see there.
         cast: see there.
@@ -167,12 +158,12 @@ def _restored(
             name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, checkpoint.tensor(name)) for name in stored)
         }
         own = _all_values(checkpoint, per_process_names(checkpoint.parsed_tree, wanted))
-        read = run(_jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), in_place=False)
+        read = run(restore_jobs(checkpoint, _sinks(checkpoint, leaves), cast=False), in_place=False)
         return unflatten(checkpoint.parsed_tree, {**read, **own}, wanted)
     if isinstance(like, StateOwner):
         tree = like.arranged(tree, wanted)
         into = like.like(tree, checkpoint.tensor, wanted, lambda: (coordinator or Coordinator.current()).world)
-        like.load_state_dict(_restored(checkpoint, tree, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))
+        like.load_state_dict(_restore_tree(checkpoint, tree, into, run, only=only, strict=strict, cast=cast, coordinator=coordinator))
         return like
     try:
         matched = match(like, tree, frameworks.is_tensor, only=wanted, strict=strict, meaning=frameworks.meaning)
@@ -181,7 +172,7 @@ def _restored(
         raise type(e)(f"{checkpoint.location}: {e}") from None
     if matched.missing or matched.unexpected:
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
-    jobs = _jobs(checkpoint, _sinks(checkpoint, matched.tensors), cast=cast)
+    jobs = restore_jobs(checkpoint, _sinks(checkpoint, matched.tensors), cast=cast)
     return matched.build({**run(jobs, in_place=True), **chosen})
 
 
@@ -196,7 +187,7 @@ def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]
         MismatchError: a sink's shape or dtype is not the tensor's, or two different ones share memory; nothing was read.
         ReplacedError, CorruptionError: as in `restore`.
     """
-    _run_all(checkpoint, _jobs(checkpoint, places.items(), cast=False), DEFAULT_MEMORY_LIMIT, in_place=True)
+    _read_all(checkpoint, restore_jobs(checkpoint, places.items(), cast=False), DEFAULT_MEMORY_LIMIT, in_place=True)
 
 
 def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
@@ -232,140 +223,9 @@ def _sinks(checkpoint: Checkpoint, leaves: Mapping[str, Sequence[tuple[str, obje
         yield stored, [(name, frameworks.target(name, leaf, tensor.shape, tensor.dtype)) for name, leaf in wanted]
 
 
-def _jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tuple[str, Sink]]]], *, cast: bool) -> list[_Job]:
-    """What to restore, every shape and dtype checked.
-
-    Args:
-        checkpoint: where from.
-        places: stored name, and (name for messages, sink) of every place that gets the tensor.
-        cast: whether dtypes may differ.
-    """
-    jobs = []
-    for stored, wanted in places:
-        tensor = checkpoint.tensor(stored)
-        landings: dict[Hashable, _Landing] = {}
-        for name, sink in wanted:
-            if sink.shape != tensor.shape:
-                raise ShapeMismatchError(
-                    f"{name}: {checkpoint.location} has shape {tensor.shape}, the leaf to restore into has {sink.shape}; "
-                    f"make them equal, or leave the tensor out with only=."
-                )
-            if sink.dtype != tensor.dtype and not cast:
-                raise DtypeMismatchError(
-                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, the leaf to restore into has {sink.dtype.name}; "
-                    f"pass cast=True to convert."
-                )
-            if not castable(tensor.dtype, sink.dtype):
-                raise DtypeMismatchError(
-                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, which cannot be converted to {sink.dtype.name}; "
-                    f"restore it as it is."
-                )
-            # Leaves of tied tensors that want the same thing get one object, as they were one when saved.
-            landings.setdefault(sink.tie_key, _Landing(tensor, sink)).names.append(name)
-        jobs.append(_Job(tensor, list(landings.values())))
-    _refuse_shared_memory(jobs)
-    return jobs
-
-
-def _refuse_shared_memory(jobs: Sequence[_Job]) -> None:
-    """Raise unless what is filled in place has memory of its own: several threads write, in no particular order."""
-    extents = [(*byte_bounds(array), array, landing) for job in jobs for landing in job.landings for array in landing.destinations or ()]
-    extents.sort(key=lambda extent: extent[:2])
-    open_until: list[tuple[int, Array, _Landing]] = []
-    for start, stop, array, landing in extents:
-        open_until = [other for other in open_until if other[0] > start]
-        for _, other, before in open_until:
-            same_view = landing.tensor is before.tensor and landing.view == before.view
-            if not same_view and _share_memory(array, other):
-                raise StructureMismatchError(
-                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so both cannot be restored in place; give "
-                    f"each a tensor of its own. If both are one tied parameter, leave one name out: import with exclude=, then "
-                    f"restore with strict=False."
-                )
-        open_until.append((stop, array, landing))
-
-
-def _share_memory(a: Array, b: Array) -> bool:
-    """Whether an element of one lies in the memory of the other; in doubt, yes."""
-    try:
-        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]  # numpy takes any number here
-    except np.exceptions.TooHardError:
-        return True
-
-
-class _Landing:
-    """One place that a tensor goes to."""
-
-    def __init__(self, tensor: TensorRecord, sink: Sink) -> None:
-        self.tensor = tensor
-        self.sink = sink
-        self.names: list[str] = []
-        """The names in the result that it is returned under."""
-        self.buffers: list[Array] = []
-        """Per box, what the chunks are read into."""
-        self.boxes = sink.boxes
-        self.destinations = sink.destinations
-        self.converts = sink.dtype != tensor.dtype or any(not v.dtype.isnative for v in self.destinations or ())
-        """Whether elements are converted on their way into the buffers."""
-        lent = sink.buffer_shapes if self.destinations is None and not sink.adopts else []
-        self.staged_bytes = sum(round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in lent)
-        """Host bytes that it needs beyond its own memory."""
-
-    @property
-    def view(self) -> list[object]:
-        """Where it is filled in place, and how that memory is seen."""
-        return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.destinations or ()]
-
-    def prepare(self, lease: Lease, arena: Arena) -> None:
-        """Set `buffers`, of the sink's dtype: where the leaf is, memory that it keeps, or lent memory."""
-        memory = arena if self.sink.adopts else lease
-        own = self.destinations
-        self.buffers = [memory.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes] if own is None else own
-
-    def finish(self) -> object:
-        """Hand the elements to the sink; the restored leaf."""
-        return self.sink.place(self.buffers)
-
-
-@dataclass(slots=True)
-class _Job:
-    """One stored tensor and every place it goes to."""
-
-    tensor: TensorRecord
-    landings: list[_Landing]
-    nbytes: int = field(init=False)
-    """Bytes of the boxes that this process needs, as they are stored: its own share, not the whole tensor."""
-
-    def __post_init__(self) -> None:
-        """Count them once."""
-        elements = sum(prod(shape) for landing in self.landings for shape in (landing.boxes.stop - landing.boxes.start).tolist())
-        self.nbytes = elements * self.tensor.dtype.storage.itemsize
-
-    @property
-    def staged_bytes(self) -> int:
-        """Staging that the job takes from the pool."""
-        return sum(landing.staged_bytes for landing in self.landings)
-
-    @property
-    def placing_bytes(self) -> int:
-        """Host bytes that placing takes besides; one leaf is placed at a time."""
-        return max(landing.sink.placing_bytes for landing in self.landings)
-
-    def request(self) -> Request:
-        """All boxes of all landings, so that a chunk that several want is read once."""
-        boxes = [landing.boxes for landing in self.landings]
-        together = boxes[0] if len(boxes) == 1 else BoxArray(*map(np.concatenate, ([b.start for b in boxes], [b.stop for b in boxes])))
-        buffers = [buffer for landing in self.landings for buffer in landing.buffers]
-        storage = self.tensor.dtype.storage
-        if any(landing.converts for landing in self.landings):
-            return Request(self.tensor.name, storage, self.tensor.pieces, together, buffers, convert_from=self.tensor.dtype.numpy)
-        # As bits: nothing touches them on their way.
-        return Request(self.tensor.name, storage, self.tensor.pieces, together, [buffer.view(storage) for buffer in buffers])
-
-
-def _run_all(
+def _read_all(
     checkpoint: Checkpoint,
-    jobs: Sequence[_Job],
+    jobs: Sequence[RestoreJob],
     limit: int,
     *,
     in_place: bool,
@@ -390,7 +250,7 @@ def _run_all(
         if progress is not None:
             progress(done, total)
 
-    def fetch(batch: Sequence[_Job]) -> None:
+    def fetch(batch: Sequence[RestoreJob]) -> None:
         with checkpoint.reading():
             checkpoint.reader.read([job.request() for job in batch])
 
@@ -401,14 +261,14 @@ def _run_all(
     pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
     restored: dict[str, object] = {}
     for group in shared:
-        restored |= _run(group.jobs, pool, group.read, staged, in_place=in_place, placed=placed)
-    return restored | _run(alone, pool, fetch, staged, in_place=in_place, placed=placed)
+        restored |= _read_and_place(group.jobs, pool, group.read, staged, in_place=in_place, placed=placed)
+    return restored | _read_and_place(alone, pool, fetch, staged, in_place=in_place, placed=placed)
 
 
-def _run(
-    jobs: Sequence[_Job],
+def _read_and_place(
+    jobs: Sequence[RestoreJob],
     pool: BufferPool,
-    fetch: Callable[[Sequence[_Job]], None],
+    fetch: Callable[[Sequence[RestoreJob]], None],
     staged: int,
     *,
     in_place: bool,
@@ -430,7 +290,7 @@ def _run(
     limits = (pool.limit // 2, LARGEST_BATCH, staged)
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits))
 
-    def read(batch: Sequence[_Job]) -> Lease:
+    def read(batch: Sequence[RestoreJob]) -> Lease:
         lease = pool.take(sum(job.staged_bytes for job in batch), beside=sum(job.placing_bytes for job in batch))
         try:
             for job in batch:

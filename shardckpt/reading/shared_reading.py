@@ -15,68 +15,30 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardckpt import errors
 from shardckpt.errors import ShardckptError
-from shardckpt.io.budget import round_up
+from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.shares import Region, SharedTensor, rounds
-from shardckpt.reading.reader import Request
+from shardckpt.plan.shares import Region, SharedBoxes, rounds
+from shardckpt.reading.locate import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.format.structure import TensorRecord
-    from shardckpt.frameworks.base import Array, Sink
+    from shardckpt.frameworks.base import Array
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.frameworks.interconnect import Interconnect
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.landing import Landing, RestoreJob
 
-__all__ = ["Job", "SharedReading", "told"]
 
 _log = logging.getLogger("shardckpt")
-
-
-class _Landing(Protocol):
-    """One place that a tensor goes to; see `restoring`."""
-
-    sink: Sink
-    boxes: BoxArray
-    buffers: list[Array]
-    converts: bool
-    destinations: list[Array] | None
-
-
-class Job(Protocol):
-    """One stored tensor and every place it goes to; see `restoring`."""
-
-    @property
-    def tensor(self) -> TensorRecord:
-        """What is stored."""
-
-    @property
-    def landings(self) -> Sequence[_Landing]:
-        """Where it goes."""
-
-    @property
-    def staged_bytes(self) -> int:
-        """Staging that it takes."""
-
-    @property
-    def placing_bytes(self) -> int:
-        """Host bytes that placing takes besides."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the boxes that this process needs, as they are stored."""
-
-
-J = TypeVar("J", bound=Job)
 
 
 def told(error: BaseException) -> dict[str, Any]:
@@ -85,14 +47,14 @@ def told(error: BaseException) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class SharedReading(Generic[J]):
+class SharedReading:
     """One process's part in reading what a group of them needs."""
 
     checkpoint: Checkpoint
     coordinator: Coordinator
     interconnect: Interconnect
     members: tuple[int, ...]
-    jobs: list[J]
+    jobs: list[RestoreJob]
     """In an order that all members have."""
     key: str
     """Of the group and this one restore."""
@@ -103,14 +65,14 @@ class SharedReading(Generic[J]):
     _memory: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     """What is sent and received, from round to round."""
 
-    def read(self, batch: Sequence[J]) -> None:
+    def read(self, batch: Sequence[RestoreJob]) -> None:
         """Fill the buffers of some tensors, which all members give in the same order. A collective of the members.
 
         Raises:
             CoordinationError: a member is gone.
             ShardckptError: what this process's or another one's reading raised.
         """
-        wanted = [SharedTensor(job.tensor.pieces, job.landings[0].boxes, _itemsize(job)) for job in batch]
+        wanted = [SharedBoxes(job.tensor.pieces, job.landings[0].boxes, _itemsize(job)) for job in batch]
         me = self.members.index(self.coordinator.world.process)
         planned = rounds(wanted, len(self.members), self.limit)
         with ThreadPoolExecutor(1, "shardckpt-share") as ahead:
@@ -136,7 +98,7 @@ class SharedReading(Generic[J]):
         except ShardckptError:
             _log.debug("%s: the job's store is gone, too", self.checkpoint.location)
 
-    def _read(self, batch: Sequence[J], regions: Sequence[Region]) -> None:
+    def _read(self, batch: Sequence[RestoreJob], regions: Sequence[Region]) -> None:
         """Read this process's part of a round into the places where it belongs."""
         requests = []
         for i, some in groupby(regions, lambda region: region.tensor):
@@ -152,7 +114,7 @@ class SharedReading(Generic[J]):
         with self.checkpoint.reading():
             self.checkpoint.reader.read(requests)
 
-    def _packed(self, batch: Sequence[J], shares: Sequence[Sequence[Region]], me: int) -> list[_Packed]:
+    def _packed(self, batch: Sequence[RestoreJob], shares: Sequence[Sequence[Region]], me: int) -> list[_Packed]:
         """Memory for all members' parts, with this one's in it."""
         views = [[_view(batch[region.tensor].landings[0], region) for region in share] for share in shares]
         sizes = [sum(round_up(view.nbytes) for view in some) for some in views]
@@ -203,7 +165,7 @@ class _Packed:
             at += round_up(view.nbytes)
 
 
-def _view(landing: _Landing, region: Region) -> Array:
+def _view(landing: Landing, region: Region) -> Array:
     """The memory of some elements."""
     origin = landing.boxes[region.box].start
     inside: tuple[Any, ...] = tuple(slice(a - o, b - o) for a, b, o in zip(region.part.start, region.part.stop, origin, strict=True))
@@ -211,5 +173,5 @@ def _view(landing: _Landing, region: Region) -> Array:
     return view
 
 
-def _itemsize(job: Job) -> int:
+def _itemsize(job: RestoreJob) -> int:
     return max(job.tensor.dtype.itemsize, job.landings[0].sink.dtype.itemsize)

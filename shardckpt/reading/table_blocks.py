@@ -29,7 +29,7 @@ import numpy as np
 from shardckpt.commit.assemble import read_table
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.format.table import ROW, ArrayChunks, TableHeader, check_sizes
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 from shardckpt.plan.overlaps import chunk_runs
 from shardckpt.reading.host_rows import HostRows, cost
 from shardckpt.reading.lookup import WholeTable
@@ -40,12 +40,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.documents import FileReference, TableReference
-    from shardckpt.io.stats import ReadStats
     from shardckpt.io.store import Store
     from shardckpt.layout.box import BoxArray
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["TableBlocks"]
 
 LEAST_REQUEST = 256 << 10
 """Bytes that a request to an object store asks for: fewer take no less time."""
@@ -74,7 +72,7 @@ class _Source:
     """Rows of a unit."""
     begins: NDArray[np.int64]
     """First row of each array."""
-    stats: ReadStats
+    count: Callable[[int], object]
 
     @property
     def where(self) -> str:
@@ -91,7 +89,7 @@ class _Source:
         nbytes = self.rows * ROW.itemsize
         start = self.header.nbytes + units.start * nbytes
         stop = min(self.header.nbytes + units.stop * nbytes, self.reference.size)
-        return self.parse(_read(self.place, self.reference.key, start, stop, self.stats), units.start)
+        return self.parse(_read(self.place, self.reference.key, start, stop, self.count), units.start)
 
     def parse(self, data: bytes | memoryview, unit: int) -> NDArray[np.void]:
         """The rows that `data` holds, from the beginning of a unit on, each of which is where it is to be."""
@@ -111,7 +109,7 @@ class TableBlocks:
         self,
         place: Store,
         reference: TableReference,
-        stats: ReadStats,
+        count: Callable[[int], object],
         spare: Callable[[], WholeTable] | None,
         hosts: Sequence[FileReference] = (),
     ) -> None:
@@ -120,7 +118,7 @@ class TableBlocks:
         Args:
             place: the attempt.
             reference: to the table, in the commit record.
-            stats: where reads are counted.
+            count: called with the bytes of each read of a table.
             spare: reads what other tables say, for when this one is found to be damaged; None: there are none.
             hosts: their records, which refer to tables of their own.
 
@@ -130,15 +128,16 @@ class TableBlocks:
         where = place.path_of(reference.key)
         check_sizes(reference, where)
         all_of_it, local = reference.size <= LEAST_REQUEST, place.location.local is not None
-        data = _read(place, reference.key, 0, reference.size if all_of_it else reference.header, stats)
+        data = _read(place, reference.key, 0, reference.size if all_of_it else reference.header, count)
         header = TableHeader.vouched(data, reference, where)
         blocks = 1 if local else max(1, LEAST_REQUEST // (header.block * ROW.itemsize))
         counts = np.fromiter(header.counts.values(), np.int64, len(header.counts))
         begins = np.cumsum(counts) - counts
-        self._source = _Source(place, reference, header, header.block * blocks, begins, stats)
+        self._source = _Source(place, reference, header, header.block * blocks, begins, count)
         self._first = dict(zip(header.counts, begins.tolist(), strict=True))
         # Chunks that are objects of their own do not say who wrote them.
-        self._hosts = HostRows(place, () if local or not header.files else hosts, header, self._first, stats)
+        self._hosts = None if local or not header.files or not hosts else HostRows(place, hosts, header, self._first, count)
+        """Rows that hosts' own tables have told; None where hosts are not asked."""
         self._units: dict[int, NDArray[np.void]] = {}
         """Those kept, by number, the ones asked for last at the end."""
         self._last = range(-1, -1)
@@ -171,22 +170,37 @@ class TableBlocks:
                 raise KeyError(int(beyond[0]))
             first = np.array([self._first.get(path, 0) for path in paths], np.int64)
             number = first[array] + chunks
-            rows, known = self._hosts.take(number)
-            unit, within = np.divmod(number[~known], self._source.rows)
-            units, nth = np.unique(unit, return_inverse=True)
-            found = self._load(units.tolist())
-            if found is not None:
-                # Only the table's last unit may have fewer rows than the others, and it comes last.
-                read = found[0] if len(found) == 1 else np.concatenate([np.empty(0, ROW), *found])
-                rows[~known] = read[nth * self._source.rows + within]
+            rows = self._rows(number) if self._hosts is None else self._rows_with_hosts(number, self._hosts)
+            if rows is not None:
                 return self._source.header.files, ArrayChunks.of_records(rows)
         assert self._instead is not None
         return self._instead.find(paths, array, chunks)
 
+    def _rows(self, number: NDArray[np.int64]) -> NDArray[np.void] | None:
+        """The rows of those numbers; None where the table is damaged, and has been given up."""
+        unit, within = np.divmod(number, self._source.rows)
+        units, nth = np.unique(unit, return_inverse=True)
+        found = self._load(units.tolist())
+        if found is None:
+            return None
+        # Only the table's last unit may have fewer rows than the others, and it comes last.
+        read = found[0] if len(found) == 1 else np.concatenate([np.empty(0, ROW), *found])
+        rows: NDArray[np.void] = read[nth * self._source.rows + within]
+        return rows
+
+    def _rows_with_hosts(self, number: NDArray[np.int64], hosts: HostRows) -> NDArray[np.void] | None:
+        """As `_rows`, but rows that hosts have told are not read."""
+        rows, known = hosts.take(number)
+        others = self._rows(number[~known])
+        if others is None:
+            return None
+        rows[~known] = others
+        return rows
+
     def whole(self) -> WholeTable:
         """See `Lookup`."""
         if self._instead is None:
-            table = read_table(self._source.place, self._source.reference, self._source.stats)
+            table = read_table(self._source.place, self._source.reference, self._source.count)
             return WholeTable(table.files, table.arrays())
         return self._instead
 
@@ -204,7 +218,7 @@ class TableBlocks:
 
     def _units_to_read(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> list[int]:
         """Units with the rows of all chunks that boxes touch, but for those that hosts have told."""
-        if not self._hosts:
+        if self._hosts is None:
             return sorted(set(chain.from_iterable(self._units_of(*some) for some in wanted)))
         counts = self._source.header.counts
         runs = [np.empty((2, 0), np.int64)]
@@ -213,15 +227,15 @@ class TableBlocks:
                 runs.append(self._first[piece.path] + np.stack(chunk_runs(piece, boxes)))
         starts, stops = np.concatenate(runs, axis=1)
         if (stops - starts).sum() <= MOST_ROWS:
-            return self._ask_hosts(np.unique(_spread(starts, stops)))
+            return self._ask_hosts(np.unique(_spread(starts, stops)), self._hosts)
         units: list[int] = np.unique(_spread(starts // self._source.rows, (stops - 1) // self._source.rows + 1)).tolist()
         return units
 
-    def _ask_hosts(self, number: NDArray[np.int64]) -> list[int]:
+    def _ask_hosts(self, number: NDArray[np.int64], told: HostRows) -> list[int]:
         """Read tables of hosts, as long as that pays; the units that are then left to read for those rows."""
         wasted, several, wanted = 0.0, 1, number
         while True:
-            number = number[~self._hosts.take(number)[1]]
+            number = number[~told.take(number)[1]]
             unit = number // self._source.rows
             units: list[int] = np.unique(unit).tolist()
             missing = [u for u in units if u not in self._units]
@@ -232,12 +246,12 @@ class TableBlocks:
             rows = self._load([fullest])
             if rows is None:
                 return []
-            hosts = self._hosts.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
-            if self._hosts.least_cost(hosts) > costs / 2:
+            hosts = told.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
+            if told.least_cost(hosts) > costs / 2:
                 return units
-            spent = self._hosts.read(hosts, costs / 2, wanted)
-            told = int(self._hosts.take(number)[1].sum())
-            if spent * (len(number) - told) < costs * told:  # to hear of all others like this costs less than reading them
+            spent = told.read(hosts, costs / 2, wanted)
+            new = int(told.take(number)[1].sum())
+            if spent * (len(number) - new) < costs * new:  # to hear of all others like this costs less than reading them
                 several *= 4
             else:
                 wasted, several = wasted + spent + 1, 1
@@ -288,7 +302,7 @@ class TableBlocks:
     def _read(self, spans: Sequence[range]) -> None:
         """Read neighbours, and keep them."""
         local = self._source.place.location.local is not None
-        read = [self._source.read(span) for span in spans] if local else together(self._source.read, spans)
+        read = [self._source.read(span) for span in spans] if local else map_on_threads(self._source.read, spans)
         for span, rows in zip(spans, read, strict=True):
             self._keep(span, rows)
 
@@ -299,10 +313,10 @@ class TableBlocks:
             self._units[unit] = rows[i * n : i * n + n].copy()
 
 
-def _read(place: Store, key: str, start: int, stop: int, stats: ReadStats) -> bytes:
+def _read(place: Store, key: str, start: int, stop: int, count: Callable[[int], object]) -> bytes:
     """A part of a file."""
     data = place.read(key, start, stop)
-    stats.count_index(len(data))
+    count(len(data))
     return data
 
 

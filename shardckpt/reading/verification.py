@@ -24,9 +24,9 @@ from shardckpt.format.documents import format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import zarr_documents
 from shardckpt.layout.box import Box, BoxArray
+from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.opening import open_reader
-from shardckpt.reading.reader import ChunkReader, Request
+from shardckpt.reading.reader import ChunkReader, open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord
     from shardckpt.format.table import ArrayChunks
     from shardckpt.io.store import Store
-
-__all__ = ["Damage", "VerifyReport", "verify"]
 
 
 _MOST_TENSORS = 4096

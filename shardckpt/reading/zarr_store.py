@@ -22,7 +22,7 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 from shardckpt.errors import OptionError
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, group_json, parent_groups, zarr_documents
 from shardckpt.io.store import Store as Place
-from shardckpt.reading.opening import open_reader
+from shardckpt.reading.reader import open_reader
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from shardckpt.reading.based_reader import BasedReader
     from shardckpt.reading.reader import ChunkReader
 
-__all__ = ["CheckpointStore"]
 
 DOCUMENT = "zarr.json"
 

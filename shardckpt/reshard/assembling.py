@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, room_for
-from shardckpt.io.budget import round_up
+from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.overlaps import overlaps, touched
 from shardckpt.plan.pieces import chunk_boxes
-from shardckpt.reading.reader import Request
+from shardckpt.reading.locate import Request
 from shardckpt.reshard.memory import PARTS
 
 if TYPE_CHECKING:

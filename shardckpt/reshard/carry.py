@@ -20,8 +20,9 @@ from shardckpt.errors import ShardckptError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.layout.box import BoxArray
+from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.reader import ChunkReader, Request
+from shardckpt.reading.reader import ChunkReader
 from shardckpt.reshard.carrying import carry_chunks, carry_lanes
 from shardckpt.reshard.finished import finished_tasks
 from shardckpt.reshard.memory import readers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shardckpt.commit.assemble import finished_hosts, read_host_record, read_table
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError
 from shardckpt.io.buckets.listing import modification_times
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
@@ -35,7 +35,7 @@ def finished_tasks(place: Store) -> set[int]:
     if not found:
         return set()
     there = {key for key, _ in modification_times(place, _HOSTS)}
-    whole = together(lambda number: _is_whole(place, number, there), found)
+    whole = map_on_threads(lambda number: _is_whole(place, number, there), found)
     for number, is_whole in zip(found, whole, strict=True):
         if not is_whole:
             place.delete(f"records/{number:05d}.json")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import BudgetError
 from shardckpt.excerpt import file_size, mebibytes_above
-from shardckpt.io.cores import cores
+from shardckpt.io.threads import cores
 
 if TYPE_CHECKING:
     from shardckpt.io.url import Location

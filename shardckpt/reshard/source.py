@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from shardckpt.format.record import CheckpointRecord
-    from shardckpt.io.stats import ReadStats
     from shardckpt.io.url import Location
-    from shardckpt.reading.reader import Request
+    from shardckpt.reading.locate import Request
+    from shardckpt.reading.reader import ReadStats
 
 __all__ = ["OpenSource", "Reader", "SourceSpec", "open_source", "place_of"]
 

@@ -27,8 +27,7 @@ from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
 from shardckpt.io.store import byte_view
-from shardckpt.io.threads import taken
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads, run_on_threads
 from shardckpt.plan.pieces import padded_size, whole_chunks
 from shardckpt.writing.packed import Extents, PackedWriter
 from shardckpt.writing.plain import PlainWriter
@@ -117,7 +116,7 @@ class HostWriter:
             blocks: arrays, boxes and elements.
             at_a_time: bytes that a thread lays out at a time; a block may take more.
         """
-        taken(portions(blocks, at_a_time), [encoder.put_all for encoder in self._encoders])
+        run_on_threads(portions(blocks, at_a_time), [encoder.put_all for encoder in self._encoders], "shardckpt-write")
 
     def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
         """Write chunks of arrays, by position, of which the elements are laid out as they are stored; see `Encoder.put_laid_out`."""
@@ -153,7 +152,7 @@ class HostWriter:
         Returns:
             The record, which is not written yet, and the chunk table.
         """
-        written = merge_written(together(Encoder.finish, self._encoders))
+        written = merge_written(map_on_threads(Encoder.finish, self._encoders))
         extents = written.extents
         order = np.lexsort((written.chunk, written.path))
         counts = np.bincount(written.path, minlength=len(written.paths)).tolist()

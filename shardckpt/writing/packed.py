@@ -34,7 +34,8 @@ import tensorstore as ts
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
 from shardckpt.io.datafile import DataFile, create_data_file
-from shardckpt.io.store import Data, Store, byte_view, shared_context, storage_errors
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.store import Data, Store, byte_view, shared_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt import frameworks
 from shardckpt.errors import out_of_memory
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
-from shardckpt.io.cores import cores
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.store import Store
+from shardckpt.io.threads import cores
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
 from shardckpt.plan.pieces import batches, parts_of, smaller

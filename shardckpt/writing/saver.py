@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import file_size
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
-from shardckpt.io.budget import BufferPool
+from shardckpt.io.buffers import BufferPool
 from shardckpt.io.ending import start_background
 from shardckpt.io.failures import is_ending, saving_takes_threads
 from shardckpt.io.store import Store

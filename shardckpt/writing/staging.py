@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.io.budget import round_up
+from shardckpt.io.buffers import round_up
 from shardckpt.io.copying import copy_all
 from shardckpt.plan.pieces import parts_of
 from shardckpt.writing.host import portions
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.io.budget import BufferPool, Lease
+    from shardckpt.io.buffers import BufferPool, Lease
     from shardckpt.plan.pieces import Block
     from shardckpt.writing.host import HostWriter
     from shardckpt.writing.save import BlockElements

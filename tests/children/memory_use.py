@@ -12,7 +12,7 @@ import numpy as np
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
-from shardckpt.io.budget import BufferPool
+from shardckpt.io.buffers import BufferPool
 from shardckpt.layout.box import BoxArray, distinct_boxes
 from shardckpt.layout.dtypes import DType
 from shardckpt.reading import restore as restoring

@@ -25,7 +25,7 @@ from shardckpt.convert.span import StoredRun
 from shardckpt.errors import CorruptionError
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.reading.wanted import Request
+from shardckpt.reading.locate import Request
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

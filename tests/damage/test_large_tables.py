@@ -11,8 +11,8 @@ from shardckpt import PartitionSpec as P
 from shardckpt.commit import assemble
 from shardckpt.format.table import ROW
 from shardckpt.io import store
-from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
+from shardckpt.reading.reader import ReadStats
 
 CHUNKS = 1 << 11
 STATE = {"w": np.arange(CHUNKS * 2, dtype=np.float32)}
@@ -60,5 +60,5 @@ def test_one_that_only_claims_its_rows_is_refused_at_the_first_that_is_not_there
     os.truncate(table, record.table.size)  # all of it a hole
     stats = ReadStats()
     with pytest.raises(shardckpt.errors.FormatError, match="block 0"):
-        assemble.read_table(Store.open(table.parent), record.table, stats)
+        assemble.read_table(Store.open(table.parent), record.table, stats.count_index)
     assert stats.index_bytes == record.table.header + 2 * 128 * ROW.itemsize

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.io.arena import BLOCK, Arena
+from shardckpt.io.buffers import BLOCK, Arena
 
 DTYPES = ("uint8", "float32", "complex128", ml_dtypes.bfloat16)
 

@@ -1,16 +1,11 @@
 """One batch is read ahead of the one that is being placed, where that is faster."""
 
-import concurrent.futures.thread
-import hashlib
 import threading
 from contextlib import closing
-from itertools import count
 
 import pytest
-from interrupting import interrupted
 
-import shardckpt.io.reading_ahead
-from shardckpt.io.reading_ahead import read_ahead
+from shardckpt.io.threads import read_ahead
 
 SECONDS = 20.0
 
@@ -77,30 +72,3 @@ def test_what_reading_raises_comes_when_its_batch_is_asked_for():
 
 def test_there_may_be_nothing_to_read():
     assert list(read_ahead([], Reading(), copies=True)) == []
-
-
-def test_whoever_is_interrupted_at_any_instant_leaves_nothing_being_read():
-    """Ctrl-C in turn before each line that the calling thread comes to, at each call inside of the pool, and when a thread is to begin."""
-    data = bytes(1_000_000)
-    own, pool, waiting = shardckpt.io.reading_ahead.__file__, concurrent.futures.thread.__file__, threading.Event.wait.__code__
-    for at in count():
-        done = []
-
-        def read(_, done=done):
-            for _ in range(3):
-                done.append(hashlib.sha256(data).digest())  # lets the other thread run
-
-        def act(read=read):
-            with closing(read_ahead(range(3), read, copies=False)) as batches:
-                list(batches)
-
-        others = set(threading.enumerate())
-        left = interrupted(at, own, lambda code: code.co_filename == pool or code is waiting, act, lambda done=done: len(done))
-        for thread in set(threading.enumerate()) - others:
-            thread._started.wait(SECONDS)
-            thread.join(SECONDS)  # now all have ended that still did something
-        if left is None:
-            assert len(done) == 9
-            break
-        assert len(done) == left, f"interrupted at instant {at}"
-    assert at > 20

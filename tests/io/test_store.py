@@ -19,7 +19,8 @@ from fault_proxy import FaultProxy
 from fault_rules import Rule
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError, UrlError
-from shardckpt.io.store import Store, shared_context, storage_errors
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.store import Store, shared_context
 
 
 def test_what_was_written_is_read(store):

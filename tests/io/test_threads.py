@@ -1,21 +1,31 @@
-"""Items that several threads take."""
+"""Threads that do items for a caller, and are at work on none of them once the caller goes on."""
 
 from __future__ import annotations
 
+import concurrent.futures.thread
+import gc
+import hashlib
 import os
 import signal
+import threading
 import time
-from itertools import chain
+import weakref
+from contextlib import closing
+from itertools import chain, count
 from threading import Event
 
 import pytest
+from interrupting import interrupted
 
-from shardckpt.io.threads import taken
+import shardckpt.io.threads
+from shardckpt.io.threads import Workers, read_ahead, run_on_threads
+
+SECONDS = 20.0
 
 
 def test_each_item_is_taken_once():
     taker = [[], [], []]
-    taken(range(1000), [one.append for one in taker])
+    run_on_threads(range(1000), [one.append for one in taker], "test")
     assert sorted(chain(*taker)) == [*range(1000)]
 
 
@@ -24,7 +34,7 @@ def test_an_error_is_raised_here_and_holds_on_to_nothing():
         raise ValueError(item)
 
     with pytest.raises(ValueError, match="0") as caught:
-        taken(range(9), [fails])
+        run_on_threads(range(9), [fails, fails], "test")
     frames = [*_frames(caught.value.__traceback__)]
     assert not any(caught.value in held for frame in frames for held in frame.f_locals.values() if isinstance(held, list))
 
@@ -54,8 +64,123 @@ def test_however_often_it_is_interrupted_no_thread_is_at_work_when_it_is_left():
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            taken(range(2), [lambda item: begun.wait(10), slow])
+            run_on_threads(range(2), [lambda item: begun.wait(10), slow], "test")
         left.set()
     finally:
         signal.signal(signal.SIGINT, before)
     assert (len(interrupts), early) == (2, [False])
+
+
+def test_each_task_is_done_once():
+    done = []
+    workers = Workers(3, "test")
+    for n in (0, 1, 2, 100):
+        workers.do(done.append, range(n))
+    assert sorted(done) == sorted([*range(1), *range(2), *range(100)])
+
+
+def test_a_task_may_be_anything_and_a_single_one_is_done_by_the_calling_thread():
+    done, threads = [], []
+    Workers(2, "test").do(done.append, [None, (), False])
+    Workers(2, "test").do(lambda _: threads.append(threading.current_thread()), [None])
+    assert len(done) == 3
+    assert threads == [threading.current_thread()]
+
+
+def test_several_callers_have_their_own_tasks_and_errors():
+    workers, found = Workers(2, "test"), {}
+
+    def call(i):
+        done = []
+
+        def work(task):
+            if task == 7 and i % 2:
+                raise ValueError(i)
+            done.append(task)
+
+        try:
+            workers.do(work, range(50))
+        except ValueError as e:
+            found[i] = e.args
+        else:
+            found[i] = sorted(done)
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert found == {i: (i,) if i % 2 else list(range(50)) for i in range(8)}
+
+
+def test_the_first_error_stops_the_rest_and_keeps_nothing_alive():
+    class Memory:
+        pass
+
+    def failing(memory):
+        workers, began = Workers(2, "test"), []
+
+        def work(task):
+            began.append(task)
+            assert memory
+            raise IndexError(task)
+
+        try:
+            workers.do(work, range(100))
+        except IndexError:
+            workers._pool.shutdown()
+        return len(began)
+
+    gc.collect()
+    gc.disable()
+    try:
+        memory = Memory()
+        gone = weakref.ref(memory)
+        assert 1 <= failing(memory) <= 2
+        del memory
+        assert gone() is None, "an error in a cycle keeps what was read into until the collector comes"
+    finally:
+        gc.enable()
+
+
+def _read_ahead(_, work, items):
+    with closing(read_ahead(items, work, copies=False)) as batches:
+        list(batches)
+
+
+@pytest.mark.parametrize(
+    ("run", "items"),
+    [
+        pytest.param(lambda _, work, items: run_on_threads(items, [work] * 3, "test"), range(20), id="run_on_threads"),
+        pytest.param(Workers.do, range(40), id="Workers"),
+        pytest.param(_read_ahead, range(3), id="read_ahead"),
+    ],
+)
+def test_whoever_is_interrupted_at_any_instant_leaves_no_thread_at_work(run, items):
+    """Ctrl-C in turn before each line that the calling thread comes to, at each call inside of a pool, and when a thread is to begin."""
+    data = bytes(300_000)
+    pool, waiting = concurrent.futures.thread.__file__, threading.Event.wait.__code__
+    for at in count():
+        done = []
+
+        def work(_, done=done):
+            for _ in range(2):
+                done.append(hashlib.sha256(data).digest())  # lets other threads run
+
+        others, workers = set(threading.enumerate()), Workers(2, "test")
+        left = interrupted(
+            at,
+            shardckpt.io.threads.__file__,
+            lambda code: code.co_filename == pool or code is waiting,
+            lambda work=work, workers=workers: run(workers, work, items),
+            lambda done=done: len(done),
+        )
+        workers._pool.shutdown(wait=False)
+        for thread in set(threading.enumerate()) - others:
+            thread._started.wait(SECONDS)
+            thread.join(SECONDS)  # now all have ended that still did something
+        if left is None:
+            assert len(done) == 2 * len(items)
+            break
+        assert len(done) == left, f"interrupted at instant {at}"
+    assert at > 20

@@ -14,7 +14,7 @@ from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.chunks import chunk_shape
 from shardckpt.plan.overlaps import overlaps
 from shardckpt.plan.pieces import Piece
-from shardckpt.plan.shares import MOST_READERS, SharedTensor, peers_sharing_reads, rounds
+from shardckpt.plan.shares import MOST_READERS, SharedBoxes, peers_sharing_reads, rounds
 
 
 @st.composite
@@ -41,7 +41,7 @@ def wanted(draw):
     if shape and stop[-1] - start[-1] > 1 and draw(st.booleans()):
         middle = (start[-1] + stop[-1]) // 2
         boxes = [Box(start, (*stop[:-1], middle)), Box((*start[:-1], middle), stop)]
-    return SharedTensor(pieces, BoxArray.of(boxes, len(shape)), draw(st.sampled_from([1, 2, 8])))
+    return SharedBoxes(pieces, BoxArray.of(boxes, len(shape)), draw(st.sampled_from([1, 2, 8])))
 
 
 @given(st.lists(wanted(), max_size=4), st.integers(1, 6), st.integers(1, 4000))
@@ -83,7 +83,7 @@ SHAPES = [(32003, 1024), (4096, 4096), (4096,), (1024, 11008), (7, 13), ()]
 
 @pytest.mark.parametrize("replicas", range(1, 33))
 def test_1_to_32_replicas_read_every_chunk_of_a_model_once_and_evenly(replicas):
-    tensors = [SharedTensor(stored(shape), whole(shape), 2) for shape in SHAPES]
+    tensors = [SharedBoxes(stored(shape), whole(shape), 2) for shape in SHAPES]
     read, shares = {}, np.zeros(replicas)
     for planned in rounds(tensors, replicas, 64 << 20):
         for reader, share in enumerate(planned):
@@ -107,7 +107,7 @@ def test_a_sharded_model_is_read_once_however_many_replicas_of_its_shards_there_
     times = np.zeros(piece.num_chunks, int)
     for device in range(4):
         box = layout.device_boxes(shape, [device]).boxes
-        for planned in rounds([SharedTensor([piece], box, itemsize)], replicas, 1 << 20):
+        for planned in rounds([SharedBoxes([piece], box, itemsize)], replicas, 1 << 20):
             for region in (region for share in planned for region in share):
                 times[overlaps(piece, BoxArray.of([region.part], 2)).chunk] += 1
     assert (times == 1).all()

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 import shardckpt.reading.fetch
 from shardckpt.format.table import ArrayChunks
+from shardckpt.io.buffers import scatter_read
 from shardckpt.io.store import Store
-from shardckpt.io.vectors import scatter_read
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import Piece
+from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.reader import ChunkReader, Request
+from shardckpt.reading.reader import ChunkReader
 
 DTYPES = ("bool", "uint8", "float16", ml_dtypes.bfloat16, "float64", "complex128")
 

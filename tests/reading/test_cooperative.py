@@ -13,7 +13,7 @@ from shardckpt import Bandwidths, Coordinator, Mesh, PartitionSpec, Sharding
 from shardckpt.errors import OptionError
 from shardckpt.layout.world import World
 from shardckpt.reading import cooperative
-from shardckpt.reading.restore import _jobs
+from shardckpt.reading.landing import restore_jobs
 
 SHAPES = {"w": (64, 48), "v": (48, 64), "b": (50,), "s": (), "e": (0, 3)}
 
@@ -94,7 +94,7 @@ def test_all_members_of_a_group_read_it_together_or_none_does(checkpoint, seed, 
         names = rng.sample(list(wanted), len(wanted))  # nor need they be in one order
         sources = hosts.sources(world.process, {name: wanted[name] for name in names})
         places = [(name, [(name, Wanted(source, world))]) for name, source in sources.items()]
-        jobs.append(_jobs(checkpoint, places, cast=False))
+        jobs.append(restore_jobs(checkpoint, places, cast=False))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cooperative, "interconnect_of", lambda _: Link())

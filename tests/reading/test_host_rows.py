@@ -19,12 +19,12 @@ from shardckpt.format import table as table_format
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
-from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.pieces import Piece
 from shardckpt.reading import host_rows, table_blocks
 from shardckpt.reading.host_rows import HostRows
+from shardckpt.reading.reader import ReadStats
 from shardckpt.reading.table_blocks import TableBlocks
 
 HOSTS, TENSORS, EACH = 6, 40, 5
@@ -67,7 +67,7 @@ class Saved:
 
     def opened(self):
         stats = ReadStats()
-        return TableBlocks(self.place, self.reference, stats, None, self.records), stats
+        return TableBlocks(self.place, self.reference, stats.count_index, None, self.records), stats
 
     def check(self, blocks, start, stop, pieces=PIECES):
         """Prepare a part of tensors, and find what the table of all says."""
@@ -218,7 +218,7 @@ def test_a_table_on_a_disk_is_read_by_itself(tmp_path):
     saved = Saved()
     place = Store.open(tmp_path / ATTEMPT)
     reference, stats = write_table(place, "table", saved.table), ReadStats()
-    saved.check(TableBlocks(place, reference, stats, None, saved.records), 0, EACH)
+    saved.check(TableBlocks(place, reference, stats.count_index, None, saved.records), 0, EACH)
     assert stats.index_reads <= 1 + TENSORS
 
 

@@ -20,8 +20,9 @@ from shardckpt.format.table import ArrayChunks
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import Piece
+from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.reader import LOCAL_RUN, ChunkReader, Request
+from shardckpt.reading.reader import LOCAL_RUN, ChunkReader
 
 
 def written(store, rows, gaps=(), file="hosts/00000/0/d/00000"):
@@ -241,7 +242,8 @@ import numpy as np
 import crc32c
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.reader import ChunkReader, Request
+from shardckpt.reading.locate import Request
+from shardckpt.reading.reader import ChunkReader
 from shardckpt.io.store import Store
 from shardckpt.format.table import ArrayChunks
 from shardckpt.plan.pieces import Piece

@@ -17,13 +17,13 @@ from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.format.table import ROW, ArrayChunks, Table
-from shardckpt.io.stats import ReadStats
 from shardckpt.io.store import Store
 from shardckpt.layout import dtypes
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.pieces import Piece
 from shardckpt.reading import table_blocks
 from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.reader import ReadStats
 from shardckpt.reading.table_blocks import TableBlocks
 
 TENSORS, CHUNKS = 250, 4000
@@ -169,7 +169,7 @@ def complete(**counts):
 def opened(place, table, spare=None):
     """A table that is read by blocks, and what that takes."""
     stats = ReadStats()
-    return TableBlocks(place, write_table(place, "table", table), stats, spare), stats
+    return TableBlocks(place, write_table(place, "table", table), stats.count_index, spare), stats
 
 
 def spoil(place, at):

@@ -18,8 +18,9 @@ from shardckpt.io.datafile import create_data_file
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import Piece, chunk_boxes
+from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.reader import ChunkReader, Request
+from shardckpt.reading.reader import ChunkReader
 from shardckpt.writing.host import HostWriter, portions
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt import errors, frameworks
-from shardckpt.io.budget import BufferPool
+from shardckpt.io.buffers import BufferPool
 from shardckpt.layout.box import Box
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.partition_spec import PartitionSpec

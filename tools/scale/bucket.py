@@ -26,7 +26,7 @@ from shardckpt.commit import assemble
 from shardckpt.io.buckets.cloud import BUCKET
 from shardckpt.io.buckets.listing import PAGE
 from shardckpt.io.buckets.pace import ALONE, Pace, RequestShare
-from shardckpt.io.together import AT_ONCE
+from shardckpt.io.threads import AT_ONCE
 from shardckpt.writing.packed import MOST_UPLOADS, OBJECT_BYTES
 from tools.scale.counted import Request
 

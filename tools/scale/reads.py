@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shardckpt.io.stats import ReadStats
 from shardckpt.layout.box import BoxArray
 from shardckpt.options import DEFAULT_MEMORY_LIMIT
 from shardckpt.plan.overlaps import overlaps, touched
 from shardckpt.plan.pieces import batches
-from shardckpt.plan.shares import SharedTensor, peers_sharing_reads, rounds
+from shardckpt.plan.shares import SharedBoxes, peers_sharing_reads, rounds
 from shardckpt.plan.writers import box_holders
 from shardckpt.reading.cooperative import exchange_bytes
-from shardckpt.reading.finder import MOST_CHUNKS
-from shardckpt.reading.reader import OBJECT_GAP, OBJECT_RUN
+from shardckpt.reading.locate import MOST_CHUNKS
+from shardckpt.reading.reader import OBJECT_GAP, OBJECT_RUN, ReadStats
 from shardckpt.reading.restore import LARGEST_BATCH
 from shardckpt.reading.runs import RunLimits, count_runs
 from shardckpt.reading.table_blocks import TableBlocks
@@ -83,7 +82,7 @@ def prepared(onto_devices: int | None = None, **job: Any) -> Callable[[], dict[s
 def restored(tables: Tables, onto: Job, host: int, *, together: bool = False, ask: bool = True) -> dict[str, int]:
     """What one host reads; `ask`: whether hosts' own tables may be among that."""
     stats, requests, nbytes = ReadStats(), 0, 0
-    table = TableBlocks(cast("Store", tables), tables.reference, stats, None, tables.hosts if ask else ())
+    table = TableBlocks(cast("Store", tables), tables.reference, stats.count_index, None, tables.hosts if ask else ())
     for pieces in _reads(tables.records, onto, host, together=together):
         table.prepare(pieces)
         chunks = [np.unique(overlaps(piece, wanted).chunk) for piece, wanted in pieces]
@@ -107,7 +106,7 @@ def _reads(records: dict[str, TensorRecord], onto: Job, host: int, *, together: 
             if len(members) == 1:
                 yield [(piece, boxes[tensor.name]) for tensor in batch for piece in tensor.pieces]
                 continue
-            wanted = [SharedTensor(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize) for tensor in batch]
+            wanted = [SharedBoxes(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize) for tensor in batch]
             for shares in rounds(wanted, len(members), exchange_bytes(DEFAULT_MEMORY_LIMIT)):
                 mine = groupby(shares[members.index(host)], lambda region: region.tensor)
                 parts = [(batch[i], BoxArray.of([region.part for region in some], len(batch[i].shape))) for i, some in mine]

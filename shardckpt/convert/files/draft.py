@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import AlreadyExistsError, OptionError
 from shardckpt.io.datafile import check_space
-from shardckpt.io.store import Store, storage_errors, sync_directory
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.store import Store, sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -28,10 +28,10 @@ import crc32c
 from shardckpt.convert.files.notes import Notes
 from shardckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from shardckpt.excerpt import file_size
+from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.datafile import free_bytes
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Store, sync_directory
-from shardckpt.io.vectors import MOST_VECTORS, after
 from shardckpt.reshard.memory import READERS
 from shardckpt.state.names import shown
 

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ALONE", "Pace", "RequestShare"]
-
 
 @dataclass(frozen=True, slots=True)
 class RequestShare:

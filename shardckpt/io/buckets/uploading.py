@@ -23,7 +23,7 @@ import numpy as np
 from shardckpt.errors import BudgetError
 from shardckpt.excerpt import file_size, mebibytes_above
 from shardckpt.io.buckets import cloud
-from shardckpt.io.budget import BufferPool, Lease
+from shardckpt.io.buffers import BufferPool, Lease
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import byte_view
 

@@ -15,9 +15,8 @@ from shardckpt.commit.publish import published_attempt
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.reading.based_reader import BasedReader
-from shardckpt.reading.opening import memory_of_runs
 from shardckpt.reading.places import read_places
-from shardckpt.reading.reader import reading_limits
+from shardckpt.reading.reader import memory_of_runs, reading_limits
 from shardckpt.reshard.carrying import TakenOver, way
 from shardckpt.reshard.forecast.hosts import DEVICES_PER_HOST, Hosts, placed
 from shardckpt.reshard.forecast.reshard import ReshardReads, reshard_reads

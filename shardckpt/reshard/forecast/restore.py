@@ -20,7 +20,7 @@ import numpy as np
 
 from shardckpt.plan.pieces import batches
 from shardckpt.plan.readers import chunks_read, host_boxes
-from shardckpt.reading.finder import MOST_CHUNKS
+from shardckpt.reading.locate import MOST_CHUNKS
 from shardckpt.reading.restore import LARGEST_BATCH
 from shardckpt.reading.runs import count_runs
 from shardckpt.reshard.forecast.hosts import Bins

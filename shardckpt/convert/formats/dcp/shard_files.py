@@ -23,7 +23,7 @@ from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.file_version import FileVersion, identity_of
 from shardckpt.io.store import Store
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
             f"{location}: there is no file of shard {missing[0]}, and there is one of shard {processes[-1]}; restore it."
         )
     parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Shard]] = {}
-    opened = together(lambda name: _open(store, name), names)
+    opened = map_on_threads(lambda name: _open(store, name), names)
     for _, shards in opened:
         for name, shard in shards.items():
             parts.setdefault(name, {}).setdefault((shard.start, shard.tensor.shape), shard)

@@ -36,7 +36,7 @@ from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionErr
 from shardckpt.excerpt import excerpt, few
 from shardckpt.io.file_version import FileVersion, identity_of
 from shardckpt.io.store import LARGEST_WHOLE, Store
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import shown
 
@@ -153,8 +153,8 @@ def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
     notes = [f"{where} is a pickle, and was read because that was asked for; nothing in it was run."]
     opened = lru_cache(REMEMBERED)(lambda item: open_torch_file(Span(files[item.file], item.offset, item.offset + item.length)))
     nbytes = ROWS_BYTES if store.location.local is not None else REQUEST_BYTES
-    tensors = together(lambda named: _placed(*named, opened, nbytes), metadata.tensors.items())
-    values = together(lambda named: _value(*named, opened), metadata.bytes.items())
+    tensors = map_on_threads(lambda named: _placed(*named, opened, nbytes), metadata.tensors.items())
+    values = map_on_threads(lambda named: _value(*named, opened), metadata.bytes.items())
     leaves: dict[str, Any] = dict(zip(metadata.tensors, tensors, strict=True))
     for name, (value, left) in zip(metadata.bytes, values, strict=True):
         notes.extend(left)
@@ -188,7 +188,7 @@ def _files(items: Iterable[DcpItem], store: Store) -> dict[str, FileVersion]:
             raise CorruptionError(f"{version} ends before byte {end}, up to which it is needed; restore it from a copy.")
         return version
 
-    return dict(zip(ends, together(look, ends.items()), strict=True))
+    return dict(zip(ends, map_on_threads(look, ends.items()), strict=True))
 
 
 def _value(name: str, item: DcpItem, opened: Callable[[DcpItem], TorchFile]) -> tuple[Any, list[str]]:

@@ -22,7 +22,7 @@ from shardckpt.errors import FormatError, MissingDataError, ShardingError, Uncom
 from shardckpt.excerpt import excerpt
 from shardckpt.io.file_version import FileVersion
 from shardckpt.io.foreign_arrays import open_arrays
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 from shardckpt.layout import dtypes
 from shardckpt.layout.box import Box
 from shardckpt.state.names import shown
@@ -111,7 +111,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
         notes.append(f"{place}: written by an Orbax that does not store chunks of zeros; a chunk that is missing is read as zeros.")
     arrays = open_arrays(place, stored, "zarr3" if zarr3 else "zarr", ocdbt=_MANIFEST in names, fill_missing=not stores_all)
     scalars = [leaf.name for leaf in leaves if leaf.kind == "scalar"]
-    values = dict(zip(scalars, together(lambda name: _scalar(arrays[name]), scalars), strict=True))
+    values = dict(zip(scalars, map_on_threads(lambda name: _scalar(arrays[name]), scalars), strict=True))
     values |= _strings(place, [leaf.name for leaf in leaves if leaf.kind == "string"])
     layouts = shardings(place.read("_sharding"), place.path_of("_sharding")) if "_sharding" in names else {}
     generators = _generators(place) if "array_metadatas/" in names else {}

@@ -26,7 +26,7 @@ from shardckpt.errors import CorruptionError, FormatError, OptionError
 from shardckpt.excerpt import excerpt, few
 from shardckpt.io.file_version import FileVersion, file_at, identity_of
 from shardckpt.io.store import Store
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import component_names, shown
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class SafetensorsFiles:
         index = FileVersion(self._store, main) if main.endswith(INDEX_SUFFIX) else None
         weight_map = None if index is None else _weight_map(index)
         files = [main] if weight_map is None else sorted(set(weight_map.values()))
-        opened = together(self._open, files)
+        opened = map_on_threads(self._open, files)
         headers = {version.key: header for version, header in opened}
         if weight_map is not None:
             _check_index(str(index), weight_map, headers)

@@ -19,7 +19,7 @@ from shardckpt.excerpt import excerpt
 from shardckpt.io.buckets.listing import sizes
 from shardckpt.io.file_version import FileVersion, file_at, identity_of
 from shardckpt.io.store import Store
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         return place_tensors(state_in(opened), "torch", location, identity_of(location, [file]), ())
     weight_map = _weight_map(file)
     versions = [FileVersion(file.store, name) for name in sorted(set(weight_map.values()))]
-    states = dict(zip((version.key for version in versions), together(lambda version: state_in(_opened(version)), versions), strict=True))
+    states = dict(
+        zip((version.key for version in versions), map_on_threads(lambda version: state_in(_opened(version)), versions), strict=True)
+    )
     state = {name: _named(states[key], name, key, file) for name, key in weight_map.items()}
     unnamed = next((f"{shown(name)} in {key}" for key, part in states.items() for name in part if weight_map.get(name) != key), None)
     if unnamed is not None:

@@ -33,7 +33,8 @@ from shardckpt.convert.small_leaves import left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.streaming.chunking import blocks, runs
 from shardckpt.errors import BudgetError, DtypeError, MissingDataError, MissingExtraError
-from shardckpt.io.store import byte_view, storage_errors
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.store import byte_view
 from shardckpt.state import parse, unflatten
 from shardckpt.state.document import Tensor, Tied, leaves_of
 from shardckpt.state.names import shown

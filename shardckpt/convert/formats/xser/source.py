@@ -21,7 +21,7 @@ from shardckpt.errors import FormatError, MissingDataError, NotFoundError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.buckets.listing import sizes
 from shardckpt.io.file_version import FileVersion, file_at, identity_of
-from shardckpt.io.together import together
+from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign
@@ -64,8 +64,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         raise NotFoundError(f"{location}: there is no such file; give the path that xser.save was given, without {_TENSORS[:-1]}.")
     folder = file.key + _TENSORS
     lengths = {key: n for key, n in sorted(sizes(file.store, folder).items()) if _TENSOR.fullmatch(key.removeprefix(folder))}
-    versions = together(lambda key: FileVersion(file.store, key), lengths)
-    opened = together(lambda version: open_state_file(span_of(version, lengths[version.key])), versions)
+    versions = map_on_threads(lambda key: FileVersion(file.store, key), lengths)
+    opened = map_on_threads(lambda version: open_state_file(span_of(version, lengths[version.key])), versions)
     tensors = {version.key: one for version, one in zip(versions, opened, strict=True)}
 
     def tensor(reference: Instance) -> object:

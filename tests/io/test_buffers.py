@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.io.budget import BufferPool, round_up
+from shardckpt.io.buffers import BufferPool, round_up
 
 
 @given(st.lists(st.integers(0, 9000), max_size=40))

@@ -1,41 +1,50 @@
-"""Where do the chunks lie that somebody wants?
+"""Locating: which stored chunks some boxes of some tensors need, where their elements go, and where they lie.
 
-The chunk table says for each its file, its place there, its length and its checksum. A table comes from somebody else: that it
-has every chunk, and no length that a chunk cannot have, is checked before memory is taken.
+Everything is in columns, a row per chunk, because a restore of small tensors reads tens of thousands of chunks and is slower by
+whatever Python does for each:
+
+1. The boxes of all requests are put together, each with the array that it is to be read from, and `plan.overlaps_of` pairs the
+   chunks of all arrays with the boxes that they touch.
+2. Rows of pairs that belong to the same chunk become its *targets*: for each box that wants a part, which part and where to.
+3. The chunk table (`Lookup`) says for each chunk its file, its place there, its length and its checksum. A table comes from somebody
+   else: that it has every chunk, and no length that a chunk cannot have, is checked before memory is taken.
+4. Rows are taken, sorted and cut as a whole; what a message names is made of a row when there is one to be named.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
+from types import EllipsisType
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, plain_key
-from shardckpt.plan.overlaps import touched
+from shardckpt.layout.box import BoxArray
+from shardckpt.plan.overlaps import overlaps_of, touched, touching
 from shardckpt.plan.pieces import chunk_boxes
-from shardckpt.reading.wanted import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
 
     from shardckpt.errors import ShardckptError
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
     from shardckpt.reading.lookup import Lookup
-    from shardckpt.reading.wanted import Request
 
-    Ints = NDArray[np.int64]
     Damaged = Callable[[str, Box, str, ShardckptError], None]
-    """Called with tensor name, index range, file and error for each chunk that is not as written."""
+    """Called with tensor name, index range, file and error for each chunk that is not as it was written."""
 
-__all__ = ["MOST_CHUNKS", "ChunkFinder", "Located"]
-
+Array = NDArray[np.generic]
+Ints = NDArray[np.int64]
+Index = tuple[slice | EllipsisType, ...]
+CopyTarget = tuple[Array, Index, Index]
+"""Where a part of a chunk goes: the buffer, where in the buffer, where in the chunk."""
 MOST_CHUNKS = 1 << 14
 """Chunks that are looked up, sorted and read at a time."""
 MOST_REPORTED = 10_000
@@ -46,10 +55,157 @@ _NO_CHUNKS = ArrayChunks.none()
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """One tensor's boxes to be read."""
+
+    name: str
+    """The tensor, for messages."""
+    dtype: np.dtype[np.generic]
+    """dtype of what is stored."""
+    pieces: Sequence[Piece]
+    boxes: BoxArray
+    """The boxes wanted, in the tensor's indices."""
+    buffers: Sequence[Array]
+    """Per box an array with the box at its start (it may be larger): of `dtype`, or of any other if it is converted."""
+    convert_from: np.dtype[np.generic] | None = None
+    """What the stored elements mean, where buffers are of another dtype than they; None: all are of `dtype`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedArray:
+    """What a request wants of one array."""
+
+    request: Request
+    piece: Piece
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk's elements, as they lie in memory."""
+        return prod(self.piece.chunks) * self.request.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTargets:
+    """Where the elements of chunks go: for each chunk the rows of its (chunk, box) pairs, side by side."""
+
+    buffers: Sequence[Array]
+    """Of all boxes of all requests."""
+    first: Ints
+    """(n,) the row of each chunk's first pair."""
+    count: Ints
+    """(n,) how many pairs a chunk has."""
+    box: Ints
+    """(p,) which box, and so which buffer. This and what follows has a row per pair."""
+    in_chunk: BoxArray
+    """Common part, in the chunk. Tensors of fewer dimensions than others have some before theirs: 0 to 1."""
+    in_box: BoxArray
+    """Common part, in the box and so in the buffer; as `in_chunk`."""
+
+    @classmethod
+    def none(cls, n: int) -> CopyTargets:
+        """Of n chunks, none of which goes anywhere."""
+        empty, nothing = np.empty(0, np.int64), BoxArray.of([], 0)
+        return cls([], np.zeros(n, np.int64), np.zeros(n, np.int64), empty, nothing, nothing)
+
+    def take(self, rows: Ints) -> CopyTargets:
+        """Of those chunks, with their pairs in the same order."""
+        count = self.count[rows]
+        first = np.cumsum(count) - count
+        pairs = np.repeat(self.first[rows] - first, count) + np.arange(int(count.sum()))
+        in_chunk, in_box = (BoxArray(boxes.start[pairs], boxes.stop[pairs]) for boxes in (self.in_chunk, self.in_box))
+        return CopyTargets(self.buffers, first, count, self.box[pairs], in_chunk, in_box)
+
+    def target(self, pair: int, ndim: int) -> CopyTarget:
+        """Of a pair, that belongs to a tensor of so many dimensions."""
+        own = slice(self.in_box.start.shape[1] - ndim, None)
+
+        def index(boxes: BoxArray) -> Index:
+            return (*map(slice, boxes.start[pair, own].tolist(), boxes.stop[pair, own].tolist()), ...)
+
+        return self.buffers[int(self.box[pair])], index(self.in_box), index(self.in_chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedChunks:
+    """Chunks that are wanted; one row each."""
+
+    parts: Sequence[RequestedArray]
+    part: Ints
+    """(n,) what each belongs to."""
+    position: Ints
+    """(n,) in the array's grid."""
+    targets: CopyTargets
+
+    @classmethod
+    def of_boxes(cls, requests: Sequence[Request]) -> RequestedChunks:
+        """The chunks that the requests' boxes touch, each once however many boxes share it, in the requests' order."""
+        parts: list[RequestedArray] = []
+        buffers: list[Array] = []
+        owner, box = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for request in requests:
+            which, boxes = touching(request.pieces, request.boxes)
+            held, nth = np.unique(which, return_inverse=True) if len(request.pieces) > 1 else (np.zeros(1, np.int64), which)
+            owner.append(nth + len(parts))
+            box.append(boxes + len(buffers))
+            parts += [RequestedArray(request, request.pieces[k]) for k in held.tolist()]
+            buffers += request.buffers
+        of_part, of_box = np.concatenate(owner), np.concatenate(box)
+        together = _together([request.boxes for request in requests])
+        pairs = overlaps_of([part.piece for part in parts], BoxArray(together.start[of_box], together.stop[of_box]), of_part)
+        part = of_part[pairs.box]
+        first = np.flatnonzero(np.diff(part, prepend=-1) | np.diff(pairs.chunk, prepend=-1))
+        targets = CopyTargets(buffers, first, np.diff(first, append=len(part)), of_box[pairs.box], pairs.in_chunk, pairs.in_box)
+        return cls(parts, part[first], pairs.chunk[first], targets)
+
+    @classmethod
+    def of_positions(cls, wanted: Sequence[tuple[Request, Piece, Ints]]) -> RequestedChunks:
+        """Chunks by their positions in arrays, in that order, whose elements go nowhere."""
+        part = np.repeat(np.arange(len(wanted)), [len(positions) for _, _, positions in wanted])
+        position = np.concatenate([*(positions for _, _, positions in wanted), np.empty(0, np.int64)])
+        return cls([RequestedArray(request, piece) for request, piece, _ in wanted], part, position, CopyTargets.none(len(part)))
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.position)
+
+    def take(self, rows: Ints) -> RequestedChunks:
+        """Some of them, in that order."""
+        return RequestedChunks(self.parts, self.part[rows], self.position[rows], self.targets.take(rows))
+
+    def part_of(self, row: int) -> RequestedArray:
+        """What a chunk belongs to."""
+        return self.parts[int(self.part[row])]
+
+    def box(self, row: int) -> Box:
+        """A chunk's elements, in the tensor's indices."""
+        return chunk_boxes(self.part_of(row).piece, self.position[row : row + 1])[0]
+
+    def where(self, row: int) -> str:
+        """For messages: tensor, index range."""
+        return f"{self.part_of(row).request.name}{self.box(row)}"
+
+    def targets_of(self, row: int) -> list[CopyTarget]:
+        """Where a chunk's elements go."""
+        first, ndim = int(self.targets.first[row]), len(self.part_of(row).piece.shape)
+        return [self.targets.target(pair, ndim) for pair in range(first, first + int(self.targets.count[row]))]
+
+
+def _together(boxes: Sequence[BoxArray]) -> BoxArray:
+    """All of them, with dimensions of one element before those of tensors that have fewer than others."""
+    ndim = max((some.start.shape[1] for some in boxes), default=0)
+    start, stop = (np.full((sum(map(len, boxes)), ndim), fill, np.int64) for fill in (0, 1))
+    row = 0
+    for some in boxes:
+        at = slice(row, row := row + len(some)), slice(ndim - some.start.shape[1], None)
+        start[at], stop[at] = some.start, some.stop
+    return BoxArray(start, stop)
+
+
+@dataclass(frozen=True, slots=True)
 class Located:
     """Chunks that are wanted, and where they lie; one row each."""
 
-    wanted: Wanted
+    wanted: RequestedChunks
     files: Sequence[str]
     """The table's."""
     file: Ints
@@ -117,7 +273,7 @@ class ChunkFinder:
 
     def needed(self, requests: Sequence[Request]) -> Iterator[Located]:
         """The chunks that the requests' boxes touch, each once, however many boxes share it; some at a time."""
-        wanted = Wanted.of_boxes(requests)
+        wanted = RequestedChunks.of_boxes(requests)
         for i in range(0, len(wanted), MOST_CHUNKS):
             yield self.located(wanted.take(np.arange(i, min(i + MOST_CHUNKS, len(wanted)))))
 
@@ -160,12 +316,12 @@ class ChunkFinder:
                 batch.append((request, piece, part))
                 at, room = at + len(part), room - len(part)
                 if not room:
-                    yield self.located(Wanted.of_positions(batch))
+                    yield self.located(RequestedChunks.of_positions(batch))
                     batch, room = [], MOST_CHUNKS
         if batch:
-            yield self.located(Wanted.of_positions(batch))
+            yield self.located(RequestedChunks.of_positions(batch))
 
-    def located(self, wanted: Wanted) -> Located:
+    def located(self, wanted: RequestedChunks) -> Located:
         """Those chunks with their places; MissingDataError where the table lacks one."""
         try:
             files, rows = self._table.find([part.piece.path for part in wanted.parts], wanted.part, wanted.position)

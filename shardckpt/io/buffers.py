@@ -1,17 +1,20 @@
-"""Host buffers that stay inside a byte budget, and are used again.
+"""Host memory that bytes are read into and written from: a pool within a limit, memory that is kept, and many pieces in one call.
 
-Fresh memory is the slowest part of moving data on a host (the kernel clears every page at its first touch), so a
-pool keeps what it has allocated. What is lent, and what is counted beside it, never exceeds the limit, with one
-exception: a request larger than the whole limit is let through when nothing else is lent, because a framework may
-want all of a tensor's shards in one call.
+Fresh memory is the slowest part of moving data on a host, because the kernel clears every page at its first touch. So a `BufferPool`
+keeps what it has allocated. What is lent, and what is counted beside it, never exceeds the limit, with one exception: a request
+larger than the whole limit is let through when nothing else is lent, because a framework may want all of a tensor's shards in one
+call. Requests are served in the order in which they come, so none starves. One request asks for all that its user needs until it
+is through, memory that others allocate for it included. A thread that holds a lease never waits for another one, so leases are
+always given back, and each request is served in the end.
 
-Requests are served in the order in which they come, so none starves. One request asks for all that its user needs
-until it is through, memory that others allocate for it included: who holds a lease never waits for another one, so
-leases are always given back, and everyone's turn comes.
+An `Arena` cuts arrays that somebody keeps from new memory. Most of what fresh memory costs is the page faults, and a large page takes
+one fault instead of 512. numpy asks for large pages from 4 MiB on, and there are some only where whole ones fit. So arrays are cut
+from blocks of many, which begin at a large page. A block lives as long as any of its arrays.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from math import prod
@@ -20,14 +23,19 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["BufferPool", "Lease", "round_up"]
-
 ALIGNMENT = 64
 """Buffers start at multiples of this many bytes, as devices' transfer engines like it."""
+BLOCK = 32 << 20
+"""Bytes of an arena's block; a larger array has one of its own."""
+_LARGE_PAGE = 2 << 20
+"""Bytes; the smallest of x86-64 and of arm64 with pages of 4 KiB."""
+MOST_VECTORS = 1000
+"""Pieces of memory per call of the system, below the kernel's IOV_MAX of 1024."""
 
 
 class Lease:
@@ -160,6 +168,50 @@ class BufferPool:
             self._changed.notify_all()
 
 
+class Arena:
+    """Cuts arrays from blocks; used by one thread."""
+
+    def __init__(self) -> None:
+        """Nothing is allocated yet."""
+        self._rest: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]:
+        """A new array, aligned as a pool's buffers are; its contents are whatever was there."""
+        kind = np.dtype(dtype)
+        size = prod(shape) * kind.itemsize
+        if size > BLOCK // 2:  # its own block, and the rest of the one before stays in use
+            return _aligned(size, _LARGE_PAGE).view(kind).reshape(shape)
+        if size > self._rest.nbytes:
+            self._rest = _aligned(BLOCK, _LARGE_PAGE)
+        array: NDArray[np.generic] = self._rest[:size].view(kind).reshape(shape)
+        self._rest = self._rest[round_up(size) :]
+        return array
+
+
+def after(vectors: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of some memory after so many bytes.
+
+    >>> [bytes(rest) for rest in after([memoryview(b"abc"), memoryview(b"de")], 2)]
+    [b'c', b'de']
+    """
+    for i, vector in enumerate(vectors):
+        if nbytes < len(vector):
+            return [vector[nbytes:], *vectors[i + 1 :]]
+        nbytes -= len(vector)
+    return []
+
+
+def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview]) -> None:
+    """Fill all vectors from one place of a file; EOFError where it ends before."""
+    while length:
+        got = os.preadv(fd, vectors[:MOST_VECTORS], offset)
+        if got == 0:
+            raise EOFError
+        offset, length = offset + got, length - got
+        if length:
+            vectors = after(vectors, got)
+
+
 def round_up(nbytes: int) -> int:
     """To the next multiple of the alignment: what an array of `nbytes` takes from a lease."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -170,7 +222,8 @@ def _size(nbytes: int) -> int:
     return max(round_up(nbytes), ALIGNMENT)
 
 
-def _aligned(nbytes: int) -> NDArray[np.uint8]:
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    begin = -raw.ctypes.data % ALIGNMENT
+def _aligned(nbytes: int, alignment: int = ALIGNMENT) -> NDArray[np.uint8]:
+    """Fresh memory that begins at a multiple of `alignment`."""
+    raw = np.empty(nbytes + alignment, np.uint8)
+    begin = -raw.ctypes.data % alignment
     return raw[begin : begin + nbytes]

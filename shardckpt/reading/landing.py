@@ -1,0 +1,162 @@
+"""Landings: the places that stored tensors go to, checked before anything is read.
+
+A `RestoreJob` is one stored tensor with a `Landing` for every place that gets it. A landing says which boxes are needed, where memory for
+them comes from, and hands the elements to its sink.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+from numpy.typing import NDArray
+
+from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
+from shardckpt.io.buffers import round_up
+from shardckpt.layout.box import BoxArray
+from shardckpt.layout.dtypes import castable
+from shardckpt.reading.locate import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.frameworks.base import Sink
+    from shardckpt.io.buffers import Arena, Lease
+    from shardckpt.reading.checkpoint import Checkpoint
+
+Array = NDArray[np.generic]
+
+
+class Landing:
+    """One place that a tensor goes to."""
+
+    def __init__(self, tensor: TensorRecord, sink: Sink) -> None:
+        self.tensor = tensor
+        self.sink = sink
+        self.names: list[str] = []
+        """The names in the result that it is returned under."""
+        self.buffers: list[Array] = []
+        """Per box, what the chunks are read into."""
+        self.boxes = sink.boxes
+        self.destinations = sink.destinations
+        self.converts = sink.dtype != tensor.dtype or any(not v.dtype.isnative for v in self.destinations or ())
+        """Whether elements are converted on their way into the buffers."""
+        lent = sink.buffer_shapes if self.destinations is None and not sink.adopts else []
+        self.staged_bytes = sum(round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in lent)
+        """Host bytes that it needs beyond its own memory."""
+
+    @property
+    def view(self) -> list[object]:
+        """Where it is filled in place, and how that memory is seen."""
+        return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.destinations or ()]
+
+    def prepare(self, lease: Lease, arena: Arena) -> None:
+        """Set `buffers`, of the sink's dtype: where the leaf is, memory that it keeps, or lent memory."""
+        memory = arena if self.sink.adopts else lease
+        own = self.destinations
+        self.buffers = [memory.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes] if own is None else own
+
+    def finish(self) -> object:
+        """Hand the elements to the sink; the restored leaf."""
+        return self.sink.place(self.buffers)
+
+
+@dataclass(slots=True)
+class RestoreJob:
+    """One stored tensor and every place it goes to."""
+
+    tensor: TensorRecord
+    landings: list[Landing]
+    nbytes: int = field(init=False)
+    """Bytes of the boxes that this process needs, as they are stored: its own share, not the whole tensor."""
+
+    def __post_init__(self) -> None:
+        """Count them once."""
+        elements = sum(prod(shape) for landing in self.landings for shape in (landing.boxes.stop - landing.boxes.start).tolist())
+        self.nbytes = elements * self.tensor.dtype.storage.itemsize
+
+    @property
+    def staged_bytes(self) -> int:
+        """Staging that the job takes from the pool."""
+        return sum(landing.staged_bytes for landing in self.landings)
+
+    @property
+    def placing_bytes(self) -> int:
+        """Host bytes that placing takes besides; one leaf is placed at a time."""
+        return max(landing.sink.placing_bytes for landing in self.landings)
+
+    def request(self) -> Request:
+        """All boxes of all landings, so that a chunk that several want is read once."""
+        boxes = [landing.boxes for landing in self.landings]
+        together = boxes[0] if len(boxes) == 1 else BoxArray(*map(np.concatenate, ([b.start for b in boxes], [b.stop for b in boxes])))
+        buffers = [buffer for landing in self.landings for buffer in landing.buffers]
+        storage = self.tensor.dtype.storage
+        if any(landing.converts for landing in self.landings):
+            return Request(self.tensor.name, storage, self.tensor.pieces, together, buffers, convert_from=self.tensor.dtype.numpy)
+        # As bits: nothing touches them on their way.
+        return Request(self.tensor.name, storage, self.tensor.pieces, together, [buffer.view(storage) for buffer in buffers])
+
+
+def restore_jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tuple[str, Sink]]]], *, cast: bool) -> list[RestoreJob]:
+    """Return what to restore, every shape and dtype checked.
+
+    Args:
+        checkpoint: where from.
+        places: stored name, and (name for messages, sink) of every place that gets the tensor.
+        cast: whether dtypes may differ.
+    """
+    jobs = []
+    for stored, wanted in places:
+        tensor = checkpoint.tensor(stored)
+        landings: dict[Hashable, Landing] = {}
+        for name, sink in wanted:
+            if sink.shape != tensor.shape:
+                raise ShapeMismatchError(
+                    f"{name}: {checkpoint.location} has shape {tensor.shape}, the leaf to restore into has {sink.shape}; "
+                    f"make them equal, or leave the tensor out with only=."
+                )
+            if sink.dtype != tensor.dtype and not cast:
+                raise DtypeMismatchError(
+                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, the leaf to restore into has {sink.dtype.name}; "
+                    f"pass cast=True to convert."
+                )
+            if not castable(tensor.dtype, sink.dtype):
+                raise DtypeMismatchError(
+                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, which cannot be converted to {sink.dtype.name}; "
+                    f"restore it as it is."
+                )
+            # Leaves of tied tensors that want the same thing get one object, as they were one when saved.
+            landings.setdefault(sink.tie_key, Landing(tensor, sink)).names.append(name)
+        jobs.append(RestoreJob(tensor, list(landings.values())))
+    _refuse_shared_memory(jobs)
+    return jobs
+
+
+def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
+    """Raise unless what is filled in place has memory of its own: several threads write, in no particular order."""
+    extents = [(*byte_bounds(array), array, landing) for job in jobs for landing in job.landings for array in landing.destinations or ()]
+    extents.sort(key=lambda extent: extent[:2])
+    open_until: list[tuple[int, Array, Landing]] = []
+    for start, stop, array, landing in extents:
+        open_until = [other for other in open_until if other[0] > start]
+        for _, other, before in open_until:
+            same_view = landing.tensor is before.tensor and landing.view == before.view
+            if not same_view and _share_memory(array, other):
+                raise StructureMismatchError(
+                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so both cannot be restored in place; give "
+                    f"each a tensor of its own. If both are one tied parameter, leave one name out: import with exclude=, then "
+                    f"restore with strict=False."
+                )
+        open_until.append((stop, array, landing))
+
+
+def _share_memory(a: Array, b: Array) -> bool:
+    """Whether an element of one lies in the memory of the other; in doubt, yes."""
+    try:
+        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]  # numpy takes any number here
+    except np.exceptions.TooHardError:
+        return True
