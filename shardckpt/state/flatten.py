@@ -84,7 +84,7 @@ def flatten(
     return Flat(walk.tensors, tree, walk.aliases, walk.per_process)
 
 
-_NEVER_LEAVES = frozenset({dict, list, tuple})
+NEVER_LEAVES = frozenset({dict, list, tuple})
 """Exactly these are always containers: nobody can register them as leaves."""
 
 
@@ -116,7 +116,7 @@ class _Walk:
             self.refuse_in_leaf(value)
             self.per_process[name] = value.value
             return {"$per_process": None}
-        if type(value) not in _NEVER_LEAVES:
+        if type(value) not in NEVER_LEAVES:
             registered = leaves.leaf_type(value)
             if registered is not None:
                 with _Inside(self, value, name, depth):

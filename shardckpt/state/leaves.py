@@ -116,6 +116,7 @@ def leaf_type_named(name: str, where: str) -> LeafType:
 # --- encoding -------------------------------------------------------------------------------------------------------
 
 _LARGEST_BARE_INT = 2**53
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_small(value: object) -> bool:
@@ -170,9 +171,6 @@ def encode_text(value: str) -> JSON:
     if value.isascii() or not _SURROGATE.search(value):
         return "$" + value if value.startswith("$") else value
     return {"$str": value.encode("utf-8", "surrogatepass").hex()}
-
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 _ENCODERS: dict[type, Callable[[Any], JSON]] = {

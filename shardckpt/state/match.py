@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.state import leaves, names
 from shardckpt.state.document import MAX_DEPTH, Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
-from shardckpt.state.flatten import Container, container_of, unsupported
+from shardckpt.state.flatten import NEVER_LEAVES, Container, container_of, unsupported
 from shardckpt.state.names import shown
 from shardckpt.state.per_process import PerProcess
 from shardckpt.state.unflatten import decode_leaf
@@ -235,6 +235,8 @@ def _keep(value: object) -> _Step:
 
 
 def _is_leaf(value: object) -> bool:
+    if type(value) in NEVER_LEAVES:
+        return False
     return isinstance(value, PerProcess) or leaves.leaf_type(value) is not None or leaves.is_small(value)
 
 
