@@ -16,6 +16,7 @@ from shardckpt.io.buffers import BufferPool
 from shardckpt.layout.box import BoxArray, distinct_boxes
 from shardckpt.layout.dtypes import DType
 from shardckpt.reading import restore as restoring
+from shardckpt.reading.landing import Landing, RestoreJob
 
 SHAPES = {"large": (8192, 8192), **{f"small{i}": (4096, 4096) for i in range(4)}}
 """uint32, so 256 MiB and 64 MiB. Every element is its own flat index."""
@@ -101,9 +102,9 @@ def restore_host(case):
         tensor = checkpoint.tensor(name)
         found = sharding.device_boxes(tensor.shape, case["devices"])
         boxes, _ = distinct_boxes(found.boxes)
-        landing = restoring._Landing(tensor, DeviceSink(name, tensor.shape, tensor.dtype, boxes, found.tile))
+        landing = Landing(tensor, DeviceSink(name, tensor.shape, tensor.dtype, boxes, found.tile))
         landing.names.append(name)
-        jobs.append(restoring._Job(tensor, [landing]))
+        jobs.append(RestoreJob(tensor, [landing]))
     assert checkpoint.reader.stats.bytes_read == 0  # opens it: tables are no staging
     pool = BufferPool(case["limit"])
 
@@ -111,7 +112,7 @@ def restore_host(case):
         checkpoint.reader.read([job.request() for job in batch])
 
     with Peak() as peak:
-        restored = restoring._run(jobs, pool, fetch, restoring.STAGED_BATCH, in_place=False, placed=lambda _nbytes: None)
+        restored = restoring._read_and_place(jobs, pool, fetch, restoring.STAGED_BATCH, in_place=False, placed=lambda _nbytes: None)
     assert restored == {name: len(set(case["devices"])) for name in checkpoint.names()}
     stats = checkpoint.reader.stats
     return {"growth": peak.growth, "high_water": pool.high_water, "read": stats.bytes_read, "needed": stats.bytes_needed}
