@@ -39,7 +39,6 @@ from shardckpt.frameworks.torch import array_of, dtype_of_tensor, tensor_of
 from shardckpt.frameworks.xla_layout import (
     XlaShards,
     from_sharding_spec,
-    from_xla_mesh,
     layouts_of,
     local_device_ids,
     local_shards,
@@ -59,8 +58,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.dtypes import DType
     from shardckpt.layout.world import World
-
-__all__ = ["accepts", "from_sharding_spec", "from_xla_mesh", "identity", "matches", "settle", "sources", "target"]
 
 CALL_BYTES = 256 << 20
 """Host bytes that one call which reads shards may take, replicas included; a larger tensor has a call of its own."""

@@ -32,13 +32,12 @@ from shardckpt.layout.device_boxes import checked_tensor_shape
 from shardckpt.layout.mesh import MAX_AXES, MAX_DEVICES, Mesh, referred_mesh
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Sharding
+from shardckpt.layout.splits import DimSplit, cuts, cuts_once, grid_boxes, intervals, without_empty, without_idle
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Index = NDArray[np.int64]
-
-__all__ = ["MOST_BOXES", "Placement", "Placements"]
 
 MOST_BOXES = MAX_DEVICES
 """Boxes of one tensor, over all ranks: bounds the memory of believing a checkpoint that somebody else made."""
@@ -94,16 +93,6 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
-    """One of the splits that are made of a tensor dimension."""
-
-    parts: int
-    """How many."""
-    axis: int | None
-    """The mesh dimension along which each rank holds one part; None: every rank holds all of them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Placements:
     """A tensor laid out over a mesh of ranks by one placement per mesh dimension.
 
@@ -121,7 +110,7 @@ class Placements:
     """The ranks."""
     placements: tuple[Placement, ...]
     """One per mesh dimension."""
-    _splits: tuple[tuple[_Split, ...], ...] = field(init=False, repr=False, compare=False)
+    _splits: tuple[tuple[DimSplit, ...], ...] = field(init=False, repr=False, compare=False)
     """Per tensor dimension, up to the last one that is sharded."""
 
     def __post_init__(self) -> None:
@@ -173,7 +162,7 @@ class Placements:
         >>> [cuts.tolist() for cuts in Placements.of(Mesh((4, 2), None), ["S(0)", "S(0)"]).cuts((10, 3))]
         [[0, 2, 3, 5, 6, 8, 9, 10], [0, 3]]
         """
-        return tuple(_cuts(length, splits) for length, splits in self._dimensions(shape))
+        return tuple(cuts(length, splits) for length, splits in self._dimensions(shape))
 
     def distinct_boxes(self, shape: Sequence[int]) -> BoxArray:
         """The boxes of all ranks, each once, none of them empty, in row-major order: together they are the tensor.
@@ -182,7 +171,7 @@ class Placements:
             ShardingError: as for `cuts`.
         """
         cuts = self.cuts(shape)
-        return _grid(1, [c[None, :-1] for c in cuts], [np.diff(c[None]) for c in cuts])
+        return grid_boxes(1, [c[None, :-1] for c in cuts], [np.diff(c[None]) for c in cuts])
 
     def boxes(self, shape: Sequence[int]) -> tuple[Index, BoxArray]:
         """The boxes of every rank that are not empty.
@@ -195,7 +184,7 @@ class Placements:
         """
         ranks = self.mesh.size
         spans = self._spans(shape, np.arange(ranks))
-        boxes = _grid(ranks, *spans)
+        boxes = grid_boxes(ranks, *spans)
         kept = boxes.sizes() > 0
         return np.repeat(self.mesh.device_ids, len(boxes) // ranks)[kept], BoxArray(boxes.start[kept], boxes.stop[kept])
 
@@ -206,7 +195,7 @@ class Placements:
             ShardingError: as for `cuts`.
         """
         row = _row(self.mesh, rank)
-        return _not_empty(_grid(len(row), *self._spans(shape, row)))
+        return without_empty(grid_boxes(len(row), *self._spans(shape, row)))
 
     def local_boxes(self, shape: Sequence[int], rank: int) -> BoxArray:
         """Where each of `rank_boxes` lies in the rank's local tensor, which they fill without gaps.
@@ -216,7 +205,7 @@ class Placements:
         """
         row = _row(self.mesh, rank)
         _, sizes = self._spans(shape, row)
-        return _not_empty(_grid(len(row), [np.cumsum(size, axis=1) - size for size in sizes], sizes))
+        return without_empty(grid_boxes(len(row), [np.cumsum(size, axis=1) - size for size in sizes], sizes))
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
         """The shape of a rank's local tensor; None where the mesh does not have the rank.
@@ -241,7 +230,7 @@ class Placements:
             ShardingError: as for `cuts`.
         """
         dimensions = self._dimensions(shape)
-        if all(length for length, _ in dimensions) and not all(_cuts_once(length, splits) for length, splits in dimensions):
+        if all(length for length, _ in dimensions) and not all(cuts_once(length, splits) for length, splits in dimensions):
             return None
         names = self.mesh.axis_names
         return Sharding(self.mesh, PartitionSpec(*(tuple(names[s.axis] for s in splits if s.axis is not None) for _, splits in dimensions)))
@@ -275,13 +264,13 @@ class Placements:
         except ShardingError as error:
             raise FormatError(str(error)) from error
 
-    def _splits_of(self, ndim: int) -> tuple[tuple[_Split, ...], ...]:
+    def _splits_of(self, ndim: int) -> tuple[tuple[DimSplit, ...], ...]:
         """The splits of every dimension."""
         if len(self._splits) > ndim:
             raise ShardingError(f"{self.text}: it shards dimension {len(self._splits) - 1} of a tensor that has {ndim}; redistribute it.")
         return self._splits + ((),) * (ndim - len(self._splits))
 
-    def _dimensions(self, shape: Sequence[int]) -> list[tuple[int, tuple[_Split, ...]]]:
+    def _dimensions(self, shape: Sequence[int]) -> list[tuple[int, tuple[DimSplit, ...]]]:
         """Every dimension's length and splits."""
         shape = checked_tensor_shape(shape)
         dimensions = list(zip(shape, self._splits_of(len(shape)), strict=True))
@@ -301,13 +290,13 @@ class Placements:
         coordinates = np.empty((len(rows), self.mesh.ndim), np.int64)
         for axis in reversed(range(self.mesh.ndim)):
             rows, coordinates[:, axis] = np.divmod(rows, self.mesh.shape[axis])
-        spans = [_intervals(length, splits, coordinates) for length, splits in self._dimensions(shape)]
+        spans = [intervals(length, splits, coordinates) for length, splits in self._dimensions(shape)]
         return [start for start, _ in spans], [size for _, size in spans]
 
 
-def _ordered(layout: Placements) -> tuple[tuple[_Split, ...], ...]:
+def _ordered(layout: Placements) -> tuple[tuple[DimSplit, ...], ...]:
     """Per tensor dimension its splits, outermost first."""
-    order: dict[int, list[_Split]] = {}
+    order: dict[int, list[DimSplit]] = {}
     for axis in reversed(range(layout.mesh.ndim)):
         placement = layout.placements[axis]
         if placement.dim is None:
@@ -325,92 +314,8 @@ def _ordered(layout: Placements) -> tuple[tuple[_Split, ...], ...]:
                 f"{layout.text}: what later mesh dimensions make of tensor dimension {placement.dim} does not fit the split factor "
                 f"{factor}; redistribute it to plain Shard placements."
             )
-        splits[behind:behind] = [*([_Split(missing, None)] if missing > 1 else []), _Split(parts, axis)]
-    return tuple(_without_idle(order.get(d, [])) for d in range(max(order, default=-1) + 1))
-
-
-def _without_idle(splits: list[_Split]) -> tuple[_Split, ...]:
-    """The splits without those that all ranks hold all parts of, and that nothing splits any further: their parts lie side by side."""
-    last = max((i for i, split in enumerate(splits) if split.axis is not None and split.parts > 1), default=-1)
-    return tuple(split for i, split in enumerate(splits) if split.axis is not None or i < last)
-
-
-def _cut(length: int, splits: Sequence[_Split], chosen: Sequence[Index]) -> tuple[Index, Index]:
-    """Start and size of parts of parts.
-
-    Args:
-        length: of what is split.
-        splits: outermost first.
-        chosen: per split which of its parts, arrays that broadcast together.
-    """
-    start, size = np.zeros(1, np.int64), np.full(1, length, np.int64)
-    for split, part in zip(splits, chosen, strict=True):
-        chunk = -(-size // split.parts)
-        offset = np.minimum(part * chunk, size)
-        start, size = start + offset, np.minimum(chunk, size - offset)
-    return start, size
-
-
-def _cuts(length: int, splits: Sequence[_Split]) -> Index:
-    start, size = _cut(length, splits, np.ix_(*(np.arange(split.parts) for split in splits)))
-    return np.append(start[size > 0], length)
-
-
-def _cuts_once(length: int, splits: Sequence[_Split]) -> bool:
-    """Whether the splits, one after the other, cut as one into all their parts does."""
-    parts = prod(split.parts for split in splits)
-    if any(split.axis is None for split in splits):
-        return False
-    if length % parts == 0 or len(splits) == 1:
-        return True
-    _, size = _cut(length, splits, np.ix_(*(np.arange(split.parts) for split in splits)))
-    _, once = _cut(length, [_Split(parts, None)], [np.arange(parts)])
-    return bool(np.array_equal(size.reshape(-1), once))
-
-
-def _intervals(length: int, splits: Sequence[_Split], coordinates: Index) -> tuple[Index, Index]:
-    """Start and size of the intervals that some places in the mesh hold of a dimension.
-
-    Args:
-        length: of the dimension.
-        splits: of it.
-        coordinates: (n, axes of the mesh).
-
-    Returns:
-        Two arrays of shape (n, k): k intervals for each place, ascending.
-    """
-    all_parts = [split.parts for split in splits if split.axis is None]
-    chosen, seen = [], 0
-    for split in splits:
-        if split.axis is None:
-            seen += 1
-            chosen.append(np.arange(split.parts).reshape(-1, *[1] * (len(all_parts) - seen)))
-        else:
-            chosen.append(coordinates[:, split.axis].reshape(-1, *[1] * len(all_parts)))
-    n, k = len(coordinates), prod(all_parts)
-    start, size = (np.broadcast_to(a, (n, *all_parts)).reshape(n, k) for a in _cut(length, splits, chosen))
-    return start, size
-
-
-def _grid(n: int, starts: Sequence[Index], sizes: Sequence[Index]) -> BoxArray:
-    """All combinations of intervals of n grids, one grid after the other, row-major.
-
-    Args:
-        n: how many.
-        starts: per dimension (n, k), first indices of k intervals.
-        sizes: likewise.
-    """
-    counts = [start.shape[1] for start in starts]
-    corners = np.empty((2, n, *counts, len(counts)), np.int64)
-    for d, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        for corner, bound in zip(corners, (start, start + size), strict=True):
-            corner[..., d] = bound.reshape(n, *[1] * d, counts[d], *[1] * (len(counts) - d - 1))
-    return BoxArray(*corners.reshape(2, n * prod(counts), len(counts)))
-
-
-def _not_empty(boxes: BoxArray) -> BoxArray:
-    kept = boxes.sizes() > 0
-    return BoxArray(boxes.start[kept], boxes.stop[kept])
+        splits[behind:behind] = [*([DimSplit(missing, None)] if missing > 1 else []), DimSplit(parts, axis)]
+    return tuple(without_idle(order.get(d, [])) for d in range(max(order, default=-1) + 1))
 
 
 @lru_cache(maxsize=256)

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CommitError, CorruptionError, ShardckptError
 from shardckpt.format.documents import seal
 from shardckpt.plan.views import View
-from shardckpt.reshard.assembling import BatchMemory, ChunkTarget, PlannedStep, assembled
+from shardckpt.reshard.assembling import assembled
+from shardckpt.reshard.batches import BatchMemory, ChunkTarget, PlannedStep
 from shardckpt.reshard.carry import read_back
 from shardckpt.reshard.job import OpenJob
 from shardckpt.writing.host import HostWriter

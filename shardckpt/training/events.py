@@ -27,8 +27,10 @@ from threading import RLock
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardckpt.excerpt import file_size
+from shardckpt.options import check_flag
 
 if TYPE_CHECKING:
+    from shardckpt.training.progress import ProgressLine
     from shardckpt.writing.save_handle import SaveReport
 
 __all__ = [
@@ -320,3 +322,22 @@ def _storage_retries() -> int:
     from shardckpt.io.buckets.retries import storage_retries
 
     return storage_retries()
+
+
+def progress_line(progress: bool | None, *, alone: bool) -> ProgressLine | None:
+    """What shows progress on the terminal, or None.
+
+    Args:
+        progress: whether to show it; None: on a terminal, by one process.
+        alone: whether this process is that one.
+
+    Raises:
+        OptionError: `progress` is none of these.
+    """
+    if progress is not None:
+        check_flag(progress, "progress")
+    if not (alone and sys.stderr.isatty() if progress is None else progress):
+        return None
+    from shardckpt.training.progress import ProgressLine
+
+    return ProgressLine()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shardckpt.commit import pinning
 from shardckpt.commit.attempts import LARGEST_STEP
 from shardckpt.commit.job import RUN
 from shardckpt.commit.rollback import ROLLBACK
@@ -28,8 +26,8 @@ from shardckpt.training.measured import METRICS, decode_metrics, encode_metrics
 from shardckpt.training.policies import EveryCall, Policy, any_of, as_policy
 from shardckpt.training.preemption import Notices
 from shardckpt.training.resuming import Restored, resume
-from shardckpt.training.retention import Retention, as_retention, best
-from shardckpt.training.steps import StepInfo, list_steps
+from shardckpt.training.retention import Retention, as_retention
+from shardckpt.training.steps import RunSteps
 
 if TYPE_CHECKING:
     import os
@@ -42,10 +40,7 @@ if TYPE_CHECKING:
     from shardckpt.state.names import Only
     from shardckpt.training.events import Callback
     from shardckpt.training.policies import OnPreemption
-    from shardckpt.training.progress import ProgressLine
     from shardckpt.writing.save_handle import SaveReport
-
-__all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("shardckpt")
 _UNTOLD = EveryCall()
@@ -55,7 +50,7 @@ _managers: Counter[str] = Counter()
 """How many a run has made in this process: all of its processes make equally many, in the same order."""
 
 
-class CheckpointManager:
+class CheckpointManager(RunSteps):
     """Saves a training run's steps, each a checkpoint at `<root>/<step>`, and resumes it from the latest.
 
         with shardckpt.CheckpointManager("gs://bucket/run", every=500, keep=3) as mgr:
@@ -133,7 +128,7 @@ class CheckpointManager:
         self._leads = world.process == LEADER
         self._on_failure = on_failure
         self._fallback = fallback
-        self._line = self._progress_line(progress)
+        self._line = events.progress_line(progress, alone=self._leads)
         self._events = events.Events(on_event, self._line)
         self._background = Background(self._root, self._coordinator, self.options, self._rule, self._events)
         self._lineage = self._background.lineage
@@ -329,46 +324,6 @@ class CheckpointManager:
         self._decisions.restart(found.step)
         return Restored(found.state, found.step, found.metadata)
 
-    # --- what is there
-
-    def url(self, step: int) -> str:
-        """Where a step's checkpoint is, or would be."""
-        return self._background.url(step)
-
-    def steps(self) -> list[StepInfo]:
-        """All steps that hold a checkpoint, ascending, with what is known of each; read from the storage now.
-
-        Raises:
-            StorageError: the storage failed, or Python is ending.
-        """
-        check_fork(self._root)
-        return self._lineage.seen(list_steps(self._root))
-
-    def all_steps(self, *, superseded: bool = False) -> list[int]:
-        """The steps that hold a checkpoint, ascending; with `superseded` also those that a rollback has left behind."""
-        return [info.step for info in self.steps() if superseded or info.live]
-
-    def latest_step(self) -> int | None:
-        """The latest step that is not superseded; None where there is none."""
-        return max(self.all_steps(), default=None)
-
-    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
-        """The step with the best metric; None where none was saved with it.
-
-        Args:
-            metric: its name; None: that of the `Best` in `keep`.
-            mode: whether the smallest or the largest is best; None: as there, or the smallest.
-
-        Raises:
-            OptionError: neither says which metric.
-        """
-        rules = [] if self._rule is None else [rule for rule in self._rule.measures if metric in (None, rule.metric)]
-        if metric is None and not rules:
-            raise OptionError('best_step(): by which metric? Give best_step("loss"), or keep=Best(…) to the manager.')
-        metric = metric or rules[0].metric
-        mode = mode or (rules[0].mode if rules else "min")
-        return best([info.saved() for info in self.steps() if info.state == "committed"], metric, mode)
-
     @property
     def last_report(self) -> SaveReport | None:
         """How the last save of this process went that went well; None before the first."""
@@ -381,14 +336,6 @@ class CheckpointManager:
         The same on all processes at the same step: break off the loop when it is True.
         """
         return self._preempted
-
-    def pin(self, step: int) -> None:
-        """Never delete a step; see `shardckpt.commit.pinning.pin`. One process suffices."""
-        pinning.pin(self.url(step))
-
-    def unpin(self, step: int) -> None:
-        """Let a step be deleted again."""
-        pinning.unpin(self.url(step))
 
     # --- ending
 
@@ -436,8 +383,6 @@ class CheckpointManager:
                 raise
             error.add_note(f"Besides, a checkpoint was not saved: {failure}")
 
-    # --- inside
-
     def _check_ascends(self, step: int) -> None:
         self._check(step)
         if (before := self._decisions.previous) is not None and step < before:
@@ -452,13 +397,3 @@ class CheckpointManager:
             raise OptionError(f"step={excerpt(step)}: give a whole number from 0 to 2**63 - 1.")
         if self._closed:
             raise OptionError(f"{self._root}: this CheckpointManager is closed; make another one.")
-
-    def _progress_line(self, progress: bool | None) -> ProgressLine | None:
-        """What shows progress on the terminal: one process's, unless told."""
-        if progress is not None:
-            check_flag(progress, "progress")
-        if not (self._leads and sys.stderr.isatty() if progress is None else progress):
-            return None
-        from shardckpt.training.progress import ProgressLine
-
-        return ProgressLine()

@@ -14,21 +14,23 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
 
+from shardckpt.commit import pinning
 from shardckpt.commit.attempts import step_of
 from shardckpt.commit.base_places import base_url
 from shardckpt.commit.markers import PINNED, SUPERSEDED, is_marked, read_sealed
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import FormatError
+from shardckpt.errors import FormatError, OptionError
 from shardckpt.format.structure import BESIDE, bases_of, names_beside
-from shardckpt.io.failures import reading_takes_threads
+from shardckpt.io.failures import check_fork, reading_takes_threads
 from shardckpt.io.url import parse
 from shardckpt.training.measured import decode_metrics
-from shardckpt.training.retention import SavedStep
+from shardckpt.training.retention import Retention, SavedStep, best
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.io.store import Store
+    from shardckpt.training.lineage import Lineage
 
 __all__ = ["StepInfo", "list_steps", "read_step", "step_numbers", "steps_among"]
 
@@ -118,3 +120,57 @@ def read_step(root: Store, step: int) -> StepInfo | None:
         return StepInfo(step, state, pinned=is_marked(store, PINNED, None))
     superseded, pinned = is_marked(store, SUPERSEDED, attempt), is_marked(store, PINNED, attempt)
     return StepInfo(step, "superseded" if superseded else "committed", attempt, created, decode_metrics(metadata), pinned, bases)
+
+
+class RunSteps:
+    """The steps of a run, as a `CheckpointManager` shows them."""
+
+    _root: Store
+    _lineage: Lineage
+    _rule: Retention | None
+
+    def url(self, step: int) -> str:
+        """Where a step's checkpoint is, or would be."""
+        return str(self._root.location.join(str(step)))
+
+    def steps(self) -> list[StepInfo]:
+        """All steps that hold a checkpoint, ascending, with what is known of each; read from the storage now.
+
+        Raises:
+            StorageError: the storage failed, or Python is ending.
+        """
+        check_fork(self._root)
+        return self._lineage.seen(list_steps(self._root))
+
+    def all_steps(self, *, superseded: bool = False) -> list[int]:
+        """The steps that hold a checkpoint, ascending; with `superseded` also those that a rollback has left behind."""
+        return [info.step for info in self.steps() if superseded or info.live]
+
+    def latest_step(self) -> int | None:
+        """The latest step that is not superseded; None where there is none."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
+        """The step with the best metric; None where none was saved with it.
+
+        Args:
+            metric: its name; None: that of the `Best` in `keep`.
+            mode: whether the smallest or the largest is best; None: as there, or the smallest.
+
+        Raises:
+            OptionError: neither says which metric.
+        """
+        rules = [] if self._rule is None else [rule for rule in self._rule.measures if metric in (None, rule.metric)]
+        if metric is None and not rules:
+            raise OptionError('best_step(): by which metric? Give best_step("loss"), or keep=Best(…) to the manager.')
+        metric = metric or rules[0].metric
+        mode = mode or (rules[0].mode if rules else "min")
+        return best([info.saved() for info in self.steps() if info.state == "committed"], metric, mode)
+
+    def pin(self, step: int) -> None:
+        """Never delete a step; see `shardckpt.commit.pinning.pin`. One process suffices."""
+        pinning.pin(self.url(step))
+
+    def unpin(self, step: int) -> None:
+        """Let a step be deleted again."""
+        pinning.unpin(self.url(step))

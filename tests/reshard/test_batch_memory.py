@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.reshard.assembling import BatchMemory
+from shardckpt.reshard.batches import BatchMemory
 
 SMALL = 64
 SIZES = st.sampled_from([1, SMALL, SMALL + 1, 10 * SMALL])

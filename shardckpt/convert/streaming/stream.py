@@ -30,7 +30,8 @@ from shardckpt.io.buffers import round_up
 from shardckpt.io.threads import cores
 from shardckpt.layout.box import Box
 from shardckpt.plan.pieces import Piece
-from shardckpt.reshard.assembling import BatchMemory, ChunkTarget, PlannedStep, assembled
+from shardckpt.reshard.assembling import assembled
+from shardckpt.reshard.batches import BatchMemory, ChunkTarget, PlannedStep
 from shardckpt.reshard.cells import Step, cut, steps, steps_in_order
 from shardckpt.reshard.memory import PARTS, Sizes, readers
 from shardckpt.state.names import shown
