@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt
@@ -145,6 +145,28 @@ class Rules:
         """
         entry = Like(tuple((name, None, layout) for name, layout in layouts.items()), origin)
         return cls((entry,), mesh=entry.mesh)
+
+    @classmethod
+    def from_program(
+        cls, exported: Any, batch: Mapping[str, int] | None = None, *, mesh: Mesh, axis: str = "data", prefix: str = "", **assumptions: Any
+    ) -> Rules:
+        """The layouts of a program's parameters and buffers: cut over `axis` where they have a row per sample, replicated otherwise.
+
+        Args:
+            exported: a `torch.export.ExportedProgram` or a functional `torch.fx.GraphModule`.
+            batch: input or buffer → the dimension that is its batch; optional for a graph with one dynamic dimension.
+            mesh: the devices.
+            axis: the axis of the mesh that the batch is cut over.
+            prefix: put before each name, such as "model/" for a state {"model": module.state_dict()}.
+            assumptions: further arguments of `shardckpt.reshard.batch_dims.batch_shardings`, such as `replicated`.
+
+        Raises:
+            OptionError: no such input or dimension, or the batch was not named and cannot be told.
+            ShardingError: the mesh has no such axis, or a tensor holds a part of a sum, or what the program does to it is not known.
+        """
+        from shardckpt.reshard.batch_dims import batch_shardings
+
+        return cls.by_name(batch_shardings(exported, batch, mesh=mesh, axis=axis, prefix=prefix, **assumptions), "the program")
 
     def then(self, others: Rules) -> Rules:
         """These rules, and others for what they do not mean; `mesh` and `unmatched` are these, where they say anything."""
