@@ -1,4 +1,4 @@
-"""How to save: every choice a user has, checked where it is made."""
+"""The options of a save, checked where they are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of an error: one line for people, or one JSON document, and an exit status.
+"""Reporting errors: one line for people or one JSON document, and an exit status.
 
 Statuses are part of the interface (docs/cli.md): 0 and 1 are answers (all is well; it differs, it is damaged), from 2
 on nothing was answered.

@@ -1,4 +1,4 @@
-"""What `export` and `import` are both told of names: which tensors, called what, made of what."""
+"""Command-line options of `export` and `import` for names: which tensors, their names and sources."""
 
 from __future__ import annotations
 

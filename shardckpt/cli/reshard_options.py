@@ -1,4 +1,4 @@
-"""What `plan`, `reshard` and `import` are all told: the new layout, by a mesh and rules, how it is to be stored, and by whom."""
+"""Command-line options of `plan`, `reshard` and `import`: the new layout, its storage, and the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a command's answer goes: to a person's terminal, or to a program as JSON.
+"""The output of commands: text on a terminal, or JSON for programs.
 
 rich knows the terminal: its width, its colours, NO_COLOR and FORCE_COLOR. Lines are written past rich's own printing,
 which would lay out and wrap every one of them anew and take minutes for a checkpoint of 100,000 tensors. It is imported

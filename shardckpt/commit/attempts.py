@@ -1,4 +1,4 @@
-"""Which directories of a checkpoint are ours: save attempts, told by name and contents from everything else.
+"""Recognizing the directories of save attempts among everything else in a checkpoint's directory.
 
 What is taken for an attempt may be removed one day, so both must agree.
 

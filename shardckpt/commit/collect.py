@@ -151,7 +151,7 @@ def collect(store: Store, *, grace: float, dry_run: bool = False) -> list[Collec
 def delete(store: Store, *, reason: str, grace: float) -> list[Collected]:
     """Delete the checkpoint at one place; then collect what else is there.
 
-    What an interrupted deletion has left is collected.
+    A checkpoint whose deletion was interrupted is collected.
 
     Args:
         store: the checkpoint's place.

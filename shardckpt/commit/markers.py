@@ -1,4 +1,4 @@
-"""What is said about a checkpoint after it was committed: that it is pinned, or superseded.
+"""Markers on a committed checkpoint: pinned, or superseded.
 
 A marker is a small object beside the commit record, and names the attempt that it is about. So it says nothing of the
 checkpoint that takes that one's place, whoever forgets to remove it.

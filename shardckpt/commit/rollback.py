@@ -1,4 +1,4 @@
-"""What the first save after a rollback says of it, so that whoever publishes that save makes the rollback known.
+"""The rollback that the first save after it declares, so that whoever publishes the save makes it known.
 
 Training that goes on from an earlier step supersedes the later ones. It says so with its first save, in the checkpoint's
 metadata. Just before that save is published, by the run itself or by somebody who found it complete, each later step gets

@@ -1,4 +1,4 @@
-"""Where in the new checkpoint does each tensor of a foreign one go?
+"""The place in the new checkpoint of each tensor of a foreign one.
 
 An `Arrangement` is the structure that is resharded, and what each of its tensors is made of: views of the foreign ones. How they are
 laid out over devices and stored is the reshard's to say.

@@ -1,4 +1,4 @@
-"""Which format does a place hold?
+"""Detecting the format of a file or directory.
 
 1. Every format is asked (`looks_like`), and says what it saw, or nothing.
 2. Where several saw something, one may contain the other, or be what everybody reads first where both lie side by side: `_BEFORE`.

@@ -1,4 +1,4 @@
-"""What must a format say of itself to be imported?
+"""The interface that a format implements to be imported.
 
 A `Foreign` is a checkpoint of another format, open. Its `structure` is what a checkpoint's record would say: the tree, the small
 leaves, and each tensor's dtype, shape and pieces. A piece is a box that is stored in one grid of chunks; a chunk is what is read at

@@ -1,4 +1,4 @@
-"""How does a flat state become the nested one that it was, when it is known which keys led to each leaf?"""
+"""Rebuilding a nested state from a flat one, by the keys that led to each leaf."""
 
 from __future__ import annotations
 

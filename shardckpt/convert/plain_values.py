@@ -1,4 +1,4 @@
-"""What of a state that was pickled can be stored, and what is left behind?
+"""Values of a pickled state that can be stored, and notes on those that cannot.
 
 `torch.save` takes any Python object, and what `unpickle` gives of one is containers, leaves, and `Instance`s: notes of what would
 have been called. `plain` goes through them once.

@@ -1,4 +1,4 @@
-"""What writes a state as another format: it says in which blocks it wants the tensors, and is given them."""
+"""The interface of a format that a state is written as: it names the blocks it wants, and is given them."""
 
 from __future__ import annotations
 

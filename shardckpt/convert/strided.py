@@ -1,4 +1,4 @@
-"""Which bytes hold a box of a tensor whose elements lie at regular distances, and in which chunks is it best read?
+"""Reading boxes of a tensor whose elements lie at regular distances in a file.
 
 A tensor in a file of torch's is a run of elements and a stride per dimension: in row-major order mostly, transposed or in
 `channels_last` order at times. A box of it lies between its first and its last element. If little else is between them, that run of

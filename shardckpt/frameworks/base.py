@@ -1,4 +1,4 @@
-"""What does the rest of shardckpt need to know of a tensor, whichever framework it belongs to?
+"""The interface to a framework's tensors: sources to save from, sinks to restore into.
 
 A leaf to be saved becomes a `Source`: shape, dtype, layout, and the boxes of it that this process holds. A leaf to be
 restored into becomes a `Sink`: the boxes that this process needs, memory to read them into or the shapes of the

@@ -1,4 +1,4 @@
-"""Which processes hold the boxes of a JAX array?
+"""The processes that hold the boxes of a JAX array.
 
 What follows from the layout and from whose each device is (`plan.writers`). Where JAX itself knows of several
 processes, two things are checked before, for processes that disagree would write a chunk twice or not at all:

@@ -1,4 +1,4 @@
-"""What is stored of an array of random keys (`jax.random.key`)?
+"""Storing arrays of random keys (`jax.random.key`).
 
 Its words: an array of uint32 with the generator's key shape behind the dimensions of the keys. It is laid out as the
 keys are, and what is behind them is whole on every device. That the words are keys, and of which generator, is their

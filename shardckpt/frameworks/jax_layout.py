@@ -1,4 +1,4 @@
-"""What JAX calls shardings, in our words and back; and what of an array this process's devices hold.
+"""Conversion of JAX's shardings, and the part of an array that this process's devices hold.
 
 1. A `NamedSharding` is a `Sharding`: its mesh's ids, its axes' names, its spec.
 2. An array on one device is `{maximal device=…}`.

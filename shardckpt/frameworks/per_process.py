@@ -1,4 +1,4 @@
-"""How are the values stored that every process owns by itself, and who gets which of them back?
+"""Values that every process owns by itself: how they are stored, and which process gets which of them back.
 
 A value becomes one JSON document, in the file of its process:
 

@@ -1,4 +1,4 @@
-"""What torch_xla calls layouts, in our words and back; and what of a layout this process's devices hold.
+"""Conversion of torch_xla's layouts, and the part of a layout that this process's devices hold.
 
 torch_xla knows the sharding of a tensor as OpSharding text alone. Where the global mesh (`xs.set_global_mesh`)
 explains the text, axis names come back and the layout is a `Sharding`; otherwise the OpSharding itself is it. Device

@@ -1,4 +1,4 @@
-"""What keeps a storage from being used: its errors, threads that cannot start, forks, and writes of killed processes.
+"""Failures of a storage: its errors, threads that cannot start, forks, and writes of killed processes.
 
 1. `storage_errors` turns errors of TensorStore and the system into ours, which say what to do.
 2. `saving_takes_threads` and `reading_takes_threads` do so with threads that cannot be started.

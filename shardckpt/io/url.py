@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: what a user calls it, and what TensorStore calls it.
+"""Locations: a user's path or url, and TensorStore's form of it.
 
 A location is a scheme and a path. Users write a path (`ckpt/100`, a `pathlib.Path`), `file:///data/ckpt`,
 `gs://bucket/ckpt`, `s3://bucket/ckpt` or `memory://name/ckpt`. TensorStore is always told by a JSON spec,

@@ -1,4 +1,4 @@
-"""Which box of a tensor does every device hold, and as which replica?
+"""The box of a tensor that every device holds, and the number of its replica.
 
 1. What does not depend on the tensor's size is a `Tiling`: every device's tile coordinate, once per layout
    and rank, and cached by the layouts.

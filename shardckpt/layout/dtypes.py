@@ -1,4 +1,4 @@
-"""Which element types can be stored, and as what?
+"""The element types that can be stored, and their storage types.
 
 A dtype has one name, the field's own (numpy, ml_dtypes, torch and JAX agree on it), and two forms:
 

@@ -1,4 +1,4 @@
-"""Which boxes of a tensor does every rank hold, if DTensor's placements say so?
+"""The boxes of a tensor that every rank holds under DTensor's placements.
 
 A placement says what one mesh dimension does to the tensor: it holds replicas, or shards of a tensor dimension.
 

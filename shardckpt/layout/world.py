@@ -1,4 +1,4 @@
-"""Which process is this, of how many, and whose is each device?
+"""The number of this process, the number of processes, and the process of each device.
 
 Agreed once when a job starts (`shardckpt.frameworks.coordination`) and never asked again: who writes which chunk follows from
 this and from the tensors alone.

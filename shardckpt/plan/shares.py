@@ -1,4 +1,4 @@
-"""Which of several processes that need the same boxes reads what, so that every chunk is read once.
+"""Dealing out the reads of boxes that several processes need, so that every chunk is read once.
 
 The same question as for writing (`plan.writers`), and the same answer, which every process works out by itself:
 

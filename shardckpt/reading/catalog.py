@@ -1,4 +1,4 @@
-"""Which checkpoints lie in a directory?
+"""Listing the checkpoints in a directory.
 
 A checkpoint is a directory whose `checkpoint.json` names an attempt. Only that record is read, and of it only
 what a list shows: a record of many tensors is not turned into tensors. What else lies there and is an attempt

@@ -1,4 +1,4 @@
-"""Which elements of pairs of tensors differ, in bounded memory?
+"""Comparing the elements of pairs of tensors in bounded memory.
 
 1. Every pair is cut into blocks: boxes of at most the memory allowed, whose sides are common multiples of both
    tensors' chunks where that fits, so that each stored chunk is read once.

@@ -1,4 +1,4 @@
-"""Where are these chunks? What a reader asks of a chunk table, and a table in memory that answers it.
+"""Looking up chunks: the interface to a chunk table, and an implementation for a table that is in memory.
 
 `TableBlocks` answers the same without reading all of a table.
 """

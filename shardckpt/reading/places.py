@@ -1,4 +1,4 @@
-"""Where is every chunk of a checkpoint, and which host put it there?
+"""The file, offset and writing host of every chunk of a checkpoint.
 
 The table of all chunks names each chunk's data file, and a host's files lie below a prefix of its own. Where chunks are
 objects of their own (layout "zarr") no name tells, but each host's own table lists what that host has written.

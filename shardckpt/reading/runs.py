@@ -1,4 +1,4 @@
-"""Which chunks are read together, and which are moved by one copy.
+"""Runs of adjacent chunks that are read with one request, and bands of them that are moved with one copy.
 
 A read call costs microseconds on a local disk and a request of milliseconds on an object store, so chunks that lie
 side by side in a data file are read as one *run*. Where a request is dear, small gaps between them are read along. Runs of one file

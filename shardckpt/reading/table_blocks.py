@@ -1,4 +1,4 @@
-"""Where are these chunks, without reading all of a chunk table?
+"""Looking up chunks in a chunk table of which only the blocks that are needed are read.
 
 1. The header is read once. It says how many chunks each array has; in the table of all hosts each array has all of its
    grid, so a chunk's row is the array's first row and its position.

@@ -1,4 +1,4 @@
-"""How does zarr-python read a checkpoint, in either layout, without ever seeing a chunk that is not as it was written?
+"""A zarr-python store over a checkpoint of either layout; it verifies each chunk before zarr sees it.
 
 zarr-python reads through a `Store`: keys and bytes. `CheckpointStore` is one whose
 

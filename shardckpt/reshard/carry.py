@@ -1,4 +1,4 @@
-"""Where no chunk changes, files are taken over as they are: nothing is read, decoded or written but what says where they are.
+"""Taking over files of the source as they are (hard links, server-side copies) where no chunk changes.
 
 That is so where layout, compression, dtypes, names and all chunk grids are the source's, and both places are on one file system, or
 in buckets of one object store, which copies by itself.

@@ -1,4 +1,4 @@
-"""Which boxes of a tensor are read and written together, so that each stored byte is read once?
+"""Cells: boxes of a tensor that are read and written together, so that each stored byte is read once.
 
 A chunk of the target is written whole, by one writer, and a chunk of the source is read whole. Where a box ends at
 borders of both, nothing of it is read again for its neighbour.

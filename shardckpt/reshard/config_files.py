@@ -1,4 +1,4 @@
-"""What does a file say that a user wrote? It is TOML, YAML or JSON, by its name, and never code.
+"""Parser of configuration files that users write: TOML, YAML or JSON, by name, and never code.
 
 What a key that is there twice means, these formats do not agree on; here it is an error.
 """

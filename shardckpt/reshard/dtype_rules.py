@@ -63,7 +63,7 @@ class _Typed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConvertedSubtree:
-    """What a conversion does to the tensors of one subtree."""
+    """The number of tensors in one subtree that a conversion changes, and of those that it leaves."""
 
     subtree: str
     """Its key; "" for tensors that lie at the top."""
@@ -92,7 +92,7 @@ class DtypePlan:
     dtypes: Mapping[str, DType]
     """By name, the dtype that each tensor will have."""
     subtrees: tuple[ConvertedSubtree, ...]
-    """What is converted and what is left, by subtree, in the state's order; empty where no conversion is asked for."""
+    """Converted and unconverted tensors by subtree, in the state's order; empty without a conversion."""
 
 
 def check_dtypes(wanted: object) -> None:

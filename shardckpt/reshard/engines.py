@@ -1,4 +1,4 @@
-"""Who does the tasks: anything that is a `concurrent.futures.Executor`.
+"""Engines that run the tasks: anything that is a `concurrent.futures.Executor`.
 
 - None: this process alone, where there is one worker, and processes of this machine where there are more.
 - a url, as in "ray://head:10001" or "dask://scheduler:8786": the workers of a cluster, see `clusters`.

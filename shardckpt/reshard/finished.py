@@ -1,4 +1,4 @@
-"""Which tasks of a job have been done by an earlier call?
+"""Finding the tasks of a job that an earlier call has finished.
 
 Those whose record is there, with all the files that it names: a record whose files somebody has removed since vouches for nothing. It
 is removed too, and its task is done again. One listing of the attempt's hosts says what is there; of the plain layout, whose

@@ -1,4 +1,4 @@
-"""Which attempt do all workers of a job write into? The same one, without talking to each other.
+"""Opening a job: all workers find the same attempt to write into, without talking to each other.
 
 Its name follows from what is read and what is to come of it: the source's attempt, or what tells a foreign source from any other
 (`Foreign.identity`); the new structure, layout and compression; how the work is cut into tasks; and the commit record that the

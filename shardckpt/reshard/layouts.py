@@ -1,4 +1,4 @@
-"""How will each tensor be laid out after the reshard, and why so?
+"""Deciding the layout of each tensor after a reshard.
 
 1. With rules: as they say (`shardckpt.reshard.rules`).
 2. With a mesh alone: by the spec that the source recorded, as far as the mesh has its axes.

@@ -1,4 +1,4 @@
-"""How is the memory limit shared out, and how many workers does it suffice for?
+"""Dividing the memory limit among buffers and workers.
 
 A worker has two buffers of the same size, its *room*: what is read next is filled while other chunks are written. Beside
 them are what is being read and what is on its way to the storage:

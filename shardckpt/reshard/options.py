@@ -1,4 +1,4 @@
-"""How to reshard: every choice that a user has, checked where it is made.
+"""The options of a reshard, checked where they are made.
 
 Options say nothing of where from and where to. They can be pickled, so every worker of a job has the same.
 """

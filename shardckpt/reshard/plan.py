@@ -1,4 +1,4 @@
-"""What will a reshard do, and what will it cost? Everything follows from the source's record and the options.
+"""The plan of a reshard: its tasks, memory and cost, from the source's record and the options alone.
 
 1. `targets`: how each tensor will be stored.
 2. `cells`: each tensor is cut into boxes that can be read and written by themselves.

@@ -1,4 +1,4 @@
-"""What must a checkpoint say and do to be resharded?
+"""The interface of a checkpoint that can be resharded: one of ours, or a foreign one.
 
 One of ours does it by itself (`shardckpt.Checkpoint`), and is named by its url. Any other is named by a `SourceSpec`, which workers
 are sent and open for themselves: an import is a reshard of what somebody else has stored.

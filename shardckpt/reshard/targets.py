@@ -1,4 +1,4 @@
-"""What will the new checkpoint hold? Its structure, and for each of its tensors the one of the source that it is made of.
+"""The structure of the new checkpoint, and for each of its tensors the source tensor that it is made of.
 
 Each tensor is stored as a save would store it that finds it laid out like this on devices (`save_plan`). One of a checkpoint of
 ours that keeps its layout and the size of its elements keeps its arrays and chunks, too, whatever cut them so.

@@ -1,4 +1,4 @@
-"""Which part of a state is left when only some names are wanted: a tree document of that part.
+"""Selecting names: the tree document of the part of a state that they make up.
 
 What is left out is not there, and neither are containers in which nothing is left. All other names stay what they are. A
 list or tuple that has lost an item is a dict from index to item, as `unflatten` has it. Of tied names of which the first is

@@ -1,4 +1,4 @@
-"""What happens to checkpoints while a training runs, told to whoever listens.
+"""Events: what happens to a run's checkpoints, passed to callbacks, the log and the progress line.
 
 A callback is any function of one event; it tells them apart by class, as in
 

@@ -1,4 +1,4 @@
-"""What is restored into, where only the checkpoint knows what there is?
+"""Objects to restore into where only the checkpoint knows the shapes and dtypes.
 
 An object's `state_dict` need not have the same structure when it is new as when it has worked: an optimizer that has
 made no step has no moments, a scheduler that has passed a milestone may keep another list. So the `like` of such a state

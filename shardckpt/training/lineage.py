@@ -1,4 +1,4 @@
-"""Which of the steps that are there belong to the training that goes on now?
+"""The steps that belong to the current training: those that no rollback has superseded.
 
 After step s was restored, all later ones are superseded: they are replaced when training reaches them again. The manager
 knows that at once; the storage is told just before the first save after it is published (`commit.rollback`), so that who only

@@ -1,4 +1,4 @@
-"""Which objects of a training are torch's, and what do they need to know of each other to name their state?
+"""Finding the torch objects of a training, and what they need from each other to name their state.
 
 An optimizer goes by the names of the modules' parameters: bare ones of `model`, and `keyword.name` of other modules. A
 scheduler goes by its optimizer's. Imported for programs that have torch.

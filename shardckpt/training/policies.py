@@ -1,4 +1,4 @@
-"""When does a training loop save?
+"""Policies that decide when a training loop saves.
 
 A policy is asked at every step, in two ways.
 

@@ -1,4 +1,4 @@
-"""Which step does a job resume from? The same one on all its processes, whatever lands meanwhile.
+"""Choosing the step to resume from, the same on all processes whatever is committed meanwhile.
 
 1. The leader commits what an earlier run has left complete, lists the steps, and takes the one that was asked for, or the
    latest live one. All are told which (`Coordinator.agree`), with the attempt that its record names.

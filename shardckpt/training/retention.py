@@ -1,4 +1,4 @@
-"""Which steps are kept?
+"""Rules that decide which steps are kept.
 
 A rule is given all steps that could be deleted and says which of them to keep; `any_of` keeps what one of several rules
 keeps. Rules are values without side effects: whoever deletes adds what is never deleted (`training.cleaning`).

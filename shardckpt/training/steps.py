@@ -1,4 +1,4 @@
-"""Which steps are there?
+"""Listing the steps of a run.
 
 A step is a checkpoint at `<root>/<step>`, the number in plain decimal. Of each the commit record and two markers are
 read, nothing else; directories of other names are none of our business.

@@ -1,4 +1,4 @@
-"""Which steps are saved? The leader decides it for steps to come, and this is what it announces.
+"""The steps that will be saved, as process 0 decides and announces them.
 
 A timeline is decided up to and including one step, `until`. It consists of windows, each of which says of its steps
 

@@ -1,4 +1,4 @@
-"""What one host writes in one attempt: its chunks, then the table of where they are, then its record.
+"""Writing one host's part of an attempt: its chunks, the table of their places, then its record.
 
 The record is written last, after everything it vouches for is durable, so its presence means the host is done.
 

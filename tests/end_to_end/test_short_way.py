@@ -11,7 +11,7 @@ import numpy as np
 import shardckpt
 
 PACKAGE = Path(shardckpt.__file__).parent
-SAVE, RESTORE = 30, 30
+SAVE, RESTORE = 30, 29
 
 
 def files_entered(call):

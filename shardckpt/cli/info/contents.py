@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as a tree for people and as a flat list for programs.
+"""The contents of a checkpoint: a tree for people, a flat list for programs.
 
 Cost is linear in the number of leaves: every layout is put into words once, whatever the number of its tensors, and
 the tree is walked without recursion.

@@ -1,4 +1,4 @@
-"""What a plan's numbers come to, in words: for the terminal and for the page alike, from the plan's document."""
+"""A plan's numbers in words, from the plan's document, for the terminal and the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be known of a place to write files to it, so that nobody sees them before they are whole?
+"""The interface of a place that exported files are written to; nobody sees a file before it is complete.
 
 A `Destination` is given what to write, batch by batch. `begin` says how far an earlier call came, if it did the same; nothing is under
 its final name before `publish`. `local_files` is one of them.

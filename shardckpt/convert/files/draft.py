@@ -1,4 +1,4 @@
-"""How does a file or directory get its name only when it is whole?
+"""A file or directory that takes its final name only when it is complete.
 
 It is written beside its place, under a hidden name of its own, made durable, and renamed. What a killed export has left there is
 removed by the next export to that place: whoever writes holds a lock on it (flock(2)), which ends with the process.

@@ -1,4 +1,4 @@
-"""How far is a file written whose writer may be killed at any time, and what were the checksums of what it holds?
+"""A log of how far a file is written, with checksums, by which an export that was killed is continued.
 
 A file of notes lies beside it. It begins with the plan's identity; each note adds the crc32c of the blocks that have become durable
 since the last one, in the order of writing; a note of none says that the files have their names. A note that is cut off, or that was

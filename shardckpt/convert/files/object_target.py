@@ -1,4 +1,4 @@
-"""Where does a file that is exported to an object store go, and how does the next process go on with it?
+"""Exported files on an object store: where they are uploaded, and how an interrupted upload is continued.
 
 A file on an object store can be written from its beginning to its end only, and is there when it is finished. So a target takes
 bytes in order. While they are on their way an object beside the target, `.<name>.upload.json`, says what another process needs:

@@ -1,4 +1,4 @@
-"""Which tensors does a pattern of a mapping mean, and what does it call the one that belongs to them?
+"""The wildcards in the patterns of a mapping, and the names that are built from what they match.
 
 A pattern finds names and makes them: what its wildcards stood for in one name is put into another.
 

@@ -1,4 +1,4 @@
-"""Which tensors are written, under which names, made of what, in which dtype? The same steps on the way out and on the way in.
+"""Choosing what is written: tensors, their names, sources and dtypes. The same steps for exports and imports.
 
 1. `include` and `exclude` choose tensors, by the names that they have where they come from.
 2. Names change: `strip_prefix`, `rename_file`, `rename` (`renaming`). On the way out the keys of nested containers are joined with ".".

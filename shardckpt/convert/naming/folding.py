@@ -1,4 +1,4 @@
-"""How is a tensor written whose heads have a dimension of their own?
+"""Folding: tensors whose heads have a dimension of their own, written without it.
 
 JAX's models keep projections as (width, heads, width of a head) where torch's have (heads · width of a head, width). In row-major order
 a dimension of `count · n` is the same elements as two of `count` and `n`; a box of one is a box of the other only within one of

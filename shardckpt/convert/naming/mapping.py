@@ -1,4 +1,4 @@
-"""Which tensors become which, where one is made of several or several of one?
+"""Applying a mapping: tensors that are made of several, or several that are made of one.
 
 A `Mapping` is an ordered list of rules (`mapping_rule`) over names. Each tensor goes to the first rule that means it; those that none
 means stay what they are. Nothing is read: what comes out says which elements of which tensors make each output.

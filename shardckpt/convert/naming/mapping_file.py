@@ -1,4 +1,4 @@
-"""What does a mapping file say? It is TOML, or the same in YAML: a table `map` per rule, in order.
+"""Parser of mapping files: TOML, or the same in YAML, with a table `map` per rule, in order.
 
     [values]                                # optional: numbers that rules may name instead; what a model's config.json says goes first
     num_attention_heads = 32

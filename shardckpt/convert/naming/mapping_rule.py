@@ -1,4 +1,4 @@
-"""How is one tensor made of several, and how are several cut out of one? By a rule, which reads both ways.
+"""A mapping rule: one tensor made of several, or several cut out of one; it works both ways.
 
 A rule has *parts* and a *whole*, and goes from the parts to the whole (it merges) or back (it splits). Both are the same picture:
 

@@ -1,4 +1,4 @@
-"""What is a tensor called over there? The checkpoint's name, changed step by step.
+"""Renaming: a tensor's name in the other format, derived from the checkpoint's step by step.
 
 1. By default the keys on the way to it, joined with ".": `model/layers.0/w` is `model.layers.0.w`. (On the way in names stay.)
 2. `strip_prefix`: what a name begins with goes.

@@ -1,4 +1,4 @@
-"""Which elements of a fused dimension belong to which part?
+"""The elements of a fused dimension that belong to each of its parts.
 
 A *run* is as many elements as lie one behind the other in both. Parts that are concatenated have a run each; parts that lie in turn,
 group by group, have one per group; and the rows of heads that are stored for the other kind of rotary embedding have one per row.

@@ -1,4 +1,4 @@
-"""Which elements of which tensors make each output?
+"""Outputs of an export: each is made of boxes of one or more tensors.
 
 An output is a tensor of another format's file, or whatever else is written. It is made of views: boxes of the checkpoint's tensors,
 perhaps transposed, each at its place (`plan.views`). Together they are the output, each element once. A plain export has one

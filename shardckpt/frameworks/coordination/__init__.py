@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other: once, when it starts, and then only in passing.
+"""Coordination of a job's processes: an exchange when it starts, and short messages afterwards.
 
 `base` is the public `Coordinator`, the process that is alone, and the search for the store of the job; `agreement` is how
 processes agree through any store of keys and values, and `devices` what they have to say; `torch_store` and `jax_client` are the

@@ -1,4 +1,4 @@
-"""How processes of a job send each other bytes, through the framework that connects them.
+"""Sending bytes between processes through the framework that connects them.
 
 One module per framework, imported when the job's coordinator is that framework's: nothing here imports torch or JAX for a
 program without them. `cooperative` alone uses it, for restores that ask for it; nothing else in shardckpt sends tensors

@@ -1,4 +1,4 @@
-"""What the object stores need besides a bucket and names: endpoint, credentials, patience, rates, and a lister.
+"""Settings of the object stores: endpoints, credentials, retries, request rates, and a lister.
 
 All of it comes from the environment, by the variables that each cloud's own tools go by.
 
@@ -182,7 +182,7 @@ def is_passing(error: BaseException) -> bool:
     status = status_of(error)
     if status is not None:
         return status in _PASSING or (status == 401 and "Invalid Credentials" in str(error))  # gcsfs then asks for others
-    # What has no status is of a connection, or of an answer that broke off; which kinds those are, each client knows.
+    # An error without a status is of the connection, or of an answer that broke off; each client knows its kinds.
     module = type(error).__module__.partition(".")[0]
     if module in ("botocore", "aiobotocore", "urllib3"):
         from botocore.exceptions import ConnectionError as NoConnection

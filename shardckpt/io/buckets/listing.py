@@ -1,4 +1,4 @@
-"""What lies at a place, and since when.
+"""Listing the keys below a place, with their times.
 
 On an object store a listing is paged, and by far the most of a checkpoint's objects are data that nobody wants to
 see. So `children` asks for one level (a *delimited* listing): an attempt of a million chunks is one entry. `keys` and

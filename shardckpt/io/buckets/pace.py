@@ -1,4 +1,4 @@
-"""When may the next request begin, if a process is to begin no more than so many per second?
+"""A rate limiter for requests that several processes share.
 
 1. Requests begin at least 1 / rate seconds apart, however long none was made before: what is not used is not saved up.
    (TensorStore's own rate limiter saves up 1,000 seconds' worth, and lets all of it go when a save begins.)

@@ -1,4 +1,4 @@
-"""How often is a request to an object store made again?
+"""Retries: how often, and for how long, a request to an object store is sent again.
 
 TensorStore repeats its own requests. This repeats ours (uploads, listings, copies) by the same rule (`cloud.pauses`): one that
 fails in passing is made again, after pauses that grow, until those of `SHARDCKPT_RETRY_SECONDS` are used up. Each pause is cut

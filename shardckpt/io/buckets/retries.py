@@ -1,4 +1,4 @@
-"""How often has an object store been asked again since this process began?
+"""Counting the requests that an object store was sent again, since this process began.
 
 TensorStore repeats requests that fail in passing, and keeps count of them for each kind of storage.
 """

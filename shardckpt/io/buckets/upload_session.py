@@ -1,4 +1,4 @@
-"""What is an upload, to the service that takes it?
+"""The interface of an upload to an object store.
 
 A service gives a large object that comes in parts an id, keeps the parts that it has confirmed, and makes the object visible when it
 is told that all are there. A `Session` is that, for S3 (`upload_s3`) and Cloud Storage (`upload_gcs`); `UploadState` is what

@@ -1,4 +1,4 @@
-"""Which dimension of each tensor of a program is its batch, and what data parallelism makes of the tensor.
+"""The batch dimension of each tensor of a program, and the layout that data parallelism gives the tensor.
 
     found = shardckpt.reshard.batch_dims.batch_dims(torch.export.export(model, inputs, dynamic_shapes=…))
     found.states["cache.k"]        # Shard(0), Replicate, Partial(sum) or Unknown, and found.explain("cache.k") says why

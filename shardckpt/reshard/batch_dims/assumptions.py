@@ -1,4 +1,4 @@
-"""What a caller says of a program that its graph does not: see `batch_dims`."""
+"""Assumptions about a program that its graph does not show: see `batch_dims`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors of a data-parallel program are cut along the batch, which are replicated, and which are partial?
+"""Inferring which tensors of a data-parallel program are cut along the batch, replicated, or partial.
 
 1. The batch is a dimension of one or several inputs: named by the caller, or the one symbol of a graph with dynamic shapes.
 2. Parameters, buffers and all other inputs are replicated to begin with.

@@ -1,4 +1,4 @@
-"""What do the processes of a data-parallel program hold of a tensor?
+"""Layouts of a tensor over the processes of a data-parallel program.
 
 Each of k equal parts of the batch goes through the same program. What a process then has of a tensor, its *part*, is
 related to the tensor of the whole batch in one of few ways:

@@ -1,4 +1,4 @@
-"""What a graph's inputs and outputs are called, and which outputs are inputs of the next step.
+"""The names of a graph's inputs and outputs, and the outputs that are inputs of the next step.
 
 Of a `torch.export.ExportedProgram` its signature says so: parameters, buffers and constants by their full names, buffers and
 inputs that the program changes, gradients in a joint graph. Of a plain `torch.fx.GraphModule` there are the names of the

@@ -1,4 +1,4 @@
-"""Which sizes in a graph are multiples of the batch?
+"""Sizes in a graph that are multiples of the batch.
 
 In a graph with dynamic shapes, sizes are expressions of symbols. Every symbol stands here for a large prime of its own, so
 that sizes are plain integers, row-major arithmetic on them is exact, and a size has the batch as a factor just if that

@@ -1,4 +1,4 @@
-"""Which devices make a host?
+"""Grouping devices into hosts.
 
 A layout knows devices, storage is read by hosts. No checkpoint says which devices were one host's: ids are taken in ascending
 order, so many to each, which is how runtimes number them.

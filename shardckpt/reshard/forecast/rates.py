@@ -1,4 +1,4 @@
-"""How fast is this storage, for this machine? Measured on a little, so that an estimate of time rests on something.
+"""Measuring how fast this machine reads and writes a storage, for estimates of time.
 
 Reading: boxes of the largest tensors, through the library's own reader, checksums compared: at most 64 MiB, at most about a
 second. On a local disk the page cache is first asked to forget just those bytes, or memory would be measured.

@@ -1,4 +1,4 @@
-"""What does a reshard read, in bytes as they are stored and in requests?
+"""Counting the stored bytes and the requests that a reshard reads.
 
 A task reads its steps in batches that fill a buffer (`reshard.task`); of each step every chunk of the source that it touches is read
 once, and chunks of a batch that lie side by side are read together. Of a job of very many tasks some are counted, evenly chosen, and

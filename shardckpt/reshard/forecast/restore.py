@@ -1,4 +1,4 @@
-"""What does every host read when a checkpoint is restored onto a layout?
+"""Counting what every host reads when a checkpoint is restored onto a layout.
 
 1. Per tensor: which group of hosts reads which chunks (`plan.readers`). Tensors of one shape, chunking and layout share the
    answer.

@@ -1,4 +1,4 @@
-"""How is a tensor stored: how long is each chunk, and who wrote it?
+"""The stored length and the writing host of each chunk of a tensor.
 
 The chunk tables say both. Where they are not read (a record alone, or more chunks than are worth it), a chunk has the length of
 its elements and their checksum, compressed as the checkpoint is on average; and of a chunk that several hosts could have written

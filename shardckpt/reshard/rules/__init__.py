@@ -1,4 +1,4 @@
-"""Which layout should every tensor get? Ordered patterns over names, families of models, another checkpoint's layout.
+"""Rules that give every tensor a layout: patterns over names, presets of model families, other checkpoints' layouts.
 
 Pure: names, shapes and a mesh in, layouts and the reasons for them out. Files are read by `files` and `hf_config` alone.
 """

@@ -1,4 +1,4 @@
-"""What was decided for one tensor: its layout, which rule said so, and what a reader should know of it."""
+"""The decision for one tensor: its layout, the rule behind it, and notices for a reader."""
 
 from __future__ import annotations
 

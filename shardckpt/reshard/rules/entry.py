@@ -1,4 +1,4 @@
-"""What rules consist of: a rule, the preset of a family, or another checkpoint's layouts."""
+"""The entries of rules: a rule, the preset of a family, or another checkpoint's layouts."""
 
 from __future__ import annotations
 

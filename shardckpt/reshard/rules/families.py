@@ -1,4 +1,4 @@
-"""What do the dimensions of each tensor mean, in families of models that everybody knows?
+"""The meaning of each tensor's dimensions in well-known families of models.
 
 A table per way of naming: a pattern, and a *logical axis* per dimension (the word is that of T5X and MaxText). Which mesh axis cuts
 which logical axis is `preset`'s business.

@@ -1,4 +1,4 @@
-"""What does a rules file say? It is TOML, or the same in YAML.
+"""Parser of rules files: TOML, or the same in YAML.
 
     mesh = "data=2,model=4"              # or a table: {data = 2, model = 4}; what --mesh says goes first
     unmatched = "error"                  # or "replicate", the default

@@ -1,4 +1,4 @@
-"""Which parameter does a tensor of an optimizer's state belong to?
+"""The parameter that a tensor of an optimizer's state belongs to.
 
 Frameworks keep state under the parameter's own path, somewhere else in the tree:
 

@@ -1,4 +1,4 @@
-"""Which layout does every tensor get?
+"""Ordered rules that give every tensor a layout.
 
 1. Entries are tried in order, and the first one that means the tensor decides: a rule (pattern → spec), a preset (the rules of
    a family of models), or another checkpoint's layouts by name.

@@ -1,4 +1,4 @@
-"""Which rules are mistakes? Those that decide nothing: they mean names that are not there, or come too late."""
+"""Rules that decide nothing: their names do not exist, or earlier rules match first."""
 
 from __future__ import annotations
 

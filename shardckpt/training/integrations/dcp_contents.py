@@ -1,4 +1,4 @@
-"""What is in a checkpoint, by the names that torch.distributed.checkpoint has for it?
+"""The contents of a checkpoint under torch.distributed.checkpoint's names.
 
 1. Something stands in the stored tree for each tensor, and for each value that processes own by themselves.
 2. DCP's own function flattens that: dicts by their keys as text, and lists in which there is a tensor or a dict. What it

@@ -53,7 +53,7 @@ __all__ = ["ShardckptIO"]
 
 _log = logging.getLogger("shardckpt")
 _SCHEDULER = frozenset({"base_lrs", "last_epoch"})
-"""What the state of every scheduler of torch has."""
+"""Keys in the state of every scheduler of torch."""
 _DICTS = (dict, OrderedDict, defaultdict, Counter, AttributeDict)
 """Classes whose objects are loaded as dicts, which those who put them there take as well."""
 

@@ -1,4 +1,4 @@
-"""What may a library that pickles its checkpoints hand to us? What comes back as what it is, and nothing else.
+"""Plain values that a library which pickles its checkpoints may hand over: they come back as they are.
 
 `shardckpt.save` also takes containers that come back as plainer ones unless a `like` rebuilds them: named tuples, deques,
 dataclasses. These libraries load without one, so that what they would have pickled is refused here, by name.

@@ -180,7 +180,7 @@ def _on_one_host(doc: dict[str, Any]) -> bool:
 
 
 def _one_host(doc: dict[str, Any]) -> Html:
-    """What there is to say of hosts where there is one."""
+    """The sentence about hosts for a plan with one host."""
     before, after = (file_size(doc[key]["bytes_read"]) for key in ("restore", "restore_after"))
     devices = count(doc["target"]["devices"], "device")
     text = (

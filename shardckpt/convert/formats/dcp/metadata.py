@@ -1,4 +1,4 @@
-"""What does the `.metadata` of a torch.distributed.checkpoint directory say?
+"""Parser of `.metadata`, the metadata file of torch.distributed.checkpoint.
 
 It is a pickle of a `Metadata` (torch/distributed/checkpoint/metadata.py, torch 2.1 to 2.9): per name either a tensor's dtype, shape and
 chunks, or that it is a few bytes; where in which file each of them lies; and, from the planner, where in the nested state each name was.

@@ -1,4 +1,4 @@
-"""How are the safetensors files read that DCP's `HuggingFaceStorageWriter(save_distributed=True)` leaves?
+"""Reader of the safetensors files that DCP's `HuggingFaceStorageWriter(save_distributed=True)` writes.
 
     shard-00002-model-00001-of-00003.safetensors    what process 2 has of the tensors of the first of three files
 

@@ -1,4 +1,4 @@
-"""How is a directory of torch.distributed.checkpoint read, without torch?
+"""Reader of a directory of torch.distributed.checkpoint, without torch.
 
 1. `.metadata` says what there is (`dcp_metadata`). It is a pickle: who imports one says `trust_pickle=True`.
 2. Every file that it speaks of is looked for, up to the last byte that is needed.

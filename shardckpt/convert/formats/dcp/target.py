@@ -1,4 +1,4 @@
-"""How does a state become a directory that torch.distributed.checkpoint loads?
+"""Writer of a directory that torch.distributed.checkpoint loads.
 
 Such a directory has a file of items, each what `torch.save` writes of one block of a tensor or of one other value, and `.metadata`:
 the blocks of each tensor, where each item lies, and for each name the keys that lead to it in the state.

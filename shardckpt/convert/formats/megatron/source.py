@@ -1,4 +1,4 @@
-"""How is a checkpoint of Megatron-Core's `torch_dist` format read?
+"""Reader of checkpoints in Megatron-Core's `torch_dist` format.
 
     metadata.json          says that it is one: {"sharded_backend": "torch_dist", …}
     .metadata, *.distcp    a directory of torch.distributed.checkpoint: `ShardedTensor`s and `ShardedObject`s by their keys

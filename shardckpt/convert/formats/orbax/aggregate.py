@@ -1,4 +1,4 @@
-"""What does the file `checkpoint` of an older Orbax checkpoint hold?
+"""Parser of the file `checkpoint` (msgpack) of older Orbax checkpoints.
 
 The tree in msgpack, as flax writes it: dicts, lists, small values, arrays that were to be kept together in this file, and for
 each that has a place of its own a text with its name. (Orbax: `msgpack_utils.py`, `utils.py`.)

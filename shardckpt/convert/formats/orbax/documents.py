@@ -1,4 +1,4 @@
-"""What do the documents of an Orbax checkpoint say?
+"""The JSON documents of an Orbax checkpoint, as an export writes them.
 
 An Orbax checkpoint is a directory of zarr arrays, one for each tensor and each number of the state, and of JSON documents beside
 them (seen in what orbax-checkpoint 0.12 writes):

@@ -1,4 +1,4 @@
-"""What do Orbax's metadata files say: which containers, which leaves, and how each array was laid out?
+"""Parser of Orbax's metadata files: containers, leaves, and the layout of each array.
 
 `_METADATA` lists leaves by their paths: each key with its kind (of a sequence, or of a dict), and the leaf's type. A leaf's name,
 by which its array is stored, is its keys with dots between. Sequences are lists, unless the `value_metadata_tree` in the same

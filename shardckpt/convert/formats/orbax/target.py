@@ -1,4 +1,4 @@
-"""How does a state become a checkpoint that Orbax restores?
+"""Writer of a checkpoint that Orbax restores.
 
 1. `orbax_documents` says what is where. Numbers of the state are arrays without dimensions.
 2. Each block is a chunk of a zarr v3 array: a shard of the recorded layout where these are of a good size (`blocks`). It is written

@@ -1,4 +1,4 @@
-"""What does one tree of an Orbax checkpoint hold?
+"""Reader of one tree of an Orbax checkpoint.
 
 1. `_METADATA` says which leaves there are (`orbax_metadata`); in older checkpoints the msgpack file `checkpoint` does, or holds the
    values of some of them (`orbax_aggregate`).

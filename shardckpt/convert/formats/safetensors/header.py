@@ -1,4 +1,4 @@
-"""What does the header of a safetensors file say, and can it be believed?
+"""Parser of the header of a safetensors file; it believes nothing that the file's size does not confirm.
 
 A file is 8 bytes with the header's length N (little-endian), N bytes of JSON, and the elements of all tensors:
 

@@ -1,4 +1,4 @@
-"""Which tensor goes into which file, and what does the index say of it? As Hugging Face's `save_pretrained` has it.
+"""Splitting tensors among files, and the index of them, as Hugging Face's `save_pretrained` does it.
 
 1. Tensors go in order into one file after the other; a file is full where the next tensor would make it longer than allowed.
 2. A tensor that is longer by itself has a file of its own, and the file begun before it goes on behind it.

@@ -1,4 +1,4 @@
-"""What does a safetensors file look like that holds some tensors, and where in it does each of them lie?
+"""The layout of a safetensors file that holds given tensors: its header, and the offset of each tensor.
 
     8 bytes    length of the header, little-endian
     header     JSON: "__metadata__", and by name dtype, shape and the place in what follows; spaces fill it up to a multiple of 8 bytes

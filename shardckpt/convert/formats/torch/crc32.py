@@ -1,4 +1,4 @@
-"""What is the CRC-32 of bytes that were written in parts, in any order?
+"""The CRC-32 of bytes that were written in parts, in any order.
 
 A CRC is a remainder of polynomials over GF(2), so that of two parts side by side is that of the first, times x to the number of bits
 of the second, plus that of the second: no byte is read again. (zlib's `crc32_combine`, which Python does not offer.)

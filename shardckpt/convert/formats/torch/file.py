@@ -1,4 +1,4 @@
-"""Where does a file of `torch.save` keep its tensors?
+"""Reader of a file of `torch.save`: the places of its tensors.
 
 Such a file is a zip archive, nothing in it compressed: `data.pkl` is the pickle of the state, and each storage is an entry `data/<key>`
 (torch/serialization.py; since torch 1.6). It may be a whole file, or lie in one with others, as in those of DCP.

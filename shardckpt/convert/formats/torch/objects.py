@@ -1,4 +1,4 @@
-"""What do torch's pickles consist of?
+"""The objects in torch's pickles.
 
 `torch.save` writes a state as a pickle in which each tensor is a call of `torch._utils._rebuild_tensor_v2` (or a relative of it)
 on a storage, an offset, a shape and strides, and each storage a reference to a run of bytes elsewhere in the file. `TABLE` makes of

@@ -1,4 +1,4 @@
-"""Which state does a file of `torch.save` hold, and may it be read?
+"""The state in a file of `torch.save`, and whether it may be read.
 
 What may be in it is what `torch.load(weights_only=True)` takes, and is looked at in the same spirit, by names; but nothing that the
 pickle says is run either way (`unpickling`). A file with anything else is refused, as is one with a tensor that cannot be stored:

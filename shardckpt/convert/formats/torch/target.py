@@ -1,4 +1,4 @@
-"""How does a state become one file that `torch.load(path, weights_only=True)` takes?
+"""Writer of one file that `torch.load(path, weights_only=True)` reads.
 
 Such a file is a zip archive of uncompressed records: a description of the state, and the bytes of each tensor, row-major, at a
 multiple of 64 bytes.

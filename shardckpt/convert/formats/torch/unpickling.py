@@ -1,4 +1,4 @@
-"""How is a pickle read that somebody else wrote, without running it?
+"""A reader of pickles that runs nothing.
 
 A pickle is a program for a small stack machine, and Python's own machine lets it do anything: one instruction names any object of
 any module, which is imported, and another calls it. `unpickle` is another machine for the same programs.

@@ -1,4 +1,4 @@
-"""How is a directory of torch_xla's `CheckpointManager` read?
+"""Reader of a directory of torch_xla's `CheckpointManager`.
 
     <base>/<step>/.metadata, *.distcp    a directory of torch.distributed.checkpoint, by torch_xla's `SPMDSavePlanner`
     <base>/<step>/.manager_metadata      written last: the step is whole

@@ -1,4 +1,4 @@
-"""What torch_xla's `xser.save` writes, read without torch and torch_xla.
+"""Reader of what torch_xla's `xser.save` writes, without torch and torch_xla.
 
     <path>                     torch.save of the state, in which each XLA tensor is a `TensorReference` with a number
     <path>.tensors/            beside it

@@ -1,4 +1,4 @@
-"""What each ATen operator does to layouts: one module per family, each with the table of its operators.
+"""Rules of ATen operators for layouts: one module per family, each with a table of its operators.
 
 Operators are those of functional ATen graphs, as `ExportedProgram.run_decompositions` leaves them (the Core ATen IR) and as
 `make_fx` traces them. One that is in no table, and that ATen does not tag as pointwise, has no rule: its result is Unknown.

@@ -1,4 +1,4 @@
-"""What do sums and products of tensors make of their layouts?
+"""Layouts of sums and products of tensors.
 
 Layouts here are those of operands brought to the dimensions of the result. For a part k times smaller than the batch:
 
