@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import uuid
 
 import crc32c
@@ -25,7 +26,9 @@ settings.load_profile("shardckpt")
 
 
 def pytest_configure(config):
-    """Let programs that tests start import what tests do."""
+    """Let programs that tests start be interrupted, and import what tests do."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup: programs that tests interrupt would inherit that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["PYTHONPATH"] = os.pathsep.join(str(config.rootpath / folder) for folder in config.getini("pythonpath"))
 
 
