@@ -12,7 +12,6 @@ from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.screen import Cell, Screen, write_json
 from shardckpt.cli.text import count, file_size, visible
 from shardckpt.excerpt import shortened
-from shardckpt.format.structure import BESIDE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,6 +132,8 @@ def _progress(entry: CatalogEntry) -> str:
 
 def _state(entry: CatalogEntry) -> str:
     """What is to be said of a checkpoint; nothing of one that is like most."""
+    from shardckpt.format.structure import BESIDE
+
     said = (entry.superseded and "superseded", entry.pinned and "pinned")
     needed = [f"needs {visible(url.removeprefix(BESIDE))}" for url in entry.bases]
     return ", ".join([*(word for word in said if word), *needed])

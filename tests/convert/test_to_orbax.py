@@ -105,6 +105,7 @@ def test_what_orbax_has_no_place_for_is_left_out_by_name_and_keeps_its_place_in_
     [
         ({}, errors.StructureMismatchError, "with something in it"),
         ({"a.b": np.ones(2), "a": {"b": np.ones(3)}}, errors.NamesMismatchError, "calls two of its arrays 'a.b'"),
+        ({"ocdbt.process_0": np.ones(2)}, errors.NamesMismatchError, "'ocdbt.process_0' is what Orbax calls a file of its own"),
         ({"checkpoint": np.ones(2)}, errors.NamesMismatchError, "'checkpoint' is what Orbax calls a file of its own"),
         ({"_METADATA": np.ones(2)}, errors.NamesMismatchError, "'_METADATA' is what Orbax calls a file of its own"),
         ({"../../w": np.ones(2)}, errors.NamesMismatchError, "directory of its name: '../../w' names nothing below"),

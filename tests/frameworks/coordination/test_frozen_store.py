@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from paths import CHILDREN
@@ -45,6 +47,13 @@ def said(process):
     raise AssertionError(process.stderr.read()[-3000:])
 
 
+def stop(process):
+    """Stop all of its threads: until the last of them is stopped, one may still answer."""
+    os.kill(process.pid, signal.SIGSTOP)
+    while any(task.read_text().rpartition(") ")[2][0] != "T" for task in Path(f"/proc/{process.pid}/task").glob("*/stat")):
+        time.sleep(0.01)
+
+
 def go_on(process):
     process.stdin.write("\n")
     process.stdin.flush()
@@ -54,7 +63,7 @@ def go_on(process):
 def test_while_process_0_is_stopped_every_wait_for_it_ends_with_an_error_that_names_it(job, framework):
     leader, other = job(framework)
     said(leader), said(other)
-    os.kill(leader.pid, signal.SIGSTOP)
+    stop(leader)
     go_on(other)
     found = said(other)
     silent = PARTS[framework]

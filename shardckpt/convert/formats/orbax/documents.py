@@ -62,6 +62,8 @@ __all__ = [
 
 RESERVED = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "array_metadatas", "commit_success.txt")
 """What Orbax itself calls files and directories."""
+PROCESS_PART = re.compile(r"ocdbt\.process_\d+")
+"""The directory of one process's arrays, until the save is finished."""
 _LEGACY_FILE = "checkpoint"
 """A file in which old releases of Orbax stored small arrays; it opens what is called so as a file."""
 _SEQUENCE, _DICT = 1, 2
@@ -196,7 +198,8 @@ def _check_names(found: list[OrbaxEntry], where: str) -> None:
 
 
 def _check_directory(name: str, where: str) -> None:
-    if name.partition("/")[0] in (*RESERVED, _LEGACY_FILE):
+    first = name.partition("/")[0]
+    if first in (*RESERVED, _LEGACY_FILE) or PROCESS_PART.fullmatch(first):
         raise NamesMismatchError(f"{where}: {shown(name)} is what Orbax calls a file of its own; export it under another name.")
     try:
         check_key(name, where)
