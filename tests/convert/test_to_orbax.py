@@ -135,3 +135,17 @@ def test_a_directory_appears_whole_or_not_at_all_and_a_former_checkpoint_stays_u
     export(root / "checkpoint", tmp_path / "o", overwrite=True)
     assert (tmp_path / "o" / "model.rows").is_dir()
     assert [path.name for path in tmp_path.iterdir()] == ["o"]
+
+
+def test_orbax_finds_the_shardings_of_arrays_with_any_name(tmp_path):
+    """Their names are in base64, for which there are two alphabets."""
+    import tensorstore as ts
+    from orbax.checkpoint._src.serialization.tensorstore_utils import get_sharding_tensorstore_spec
+
+    layout = shardckpt.Sharding(shardckpt.Mesh((2,), ("x",)), shardckpt.PartitionSpec("x"))
+    names = ("ab?", "params.w?", "a>b", "w")
+    shardckpt.save(tmp_path / "c", {n: np.ones(4) for n in names}, options=shardckpt.SaveOptions(shardings=dict.fromkeys(names, layout)))
+    shardckpt.export(tmp_path / "c", tmp_path / "o", to="orbax")
+    for name in names:
+        found = ts.open(get_sharding_tensorstore_spec(str(tmp_path / "o"), name)).result().read().result().item()
+        assert json.loads(found)["partition_spec"] == ["x"]

@@ -255,7 +255,7 @@ def shardings(found: list[OrbaxEntry], tensors: Mapping[str, TensorRecord]) -> d
     for entry in found:
         sharding = None if entry.tensor is None else sharding_json(tensors[entry.tensor])
         if sharding is not None:
-            written[base64.b64encode(entry.name.encode()).decode()] = json.dumps(sharding)
+            written[base64.urlsafe_b64encode(entry.name.encode()).decode()] = json.dumps(sharding)
     return written
 
 
