@@ -87,7 +87,7 @@ class OnRay(ClusterExecutor):
         return CoordinationError(f"{self._url}: {_first_line(error)}") if isinstance(error, exceptions.RayError) else error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leave the cluster; unfinished calls are cancelled."""
+        """Leave the cluster; with `cancel_futures`, unfinished calls are cancelled."""
         del wait
         if cancel_futures:
             for ref in list(self._refs.values()):
