@@ -61,7 +61,7 @@ class BatchDims:
 
     @property
     def unknown_operators(self) -> Counter[str]:
-        """The operators whose results are the first Unknown ones → number of nodes."""
+        """The operators at which an Unknown begins → number of nodes."""
         begun = {name for found in self._by_node.values() for name in _origins(found)}
         return Counter(str(node.target) for node in self.program.graph.nodes if node.name in begun)
 
