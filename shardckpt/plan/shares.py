@@ -2,8 +2,8 @@
 
 The method is the same as for writing (`plan.writers`), and every process computes the same result:
 
-1. All chunks that the boxes overlap form one sequence, in order of tensor, piece and position. If the boxes of a tensor fill at
-   least half of their bounding box, as the boxes of one process's devices do, they count as one box: they may share chunks.
+1. All chunks that the boxes overlap form one sequence (the *tape*), ordered by tensor, piece and position. If the boxes of a tensor fill
+   at least half of their bounding box, as the boxes of one process's devices do, they count as one box: they may share chunks.
 2. The sequence is cut into rounds of a fixed number of bytes: the data in flight between processes at once.
 3. In each round every process reads one part, a run of chunks, assigned as for writing (`deal`).
 4. A run of chunks is cut into few boxes (`run_boxes`), and these are clipped to the needed boxes.
