@@ -1,4 +1,4 @@
-"""A partition spec: which mesh axes cut each dimension of a tensor.
+"""A partition spec: the mesh axes that cut each dimension of a tensor.
 
 The vocabulary is torch_xla's and JAX's. One entry per tensor dimension, major first: None (not cut), an axis
 by name or by its index in the mesh, or a tuple of axes that cut the dimension together, first axis outermost.

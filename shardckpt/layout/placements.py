@@ -1,6 +1,6 @@
 """The boxes of a tensor that every rank holds under DTensor's placements.
 
-A placement says what one mesh dimension does to the tensor: it holds replicas, or shards of a tensor dimension.
+A placement describes the effect of one mesh dimension on the tensor: it holds replicas, or shards of a tensor dimension.
 
 1. Placements become splits: per tensor dimension, in order, outermost first. Shards split
    in the order of the mesh. A strided shard, `_S(d,f)`, means that later mesh dimensions have already split d into f parts:

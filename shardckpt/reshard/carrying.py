@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["TakenOver", "carry_chunks", "carry_lanes", "way"]
 
 TakenOver = Literal["links", "copies"]
-"""How files come to exist in both places."""
+"""The method by which files come to exist in both places."""
 _NO_RANGES = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of the kernel where it cannot copy between two files, although both can be read and written."""
 

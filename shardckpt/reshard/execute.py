@@ -119,7 +119,7 @@ def reshard(
     Args:
         src: the checkpoint to read: a path or URL.
         dst: the place of the new checkpoint, on the same storage or another one. It may equal `src` with `overwrite`.
-        mesh: the devices that specs refer to. Without rules, tensors keep their recorded specs, over this mesh.
+        mesh: the devices that specs refer to. With neither `rules` nor `like`, tensors keep their recorded specs, over this mesh.
         rules: how each tensor is laid out: `Rules`, texts such as "**/w1=(None,model)", or a dict of pattern → spec.
         like: another checkpoint; a tensor that no rule matches gets its layout from there.
         layout: "packed" or "zarr"; None: same as the source.

@@ -139,7 +139,7 @@ class OpenJob:
         """The attempt, and whether it is committed."""
         there = self.prior.record
         if isinstance(there, CheckpointRecord) and RESHARD in there.attempt:
-            with suppress(ShardckptError):  # damaged: not what this job makes
+            with suppress(ShardckptError):  # damaged: not this job's result
                 before = read_host_record(self.store.sub(there.attempt), 0)[0].prior  # the commit record from when that attempt began
                 if there.attempt == self._name(before):
                     return there.attempt, True

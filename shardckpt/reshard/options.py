@@ -34,7 +34,7 @@ class ReshardOptions:
     mesh: Mesh | None = None
     """The devices that specs refer to. Without rules, every tensor keeps its recorded spec, over this mesh."""
     rules: Rules | None = None
-    """How each tensor is laid out. None: tensors keep their recorded specs."""
+    """Rules for the layout of each tensor. None: tensors keep their recorded specs."""
     layout: Literal["packed", "zarr"] | None = None
     """As in `SaveOptions`; None: same as the source."""
     compression: Literal["zstd", "none"] | None = None

@@ -92,7 +92,7 @@ class ReshardPlan:
     """Compression of the target; None: uncompressed."""
     tasks: tuple[Task, ...]
     memory: Memory
-    """What each worker may use."""
+    """Memory of each worker."""
     conversions: tuple[ConvertedSubtree, ...] = ()
     """Tensors that `dtype` converts and leaves, by subtree."""
     _cells: Mapping[str, Cells] = field(default_factory=dict, repr=False, compare=False)
@@ -168,7 +168,7 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
         BudgetError: the memory limit is too small; names it, and a sufficient one.
     """
     record = source.record
-    ours = bool(record.hosts)  # without hosts it is a foreign checkpoint, with foreign chunk shapes
+    ours = bool(record.hosts)  # without hosts it is foreign, with foreign chunk shapes
     layout = options.layout or record.layout
     keep_chunks = ours and layout == record.layout
     made = targets(record.structure, options, str(source.location), files=layout == "zarr", keep_chunks=keep_chunks)

@@ -114,7 +114,7 @@ def forecast(
     devices_per_host: int | None = None,
     places: Places | None = None,
 ) -> Forecast:
-    """Compute what a reshard costs and changes.
+    """Compute the costs and effects of a reshard.
 
     Args:
         checkpoint: the source.

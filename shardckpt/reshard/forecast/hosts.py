@@ -48,7 +48,7 @@ class Hosts:
         """The hosts of all devices of some layouts.
 
         Args:
-            layouts: layouts of tensors, each with the tensor's rank; None says nothing of devices.
+            layouts: layouts of tensors, each with the tensor's rank; None entries are ignored.
             devices_per_host: devices of each host; the last host may have fewer.
             number: number of hosts, instead of `devices_per_host`.
 

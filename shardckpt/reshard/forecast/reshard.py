@@ -47,7 +47,7 @@ class ReshardReads(NamedTuple):
 
 
 def reshard_reads(plan: ReshardPlan, places: Places, limits: RunLimits) -> ReshardReads:
-    """Count what a reshard reads.
+    """Count the stored bytes and requests that a reshard reads.
 
     Args:
         plan: plan of the reshard.

@@ -82,5 +82,5 @@ def head_counts(config: Mapping[str, Any]) -> Heads | None:
 
 
 def _count(config: Mapping[str, Any], *keys: str) -> int | None:
-    """The first of some keys that has a positive integer in the configuration."""
+    """The value of the first key that has a positive integer in the configuration; None: no key has one."""
     return next((config[key] for key in keys if type(config.get(key)) is int and config[key] > 0), None)

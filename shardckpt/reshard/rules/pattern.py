@@ -25,7 +25,7 @@ _STATE = "state."
 
 
 class Match(enum.Enum):
-    """How a pattern applies to a name."""
+    """The match of a pattern with a name: the name itself, or the name above it."""
 
     WHOLE = "its name"
     """The pattern matches the name."""
@@ -34,7 +34,7 @@ class Match(enum.Enum):
 
 
 def match(pattern: str, name: str) -> Match | None:
-    """How the pattern applies to the name; None: it does not.
+    """Match a pattern with a name; None: there is no match.
 
     Raises:
         OptionError: the pattern is invalid.

@@ -6,7 +6,7 @@
        tp     heads, kv_heads, mlp, vocab         axis "tensor", "model", "tp" or "mp"
        ep     expert                              axis "expert" or "ep"
 
-   T5X, MaxText and torchprime lay these models out in the same pattern. Where transformers' plans for tensor parallelism cover a
+   T5X, MaxText and torchprime use the same layouts for these models. Where transformers' plans for tensor parallelism cover a
    tensor, tp agrees with them: `colwise` cuts the first dimension of a Linear's weight, `rowwise` the second.
 2. The mesh determines the axis of each role: the first axis in the list above that it has. `llama/fsdp=replica+tp=y` names the axes.
    Without roles (`llama`), every role applies whose own axis name the mesh has; "data" then holds replicas.

@@ -162,7 +162,7 @@ class Rules:
 
         Raises:
             OptionError: there is no such input or dimension, or the batch was not named and cannot be inferred.
-            ShardingError: the mesh has no such axis, a tensor holds a part of a sum, or an operation of the program has no rule.
+            ShardingError: the mesh has no such axis, or a tensor holds a part of a sum or has an unknown layout.
         """
         from shardckpt.reshard.batch_dims import batch_shardings
 

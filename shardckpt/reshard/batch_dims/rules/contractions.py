@@ -3,7 +3,7 @@
 | where the batch's letter is | the result |
 |---|---|
 | kept, cut in one operand, absent from the others, which are replicated | cut in that letter's dimension |
-| kept, cut in all operands that have it | likewise |
+| kept, cut in all operands that have it | cut in that letter's dimension |
 | summed over | Partial(sum) |
 """
 

@@ -1,11 +1,11 @@
-"""Operations that move elements, or leave some out, and compute nothing: partial tensors stay what they are.
+"""Operations that move elements, or leave some out, and compute nothing: partial tensors stay partial.
 
 | operators | rule |
 |---|---|
-| view, reshape, squeeze, unsqueeze, … | the batch is a digit of the row-major number of an element: one dimension must have it whole |
+| view, reshape, squeeze, unsqueeze, … | the batch is a digit of the row-major number of an element: one dimension must contain all of it |
 | permute, t, transpose | the dimension moves |
 | expand, repeat | new dimensions in front; a replicated tensor that is expanded to the batch is cut in it |
-| slice, select, split, unbind, flip, roll, tril, triu | whole along the batch |
+| slice, select, split, unbind, flip, roll, tril, triu | the batch must stay complete |
 | cat, stack | along the batch: runs of it behind one another |
 | slice_scatter, select_scatter, constant_pad_nd | a sum of terms |
 """
