@@ -1,4 +1,4 @@
-"""Layouts: which device holds which box of a tensor.
+"""Layouts: the box of a tensor that each device holds.
 
 Meshes, partition specs, OpShardings and DTensor placements, the boxes that follow from them, and the dtypes of elements.
 Pure numpy code that every other package may import; it imports `errors` and `excerpt` alone. Begin with `box`, `mesh` and

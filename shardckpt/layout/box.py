@@ -1,4 +1,4 @@
-"""A box: a half-open n-dimensional index range, and what can be asked of many of them at once.
+"""A box, a half-open n-dimensional index range, and operations on many boxes at once.
 
 One box is a `Box`, two tuples of ints. Many boxes are two int64 arrays of shape (n, ndim), `start` and
 `stop`, because planning code never loops over devices or chunks in Python.
@@ -46,7 +46,7 @@ class Box:
 
     @classmethod
     def full(cls, shape: tuple[int, ...]) -> Box:
-        """The box of a whole tensor of that shape."""
+        """The box of a complete tensor of that shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -66,7 +66,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as a numpy index into the whole tensor."""
+        """The box as a numpy index into the complete tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def overlap(self, other: Box) -> Box | None:
@@ -114,12 +114,12 @@ class BoxArray:
         return sizes
 
     def overlapping(self, box: Box) -> Index:
-        """Which of the boxes have elements in common with one, ascending."""
+        """Indices of the boxes that share elements with `box`, ascending."""
         return np.flatnonzero((np.maximum(self.start, box.start) < np.minimum(self.stop, box.stop)).all(axis=1))
 
 
 def distinct_boxes(boxes: BoxArray) -> tuple[BoxArray, Index]:
-    """Equal boxes once, without the empty ones, and where each input box went.
+    """The distinct non-empty boxes, and the position of each input box among them.
 
     Returns the distinct non-empty boxes in order of their start, and an (n,) array with the position of each
     input box among them, -1 for an empty one.

@@ -1,15 +1,15 @@
 """The box of a tensor that every device holds, and the number of its replica.
 
-1. What does not depend on the tensor's size is a `Tiling`: every device's tile coordinate, once per layout
-   and rank, and cached by the layouts.
+1. A `Tiling` holds everything that does not depend on the tensor's size: every device's tile coordinate. It is computed once per
+   layout and rank, and cached by the layouts.
 2. A tile is ceil(dim / parts) long in every dimension, as in XLA. Every shard has that (padded) size on its
-   device; the box is the part of it that lies inside the tensor. A shard with nothing left is the empty
+   device; the box is the part of it that lies inside the tensor. A shard outside the tensor is the empty
    box at the end: 10 rows over 8 are 2, 2, 2, 2, 2, 0, 0, 0.
 3. Replicas are the devices with the same tile, numbered by ascending device id. This is torch_xla's rule in
    one sentence: 0 for tiled; the position in the last tile dimension for partial (XLA keeps it sorted by
    id); the global ordinal for replicated. For ids that are not 0…N-1, the ordinal is the rank among them.
 
-Devices always come in ascending order of their ids, so that `np.searchsorted` finds one.
+Devices are always in ascending order of their ids, so that `np.searchsorted` finds one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DeviceBoxes:
     device_ids: Index
     """(n,) int64, ascending."""
     boxes: BoxArray
-    """(n, ndim), clamped to the tensor; empty shards are `start == stop == dim` where nothing is left."""
+    """(n, ndim), clamped to the tensor; a shard outside the tensor is empty: `start == stop == dim`."""
     tile: tuple[int, ...]
     """The padded shape of every shard, ceil(dim / parts)."""
     replica_id: Index
@@ -87,11 +87,11 @@ class Tiling:
         """The boxes of all devices, or of some, in a tensor of that shape.
 
         Args:
-            shape: Of the tensor, in elements; its rank is the tiling's.
-            device_ids: Only these devices, in any order (the result is ascending): the cost is theirs alone.
+            shape: Shape of the tensor in elements; its rank must be the tiling's.
+            device_ids: Restrict to these devices, in any order (the result is ascending); the cost depends on their number alone.
 
         Raises:
-            ShardingError: The rank is another, or a device is not among the layout's.
+            ShardingError: The rank differs, or a device is not in the layout.
         """
         shape = checked_tensor_shape(shape)
         tile = tile_shape(shape, self.parts)
@@ -132,7 +132,7 @@ def checked_tensor_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """A tensor's shape as a tuple of ints.
 
     Raises:
-        ShardingError: A dimension is negative, no integer, or too long for int64, or there are more than 32 of them.
+        ShardingError: A dimension is negative, not an integer, or too long for int64, or there are more than 32 dimensions.
     """
     checked = checked_sizes(shape, "Tensor shape", least=0)
     if len(checked) > MAX_AXES:

@@ -31,19 +31,19 @@ _NUMPY_NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
-"""What numpy itself has."""
+"""Types of numpy itself."""
 
 _ML_NAMES = (
     *("bfloat16", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
     *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4"),
 )
-"""What ml_dtypes adds and TensorStore stores under the same name."""
+"""Types of ml_dtypes that TensorStore stores under the same name."""
 
 _BITS_NAMES = (
     *("float8_e4m3", "float6_e2m3fn", "float6_e3m2fn", "int1", "uint1", "uint2", "uint4"),
     *("complex32", "bcomplex32"),
 )
-"""What ml_dtypes adds and TensorStore lacks; the youngest of them only in ml_dtypes 0.6 and later."""
+"""Types of ml_dtypes that TensorStore lacks; the newest of them exist only in ml_dtypes 0.6 and later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class DType:
 
     @property
     def as_bits(self) -> bool:
-        """Whether the stored array holds the bits as an unsigned integer, for want of the type itself."""
+        """Whether the stored array holds the bits as an unsigned integer, because TensorStore lacks the type."""
         return self.numpy != self.storage
 
     def __str__(self) -> str:
-        """The name alone, as messages want it."""
+        """The name, for messages."""
         return self.name
 
 
@@ -121,18 +121,18 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
     'float32'
 
     Raises:
-        DtypeError: strings, objects, dates, records, extended precision and whatever else cannot be stored.
+        DtypeError: the type cannot be stored: strings, objects, dates, records, extended precision and others.
     """
     dtype = np.dtype(dtype)
     found = DTYPES.get(dtype.name)
-    # A big-endian dtype keeps its name; a foreign one may borrow a name of ours, so the type must agree as well.
+    # A big-endian dtype keeps its name; a foreign dtype may have the name of a supported one, so the type must agree as well.
     if found is None or dtype.newbyteorder("=") != found.numpy:
         raise DtypeError(f"dtype {str(dtype)!r} cannot be stored. {_ADVICE}")
     return found
 
 
 def castable(stored: DType, wanted: DType) -> bool:
-    """Whether elements can be converted as `numpy.astype` does, and not just lose their imaginary parts."""
+    """Whether elements can be converted as by `numpy.astype`, without losing imaginary parts."""
     if stored == wanted:
         return True
     if stored.numpy.kind == "c" and wanted.numpy.kind != "c":

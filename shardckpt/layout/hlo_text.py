@@ -1,4 +1,4 @@
-"""The text of an XLA OpSharding: a reader for hostile input, and nothing that allocates before it has counted.
+"""Parser of the text of an XLA OpSharding; it is safe for hostile input: it counts before it allocates.
 
 ```
 sharding ::= '{' 'replicated' | 'manual' | 'unknown' | 'unreduced' '}'
@@ -9,7 +9,7 @@ type     ::= 'replicated' | 'manual' | 'unreduced'
 ```
 
 after `HloParserImpl::ParseSingleSharding` in XLA's `hlo_parser.cc`. Whitespace may stand between any two
-words. What XLA knows beyond that is refused by its name: tuples, named meshes, `metadata=`, `shard_as` and
+words. Other constructs of XLA are refused by name: tuples, named meshes, `metadata=`, `shard_as` and
 `shard_like` (the last three say nothing about where data is).
 
 Every token is one match of a possessive regular expression, so that reading is linear in the text; texts are
@@ -42,7 +42,7 @@ _SPACE = re.compile(r"\s*+", re.ASCII)
 
 
 class Kind(StrEnum):
-    """What XLA's OpSharding.Type can say, in the words of its text."""
+    """The types of XLA's OpSharding, in the words of its text."""
 
     REPLICATED = "replicated"
     """Every device holds everything."""
@@ -59,7 +59,7 @@ class Kind(StrEnum):
 
 
 class HloSharding(NamedTuple):
-    """What a text says."""
+    """A parsed text."""
 
     kind: Kind
     tiles: TileAssignment | None
@@ -80,7 +80,7 @@ def parse_hlo(text: str) -> HloSharding:
     """Read one sharding.
 
     Raises:
-        ShardingError: It is no sharding, or one that cannot be read here; the message says why and where.
+        ShardingError: The text is not a sharding, or not a supported one; the message gives reason and place.
     """
     if not isinstance(text, str):
         raise ShardingError(f"OpSharding: expected text such as '{{replicated}}', found {type(text).__name__}.")
@@ -175,7 +175,7 @@ class _Reader:
         if found is None:
             raise self.error("expected integers of at most 18 digits, from 0")
         self.at = found.end()
-        # The expression has already said that this is digits and commas: no warning, no overflow.
+        # The expression has checked that this is digits and commas: no warning, no overflow.
         return np.fromstring(found[1], dtype=np.int64, sep=",")
 
     def word(self) -> str:

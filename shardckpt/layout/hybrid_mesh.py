@@ -5,7 +5,7 @@ Every axis has an inner size, within a slice, and an outer one, across slices; i
 1. Devices are grouped into slices, in order of their slice index. There must be prod(dcn_shape) slices of
    prod(ici_shape) devices each.
 2. Inside a slice, `ici_shape` is laid over the physical torus that the devices' coordinates describe
-   (`torus_mesh`); devices without coordinates are taken in order of their ids.
+   (`torus_mesh`); devices without coordinates are placed in order of their ids.
 3. The slice at DCN position (s0, s1, …) fills the block that begins at (s0·ici0, s1·ici1, …): along every axis
    the devices of one slice are contiguous.
 
@@ -34,21 +34,21 @@ __all__ = ["Device", "HybridMesh", "torus_mesh"]
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a runtime says about one device: all that the place in a mesh depends on."""
+    """The properties of one device, as its runtime reports them, that determine its place in a mesh."""
 
     id: int
     """The global device id."""
     slice_index: int = 0
-    """Which slice it is in."""
+    """Index of the device's slice."""
     coords: tuple[int, ...] | None = None
-    """Where its chip stands in the slice's torus, x first; None off TPU."""
+    """Coordinates of its chip in the slice's torus, x first; None off TPU."""
     core_on_chip: int = 0
-    """Which core of the chip it is; 0 where a chip is one device (v4 and later)."""
+    """Number of the core on the chip; 0 where a chip is one device (v4 and later)."""
     process_index: int = 0
-    """Which process it belongs to."""
+    """Index of the device's process."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are not counted from 0; runtimes give coordinates as lists."""
+        """Refuse negative or non-integer numbers; convert coordinates, which runtimes give as lists."""
         checked_sizes((self.id, self.slice_index, self.core_on_chip, self.process_index), "Device", least=0)
         if self.coords is not None:
             object.__setattr__(self, "coords", checked_sizes(self.coords, f"Coordinates of device {self.id}", least=0))
@@ -110,10 +110,10 @@ class HybridMesh(Mesh):
 def torus_mesh(physical: Ids, shape: Sequence[int]) -> Ids:
     """Lay a logical mesh over a slice's torus, later (more talkative) axes first.
 
-    A logical axis gets whole physical axes where some subset has exactly its size, more axes rather than fewer:
-    rings in several directions at once. Where that fails for any axis, all are placed anew by splitting physical
-    axes, by torch_xla's and JAX's preferences: whole axes before parts, and parts of axes that are in use already
-    before fresh ones.
+    A logical axis gets complete physical axes if some subset has exactly its size, more axes rather than fewer:
+    rings in several directions at once. If that fails for any axis, all are placed again by splitting physical
+    axes, by torch_xla's and JAX's preferences: complete axes before parts, and parts of axes that are already in use
+    before unused ones.
 
     Args:
         physical: Device ids in the shape of the torus.
@@ -168,7 +168,7 @@ def _slice_mesh(members: list[Device], shape: tuple[int, ...]) -> Ids:
     places -= places.min(axis=0)
     extents = (places.max(axis=0) + 1).tolist()
     cores = extents.pop()
-    # A chip with two cores (v2, v3) stands in a plane, and the cores are the third dimension of the torus.
+    # A chip with two cores (v2, v3) lies in a plane, and the cores are the third dimension of the torus.
     used = [*(axis for axis in range(len(extents)) if cores == 1 or extents[axis] > 1 or axis < 2), *([len(extents)] if cores > 1 else [])]
     torus = [(*extents, cores)[axis] for axis in used]
     if prod(torus) != len(members) or len(np.unique(places, axis=0)) != len(members):
@@ -182,7 +182,7 @@ def _slice_mesh(members: list[Device], shape: tuple[int, ...]) -> Ids:
 
 
 def _whole_axes(torus: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    """The physical axes of every logical axis, or None where some axis would have to be split."""
+    """The physical axes of every logical axis, or None if an axis would have to be split."""
     free = set(range(len(torus)))
     given: list[tuple[int, ...]] = [()] * len(shape)
     for place in reversed(range(len(shape))):
@@ -209,7 +209,7 @@ def _split_axes(torus: tuple[int, ...], shape: tuple[int, ...]) -> Ids:
 
 
 def _preference(option: tuple[int, ...], torus: tuple[int, ...], taken: Ids) -> tuple[int, int, int, tuple[int, ...]]:
-    """Greater is better: devices on whole axes, the number of whole axes, devices on axes in use, earlier axes."""
+    """Sort key, greater is better: devices on complete axes, number of complete axes, devices on axes in use, earlier axes."""
     whole = [size for size, extent in zip(option, torus, strict=True) if size == extent]
     shared = [size for size, used in zip(option, taken.tolist(), strict=True) if used > 1]
     return prod(whole), sum(size > 1 for size in whole), prod(shared), option

@@ -1,7 +1,7 @@
 """A mesh: devices in an n-dimensional arrangement whose axes have names.
 
-A mesh answers one question: which device stands at which coordinate of which axes? Device ids are written
-in row-major order of the mesh, as torch_xla and JAX do, and are whatever the runtime calls its devices: a
+A mesh maps coordinates on its axes to devices. Device ids are written
+in row-major order of the mesh, as torch_xla and JAX do. They are the runtime's own ids: possibly a
 permutation, or numbers that start at 2048. Nothing here assumes 0…N-1.
 """
 
@@ -23,17 +23,17 @@ __all__ = ["MAX_AXES", "MAX_DEVICES", "Mesh"]
 Ids: TypeAlias = NDArray[np.int64]
 
 MAX_DEVICES = 1 << 20
-"""Devices in a mesh or tile assignment: ten times the largest systems known, and 8 MiB of device ids.
+"""Maximum devices in a mesh or tile assignment: ten times the largest systems known, and 8 MiB of device ids.
 
-A checkpoint made by somebody else may claim any number; this bounds the time and memory of believing it.
+A foreign checkpoint may claim any number; the limit bounds the time and memory spent on it.
 """
 
 MAX_AXES = 32
-"""Axes of a mesh and dimensions of a tensor: TensorStore's and numpy's own limit."""
+"""Maximum axes of a mesh and dimensions of a tensor: TensorStore's and numpy's own limit."""
 
 
 _LARGEST = (1 << 62) - 1
-"""A dimension beyond this could overflow int64 on its way to a padded tile's end."""
+"""Maximum dimension: a longer one could overflow int64 when the end of a padded tile is computed."""
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -103,7 +103,7 @@ class Mesh:
             return True
         if not isinstance(other, Mesh):
             return NotImplemented
-        # The hash is computed once: it settles nearly every unequal pair without touching the ids.
+        # The hash is computed once; it distinguishes nearly all unequal pairs without comparing ids.
         return (
             self._hash == other._hash
             and self.shape == other.shape
@@ -128,10 +128,10 @@ class Mesh:
 
     @classmethod
     def from_json(cls, doc: object) -> Mesh:
-        """Read what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises:
-            FormatError: It is not that.
+            FormatError: The document is invalid.
         """
         if not isinstance(doc, Mapping) or set(doc) != {"shape", "axes", "devices"}:
             raise FormatError(f"mesh: expected an object with shape, axes and devices, found {excerpt(doc)}.")
@@ -149,15 +149,15 @@ class Mesh:
 
 
 def referred_mesh(doc: object, meshes: Sequence[Mesh], what: str) -> Mesh:
-    """The mesh of a document: written out, or its place in a list that is kept once.
+    """The mesh of a document: either in full, or its index in a list that is stored once.
 
     Args:
-        doc: what `Mesh.to_json` wrote, or a number.
+        doc: the output of `Mesh.to_json`, or a number.
         meshes: the list.
-        what: refers to it, for messages.
+        what: name of the referring object, for messages.
 
     Raises:
-        FormatError: it is neither.
+        FormatError: the document is neither.
     """
     if type(doc) is not int:
         return Mesh.from_json(doc)
@@ -167,7 +167,7 @@ def referred_mesh(doc: object, meshes: Sequence[Mesh], what: str) -> Mesh:
 
 
 def _is_list_of(value: object, kind: type) -> bool:
-    # type(), not isinstance: True is an int to Python and not to us.
+    # type(), not isinstance, because True is an int in Python.
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
@@ -184,7 +184,7 @@ def checked_sizes(sizes: Sequence[int], what: str, *, least: int) -> tuple[int, 
     """Sizes as a tuple of Python ints, each at least `least`.
 
     Raises:
-        ShardingError: Naming `what`, the position and the value.
+        ShardingError: A size is invalid; the message has `what`, the position and the value.
     """
     try:
         checked = tuple(sizes)
@@ -219,10 +219,10 @@ def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> 
 
 
 def checked_ids(device_ids: ArrayLike, shape: tuple[int, ...], what: str = "Mesh") -> Ids:
-    """Device ids as a flat int64 array of its own, one for each position of that shape.
+    """Device ids as a new flat int64 array, one for each position of `shape`.
 
     Raises:
-        ShardingError: Not integers, negative, repeated, or not prod(shape) of them.
+        ShardingError: The ids are not integers, are negative or repeated, or their number is not prod(shape).
     """
     try:
         given = np.asarray(device_ids)
@@ -236,7 +236,7 @@ def checked_ids(device_ids: ArrayLike, shape: tuple[int, ...], what: str = "Mesh
         raise ShardingError(f"{what}: {given.size} device ids for shape {shape}, which has {prod(shape)} devices; give one id per device.")
     if given.dtype == np.uint64 and given.max() > np.iinfo(np.int64).max:
         raise ShardingError(f"{what}: device id {given.max()} is not below 2**63.")
-    ids: Ids = given.reshape(-1).astype(np.int64)  # a copy, which the caller owns
+    ids: Ids = given.reshape(-1).astype(np.int64)  # a copy that the caller owns
     if ids.min() < 0:
         raise ShardingError(f"{what}: device id {ids.min()} is negative; ids count from 0.")
     ordered = np.sort(ids)

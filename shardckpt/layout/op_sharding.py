@@ -1,11 +1,11 @@
-"""XLA's OpSharding: where a tensor's tiles are, by device id and without axis names.
+"""XLA's OpSharding: the tiles of a tensor by device id, without axis names.
 
-Every type of XLA is here. `replicated`, `maximal` and `tiled`, the last with subgroups of replicas or without
-("partial" is tiled with one subgroup of replicas), say where data is and can be saved. `manual`, `unreduced`
-and `unknown`, and tiled with subgroups of the first two, do not: asking them for boxes is an error that says why.
+Every type of XLA is supported. `replicated`, `maximal` and `tiled`, the last with subgroups of replicas or without
+("partial" is tiled with one subgroup of replicas), determine where data is and can be saved. `manual`, `unreduced`
+and `unknown`, and tiled with subgroups of the first two, do not: asking them for boxes is an error with the reason.
 
-Two shardings are equal when they say the same in the same words: type, tile dimensions, devices, subgroups;
-listed and iota forms of the same devices are equal. They are `equivalent` when every device holds the same of
+Two shardings are equal when all their fields agree: type, tile dimensions, devices, subgroups;
+listed and iota forms of the same devices are equal. They are `equivalent` when every device holds the same part of
 every tensor. `canonical` is XLA's own normal form (`HloSharding::PartialTile` and `::Subgroup`).
 """
 
@@ -52,12 +52,12 @@ class OpSharding:
     """
 
     kind: Kind
-    """Which type."""
+    """Type of the sharding."""
     tiles: TileAssignment | None = None
     """Tiled: the device of every tile, the tensor's dimensions first, then one dimension per subgroup. Maximal: the
-    one device. Replicated: the devices, where they are known, for XLA's text does not say."""
+    one device. Replicated: the devices, if they are known; XLA's text does not name them."""
     subgroups: tuple[Kind, ...] = ()
-    """What each of the last dimensions of `tiles` means: replicated, manual or unreduced."""
+    """Meaning of each of the last dimensions of `tiles`: replicated, manual or unreduced."""
 
     def __post_init__(self) -> None:
         """Refuse fields that contradict each other."""
@@ -84,7 +84,7 @@ class OpSharding:
 
     @classmethod
     def replicated(cls, devices: int | ArrayLike | None = None) -> OpSharding:
-        """Everything on each device: how many (ids from 0), which, or None where that is not known."""
+        """The complete tensor on each device: a number of devices (ids from 0), their ids, or None if not known."""
         if devices is None:
             return cls(Kind.REPLICATED)
         if isinstance(devices, int):
@@ -94,7 +94,7 @@ class OpSharding:
 
     @classmethod
     def maximal(cls, device: int) -> OpSharding:
-        """Everything on one device."""
+        """The complete tensor on one device."""
         return cls(Kind.MAXIMAL, TileAssignment((1,), [device]))
 
     @classmethod
@@ -104,21 +104,21 @@ class OpSharding:
         Args:
             dims: Tiles per tensor dimension, then the size of every subgroup.
             devices: Row-major ids; None: 0, 1, 2, …
-            subgroups: What the last dimensions mean; `(Kind.REPLICATED,)` for XLA's `last_tile_dim_replicate`.
+            subgroups: Meaning of the last dimensions; `(Kind.REPLICATED,)` for XLA's `last_tile_dim_replicate`.
         """
         return cls(Kind.TILED, TileAssignment(dims, devices), tuple(subgroups))
 
     @classmethod
     def parse(cls, text: str, num_devices: int | None = None) -> OpSharding:
-        """Read XLA's text, listed or iota.
+        """Parse XLA's text, listed or iota.
 
         Args:
             text: Such as `{devices=[4,2]<=[2,4]T(1,0)}`.
-            num_devices: How many devices there are, with ids from 0, for `{replicated}`, which does not say;
-                checked against a tiled text.
+            num_devices: Number of devices, with ids from 0, for `{replicated}`, whose text has no number;
+                a tiled text is checked against it.
 
         Raises:
-            ShardingError: It is no sharding, or a tuple, or has another number of devices.
+            ShardingError: The text is not a sharding, or is a tuple, or has another number of devices.
         """
         kind, tiles, subgroups = parse_hlo(text)
         if kind is Kind.REPLICATED and num_devices is not None:
@@ -128,9 +128,9 @@ class OpSharding:
         return cls(kind, tiles, subgroups)
 
     def relabel(self, device_ids: ArrayLike) -> OpSharding:
-        """The same with device `device_ids[i]` where this one says i.
+        """Replace each device i by `device_ids[i]`.
 
-        JAX's HLO shardings number the positions of a device list; this puts the list's ids in their place, and
+        JAX's HLO shardings number the positions of a device list. This method replaces positions by the list's ids, and
         gives `{replicated}` its devices.
 
         Raises:
@@ -148,14 +148,14 @@ class OpSharding:
             return OpSharding.replicated(ids[positions])
         return OpSharding(self.kind, TileAssignment(self.tiles.dims, ids[positions]), self.subgroups)
 
-    # What it says
+    # Properties
 
     @property
     def num_devices(self) -> int:
-        """Devices that hold something of the tensor.
+        """Number of devices that hold a part of the tensor.
 
         Raises:
-            ShardingError: It does not say: manual, unreduced, unknown, or replicated without a number.
+            ShardingError: The number is not known: manual, unreduced, unknown, or replicated without a number.
         """
         if self.tiles is None:
             raise _no_devices(self)
@@ -163,7 +163,7 @@ class OpSharding:
 
     @property
     def data_dims(self) -> tuple[int, ...]:
-        """The tiles of every tensor dimension, subgroups left out; only a tiled sharding has them."""
+        """Tiles per tensor dimension, without subgroups; only a tiled sharding has them."""
         assert self.tiles is not None
         return self.tiles.dims[: len(self.tiles.dims) - len(self.subgroups)]
 
@@ -184,7 +184,7 @@ class OpSharding:
         """Tiles per dimension of a tensor with `ndim` dimensions.
 
         Raises:
-            ShardingError: It is for another rank, or has no boxes.
+            ShardingError: The sharding is for another rank, or has no boxes.
         """
         if self.kind in {Kind.REPLICATED, Kind.MAXIMAL}:
             return (1,) * ndim
@@ -197,7 +197,7 @@ class OpSharding:
         return self.data_dims
 
     def tile(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The padded shape of every shard, without looking at the devices."""
+        """The padded shape of every shard, computed without the devices."""
         shape = checked_tensor_shape(shape)
         return tile_shape(shape, self.parts(len(shape)))
 
@@ -210,18 +210,18 @@ class OpSharding:
         return _tiling(self, ndim)
 
     def device_boxes(self, shape: Sequence[int], device_ids: ArrayLike | None = None) -> DeviceBoxes:
-        """The box of every device, or of those asked for, in a tensor of that shape.
+        """The boxes of all devices, or of `device_ids`, in a tensor of that shape.
 
         Raises:
-            ShardingError: The rank is another; the sharding does not say where data is, or on how many devices.
+            ShardingError: The rank differs, or the sharding does not determine where data is, or on how many devices.
         """
         shape = checked_tensor_shape(shape)
         return self.tiling(len(shape)).device_boxes(shape, device_ids)
 
-    # Sameness
+    # Equality
 
     def canonical(self) -> OpSharding:
-        """XLA's normal form: equal subgroups merged and in order, those of size 1 gone, replicas sorted by id.
+        """XLA's normal form: equal subgroups merged and in order, without subgroups of size 1, replicas sorted by id.
 
         A tiled sharding with nothing cut becomes replicated (or manual, unreduced).
         """
@@ -249,7 +249,7 @@ class OpSharding:
         return OpSharding(Kind.TILED, tiles, kinds)
 
     def equivalent(self, other: OpSharding) -> bool:
-        """Whether every device holds the same of every tensor.
+        """Whether every device holds the same part of every tensor.
 
         `{replicated}` without a number of devices is equivalent to any replicated sharding.
         """
@@ -266,10 +266,10 @@ class OpSharding:
         """XLA's text.
 
         Args:
-            form: "iota", "listed", or "auto" for iota where there is one.
+            form: "iota", "listed", or "auto": iota if the devices have an iota form.
 
         Raises:
-            ShardingError: `form="iota"` and the devices have none.
+            ShardingError: `form="iota"` and the devices have no iota form.
 
         >>> OpSharding.tiled((4, 2), [0, 4, 1, 5, 2, 6, 3, 7]).to_hlo()
         '{devices=[4,2]<=[2,4]T(1,0)}'
@@ -287,7 +287,7 @@ class OpSharding:
         return f"{{devices={self.tiles.to_hlo(form)}{subgroups}}}"
 
     def to_json(self) -> dict[str, object]:
-        """The JSON form: `{"hlo": text}`, and for replicated `"devices": null | number | [ids]` beside it."""
+        """The JSON form: `{"hlo": text}`; a replicated sharding also has `"devices": null | number | [ids]`."""
         doc: dict[str, object] = {"hlo": self.to_hlo()}
         if self.kind is Kind.REPLICATED:
             ids = None if self.tiles is None else self.tiles.devices
@@ -296,10 +296,10 @@ class OpSharding:
 
     @classmethod
     def from_json(cls, doc: object) -> OpSharding:
-        """Read what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises:
-            FormatError: It is not that.
+            FormatError: The document is invalid.
         """
         if not isinstance(doc, Mapping) or not isinstance(doc.get("hlo"), str):
             raise FormatError(f"OpSharding: expected an object with the text in hlo, found {type(doc).__name__}.")
@@ -320,7 +320,7 @@ class OpSharding:
         return self.to_hlo()
 
     def _saveable(self) -> OpSharding:
-        """The canonical form, with devices and with boxes."""
+        """The canonical form, checked to have devices and boxes."""
         same = self.canonical()
         if same.tiles is None:
             raise _no_devices(same)
@@ -339,7 +339,7 @@ def _tiling(sharding: OpSharding, ndim: int) -> Tiling:
 
 
 def _is_whole(canonical: OpSharding) -> bool:
-    """Whether every device of a canonical sharding has everything."""
+    """Whether every device of a canonical sharding holds the complete tensor."""
     if canonical.kind is Kind.TILED:
         return not canonical.subgroups and prod(canonical.data_dims) == 1
     return canonical.kind in {Kind.REPLICATED, Kind.MAXIMAL}

@@ -1,4 +1,4 @@
-"""A partition spec: which mesh axes cut each dimension of a tensor.
+"""A partition spec: the mesh axes that cut each dimension of a tensor.
 
 The vocabulary is torch_xla's and JAX's. One entry per tensor dimension, major first: None (not cut), an axis
 by name or by its index in the mesh, or a tuple of axes that cut the dimension together, first axis outermost.
@@ -25,7 +25,7 @@ Axis: TypeAlias = str | int
 """A mesh axis, by name or by index."""
 
 SpecPart: TypeAlias = Axis | tuple[Axis, ...] | None
-"""What cuts one dimension."""
+"""The mesh axes that cut one dimension."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -35,7 +35,7 @@ class PartitionSpec:
     A tuple of one axis is that axis and an empty tuple is None, as in JAX, so that equal specs compare equal.
 
     Raises:
-        ShardingError: An entry is nothing of the above, tuples are nested, or an axis appears twice.
+        ShardingError: An entry is of another type, tuples are nested, or an axis appears twice.
 
     >>> PartitionSpec("data", None, ("fsdp", "tensor"))
     PartitionSpec('data', None, ('fsdp', 'tensor'))
@@ -71,7 +71,7 @@ class PartitionSpec:
         return tuple(() if part is None else part if isinstance(part, tuple) else (part,) for part in self.parts)
 
     def named(self, mesh: Mesh) -> PartitionSpec:
-        """The same spec with every axis by its name in `mesh`.
+        """The same spec with every axis as a name of `mesh`.
 
         Raises:
             ShardingError: The mesh has no such axis, or an index and a name mean the same axis.
@@ -84,10 +84,10 @@ class PartitionSpec:
 
     @classmethod
     def from_json(cls, doc: object) -> PartitionSpec:
-        """Read what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises:
-            FormatError: It is not that.
+            FormatError: The document is invalid.
         """
         if not isinstance(doc, list) or len(doc) > MAX_AXES:
             raise FormatError(f"partition spec: expected a list of at most {MAX_AXES} entries, found {type(doc).__name__}.")

@@ -1,17 +1,17 @@
 """The boxes of a tensor that every rank holds under DTensor's placements.
 
-A placement says what one mesh dimension does to the tensor: it holds replicas, or shards of a tensor dimension.
+A placement describes the effect of one mesh dimension on the tensor: it holds replicas, or shards of a tensor dimension.
 
-1. Placements become splits: per tensor dimension, in the order in which they are made, outermost first. Shards split
-   in the order of the mesh. A strided shard, `_S(d,f)`, says that later mesh dimensions have split d into f parts
-   before: its split goes in behind theirs. That is what FSDP2 over tensor parallelism does. Where later dimensions
-   make fewer parts than f, what is missing is a split of which every rank holds all parts: several boxes per rank.
-2. Each split cuts what it is given as `torch.chunk` does, into parts of ceil(length / parts), the last ones short or
-   empty. Nested splits round up again and again where a `Sharding` rounds once: 10 rows over 4 and then 2 begin at 0,
+1. Placements become splits: per tensor dimension, in order, outermost first. Shards split
+   in the order of the mesh. A strided shard, `_S(d,f)`, means that later mesh dimensions have already split d into f parts:
+   its split is placed inside theirs. FSDP2 over tensor parallelism does that. If later dimensions
+   make fewer parts than f, the missing factor is a split of which every rank holds all parts: several boxes per rank.
+2. Each split cuts its input as `torch.chunk` does, into parts of ceil(length / parts), the last ones short or
+   empty. Nested splits round up repeatedly where a `Sharding` rounds once: 10 rows over 4 and then 2 begin at 0,
    2, 3, 5, 6, 8, 9; over 8 at 0, 2, 4, 6, 8.
 3. A mesh dimension splits one tensor dimension only, so all boxes together are the cells of a grid.
-4. Where the boxes are those of a `Sharding`, that is what a tensor's layout should be called (`as_sharding`): it means
-   something to every framework.
+4. If the boxes are those of a `Sharding`, the tensor's layout should be recorded as that `Sharding` (`as_sharding`), which
+   every framework understands.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     Index = NDArray[np.int64]
 
 MOST_BOXES = MAX_DEVICES
-"""Boxes of one tensor, over all ranks: bounds the memory of believing a checkpoint that somebody else made."""
+"""Maximum boxes of one tensor over all ranks; bounds the memory spent on a foreign checkpoint."""
 
 _TEXT = re.compile(r"R|S\((\d{1,2})\)|_S\((\d{1,2}),(\d{1,7})\)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one mesh dimension does to a tensor.
+    """The effect of one mesh dimension on a tensor.
 
     Raises:
-        ShardingError: no placement of DTensor's.
+        ShardingError: the fields are not a DTensor placement.
 
     >>> Placement.parse("_S(0,2)")
     Placement(dim=0, split_factor=2)
@@ -59,9 +59,9 @@ class Placement:
     """
 
     dim: int | None = None
-    """The tensor dimension that it shards; None: it holds replicas."""
+    """The tensor dimension that the mesh dimension shards; None: it holds replicas."""
     split_factor: int = 1
-    """Parts that later mesh dimensions have split that tensor dimension into before; a plain shard has 1."""
+    """Number of parts into which later mesh dimensions have already split the tensor dimension; 1 for a plain shard."""
 
     def __post_init__(self) -> None:
         """Refuse numbers out of range."""
@@ -74,10 +74,10 @@ class Placement:
 
     @classmethod
     def parse(cls, text: object) -> Placement:
-        """Read what `str` writes.
+        """Parse the output of `str`.
 
         Raises:
-            ShardingError: it is not that.
+            ShardingError: the text is not a placement.
         """
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if found is None:
@@ -97,7 +97,7 @@ class Placements:
     """A tensor laid out over a mesh of ranks by one placement per mesh dimension.
 
     Raises:
-        ShardingError: their number is not the mesh's, or a split factor fits nothing that later dimensions do.
+        ShardingError: the number of placements differs from the mesh dimensions, or a split factor does not fit the later dimensions.
 
     >>> tp_then_fsdp = Placements.of(Mesh((2, 2), ("dp", "tp")), ["_S(0,2)", "S(0)"])
     >>> tp_then_fsdp.rank_boxes((5, 3), 1)[0]
@@ -111,10 +111,10 @@ class Placements:
     placements: tuple[Placement, ...]
     """One per mesh dimension."""
     _splits: tuple[tuple[DimSplit, ...], ...] = field(init=False, repr=False, compare=False)
-    """Per tensor dimension, up to the last one that is sharded."""
+    """Splits per tensor dimension, up to the last one that is sharded."""
 
     def __post_init__(self) -> None:
-        """Put the splits of every tensor dimension in order."""
+        """Order the splits of every tensor dimension."""
         if len(self.placements) != self.mesh.ndim:
             raise ShardingError(
                 f"Placements: {len(self.placements)} placements for a mesh of {self.mesh.ndim} dimensions; give one for each."
@@ -126,27 +126,27 @@ class Placements:
 
     @classmethod
     def of(cls, mesh: Mesh, texts: Sequence[object]) -> Placements:
-        """Read placements as `str` writes them.
+        """Parse placements in the format of `str`.
 
         Raises:
-            ShardingError: they are not that.
+            ShardingError: a text is not a placement.
         """
         return cls(mesh, tuple(map(Placement.parse, texts)))
 
     @property
     def text(self) -> str:
-        """For people: `_S(0,2) over dp=2, S(0) over tp=4`, cut off where it is very long."""
+        """Text for people: `_S(0,2) over dp=2, S(0) over tp=4`, shortened if it is very long."""
         sizes = self.mesh.axis_sizes.items()
         texts = [f"{placement} over {name}={size}" for placement, (name, size) in zip(self.placements, sizes, strict=True)]
         return shortened(", ".join(texts) or "R", 200)
 
     @property
     def num_devices(self) -> int:
-        """Ranks of the mesh."""
+        """Number of ranks of the mesh."""
         return self.mesh.size
 
     def parts(self, ndim: int) -> tuple[int, ...]:
-        """Cells per dimension of a tensor with `ndim` dimensions, empty ones counted.
+        """Cells per dimension of a tensor with `ndim` dimensions, including empty ones.
 
         Raises:
             ShardingError: a placement shards a dimension beyond those.
@@ -154,10 +154,10 @@ class Placements:
         return tuple(prod(split.parts for split in splits) for splits in self._splits_of(ndim))
 
     def cuts(self, shape: Sequence[int]) -> tuple[Index, ...]:
-        """Where each dimension is cut: ascending, from 0 to its length. The cells between them are all boxes of all ranks.
+        """Cuts of each dimension: ascending, from 0 to its length. The cells between them are all boxes of all ranks.
 
         Raises:
-            ShardingError: the placements do not say where the elements of such a tensor are.
+            ShardingError: the placements do not determine where the elements of such a tensor are.
 
         >>> [cuts.tolist() for cuts in Placements.of(Mesh((4, 2), None), ["S(0)", "S(0)"]).cuts((10, 3))]
         [[0, 2, 3, 5, 6, 8, 9, 10], [0, 3]]
@@ -165,7 +165,7 @@ class Placements:
         return tuple(cuts(length, splits) for length, splits in self._dimensions(shape))
 
     def distinct_boxes(self, shape: Sequence[int]) -> BoxArray:
-        """The boxes of all ranks, each once, none of them empty, in row-major order: together they are the tensor.
+        """The distinct non-empty boxes of all ranks, in row-major order; together they cover the tensor.
 
         Raises:
             ShardingError: as for `cuts`.
@@ -174,10 +174,10 @@ class Placements:
         return grid_boxes(1, [c[None, :-1] for c in cuts], [np.diff(c[None]) for c in cuts])
 
     def boxes(self, shape: Sequence[int]) -> tuple[Index, BoxArray]:
-        """The boxes of every rank that are not empty.
+        """The non-empty boxes of every rank.
 
         Returns:
-            (m,) ranks in the order of the mesh, each as often as it has boxes, and the m boxes.
+            (m,) ranks in the order of the mesh, each repeated once per box, and the m boxes.
 
         Raises:
             ShardingError: as for `cuts`.
@@ -189,7 +189,7 @@ class Placements:
         return np.repeat(self.mesh.device_ids, len(boxes) // ranks)[kept], BoxArray(boxes.start[kept], boxes.stop[kept])
 
     def rank_boxes(self, shape: Sequence[int], rank: int) -> BoxArray:
-        """The boxes of one rank that are not empty, in row-major order; none where the mesh does not have the rank.
+        """The non-empty boxes of one rank, in row-major order; none if the mesh does not have the rank.
 
         Raises:
             ShardingError: as for `cuts`.
@@ -198,7 +198,7 @@ class Placements:
         return without_empty(grid_boxes(len(row), *self._spans(shape, row)))
 
     def local_boxes(self, shape: Sequence[int], rank: int) -> BoxArray:
-        """Where each of `rank_boxes` lies in the rank's local tensor, which they fill without gaps.
+        """The position of each of `rank_boxes` in the rank's local tensor, which they fill without gaps.
 
         Raises:
             ShardingError: as for `cuts`.
@@ -208,7 +208,7 @@ class Placements:
         return without_empty(grid_boxes(len(row), [np.cumsum(size, axis=1) - size for size in sizes], sizes))
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
-        """The shape of a rank's local tensor; None where the mesh does not have the rank.
+        """The shape of a rank's local tensor; None if the mesh does not have the rank.
 
         Raises:
             ShardingError: as for `cuts`.
@@ -218,13 +218,13 @@ class Placements:
         return tuple(int(size.sum()) for size in sizes) if len(row) else None
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same boxes as `rank`, ascending, of a tensor of any shape; none for a rank that is not in the mesh."""
+        """The ranks that hold the same boxes as `rank` of any tensor, ascending; empty for a rank that is not in the mesh."""
         return _holders(self, rank)
 
     def as_sharding(self, shape: Sequence[int]) -> Sharding | None:
-        """The sharding by which every rank holds the same box of a tensor of that shape: the splits in their order, made at once.
+        """The sharding that gives every rank the same box of a tensor of that shape: all splits in order, made at once.
 
-        None where that gives other boxes, and where ranks hold several.
+        None if that gives other boxes, or if ranks hold several boxes.
 
         Raises:
             ShardingError: as for `cuts`.
@@ -239,20 +239,20 @@ class Placements:
         """The JSON form: `{"mesh": {…}, "placements": ["_S(0,2)", "S(0)"]}`.
 
         Args:
-            mesh: the place of the mesh in a list that the document keeps once; it is written instead of the mesh.
+            mesh: index of the mesh in a list that the document stores once; it is written instead of the mesh.
         """
         return {"mesh": self.mesh.to_json() if mesh is None else mesh, "placements": [str(placement) for placement in self.placements]}
 
     @classmethod
     def from_json(cls, doc: object, meshes: Sequence[Mesh] = ()) -> Placements:
-        """Read what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Args:
             doc: the document.
-            meshes: the list that a number in place of a mesh refers to.
+            meshes: the list; a number in place of a mesh is an index in it.
 
         Raises:
-            FormatError: it is not that.
+            FormatError: the document is invalid.
         """
         if not isinstance(doc, Mapping) or set(doc) != {"mesh", "placements"}:
             raise FormatError(f"placements: expected an object with mesh and placements, found {excerpt(doc)}.")
@@ -277,8 +277,8 @@ class Placements:
         for d, (length, splits) in enumerate(dimensions):
             parts = prod(split.parts for split in splits)
             if length % parts and any(split.axis is None for split in splits):
-                # There torch's functions disagree: distribute_tensor cuts into all parts at once up to torch 2.9, full_tensor
-                # and later versions into the split factor's first.
+                # Here torch's functions disagree: distribute_tensor cuts into all parts at once up to torch 2.9; full_tensor
+                # and later versions cut into the split factor's parts first.
                 raise ShardingError(
                     f"{self.text}: torch has no one rule for strided shards of a dimension ({d}) whose length ({length}) is no multiple "
                     f"of all its parts ({parts}); redistribute it to plain Shard placements."
@@ -286,7 +286,7 @@ class Placements:
         return dimensions
 
     def _spans(self, shape: Sequence[int], rows: Index) -> tuple[list[Index], list[Index]]:
-        """What some places in the mesh hold of every dimension: per dimension, (n, k) starts and sizes of k intervals each."""
+        """The parts of every dimension at some mesh positions: per dimension, (n, k) starts and sizes of k intervals each."""
         coordinates = np.empty((len(rows), self.mesh.ndim), np.int64)
         for axis in reversed(range(self.mesh.ndim)):
             rows, coordinates[:, axis] = np.divmod(rows, self.mesh.shape[axis])
@@ -295,7 +295,7 @@ class Placements:
 
 
 def _ordered(layout: Placements) -> tuple[tuple[DimSplit, ...], ...]:
-    """Per tensor dimension its splits, outermost first."""
+    """Splits per tensor dimension, outermost first."""
     order: dict[int, list[DimSplit]] = {}
     for axis in reversed(range(layout.mesh.ndim)):
         placement = layout.placements[axis]
@@ -303,7 +303,7 @@ def _ordered(layout: Placements) -> tuple[tuple[DimSplit, ...], ...]:
             continue
         splits = order.setdefault(placement.dim, [])
         parts = layout.mesh.shape[axis]
-        factor = placement.split_factor if parts > 1 else 1  # one part of each of any number of parts is all there is
+        factor = placement.split_factor if parts > 1 else 1  # a mesh dimension of size 1 splits nothing
         made, behind = 1, 0
         while behind < len(splits) and factor % (made * splits[behind].parts) == 0:
             made *= splits[behind].parts
@@ -320,13 +320,13 @@ def _ordered(layout: Placements) -> tuple[tuple[DimSplit, ...], ...]:
 
 @lru_cache(maxsize=256)
 def _row(mesh: Mesh, rank: int) -> Index:
-    """Where a rank stands in the mesh, row-major; no place, or one."""
+    """The row-major position of a rank in the mesh: an array of one position, or none."""
     return np.flatnonzero(mesh.device_ids == rank)
 
 
 @lru_cache(maxsize=256)
 def _holders(layout: Placements, rank: int) -> tuple[int, ...]:
-    """`Placements.holders`: of a thousand tensors replicated over thousands of ranks, one tuple."""
+    """`Placements.holders`, cached: a thousand tensors replicated over thousands of ranks share one tuple."""
     row = _row(layout.mesh, rank)
     if not len(row):
         return ()

@@ -1,7 +1,7 @@
-"""A mesh and a partition spec together: what the field means by the sharding of a tensor.
+"""A mesh and a partition spec together: the sharding of a tensor.
 
-From it follow, for a tensor of any shape: the box of every device, the OpSharding that torch_xla and JAX would
-give to XLA, and back, from an OpSharding, the spec that says the same with names.
+A sharding determines, for a tensor of any shape, the box of every device and the OpSharding that torch_xla and JAX would
+give to XLA. In the other direction, `infer` finds the spec with axis names for an OpSharding.
 
 The tile of a device along one tensor dimension is a number in mixed radix whose digits are the device's
 coordinates on that dimension's axes, first axis most significant (GSPMD, section 3.1).
@@ -35,7 +35,7 @@ class Sharding:
     """A tensor cut over a mesh.
 
     Raises:
-        ShardingError: The spec names an axis the mesh does not have, or one axis twice.
+        ShardingError: The spec names an axis that the mesh does not have, or one axis twice.
 
     >>> mesh = Mesh((4, 2), ("data", "model"))
     >>> Sharding(mesh, PartitionSpec("data")).tile((10, 7))
@@ -47,7 +47,7 @@ class Sharding:
     mesh: Mesh
     """The devices."""
     spec: PartitionSpec
-    """What cuts each dimension; indices are replaced by the mesh's names."""
+    """The mesh axes that cut each dimension; indices are replaced by the mesh's names."""
 
     def __post_init__(self) -> None:
         """Resolve the spec against the mesh."""
@@ -62,14 +62,14 @@ class Sharding:
     def from_partition_counts(cls, counts: Sequence[int | None] | None, num_devices: int) -> Sharding:
         """The sharding that JAX's `sharded_jit` meant by `PartitionSpec(4, 1)`: parts per dimension, no mesh.
 
-        Tiles go to devices 0, 1, 2, … in row-major order, and what is left of `num_devices` is replicas of each.
+        Tiles go to devices 0, 1, 2, … in row-major order; the remaining factor of `num_devices` is replicas of each.
 
         Args:
-            counts: Parts per dimension, None for 1; None as a whole for replicated.
+            counts: Parts per dimension, None for 1; None instead of the sequence for replicated.
             num_devices: A multiple of the product of the counts.
 
         Raises:
-            ShardingError: It is no multiple, or a count is not a positive integer.
+            ShardingError: `num_devices` is not a multiple, or a count is not a positive integer.
 
         >>> Sharding.from_partition_counts((4, 1), 8)
         Sharding(mesh=Mesh((4, 2), ('dim0', 'replica')), spec=PartitionSpec('dim0', None))
@@ -87,11 +87,11 @@ class Sharding:
 
     @classmethod
     def infer(cls, mesh: Mesh, op_sharding: OpSharding, ndim: int) -> Sharding | None:
-        """The sharding over `mesh` that is equivalent to an OpSharding, where there is one.
+        """The sharding over `mesh` that is equivalent to an OpSharding, if there is one.
 
         A spec makes a device's tile the sum of its mesh coordinates times a stride per axis. So the device one step
-        along an axis gives that axis's stride; the strides say which axes cut a dimension and in which order. The
-        spec so found is then checked for every device. Axes of one device are never named.
+        along an axis gives that axis's stride; the strides show which axes cut a dimension and in which order. The
+        resulting spec is then checked for every device. Axes of one device are never named.
 
         Args:
             mesh: Over exactly the sharding's devices.
@@ -99,7 +99,7 @@ class Sharding:
             ndim: Number of tensor dimensions, and of the spec's entries.
 
         Returns:
-            None where no spec over this mesh says the same, manual and unknown shardings among them.
+            None if no spec over this mesh is equivalent; this includes manual and unknown shardings.
         """
         if op_sharding.kind is Kind.REPLICATED and op_sharding.tiles is None:
             return cls(mesh, PartitionSpec(*[None] * ndim))
@@ -119,7 +119,7 @@ class Sharding:
                 cuts[d].append((int(step[d]), name))
         try:
             spec = PartitionSpec(*(tuple(name for _, name in sorted(cut, reverse=True)) for cut in cuts))
-        except ShardingError:  # an axis that steps in two dimensions at once
+        except ShardingError:  # an axis cuts two dimensions at once
             return None
         found = cls(mesh, spec)
         same = found.parts(ndim) == tiling.parts and np.array_equal(found.tiling(ndim).coords, tiling.coords)
@@ -127,14 +127,14 @@ class Sharding:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
+        """Number of devices of the mesh."""
         return self.mesh.size
 
     def parts(self, ndim: int) -> tuple[int, ...]:
         """Tiles per dimension of a tensor with `ndim` dimensions.
 
         Raises:
-            ShardingError: The spec has more entries than that.
+            ShardingError: The spec has more entries than `ndim`.
         """
         if len(self.spec) > ndim:
             raise ShardingError(
@@ -145,7 +145,7 @@ class Sharding:
         return cut + (1,) * (ndim - len(cut))
 
     def tile(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The padded shape of every shard, ceil(dim / parts), without looking at the devices."""
+        """The padded shape of every shard, ceil(dim / parts), computed without the devices."""
         shape = checked_tensor_shape(shape)
         return tile_shape(shape, self.parts(len(shape)))
 
@@ -158,16 +158,16 @@ class Sharding:
         return _tiling(self, ndim)
 
     def device_boxes(self, shape: Sequence[int], device_ids: ArrayLike | None = None) -> DeviceBoxes:
-        """The box of every device, or of those asked for, in a tensor of that shape.
+        """The boxes of all devices, or of `device_ids`, in a tensor of that shape.
 
         Raises:
-            ShardingError: The spec has more entries than the tensor dimensions, or a device is not in the mesh.
+            ShardingError: The spec has more entries than the tensor has dimensions, or a device is not in the mesh.
         """
         shape = checked_tensor_shape(shape)
         return self.tiling(len(shape)).device_boxes(shape, device_ids)
 
     def op_sharding(self, ndim: int) -> OpSharding:
-        """What torch_xla (and JAX, whose numbers are positions in the mesh) gives to XLA for a tensor of that rank.
+        """The OpSharding that torch_xla (and JAX, whose numbers are positions in the mesh) gives to XLA for a tensor of that rank.
 
         Raises:
             ShardingError: The spec has more entries than `ndim`.
@@ -189,20 +189,20 @@ class Sharding:
         """The JSON form: `{"mesh": {…}, "spec": […]}`.
 
         Args:
-            mesh: The place of the mesh in a list that the document keeps once; it is written instead of the mesh.
+            mesh: Index of the mesh in a list that the document stores once; it is written instead of the mesh.
         """
         return {"mesh": self.mesh.to_json() if mesh is None else mesh, "spec": self.spec.to_json()}
 
     @classmethod
     def from_json(cls, doc: object, meshes: Sequence[Mesh] = ()) -> Sharding:
-        """Read what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Args:
             doc: The document.
-            meshes: The list that a number in place of a mesh refers to.
+            meshes: The list; a number in place of a mesh is an index in it.
 
         Raises:
-            FormatError: It is not that.
+            FormatError: The document is invalid.
         """
         if not isinstance(doc, Mapping) or set(doc) != {"mesh", "spec"}:
             raise FormatError(f"sharding: expected an object with mesh and spec, found {type(doc).__name__}.")
@@ -214,14 +214,14 @@ class Sharding:
 
 
 Layout: TypeAlias = Sharding | OpSharding
-"""Both have `num_devices`, `parts`, `tile`, `tiling` and `device_boxes`."""
+"""A layout that has `num_devices`, `parts`, `tile`, `tiling` and `device_boxes`."""
 
 
 def layout_from_json(doc: object, meshes: Sequence[Mesh] = ()) -> Layout:
-    """Read what `Sharding.to_json` or `OpSharding.to_json` wrote.
+    """Parse the output of `Sharding.to_json` or `OpSharding.to_json`.
 
     Raises:
-        FormatError: It is neither.
+        FormatError: The document is neither.
     """
     if isinstance(doc, Mapping) and "hlo" in doc:
         return OpSharding.from_json(doc)

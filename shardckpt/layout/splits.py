@@ -1,6 +1,6 @@
-"""Nested splits of one tensor dimension, and the intervals and boxes that they make.
+"""Nested splits of one tensor dimension, and the resulting intervals and boxes.
 
-Each split cuts what it is given as `torch.chunk` does, into parts of ceil(length / parts), the last ones short or empty.
+Each split cuts its input as `torch.chunk` does, into parts of ceil(length / parts), the last ones short or empty.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DimSplit:
-    """One of the splits that are made of a tensor dimension."""
+    """One split of a tensor dimension."""
 
     parts: int
-    """How many."""
+    """Number of parts."""
     axis: int | None
     """The mesh dimension along which each rank holds one part; None: every rank holds all of them."""
 
 
 def without_idle(splits: list[DimSplit]) -> tuple[DimSplit, ...]:
-    """The splits without those that all ranks hold all parts of, and that nothing splits any further: their parts lie side by side."""
+    """The splits without those whose parts all ranks hold completely and nothing splits further: such parts are adjacent."""
     last = max((i for i, split in enumerate(splits) if split.axis is not None and split.parts > 1), default=-1)
     return tuple(split for i, split in enumerate(splits) if split.axis is not None or i < last)
 
 
 def cut(length: int, splits: Sequence[DimSplit], chosen: Sequence[Index]) -> tuple[Index, Index]:
-    """Start and size of parts of parts.
+    """Start and size of nested parts.
 
     Args:
-        length: of what is split.
-        splits: outermost first.
-        chosen: per split which of its parts, arrays that broadcast together.
+        length: length of the dimension.
+        splits: the splits, outermost first.
+        chosen: per split, the number of the part; arrays that broadcast together.
     """
     start, size = np.zeros(1, np.int64), np.full(1, length, np.int64)
     for split, part in zip(splits, chosen, strict=True):
@@ -54,13 +54,13 @@ def cut(length: int, splits: Sequence[DimSplit], chosen: Sequence[Index]) -> tup
 
 
 def cuts(length: int, splits: Sequence[DimSplit]) -> Index:
-    """Where the parts that are not empty begin, and the end of the last."""
+    """The starts of the non-empty parts, and the end of the last."""
     start, size = cut(length, splits, np.ix_(*(np.arange(split.parts) for split in splits)))
     return np.append(start[size > 0], length)
 
 
 def cuts_once(length: int, splits: Sequence[DimSplit]) -> bool:
-    """Whether the splits, one after the other, cut as one into all their parts does."""
+    """Whether the nested splits give the same cuts as one split into all their parts."""
     parts = prod(split.parts for split in splits)
     if any(split.axis is None for split in splits):
         return False
@@ -72,15 +72,15 @@ def cuts_once(length: int, splits: Sequence[DimSplit]) -> bool:
 
 
 def intervals(length: int, splits: Sequence[DimSplit], coordinates: Index) -> tuple[Index, Index]:
-    """Start and size of the intervals that some places in the mesh hold of a dimension.
+    """Start and size of the intervals of a dimension at some mesh positions.
 
     Args:
-        length: of the dimension.
-        splits: of it.
-        coordinates: (n, axes of the mesh).
+        length: length of the dimension.
+        splits: splits of the dimension.
+        coordinates: (n, axes of the mesh) the positions.
 
     Returns:
-        Two arrays of shape (n, k): k intervals for each place, ascending.
+        Two arrays of shape (n, k): k intervals for each position, ascending.
     """
     all_parts = [split.parts for split in splits if split.axis is None]
     chosen, seen = [], 0
@@ -99,9 +99,9 @@ def grid_boxes(n: int, starts: Sequence[Index], sizes: Sequence[Index]) -> BoxAr
     """All combinations of intervals of n grids, one grid after the other, row-major.
 
     Args:
-        n: how many.
+        n: number of grids.
         starts: per dimension (n, k), first indices of k intervals.
-        sizes: likewise.
+        sizes: per dimension (n, k), sizes of the k intervals.
     """
     counts = [start.shape[1] for start in starts]
     corners = np.empty((2, n, *counts, len(counts)), np.int64)

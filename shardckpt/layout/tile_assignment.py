@@ -1,12 +1,12 @@
-"""A tile assignment: which device holds which tile, in XLA's two notations.
+"""A tile assignment: the device of every tile, in XLA's two notations.
 
 Listed, `[4,2]0,1,2,3,4,5,6,7`: the tiles' dimensions, then the device of every tile in row-major order.
 Iota, `[4,2]<=[2,4]T(1,0)`: `arange(8).reshape(2, 4).transpose(1, 0).reshape(4, 2)`, which stays short however
-many devices there are, and is expanded only when somebody asks for the devices.
+many devices there are, and is expanded only when a caller needs the devices.
 
-Every iota is kept in the one form XLA prints: no sizes of 1, and no neighbours that could be one. Every list
-that has an iota form is given it on request: peel arithmetic progressions from the innermost dimension, and
-see whether the strides found are those of a row-major array.
+Every iota is stored in the form that XLA prints: without sizes of 1, and with adjacent dimensions merged where possible. A list
+is converted to its iota form on request, if it has one: split off arithmetic progressions from the innermost dimension, and
+check whether the resulting strides are those of a row-major array.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["MAX_DIMS", "Form", "Iota", "TileAssignment"]
 Ids = NDArray[np.int64]
 
 Form: TypeAlias = Literal["auto", "listed", "iota"]
-"""How to write devices: "auto" is iota where there is one, else listed."""
+"""Notation of devices: "auto" is iota if the devices have an iota form, else listed."""
 
 MAX_DIMS = 64
-"""Dimensions of an assignment: a tensor's 32 and as many subgroups."""
+"""Maximum dimensions of an assignment: a tensor's 32 and as many subgroups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Iota:
     dims: tuple[int, ...]
     """Sizes before the transposition; `(1,)` for one device."""
     perm: tuple[int, ...]
-    """Which of them comes where."""
+    """Order of the dimensions after the transposition."""
 
     def expand(self) -> Ids:
-        """(prod(dims),) int64."""
+        """The device ids: (prod(dims),) int64."""
         return np.arange(prod(self.dims), dtype=np.int64).reshape(self.dims).transpose(self.perm).reshape(-1)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Iota:
 
     @classmethod
     def canonical(cls, dims: tuple[int, ...], perm: tuple[int, ...]) -> Iota:
-        """The same devices without sizes of 1, and with dimensions merged that stay neighbours.
+        """The same devices without sizes of 1, and with dimensions merged that stay adjacent.
 
         >>> str(Iota.canonical((1, 2, 2, 2), (3, 0, 1, 2)))
         '<=[4,2]T(1,0)'
@@ -77,7 +77,7 @@ class Iota:
 
     @classmethod
     def find(cls, devices: Ids) -> Iota | None:
-        """The iota that expands to these devices, where there is one.
+        """The iota that expands to these devices; None if there is none.
 
         >>> str(Iota.find(np.array([0, 4, 1, 5, 2, 6, 3, 7])))
         '<=[2,4]T(1,0)'
@@ -157,11 +157,11 @@ class TileAssignment:
         return self._devices
 
     def iota(self) -> Iota | None:
-        """The iota form, where there is one."""
+        """The iota form; None if there is none."""
         return self._iota if self._iota is not None else Iota.find(self.devices)
 
     def reshape(self, dims: Sequence[int]) -> TileAssignment:
-        """The same devices in other dimensions."""
+        """The same devices with other dimensions."""
         return TileAssignment(dims, self._iota if self._iota is not None else self.devices)
 
     def sorted(self) -> TileAssignment:
@@ -173,7 +173,7 @@ class TileAssignment:
         """XLA's text, such as `[4,2]<=[2,4]T(1,0)`.
 
         Raises:
-            ShardingError: `form="iota"` and the devices have none.
+            ShardingError: `form="iota"` and the devices have no iota form.
         """
         iota = None if form == "listed" else self.iota()
         if iota is None and form == "iota":

@@ -1,7 +1,7 @@
 """The number of this process, the number of processes, and the process of each device.
 
-Agreed once when a job starts (`shardckpt.frameworks.coordination`) and never asked again: who writes which chunk follows from
-this and from the tensors alone.
+The processes agree on these numbers once, when a job starts (`shardckpt.frameworks.coordination`). The writer of each chunk follows
+from them and from the tensors alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["DeviceOwners", "World"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceOwners:
-    """The process of every device of a framework. Equal to itself only, which makes it a cheap key of caches.
+    """The process of every device of a framework. An object equals only itself, which makes it a cheap key of caches.
 
     >>> DeviceOwners.of({7: 1, 2048: 0}).of_devices([2048, 7])
     array([0, 1])
@@ -32,24 +32,24 @@ class DeviceOwners:
     device_ids: NDArray[np.int64]
     """(n,) ascending."""
     processes: NDArray[np.int64]
-    """(n,) the process of each."""
+    """(n,) the process of each device."""
 
     @classmethod
     def of(cls, owners: Mapping[int, int]) -> DeviceOwners:
-        """Device id → process."""
+        """Build from a mapping of device id → process."""
         ids = np.array(sorted(owners), np.int64)
         return cls(ids, np.array([owners[i] for i in ids.tolist()], np.int64))
 
     @classmethod
     def identity(cls, processes: int) -> DeviceOwners:
-        """One device per process, of the same number, as torch.distributed's ranks are."""
+        """One device per process, with the process's number, like torch.distributed's ranks."""
         return cls(np.arange(processes), np.arange(processes))
 
     def of_devices(self, device_ids: ArrayLike) -> NDArray[np.int64]:
         """The process of each of some devices.
 
         Raises:
-            ShardingError: nobody has said whose one of them is.
+            ShardingError: a device has no known process.
         """
         ids = np.asarray(device_ids, np.int64)
         at = np.minimum(np.searchsorted(self.device_ids, ids), max(0, len(self.device_ids) - 1))
@@ -67,14 +67,14 @@ class World:
     """The processes of a job, seen from one of them."""
 
     process: int = 0
-    """This one's number; the writer of that number in a checkpoint."""
+    """Number of this process; also its number as a writer in a checkpoint."""
     processes: int = 1
-    """How many there are."""
+    """Number of processes."""
     devices: Mapping[str, DeviceOwners] = field(default_factory=dict)
-    """By framework, `jax` or `torch_xla`. Where one is not named, every process has devices of its own that it calls
-    by the same ids as the others theirs."""
+    """Owners by framework, `jax` or `torch_xla`. For a framework that is missing, every process has its own devices, and all processes
+    use the same ids for them."""
 
     def __post_init__(self) -> None:
-        """Check that this process is one of them."""
+        """Check that the process number is in range."""
         if not 0 <= self.process < self.processes:
             raise ValueError(f"process {self.process} of {self.processes}: processes are numbered from 0")

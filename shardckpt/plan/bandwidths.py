@@ -1,14 +1,14 @@
-"""Estimate whether processes that need the same bytes get them faster when each reads a part and sends it to the others.
+"""Estimate of whether processes that need the same bytes finish sooner if each reads a part and sends it to the others.
 
-Reading alone, a process gets its bytes at the rate of its own connection to the storage, or at its part of what the whole
-storage gives to all processes that read at once, whichever is less. Reading together, each of k processes reads
-a k-th of them, gets the rest from the others, and all wait for each other once per round:
+Reading alone, a process gets its bytes at the rate of its own connection to the storage, or at its share of the storage's total
+rate over all processes that read at once, whichever is lower. Reading together, each of k processes reads
+one k-th of the bytes and receives the rest from the others; all processes wait for each other once per round:
 
     alone    = bytes · max(1 / process, processes / store)
     together = alone / k + bytes · (k - 1) / k / interconnect + rounds · latency
 
-Together is chosen where it is faster by a factor of `gain`. Sums and products of the same numbers on all processes
-give all of them the same answer.
+Reading together is chosen if it is faster by a factor of `gain`. All processes compute with the same numbers in the same order, so
+all reach the same answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardckpt.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:
-    """What a job's storage and network do, for `restore(cooperative=…)`. Defaults are of a bucket of Google Cloud Storage.
+    """Rates of a job's storage and network, for `restore(cooperative=…)`. Defaults are for a Google Cloud Storage bucket.
 
     >>> Bandwidths(interconnect=2e9).estimate(nbytes=10**10, readers=2, processes=2, rounds=20).together
     False
@@ -30,19 +30,19 @@ class Bandwidths:
     """
 
     store: float = 25e9
-    """Bytes per second of the whole storage, to all processes. 200 Gbit/s is what a bucket's region gives a project by default."""
+    """Bytes per second of the storage to all processes together. The default bandwidth of a project in a bucket's region is 200 Gbit/s."""
     process: float = 2e9
-    """Bytes per second that one process reads, at most."""
+    """Maximum bytes per second that one process reads."""
     interconnect: float | None = None
-    """Bytes per second that come in at a process from the others. None: 1.25e9 over gloo, which is 10 Gbit/s, and 10e9 between
-    JAX's accelerators, which is less than what their hosts copy from them (15e9 and more)."""
+    """Bytes per second that a process receives from the others. None: 1.25e9 over gloo, which is 10 Gbit/s, and 10e9 between
+    JAX's accelerators, which is less than the rate at which their hosts copy from them (15e9 and more)."""
     latency: float = 0.05
-    """Seconds of a round beside its bytes: the processes find each other at the job's key-value store."""
+    """Seconds of overhead per round: the processes find each other through the job's key-value store."""
     gain: float = 1.5
-    """How many times faster reading together must be to be chosen: the numbers above are rough, and reading alone needs nobody."""
+    """Minimum speed-up for reading together: the numbers above are rough, and reading alone depends on no other process."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no rate."""
+        """Refuse invalid rates."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "interconnect" and value is None:
@@ -52,13 +52,13 @@ class Bandwidths:
                 raise OptionError(f"Bandwidths({field.name}={value!r}): give a positive number.")
 
     def estimate(self, *, nbytes: int, readers: int, processes: int, rounds: int) -> Estimate:
-        """Seconds of both ways, for one of several processes that need the same.
+        """Estimate the seconds of both methods, for one of several processes that need the same bytes.
 
         Args:
-            nbytes: that each of them needs.
-            readers: how many they are.
-            processes: of the job; all of them read at the same time.
-            rounds: in which it is read together.
+            nbytes: bytes that each process needs.
+            readers: number of these processes.
+            processes: number of processes of the job; all of them read at the same time.
+            rounds: number of rounds for reading together.
         """
         assert self.interconnect is not None, "only the interconnect at hand knows"
         alone = nbytes * max(1 / self.process, processes / self.store)
@@ -68,16 +68,16 @@ class Bandwidths:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How long it takes to read some bytes."""
+    """Estimated times for reading some bytes."""
 
     alone_s: float
-    """Seconds, each process for itself."""
+    """Seconds if each process reads everything."""
     together_s: float
-    """Seconds, each process a part."""
+    """Seconds if each process reads a part."""
     gain: float
-    """Of `Bandwidths`."""
+    """Minimum speed-up, from `Bandwidths`."""
 
     @property
     def together(self) -> bool:
-        """Whether reading together is worth it."""
+        """Whether reading together is fast enough."""
         return self.alone_s >= self.gain * self.together_s

@@ -1,30 +1,30 @@
-"""The choice of a chunk shape, for readers whose layout nobody knows yet.
+"""The choice of a chunk shape, for readers with unknown layouts.
 
-A tensor is stored as regular grids of chunks. A chunk never crosses a border between shards (so it has one writer),
-hence where a dimension is split its chunk side divides the tile; where it is not, any side will do.
+A tensor is stored as regular grids of chunks. A chunk never crosses a border between shards (so it has one writer).
+Hence, in a dimension that is split, the chunk side divides the tile; in other dimensions any side is allowed.
 
-A later reader splits the tensor its own way, and reads whole chunks. What it reads beyond what it needs is
-its amplification: along one dimension, a part of n elements that touches k chunks of side c reads k × c / n of what it
-needs. Over several dimensions that multiplies. So, per tensor:
+A later reader splits the tensor differently and reads complete chunks. The amplification is the ratio of bytes read to bytes
+needed: along one dimension, a part of n elements that overlaps k chunks of side c has an amplification of k × c / n. Over
+several dimensions the factors multiply. So, per tensor:
 
-1. Per dimension, list the sides that a chunk may have, and for each side the amplification of the worst part, when the
+1. Per dimension, list the possible sides of a chunk, and for each side the amplification of the worst part, when the
    *tensor* is later split 2, 4 or 8 ways; when it is split 3, 5, 6 or 7 ways; and when each *tile* is split 2, 4 or 8
    ways, for layouts that become finer still.
-2. Every combination of sides has a score: the product of all of these, each to the power of how much it counts, and
-   of what a chunk costs beside its bytes, 1 + OVERHEAD / size. Splits of the tensor by 2, 4 and 8 count most: they
-   fall on chunk borders wherever that is possible with chunks of 64 KiB. The others decide what is left open.
-3. Combinations below 64 KiB are left out (16 KiB for tensors under 4 MiB, which cannot have 64 chunks otherwise), and
-   those above 2 MiB pay for it. The smallest score wins.
-4. A tile of prime length, or nearly so, has no useful side: 32003 rows over 8 devices make tiles of 4001. Where it
-   pays, such a dimension is stored in *pieces*, one array per tile, in which any side will do.
-5. A dimension that is not cut into equal tiles, as nested splits of DTensor's may cut it, is taken run by run of those
-   that are equal (`even_runs`), and each run is stored by itself.
+2. Every combination of sides has a score: the product of all of these amplifications, each raised to its weight,
+   and of a chunk's fixed cost relative to its size, 1 + OVERHEAD / size. Splits of the tensor by 2, 4 and 8 weigh most: they
+   fall on chunk borders wherever that is possible with chunks of 64 KiB. The other splits break ties.
+3. Combinations below 64 KiB are excluded (16 KiB for tensors under 4 MiB, which cannot have 64 chunks otherwise), and
+   combinations above 2 MiB get a penalty. The lowest score wins.
+4. A tile of prime length, or nearly so, has no useful side: 32003 rows over 8 devices make tiles of 4001. Where the score
+   improves enough, such a dimension is stored in *pieces*, one array per tile, in which any side is allowed.
+5. A dimension that is cut into unequal tiles, for example by nested DTensor splits, is divided into runs of equal tiles
+   (`even_runs`), and each run is stored separately.
 
-A checkpoint of very many bytes gets larger chunks (`smallest_chunk`), so that it has at most about 4 million, or as
-many as there are shards. Where each chunk is a file, none is cut below 1 MiB.
+A very large checkpoint gets larger chunks (`smallest_chunk`), so that it has at most about 4 million chunks, or as
+many as there are shards. If each chunk is a file, no chunk is cut below 1 MiB.
 
-Every host chooses by itself and all must agree. Scores are therefore made of IEEE additions, multiplications and
-divisions alone, in one order: the same on every machine, as logarithms and powers are not.
+Every host computes the choice alone, and all hosts must agree. So scores use only IEEE additions, multiplications and
+divisions in a fixed order, which give the same result on every machine; logarithms and powers do not.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LARGEST_CHUNK = 2 << 20
-"""Bytes above which a chunk is cut further where that costs little."""
+"""Bytes above which a chunk is cut further if that costs little."""
 SMALLEST_CHUNK = 64 << 10
 """Bytes below which no chunk is cut."""
 SMALL_TENSOR_CHUNK = 16 << 10
-"""The same for tensors too small to have 64 chunks of `SMALLEST_CHUNK`."""
+"""Bytes below which no chunk is cut, in tensors too small for 64 chunks of `SMALLEST_CHUNK`."""
 SMALLEST_FILE = 1 << 20
-"""The same, of any tensor, where each chunk is a file or an object."""
+"""Bytes below which no chunk is cut, in any tensor, if each chunk is a file or an object."""
 MOST_CHUNKS = 4_000_000
-"""About how many chunks a checkpoint has at most."""
+"""Approximate maximum number of chunks of a checkpoint."""
 OVERHEAD = 64 << 10
-"""Bytes that could be read or written in the time that a chunk takes by itself, rather on the high side."""
+"""Bytes that could be read or written during the fixed cost of one chunk; a high estimate."""
 LARGEST_COMMON_CHUNK = 16 << 20
-"""Bytes; a tensor whose chunks would be larger is stored in pieces, however many."""
+"""Bytes of a chunk above which a tensor is stored in pieces, whatever their number."""
 MOST_PIECES = 64
-"""Arrays that any other tensor is stored as at most."""
+"""Maximum number of pieces of any other tensor."""
 SMALLEST_PIECE = 1 << 20
-"""Bytes that pieces have at least on average."""
+"""Minimum average bytes of a piece."""
 
 _TENSOR_SPLITS, _ODD_SPLITS, _TILE_SPLITS = (2, 4, 8), (3, 5, 6, 7), (2, 4, 8)
 _TENSOR_WEIGHT, _OVERHEAD_WEIGHT, _EXCESS_WEIGHT = 16, 10, 3
-"""How much each counts beside splits by 3, 5, 6 or 7, and splits of tiles. Found by trying: tools/amplification.py."""
+"""Weights relative to splits by 3, 5, 6 or 7, and splits of tiles. Found by experiment: tools/amplification.py."""
 _EXCESS_COST = 2.0
-"""The factor for a chunk above the largest size, by however little."""
+"""Penalty factor for a chunk above the largest size, by however little."""
 _PIECES_COST = 4.0
-"""The factor by which a score must improve for each dimension that is stored in pieces: one array is simpler."""
+"""Factor by which a score must improve for each dimension that is stored in pieces: one array is simpler."""
 _MOST_COMBINATIONS = 1 << 18
 _MOST_SIDES = 2048
-"""Sides of one dimension that are compared at most; numbers below 2^32 have at most 1,536 divisors."""
+"""Maximum number of compared sides of one dimension; numbers below 2^32 have at most 1,536 divisors."""
 
 
 class Floor(NamedTuple):
@@ -78,7 +78,7 @@ class Floor(NamedTuple):
 
     nbytes: int = SMALLEST_CHUNK
     in_small_tensors: int = SMALL_TENSOR_CHUNK
-    """In those that cannot have 64 chunks of `nbytes`."""
+    """Bytes below which no chunk is cut, in tensors that cannot have 64 chunks of `nbytes`."""
 
 
 _FLOOR = Floor()
@@ -86,17 +86,17 @@ _FLOOR = Floor()
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """How a tensor is cut for storage."""
+    """The pieces and chunks of a stored tensor."""
 
     piece: tuple[int, ...]
-    """Shape of the arrays that it is stored as: the tensor's own, but for dimensions that are stored in pieces the
-    tile's. The last piece of a dimension ends where the tensor does."""
+    """Shape of the arrays: the tensor's side in each dimension, or the tile's side in a dimension that is stored in pieces.
+    The last piece of a dimension ends where the tensor ends."""
     chunks: tuple[int, ...]
-    """Shape of their chunks: one side per dimension, at least 1."""
+    """Shape of the arrays' chunks: one side per dimension, at least 1."""
 
 
 def smallest_chunk(total_bytes: int, *, files: bool = False) -> Floor:
-    """The floor in a checkpoint of that many bytes, a power of two; `files`: each chunk is a file of its own.
+    """The floor in a checkpoint of `total_bytes`, a power of two; `files`: each chunk is a separate file.
 
     >>> smallest_chunk(10**9).nbytes, smallest_chunk(2 * 10**12).nbytes, smallest_chunk(10**9, files=True).nbytes
     (65536, 524288, 1048576)
@@ -154,13 +154,13 @@ def chunking(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, s
 
 
 def even_runs(cuts: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """The parts of a dimension that are cut into tiles of one length, the last of a part perhaps shorter.
+    """The runs of a dimension with tiles of one length; the last tile of a run may be shorter.
 
     Args:
-        cuts: (tiles + 1,) where the dimension is cut: ascending, from 0 to its length, which is not 0.
+        cuts: (tiles + 1,) ends of the tiles: ascending, from 0 to the dimension's length, which is not 0.
 
     Returns:
-        First index, length n and number of tiles p of each part, whose tiles are ceil(n / p) long.
+        First index, length n and number of tiles p of each run, whose tiles are ceil(n / p) long.
 
     >>> even_runs(np.array([0, 4, 8, 10]))
     [(0, 10, 3)]
@@ -170,7 +170,7 @@ def even_runs(cuts: NDArray[np.int64]) -> list[tuple[int, int, int]]:
     tiles = np.diff(cuts)
     runs, first = [], 0
     for end in (*(np.flatnonzero(np.diff(tiles)) + 1).tolist(), len(tiles)):
-        if first == end:  # the one tile of this length has ended the run before
+        if first == end:  # the only tile of this length was the end of the previous run
             continue
         stop, tile = end, int(tiles[first])
         if end < len(tiles) and tiles[end] < tile == -(-int(cuts[end + 1] - cuts[first]) // (end + 1 - first)):
@@ -184,7 +184,7 @@ def even_runs(cuts: NDArray[np.int64]) -> list[tuple[int, int, int]]:
 def _best(
     shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], apart: tuple[bool, ...], smallest: Floor
 ) -> tuple[float, tuple[int, ...]]:
-    """The smallest score, and the chunk shape that has it; `apart` says which dimensions are stored in pieces."""
+    """The lowest score and its chunk shape; `apart` marks the dimensions that are stored in pieces."""
     axes = _thinned([_Axis.of(*args) for args in zip(shape, parts, apart, strict=True)])
     sizes = np.full((1,) * len(shape), float(itemsize))
     scores = np.ones_like(sizes)
@@ -197,23 +197,23 @@ def _best(
     scores = np.where(excess > 1.0, scores * _EXCESS_COST * _power(excess, _EXCESS_WEIGHT), scores)
     floor = smallest.nbytes if prod(shape) * itemsize >= 64 * smallest.nbytes else smallest.in_small_tensors
     scores[sizes < min(floor, float(sizes.max()))] = np.inf
-    # Sides ascend, so of equal scores the one with the longest rows is taken: they are contiguous in memory.
+    # Sides ascend, so equal scores select the longest rows, which are contiguous in memory.
     at = np.unravel_index(int(np.argmin(scores)), scores.shape)
     return float(scores[at]), tuple(axis.sides[i] for axis, i in zip(axes, at, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """One dimension: what its chunk side may be, and how bad each side is."""
+    """One dimension: the possible chunk sides, and the score of each."""
 
     sides: tuple[int, ...]
     """Ascending."""
     scores: NDArray[np.float64]
-    """Per side, the dimension's part of the score."""
+    """Per side, the dimension's factor of the score."""
 
     @classmethod
     def of(cls, length: int, parts: int, apart: bool) -> _Axis:
-        """Of a dimension that is split into `parts` tiles, each an array by itself or not."""
+        """Score a dimension that is split into `parts` tiles; `apart`: each tile is a separate array."""
         tile = -(-length // parts)
         sides = divisors(tile) if parts > 1 and not apart else _free_sides(tile)
         array = tile if apart else length
@@ -223,7 +223,7 @@ class _Axis:
 
 
 def _thinned(axes: list[_Axis]) -> list[_Axis]:
-    """Leave out every other side of the dimension with most of them, until there are not too many combinations."""
+    """Drop every other side of the dimension with the most sides, until there are not too many combinations."""
     while prod(len(axis.sides) for axis in axes) > _MOST_COMBINATIONS:
         d = max(range(len(axes)), key=lambda d: len(axes[d].sides))
         # From the end: the longest side is always kept.
@@ -233,7 +233,7 @@ def _thinned(axes: list[_Axis]) -> list[_Axis]:
 
 @lru_cache(maxsize=4096)
 def _free_sides(length: int) -> tuple[int, ...]:
-    """Sides that a dimension may have which is not split: equal parts of it, and what divides its halves, quarters and eighths."""
+    """Possible sides of a dimension that is not split: equal parts of it, and the divisors of its halves, quarters and eighths."""
     sides = {-(-length // n) for n in range(1, min(length, 64) + 1)}
     sides.update(-(-length // (1 << k)) for k in range(length.bit_length() + 1))
     for split in (1, *_TENSOR_SPLITS):
@@ -246,7 +246,7 @@ def _free_sides(length: int) -> tuple[int, ...]:
 def divisors(n: int) -> tuple[int, ...]:
     """Divisors of n, ascending: all of them where n is below 2^32.
 
-    Of a larger number, prime factors above 2^16 stay together, and at most `_MOST_SIDES` divisors are kept, the largest among them.
+    For a larger number, prime factors above 2^16 stay together, and at most `_MOST_SIDES` divisors are kept, the largest among them.
     """
     primes, rest, found = _primes(), n, [1]
     for prime in primes[n % primes == 0].tolist():
@@ -259,7 +259,7 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def _products(some: list[int], others: list[int]) -> list[int]:
-    """All products, the largest first; of more than `_MOST_SIDES` every second, fourth, … one."""
+    """All products, the largest first; if there are more than `_MOST_SIDES`, every second, fourth, … one."""
     products = sorted((a * b for a in some for b in others), reverse=True)
     while len(products) > _MOST_SIDES:
         products = products[::2]
@@ -278,13 +278,13 @@ def _primes() -> NDArray[np.int64]:
 
 
 def _worst(length: int, splits: Sequence[int], sides: tuple[int, ...], array: int) -> NDArray[np.float64]:
-    """Per side, the amplification of the worst part of any of the splits.
+    """Per side, the amplification of the worst part over all the splits.
 
     Args:
-        length: of the dimension.
-        splits: numbers of parts; those above `length` are left out.
-        sides: of chunks.
-        array: length of the arrays that it is stored as, one after another; a chunk at an array's end is padded.
+        length: length of the dimension.
+        splits: numbers of parts; numbers above `length` are ignored.
+        sides: sides of chunks.
+        array: length of the consecutive arrays that store the dimension; a chunk at an array's end is padded.
     """
     side = np.array(sides, np.int64)[:, None]
     worst = np.ones(len(sides))
@@ -292,9 +292,9 @@ def _worst(length: int, splits: Sequence[int], sides: tuple[int, ...], array: in
         if split > length:
             continue
         part = -(-length // split)
-        # Beyond 64 parts the pattern of borders has repeated often enough.
+        # After 64 parts the pattern of borders repeats.
         start = np.arange(min(split, 64), dtype=np.int64) * part
-        # The last part may be a sliver, which is expensive and no matter.
+        # A short last part has a high amplification that does not matter.
         start = start[np.minimum(start + part, length) - start >= part // 2]
         stop = np.minimum(start + part, length)
         read = (_chunk_of(stop - 1, side, array) - _chunk_of(start, side, array) + 1) * side

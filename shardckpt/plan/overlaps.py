@@ -1,4 +1,4 @@
-"""The chunks that some boxes need, and where each part of a chunk goes.
+"""The chunks that some boxes need, and the position of each overlap in chunk and box.
 
 For a set of boxes that one process needs, `overlaps` lists each (chunk, box) pair that has elements in common, in closed form on
 the grid of a piece:
@@ -37,7 +37,7 @@ class Overlaps:
     chunk: Ints
     """(n,) the chunk's position in grid order (row-major)."""
     box: Ints
-    """(n,) which box."""
+    """(n,) index of the box."""
     in_chunk: BoxArray
     """Common part, relative to the chunk's first element."""
     in_box: BoxArray
@@ -50,16 +50,16 @@ def overlaps(piece: Piece, boxes: BoxArray) -> Overlaps:
 
 
 def overlaps_of(pieces: Sequence[Piece], boxes: BoxArray, owner: Ints) -> Overlaps:
-    """As `overlaps`, of many pieces at once: each box is wanted of one of them.
+    """`overlaps` for many pieces at once; each box belongs to one piece.
 
     Args:
-        pieces: of any tensors.
-        boxes: in the indices of their tensors. Those of fewer dimensions than others have one element in each that they lack,
-            which come first: 0 to 1.
-        owner: (n,) of which piece each box is.
+        pieces: pieces of any tensors.
+        boxes: boxes in the indices of their tensors. A box with fewer dimensions than others is extended by leading dimensions
+            from 0 to 1.
+        owner: (n,) the piece of each box.
 
     Returns:
-        The pairs, ordered by piece and chunk; a pair's piece is `owner` of its box.
+        The pairs, ordered by piece and chunk; a pair's piece is the `owner` of its box.
     """
     ndim = boxes.start.shape[1]
     start, shape, chunks, grid = (
@@ -98,10 +98,10 @@ def overlaps_of(pieces: Sequence[Piece], boxes: BoxArray, owner: Ints) -> Overla
 
 
 def chunk_runs(piece: Piece, boxes: BoxArray) -> tuple[Ints, Ints]:
-    """Runs of chunks side by side in grid order that together are the chunks of `overlaps`: O(runs), however long they are.
+    """Runs of consecutive chunks in grid order that together are the chunks of `overlaps`; O(runs), however long they are.
 
     Returns:
-        (n,) first chunk and one past the last of each run, by box; those of different boxes may have chunks in common.
+        (n,) first chunk and end (exclusive) of each run, by box; runs of different boxes may share chunks.
     """
     start, shape, chunks, grid = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks, piece.grid))
     first = np.maximum(boxes.start - start, 0)
@@ -110,7 +110,7 @@ def chunk_runs(piece: Piece, boxes: BoxArray) -> tuple[Ints, Ints]:
     low, high = first[touching] // chunks, -(-last[touching] // chunks)
     if not piece.grid:
         return np.zeros(len(low), np.int64), np.ones(len(low), np.int64)
-    # Runs go along one dimension: those behind it are touched from end to end by all boxes.
+    # Runs go along one dimension: all boxes cover the later dimensions completely.
     along = int(np.flatnonzero(((low > 0) | (high < grid)).any(axis=0)).max(initial=0))
     coords, owner = _enumerate(low[:, :along], (high - low)[:, :along])
     row = _linear(coords + low[owner, :along], piece.grid[:along]) * piece.grid[along]
@@ -119,15 +119,15 @@ def chunk_runs(piece: Piece, boxes: BoxArray) -> tuple[Ints, Ints]:
 
 
 def touched(pieces: Sequence[Piece], boxes: BoxArray) -> list[Piece]:
-    """The pieces that hold elements of some box, in their order.
+    """The pieces that hold elements of any of the boxes, in their order.
 
-    A tensor may be in thousands of pieces, and `overlaps` of each would take longer than reading the few that matter.
+    A tensor may have thousands of pieces, and `overlaps` of each would take longer than reading the few relevant ones.
     """
     return list(pieces) if len(pieces) == 1 else [pieces[k] for k in np.unique(touching(pieces, boxes)[0]).tolist()]
 
 
 def touching(pieces: Sequence[Piece], boxes: BoxArray) -> tuple[Ints, Ints]:
-    """(n,) pieces and (n,) boxes that may have elements in common; a single piece comes with every box."""
+    """(n,) pieces and (n,) boxes that may overlap; a single piece is paired with every box."""
     if len(pieces) == 1:
         return np.zeros(len(boxes), np.int64), np.arange(len(boxes))
     held = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
@@ -141,7 +141,7 @@ def chunks_inside(piece: Piece, box: Box, which: range | None = None) -> tuple[I
     Args:
         piece: an array.
         box: in the tensor's indices.
-        which: a run of the `count_chunks(piece, box)` chunks, counted in grid order, and nothing is spent on the others;
+        which: a run of the `count_chunks(piece, box)` chunks, counted in grid order; the other chunks cost nothing.
             None: all.
 
     Returns:

@@ -1,11 +1,11 @@
-"""The pieces that a tensor is stored as, their chunks, and the boxes of chunks that are copied at a time.
+"""The pieces of a stored tensor, their chunks, and the boxes of chunks that are copied at a time.
 
 A tensor is stored in pieces: usually one that covers it, and several where no common grid suits its shards. Every piece has a
 regular grid of chunks.
 
-What a process writes of a shard is a run of its chunks. Copied at once, the chunks should make a box: then the copy is one, and
-where the box is whole rows of the shard it is one of contiguous memory. So a run is cut into boxes (`run_boxes`), its *blocks*.
-Cutting them further can wait until they are written (`parts_of`). `batches` joins items that are handled together. Pure.
+A process writes a run of a shard's chunks. The chunks that are copied at once should form a box: then one copy is enough, and if
+the box is complete rows of the shard, the copy is contiguous in memory. So a run is cut into boxes (`run_boxes`), its *blocks*.
+Blocks can be cut further when they are written (`parts_of`). `batches` groups items that are handled together. Pure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Piece:
     """A box of a tensor that is stored as one zarr array."""
 
     path: str
-    """Where the array is stored, relative to the attempt's arrays."""
+    """Path of the array, relative to the attempt's arrays."""
     start: tuple[int, ...]
     """The tensor's index of the array's first element."""
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ def grid_shape(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ..
 
 
 def padded_size(shape: tuple[int, ...], chunks: tuple[int, ...]) -> int:
-    """Elements of the chunks that make an array, those at its edges filled up.
+    """Number of elements of an array's chunks, including the padding at its edges.
 
     >>> padded_size((10, 8), (3, 4))
     96
@@ -90,7 +90,7 @@ def padded_size(shape: tuple[int, ...], chunks: tuple[int, ...]) -> int:
 
 
 def whole_chunks(piece: Piece, box: Box) -> list[range]:
-    """`chunk_spans` of a box of which the part that lies in the piece is a union of its chunks.
+    """`chunk_spans` of a box whose overlap with the piece must be a union of its chunks.
 
     Raises:
         FormatError: as for `chunks_inside`.
@@ -106,12 +106,12 @@ def whole_chunks(piece: Piece, box: Box) -> list[range]:
 
 
 def count_chunks(piece: Piece, box: Box) -> int:
-    """How many chunks of `piece` share elements with a box."""
+    """Number of chunks of `piece` that share elements with a box."""
     return prod(map(len, chunk_spans(piece, box)))
 
 
 def chunk_spans(piece: Piece, box: Box) -> list[range]:
-    """Per dimension, the places in the grid of chunks that reach into a box; empty where none does."""
+    """Per dimension, the grid positions of chunks that overlap a box; empty if there are none."""
     spans = []
     for start, n, chunk, a, b in zip(piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
         first, last = max(a - start, 0), min(b - start, n)
@@ -120,19 +120,19 @@ def chunk_spans(piece: Piece, box: Box) -> list[range]:
 
 
 def chunk_boxes(piece: Piece, chunk: Ints) -> BoxArray:
-    """The elements that chunks hold, in the tensor's indices, cut off at the piece's edge."""
+    """The boxes of chunks, in the tensor's indices, cut off at the piece's edge."""
     start, shape, chunks = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks))
     coords = coordinates(chunk, piece.grid)
     return BoxArray(start + coords * chunks, start + np.minimum((coords + 1) * chunks, shape))
 
 
 def coverage_gap(shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
-    """Why `pieces` do not hold every element of a tensor exactly once, or None where they do.
+    """The reason why `pieces` do not hold every element of a tensor exactly once; None if they do.
 
-    The random test at the end only tells pieces that overlap from those that do not; all else is exact.
+    Only the final test for overlaps between pieces is random; all other tests are exact.
     """
     if len(pieces) == 1 and pieces[0].shape == shape and not any(pieces[0].start):
-        return None  # as nearly all are
+        return None  # true of nearly all tensors
     whole = Box.full(shape)
     boxes = [p.box for p in pieces]
     outside = [p.path for p, box in zip(pieces, boxes, strict=True) if not whole.contains(box)]
@@ -150,13 +150,13 @@ _PRIME = (1 << 127) - 1
 
 
 def _same_elements(whole: Box, parts: Sequence[Box]) -> bool:
-    """Whether `parts` hold each element of `whole` exactly once, and no others; linear in their number.
+    """Whether `parts` hold each element of `whole` exactly once, and no others; linear in the number of parts.
 
     Let the element i stand for the monomial x0^i0 · x1^i1 · … and a box for the sum of its elements, which is the
     product over d of (xd^start - xd^stop) / (1 - xd). Two collections of boxes hold the same elements equally often
-    if and only if these polynomials are equal. They are compared at a random point modulo a prime, where different ones
+    if and only if these polynomials are equal. They are compared at a random point modulo a prime, where different polynomials
     of degree below 2^63 agree with a probability of at most 2^-64 (Schwartz and Zippel). Comparing boxes with
-    each other would take minutes for a record of a few megabytes that is made for it.
+    each other would take minutes for a malicious record of a few megabytes.
     """
     point = [2 + secrets.randbelow(_PRIME - 2) for _ in range(whole.ndim)]
 
@@ -187,17 +187,17 @@ def coordinates(chunk: Ints, grid: tuple[int, ...]) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Chunks of one piece that make a box, which lies in one box that this process holds."""
+    """Chunks of one piece that form a box inside one box held by this process."""
 
     held: int
-    """Which of the source's boxes."""
+    """Index of the held box among the source's boxes."""
     corner: tuple[int, ...]
-    """Where that box begins, in the tensor's indices."""
+    """First index of the held box, in the tensor's indices."""
     piece: Piece
     box: Box
-    """In the tensor's indices."""
+    """The chunks' box, in the tensor's indices."""
     itemsize: int
-    """Bytes of an element as it is stored."""
+    """Stored bytes of an element."""
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +206,7 @@ class Block:
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of its chunks as they are stored: those at the piece's edges are padded."""
+        """Stored bytes of its chunks, including the padding at the piece's edges."""
         return padded_size(self.box.shape, self.piece.chunks) * self.itemsize
 
     @property
@@ -216,23 +216,23 @@ class Block:
 
     @property
     def inside(self) -> Index:
-        """Where it is in the array of the held box."""
+        """Index of the block in the array of the held box."""
         return _index(self.box.start, self.box.stop, self.corner)
 
 
 def blocks_of(
     held: int, corner: tuple[int, ...], piece: Piece, part: Box, run: range, itemsize: int, most: int | None = None
 ) -> Iterator[Block]:
-    """The blocks of a run of chunks, in their order.
+    """Yield the blocks of a run of chunks, in order.
 
     Args:
         held: as in `Block`.
         corner: as in `Block`.
         piece: as in `Block`.
-        part: of the tensor, a box of whole chunks.
-        run: which of the chunks in it, counted in grid order.
+        part: a part of the tensor, a box of complete chunks.
+        run: range of the chunks in it, counted in grid order.
         itemsize: as in `Block`.
-        most: bytes of a block, where one chunk does not take more.
+        most: maximum bytes of a block, unless a single chunk is larger.
     """
     first = [(a - start) // side for a, start, side in zip(part.start, piece.start, piece.chunks, strict=True)]
     grid = tuple(-(-(b - start) // side) - a for a, b, start, side in zip(first, part.stop, piece.start, piece.chunks, strict=True))
@@ -240,12 +240,12 @@ def blocks_of(
     for found in run_boxes(grid, run, max(1, cells)):
         start = [o + (f + a) * side for o, f, a, side in zip(piece.start, first, found.start, piece.chunks, strict=True)]
         stop = [o + (f + b) * side for o, f, b, side in zip(piece.start, first, found.stop, piece.chunks, strict=True)]
-        # The last chunk of a dimension may reach beyond the piece.
+        # The last chunk of a dimension may extend beyond the piece.
         yield Block(held, corner, piece, Box(tuple(start), tuple(map(min, stop, part.stop))), itemsize)
 
 
 def smaller(block: Block, most: int) -> Iterator[Block]:
-    """The block, cut where it takes more than so many bytes."""
+    """Yield the block, cut into blocks of at most `most` bytes."""
     if block.nbytes <= most:
         yield block
     else:
@@ -258,29 +258,29 @@ def _cut(block: Block, most: int) -> Iterator[Block]:
 
 
 def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
-    """The block, cut where its chunks take more than so many bytes, those at edges filled up.
+    """Yield the parts of a block whose chunks, including padding at edges, have at most `most` bytes.
 
-    Boxes in the tensor's indices, and where each is in the block's array.
+    Each item is a box in the tensor's indices and its index in the block's array.
     """
     for part in _cut(block, most) if block.padded_bytes > most else (block,):
         yield part.box, _index(part.box.start, part.box.stop, block.box.start)
 
 
 def _index(start: list[int] | tuple[int, ...], stop: list[int] | tuple[int, ...], corner: tuple[int, ...]) -> Index:
-    """A box in an array that begins at the corner. The ellipsis keeps a 0-d array an array."""
+    """The index of a box in an array that begins at `corner`. The ellipsis keeps a 0-d array an array."""
     return (*(slice(a - o, b - o) for a, b, o in zip(start, stop, corner, strict=True)), ...)
 
 
 def run_boxes(grid: tuple[int, ...], run: range, most: int) -> Iterator[Box]:
-    """Boxes of cells that, one after another, are the run of cells.
+    """Divide a run of cells into consecutive boxes of cells.
 
-    Where the run stands, take the largest box of whole rows (of cells, of rows of cells, …) that begins there, fits in what
-    is left, and is not too large; go on after it. At most two boxes per dimension are not as large as they may be.
+    From the current position, choose the largest box of complete rows (of cells, of rows of cells, …) that begins there, fits in
+    the rest of the run, and is not too large; continue after it. At most two boxes per dimension are smaller than the limit allows.
 
     Args:
         grid: cells per dimension.
         run: cells, counted in row-major order.
-        most: cells of a box, at least 1.
+        most: maximum cells of a box, at least 1.
 
     >>> [(box.start, box.stop) for box in run_boxes((3, 4), range(2, 12), 100)]
     [((0, 2), (1, 4)), ((1, 0), (3, 4))]
@@ -304,12 +304,12 @@ def run_boxes(grid: tuple[int, ...], run: range, most: int) -> Iterator[Box]:
 
 
 def batches(items: Iterable[T], costs: Callable[[T], tuple[int, ...]], limits: tuple[int, ...]) -> Iterator[list[T]]:
-    """Consecutive items whose costs stay within all limits together, or a single item that does not.
+    """Group consecutive items so that each group stays within all limits; a single item may exceed them.
 
     Args:
-        items: In order; taken one by one, as batches are asked for.
-        costs: What an item costs, one number per limit (bytes, say).
-        limits: The most that a batch may cost.
+        items: Items in order; consumed one by one, as batches are requested.
+        costs: Cost of an item, one number per limit (bytes, say).
+        limits: Maximum costs of a batch.
 
     >>> list(batches([3, 4, 9, 1, 1, 1], lambda n: (n, 1), (8, 2)))
     [[3, 4], [9], [1, 1], [1]]

@@ -1,13 +1,13 @@
-"""The stored chunks that each host reads when a checkpoint is restored onto some layout.
+"""The stored chunks that each host reads when a checkpoint is restored onto a layout.
 
-The counterpart of `writers`, for all hosts at once and without asking any of them.
+The counterpart of `writers`, for all hosts at once and without communication.
 
-1. `host_boxes`: a host reads the distinct boxes of its devices. Hosts whose devices hold the same boxes make a *group*: they
-   read the same chunks, so whatever is counted is counted once for all of them.
-2. `chunks_read`: per group, the chunks that its boxes touch, each once, however many of the boxes share it.
+1. `host_boxes`: a host reads the distinct boxes of its devices. Hosts whose devices hold the same boxes form a *group*: they
+   read the same chunks, so each count is made once per group.
+2. `chunks_read`: per group, the chunks that its boxes overlap, each once, however many of the boxes share it.
 
-Both depend on a tensor's shape, chunks and layout alone, not on its name: of the thousand tensors of a model some dozen
-differ. Cost is in proportion to devices, and to pairs of a group and a chunk that it reads.
+Both depend on a tensor's shape, chunks and layout alone, not on its name: among a thousand tensors of a model, a few dozen
+differ. Cost is proportional to the devices, and to the pairs of a group and a chunk that it reads.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBoxes:
-    """The boxes of one tensor that each host's devices hold, hosts with the same boxes together."""
+    """The boxes of one tensor that each host's devices hold, with hosts grouped by equal boxes."""
 
     boxes: BoxArray
-    """All that are distinct and not empty."""
+    """All distinct, non-empty boxes."""
     group: Ints
     """(hosts,) the group of each host; -1: its devices hold nothing of the tensor."""
     held_by: Ints
@@ -48,7 +48,7 @@ class HostBoxes:
 
     @property
     def groups(self) -> int:
-        """How many there are."""
+        """Number of groups."""
         return int(self.group.max(initial=-1)) + 1
 
     def elements(self) -> Ints:
@@ -63,20 +63,20 @@ class ChunksRead:
     group: Ints
     """(n,)"""
     chunk: Ints
-    """(n,) counted through all pieces, in their order, in grid order within each."""
+    """(n,) number of the chunk, counted through all pieces in order, in grid order within each."""
 
 
 def host_boxes(layout: Layout | Placements | None, shape: tuple[int, ...], owners: DeviceOwners, hosts: int) -> HostBoxes:
-    """Which boxes each host's devices hold.
+    """Find the boxes that each host's devices hold.
 
     Args:
-        layout: of the tensor; None: the whole tensor is on every host.
-        shape: of the tensor.
-        owners: whose each device is; devices that the layout does not name hold nothing.
-        hosts: how many there are.
+        layout: layout of the tensor; None: every host holds the complete tensor.
+        shape: shape of the tensor.
+        owners: host of each device; devices that the layout does not name hold nothing.
+        hosts: number of hosts.
 
     Raises:
-        ShardingError: a device of the layout is nobody's, or the layout does not suit the shape.
+        ShardingError: a device of the layout has no host, or the layout does not fit the shape.
     """
     if layout is None:
         whole, where = distinct_boxes(BoxArray.of([Box.full(shape)], len(shape)))
@@ -105,7 +105,7 @@ def host_boxes(layout: Layout | Placements | None, shape: tuple[int, ...], owner
 
 
 def chunks_read(pieces: Sequence[Piece], held: HostBoxes) -> ChunksRead:
-    """Which chunks each group of hosts reads.
+    """Find the chunks that each group of hosts reads.
 
     Args:
         pieces: the arrays that hold the tensor.
@@ -115,7 +115,7 @@ def chunks_read(pieces: Sequence[Piece], held: HostBoxes) -> ChunksRead:
     number = {piece.path: int(begin) for piece, begin in zip(pieces, begins[:-1], strict=True)}
     found = []
     for piece in touched(pieces, held.boxes):
-        # There may be as many pieces as boxes; of each piece only the boxes near it are looked at closely.
+        # There may be as many pieces as boxes; each piece is compared only with the boxes near it.
         near = held.boxes.overlapping(piece.box)
         pairs = overlaps(piece, BoxArray(held.boxes.start[near], held.boxes.stop[near]))
         order = np.argsort(pairs.box, kind="stable")

@@ -1,15 +1,15 @@
-"""Dealing out the reads of boxes that several processes need, so that every chunk is read once.
+"""Division of the reads of boxes that several processes need, so that every chunk is read once.
 
-The same question as for writing (`plan.writers`), and the same answer, which every process works out by itself:
+The method is the same as for writing (`plan.writers`), and every process computes the same result:
 
-1. All chunks that the boxes touch make one tape, in order of tensor, piece and place. Boxes of a tensor that fill at least
-   half of what spans them, as those of one process's devices do, count as one there: they may share chunks.
-2. The tape is cut into rounds of so many bytes: what is under way between processes at once.
-3. Of each round every process reads one part, a run of chunks, dealt as they are dealt for writing (`deal`).
-4. A run of chunks is cut into few boxes (`run_boxes`), and these are cut off at the borders of the boxes that are needed.
+1. All chunks that the boxes overlap form one sequence (the *tape*), ordered by tensor, piece and position. If the boxes of a tensor fill
+   at least half of their bounding box, as the boxes of one process's devices do, they count as one box: they may share chunks.
+2. The sequence is cut into rounds of a fixed number of bytes: the data in flight between processes at once.
+3. In each round every process reads one part, a run of chunks, assigned as for writing (`deal`).
+4. A run of chunks is cut into few boxes (`run_boxes`), and these are clipped to the needed boxes.
 
-So every element of every box is read by exactly one process, and every chunk once; only boxes that lie far apart, with others'
-between them, may have a chunk at their border read for each.
+So exactly one process reads each element of each box, and each chunk is read once. The exception: if boxes lie far apart, with other
+processes' boxes between them, a chunk at their border may be read once for each box.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ if TYPE_CHECKING:
 
 
 MOST_READERS = 64
-"""Processes that share the reading; more of them make several such groups, each of which reads everything once."""
+"""Maximum number of processes that share the reads; more processes form several such groups, each of which reads everything once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBoxes:
-    """A tensor of which several processes need the same boxes."""
+    """The boxes of one tensor that several processes need."""
 
     pieces: Sequence[Piece]
     boxes: BoxArray
-    """In the tensor's indices, without common elements."""
+    """The boxes, in the tensor's indices, without common elements."""
     itemsize: int
-    """Bytes of an element, as it is stored or as it is sent, whichever is more."""
+    """Bytes of an element, stored or sent, whichever is more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements that one process reads and sends at once."""
+    """Elements that one process reads and sends in one go."""
 
     tensor: int
-    """Which of the tensors."""
+    """Index of the tensor."""
     box: int
-    """Which of its boxes."""
+    """Index of the tensor's box."""
     part: Box
-    """The part of that box, in the tensor's indices."""
+    """The part of the box, in the tensor's indices."""
 
 
 def peers_sharing_reads(sharers: tuple[int, ...], process: int) -> tuple[int, ...]:
-    """Peers that split the reads with `process`, itself among them; of all that need the same, in groups as even as can be.
+    """Peers that split the reads with `process`, including itself; all sharers form groups of nearly equal size.
 
     >>> len(peers_sharing_reads(tuple(range(130)), 129))
     43
@@ -69,12 +69,12 @@ def peers_sharing_reads(sharers: tuple[int, ...], process: int) -> tuple[int, ..
 
 
 def rounds(wanted: Sequence[SharedBoxes], readers: int, limit: int) -> Iterator[list[list[Region]]]:
-    """Per round, and per reader, what that one reads.
+    """Yield the rounds; each has, per reader, the regions to read.
 
     Args:
         wanted: the tensors, the same and in the same order on all readers.
-        readers: how many.
-        limit: bytes of a round; a larger chunk makes a round of its own.
+        readers: number of readers.
+        limit: maximum bytes of a round; a larger chunk makes a separate round.
     """
     for stretches in _cut(list(_parts(wanted)), limit):
         dealt = [Part(f"{i:08}", "", (), tuple(range(readers)), len(which), part.chunk_bytes) for i, (part, which) in enumerate(stretches)]
@@ -91,14 +91,14 @@ def rounds(wanted: Sequence[SharedBoxes], readers: int, limit: int) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class _TapePart:
-    """The chunks of one piece that some boxes touch."""
+    """The chunks of one piece that some boxes overlap."""
 
     tensor: int
     piece: Piece
     boxes: Sequence[tuple[int, Box]]
-    """Numbered as the tensor's."""
+    """The boxes, with their numbers in the tensor."""
     spans: tuple[range, ...]
-    """Places of its chunks in the grid, per dimension."""
+    """Grid positions of the chunks, per dimension."""
     chunk_bytes: int
 
     @property
@@ -106,7 +106,7 @@ class _TapePart:
         return prod(map(len, self.spans))
 
     def regions(self, which: range) -> Iterator[Region]:
-        """Elements of a run of the chunks."""
+        """Yield the regions of a run of the chunks."""
         first = [span.start for span in self.spans]
         for cells in run_boxes(tuple(map(len, self.spans)), which, max(len(which), 1)):
             start = [a + (f + c) * n for a, f, c, n in zip(self.piece.start, first, cells.start, self.piece.chunks, strict=True)]
@@ -119,7 +119,7 @@ class _TapePart:
 
 
 def _parts(wanted: Sequence[SharedBoxes]) -> Iterator[_TapePart]:
-    """The tape."""
+    """Yield the parts of the sequence of all chunks."""
     for i, one in enumerate(wanted):
         for piece in touched(one.pieces, one.boxes):
             for span, boxes in _together(one.boxes):
@@ -129,14 +129,14 @@ def _parts(wanted: Sequence[SharedBoxes]) -> Iterator[_TapePart]:
 
 
 def _together(boxes: BoxArray) -> list[tuple[Box, list[tuple[int, Box]]]]:
-    """Boxes that count as one, numbered, with what spans them."""
+    """Bounding boxes, each with the numbered boxes that count as one."""
     numbered = [(b, boxes[b]) for b in range(len(boxes))]
     span = Box(tuple(boxes.start.min(axis=0).tolist()), tuple(boxes.stop.max(axis=0).tolist()))
     return [(span, numbered)] if 2 * int(boxes.sizes().sum()) >= span.size else [(box, [(b, box)]) for b, box in numbered]
 
 
 def _cut(parts: Sequence[_TapePart], limit: int) -> Iterator[list[tuple[_TapePart, range]]]:
-    """The tape in rounds: parts, and which of their chunks."""
+    """Yield the rounds of the sequence: parts with ranges of their chunks."""
     some: list[tuple[_TapePart, range]] = []
     room = limit
     for part in parts:

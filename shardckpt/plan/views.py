@@ -1,9 +1,8 @@
-"""The place of a tensor's elements in another tensor that is made of it.
+"""The position of a tensor's elements in an output that is made from it.
 
-A `View` is a box of a tensor, with its dimensions in another order, dimensions of length 1 left out or put in, at some place
-of an output. Boxes of the output are wanted, and boxes of the tensor are read: `View.back` says which, and `View.part` where
-in the output's memory each goes, without a copy. `View.pieces` shows how the tensor is stored as if the output were, for
-planning what to read at once.
+A `View` places a box of a tensor in an output, with its dimensions in another order and dimensions of length 1 removed or added.
+A caller requests boxes of the output. `View.back` gives the boxes of the tensor to read, and `View.part` gives the output memory
+for each, without a copy. `View.pieces` describes the stored tensor in the output's indices, for planning the reads.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A box of a tensor, as it lies in an output.
+    """A box of a tensor and its position in an output.
 
     >>> View("w", Box((0, 4, 0), (8, 5, 6)), (2, 0), (10, 0)).inside  # the transpose of w[:, 4, :], from row 10 on
     Box(start=(10, 0), stop=(16, 8))
@@ -37,10 +36,10 @@ class View:
     tensor: str
     """Name of the tensor."""
     box: Box
-    """Which of its elements, in its own indices."""
+    """The elements, as a box in the tensor's indices."""
     permutation: tuple[int | None, ...]
-    """Per dimension of the output the tensor's dimension that it is, as in `numpy.transpose`; None for one of length 1 that the
-    tensor has not. Dimensions of the tensor that are not named have length 1 in the box, and are left out."""
+    """Per dimension of the output, the tensor's dimension, as in `numpy.transpose`; None for a dimension of length 1 that the
+    tensor lacks. Dimensions of the tensor that are not named must have length 1 in the box, and are left out."""
     start: tuple[int, ...]
     """The output's index of the first element."""
 
@@ -61,26 +60,26 @@ class View:
 
     @classmethod
     def whole(cls, tensor: str, shape: Sequence[int]) -> View:
-        """The whole of a tensor, as it is."""
+        """The view of a complete, unchanged tensor."""
         return cls(tensor, Box.full(tuple(shape)), tuple(range(len(shape))), (0,) * len(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In the output."""
+        """Shape in the output."""
         return tuple(1 if d is None else self.box.shape[d] for d in self.permutation)
 
     @property
     def inside(self) -> Box:
-        """The box of the output that it fills."""
+        """The box of the output that the view fills."""
         return Box(self.start, tuple(a + n for a, n in zip(self.start, self.shape, strict=True)))
 
     @property
     def _is_in_place(self) -> bool:
-        """Whether the output's indices are the tensor's."""
+        """Whether the output's indices equal the tensor's."""
         return self.start == self.box.start and self.permutation == tuple(range(self.box.ndim))
 
     def back(self, boxes: BoxArray) -> BoxArray:
-        """Boxes of the output that lie in `inside`, in the tensor's indices."""
+        """Translate boxes of the output that lie in `inside` to the tensor's indices."""
         start = np.tile(np.array(self.box.start, np.int64), (len(boxes), 1))
         stop = np.tile(np.array(self.box.stop, np.int64), (len(boxes), 1))
         for out, d in enumerate(self.permutation):
@@ -90,7 +89,7 @@ class View:
         return BoxArray(start, stop)
 
     def part(self, elements: Array) -> Array:
-        """Memory of a box of the output, with the dimensions that the tensor has; a view of it."""
+        """The memory of a box of the output, with the tensor's dimensions; a numpy view, without a copy."""
         kept = [d for d in self.permutation if d is not None]
         if kept == list(range(self.box.ndim)) and len(kept) == len(self.permutation):
             return elements
@@ -99,9 +98,9 @@ class View:
         return np.expand_dims(found, tuple(d for d in range(self.box.ndim) if d not in kept))
 
     def pieces(self, stored: Sequence[Piece]) -> list[Piece]:
-        """The arrays of the tensor, as far as they are in the view, in the output's indices.
+        """The stored arrays of the tensor inside the view, in the output's indices.
 
-        A chunk that the view cuts off is shorter there; where it is the first along some dimension, it becomes an array by itself.
+        A chunk that the view clips is shorter there; if it is the first along a dimension, it becomes a separate array.
         """
         if self._is_in_place and all(self.box.contains(piece.box) for piece in stored):
             return [piece for piece in stored if all(piece.shape)]

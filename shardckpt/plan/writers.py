@@ -1,12 +1,12 @@
-"""Deal the chunks of a box among the processes that hold it: each chunk has one writer.
+"""Assignment of the chunks of a box to the processes that hold it: each chunk has one writer.
 
-Every process answers this for itself, in time in proportion to its own boxes, and all answers agree.
+Every process computes the assignment alone, in time proportional to its own boxes, and all results agree.
 
-1. `box_holders`: the processes that hold a box are those whose devices have its tile. That follows from the layout
-   and from whose each device is, once per layout and rank, whatever the number of tensors.
-2. `deal`: all boxes with the same holders make one tape of bytes, in order of tensor, piece and place. Each of the k
-   holders owns one k-th of the tape, and a chunk is written by the one in whose part its middle lies. So two holders'
-   bytes differ by less than two chunks per tape, and a holder's share is one run of the tape: adjacent chunks.
+1. `box_holders`: the processes that hold a box are those whose devices have its tile. This follows from the layout
+   and from the process of each device, once per layout and rank, whatever the number of tensors.
+2. `deal`: all boxes with the same holders form one sequence of bytes (the *tape*), in order of tensor, piece and position. Each of
+   the k holders owns one k-th of the tape, and the owner of a chunk's middle writes the chunk. So the bytes of two holders
+   differ by less than two chunks per tape, and a holder's share is one run of the tape: adjacent chunks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Part:
 
     tensor: str
     piece: str
-    """Path of the piece; tensor, piece and start tell parts of equal holders apart, and put them in order."""
+    """Path of the piece; tensor, piece and start identify and order the parts with equal holders."""
     start: tuple[int, ...]
     """First index of the box."""
     holders: tuple[int, ...]
@@ -43,23 +43,23 @@ class Part:
     chunks: int
     """Number of chunks."""
     chunk_bytes: int
-    """Bytes of each chunk as it is stored."""
+    """Stored bytes of each chunk."""
 
 
 def deal(parts: Sequence[Part], process: int) -> list[range]:
-    """The chunks that one process writes: per part which of its chunks, counted in grid order.
+    """Assign chunks to one process: per part, the range of its chunks, counted in grid order.
 
     Args:
-        parts: all parts that the process holds; other processes' parts may be among them. Of every tape that it is a
-            holder of it must know all parts, in any order.
-        process: whose share.
+        parts: all parts that the process holds, in any order; parts of other processes may be among them. For every tape that the
+            process shares, all parts of the tape must be present.
+        process: the process.
 
     >>> parts = [Part("w", "w", (0,), (0, 1, 2), 7, 1 << 20)]
     >>> [deal(parts, p)[0] for p in range(3)]
     [range(0, 2), range(2, 5), range(5, 7)]
     """
     tapes: dict[tuple[int, ...], list[int]] = {}
-    known: dict[int, list[int]] = {}  # by identity: the same few tuples, of perhaps thousands of processes, are hashed once each
+    known: dict[int, list[int]] = {}  # by identity: hashes each of the few long tuples once
     for i, part in enumerate(parts):
         tape = known.get(id(part.holders))
         if tape is None:
@@ -82,13 +82,13 @@ def deal(parts: Sequence[Part], process: int) -> list[range]:
 
 
 def _first_chunk(part: Part, offset: int, tape: int, holder: int) -> int:
-    """The first chunk of a part whose middle lies in the tape's share of that holder, or of a later one.
+    """The first chunk of a part whose middle lies in the tape's share of `holder`, or of a later one.
 
     Args:
-        part: it begins `offset` bytes into the tape.
-        offset: see above.
-        tape: bytes of all of it.
-        holder: from 0 to the number of holders, which is beyond all.
+        part: the part.
+        offset: bytes of the tape before the part.
+        tape: total bytes of the tape.
+        holder: number of the holder, from 0; the number of holders means the end of the tape.
     """
     k, size = len(part.holders), part.chunk_bytes
     # The middle of chunk j is at offset + (j + 1/2) size, and the share begins at tape * holder / k.
@@ -100,20 +100,20 @@ def box_holders(layout: Layout, ndim: int, devices: ArrayLike, owners: DeviceOwn
     """For each device, the processes whose devices hold the same tile of every tensor of that rank, ascending.
 
     Args:
-        layout: of the tensors.
-        ndim: their rank.
-        devices: (n,) ids, such as those of this process.
-        owners: whose each device is.
+        layout: layout of the tensors.
+        ndim: rank of the tensors.
+        devices: (n,) ids, such as the devices of this process.
+        owners: process of each device.
 
     Raises:
-        ShardingError: a device is not among the layout's, or nobody's.
+        ShardingError: a device is not in the layout, or has no process.
     """
     return list(_box_holders(layout, ndim, tuple(np.asarray(devices, np.int64).tolist()), owners))
 
 
 @lru_cache(maxsize=1024)
 def _box_holders(layout: Layout, ndim: int, devices: tuple[int, ...], owners: DeviceOwners) -> tuple[tuple[int, ...], ...]:
-    """`box_holders`: a process asks the same of a thousand tensors."""
+    """`box_holders`, cached: a process repeats the same call for a thousand tensors."""
     tiles = _tiles(layout, ndim, owners)
     wanted = np.array(devices, np.int64)
     rows = np.minimum(np.searchsorted(tiles.device_ids, wanted), len(tiles.device_ids) - 1)
@@ -125,7 +125,7 @@ def _box_holders(layout: Layout, ndim: int, devices: tuple[int, ...], owners: De
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tiles:
-    """Which tile each device has, and which processes have each tile."""
+    """The tile of each device, and the processes of each tile."""
 
     device_ids: NDArray[np.int64]
     """(n,) ascending."""

@@ -1,11 +1,11 @@
-"""Resharding: a checkpoint written anew, stored as it suits another layout. `shardckpt.reshard(src, dst, …)` is this package.
+"""Resharding: rewriting a checkpoint so that it suits another layout. `shardckpt.reshard(src, dst, …)` is this package.
 
-What is asked for is in `options`, what each tensor becomes in `layouts` and `targets`, the work in `cells`, `memory` and `plan`,
-all of them pure. `job` names the attempt that all workers write into, `task` does a part of it, `engines` are who does, and
-`execute` is the whole. May import what a save is made of; below `cli` nobody imports it.
+`options` holds the request. `layouts` and `targets` decide what each tensor becomes. `cells`, `memory` and `plan` divide the work.
+All of these are pure. `job` names the attempt that all workers write into, `task` does one part of it, `engines` run the tasks, and
+`execute` drives a complete reshard. This package may import everything that a save uses; only packages from `cli` upward import it.
 
-The package can be called, which Python allows a module by giving it another class ("Customizing module attribute access" in
-the language reference): a function of the same name beside it would vanish behind the package once that is imported.
+The package is callable: its module object has another class ("Customizing module attribute access" in the language reference).
+A function of the same name would not work: importing the package later would hide it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what `name` stands for, once."""
+    """Import the object that `name` stands for, once."""
     if name not in _HOME:
         raise AttributeError(f"module 'shardckpt.reshard' has no attribute {name!r}")
     from importlib import import_module

@@ -1,11 +1,11 @@
-"""Reading tensors of a checkpoint into the chunks of what is made of them, while what was read before is written.
+"""Reading source tensors into target chunks, while the chunks read before are written.
 
-1. Work comes in steps (`cells`): a box of one target, which holds whole chunks of it, but for those that later steps finish.
-2. Small steps are taken together, into *batches* that a processor's cache holds, and reading some batches is planned together, by the
-   caller's thread. A second thread reads them, one after another: source chunks go, or are scattered, straight to where they lie in the
-   chunks of the target, converted on the way where dtypes differ. A target may be made of parts of several tensors, transposed
-   (`plan.views`); a source chunk that several parts of a batch need is read once.
-3. Meanwhile the chunks of the batch before are the caller's. Some batches are read ahead, so that neither waits for the other.
+1. The work comes in steps (`cells`). A step is a box of one target. It holds complete chunks, except chunks that a later step finishes.
+2. Small steps are joined into *batches* that fit a processor cache. The caller's thread plans the reads of several batches at a time.
+   A second thread reads the batches one after another. It reads or scatters source chunks directly to their position in the target
+   chunks, and converts them where dtypes differ. A target may consist of parts of several tensors, transposed (`plan.views`). A source
+   chunk that several parts of a batch need is read once.
+3. Meanwhile the caller handles the chunks of the previous batch. A few batches are read ahead, so that neither thread waits.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 _AHEAD = 3
-"""Batches in memory: the caller has one, one is being read, and one waits for either."""
+"""Batches in memory: one with the caller, one being read, one waiting."""
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 def assembled(source: OpenSource, steps: Iterable[PlannedStep], at_once: int, memory: BatchMemory) -> Generator[Batch]:
-    """Read everything; a batch of whole chunks at a time, which is good until the next is asked for.
+    """Read all steps and yield batches of complete chunks; a batch is valid until the next one is requested.
 
-    Whoever does not take all of it closes the iterator, which waits for what is being read.
+    A caller that stops early closes the iterator, which waits for reads in progress.
 
     Args:
-        source: what is read.
-        steps: what to read; those of one target follow each other.
-        at_once: bytes to which small steps are joined. One that is larger takes what it takes, in each of the two halves of the
-            memory, which else has twice `PARTS` times as much.
-        memory: kept by the caller.
+        source: the checkpoint to read.
+        steps: what to read; all steps of one target are consecutive.
+        at_once: bytes up to which small steps are joined. Each of the two halves of the memory has `PARTS` times as much, or as much as
+            one larger step needs.
+        memory: the batch memory; the caller keeps it.
 
     Raises:
         CorruptionError, ReplacedError, StorageError: the source could not be read.
@@ -56,7 +56,7 @@ def assembled(source: OpenSource, steps: Iterable[PlannedStep], at_once: int, me
     reading, coming = _Reading(source), deque[tuple[BatchPlace, Future[Batch]]]()
 
     def until_free(place: BatchPlace) -> Iterator[Batch]:
-        """Batches that are read, until none has anything of a place, and there may be one more."""
+        """Yield batches until no batch in memory overlaps a place and there is room for one more."""
         while len(coming) == _AHEAD or any(place.meets(other) for other, _ in coming):
             yield coming[0][1].result()
             coming.popleft()
@@ -65,7 +65,7 @@ def assembled(source: OpenSource, steps: Iterable[PlannedStep], at_once: int, me
         try:
             for batches in batches_together(batches_of(steps, at_once), at_once):
                 places = [memory.next(batch.nbytes, at_once) for batch in batches]
-                if batches[0].nbytes > at_once:  # for which this memory may be replaced
+                if batches[0].nbytes > at_once:  # the memory may be replaced for it
                     yield from until_free(places[0])
                 for batch, place in zip(batches, places, strict=True):
                     batch.begin(memory.at(place, batch.nbytes, at_once))
@@ -80,7 +80,7 @@ def assembled(source: OpenSource, steps: Iterable[PlannedStep], at_once: int, me
 
 
 class _Wanted:
-    """Boxes of one tensor, and where their elements go."""
+    """Boxes of one tensor, and the buffers for their elements."""
 
     def __init__(self) -> None:
         self.boxes: list[BoxArray] = []
@@ -93,15 +93,15 @@ class _Wanted:
 
 
 class _Reading:
-    """Reads batch after batch; for one thread at a time."""
+    """Reader of batches, one after another; for one thread at a time."""
 
     def __init__(self, source: OpenSource) -> None:
         self._source = source
         self._open: dict[tuple[str, int], tuple[Batch, Bytes]] = {}
-        """Chunks, by array and position, that the last step has begun and not finished; and in which batch."""
+        """Chunks that the last step began and did not finish, with their batch; keyed by array and position."""
 
     def plan(self, batches: Sequence[Batch]) -> Sequence[Callable[[], None]]:
-        """For each batch a call that reads it; nothing is written to its memory before."""
+        """One call per batch that reads it; no call writes to the batch's memory before it runs."""
         return self._source.reader.reads([self._requests(batch) for batch in batches])
 
     def read(self, batch: Batch, read: Callable[[], None]) -> Batch:
@@ -122,7 +122,7 @@ class _Reading:
         return [some.request(tensors[name], converts=converts) for (name, converts), some in wanted.items()]
 
     def _plan(self, planned: PlannedStep, batch: Batch, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:
-        """What a step reads: of each chunk that it reaches into, the part that lies in it, to where that is in the chunk."""
+        """Add the reads of a step: for each target chunk that it overlaps, the overlap and its position in the chunk."""
         begun, self._open = self._open, {}
         for piece, pairs, boxes in planned.pairs:
             parts = BoxArray(boxes.start + pairs.in_chunk.start, boxes.start + pairs.in_chunk.stop)
@@ -139,7 +139,7 @@ class _Reading:
         begun: dict[tuple[str, int], tuple[Batch, Bytes]],
         batch: Batch,
     ) -> list[Bytes]:
-        """Memory of each chunk that a step reaches into, with what earlier steps have read of it."""
+        """Memory of each chunk that a step overlaps, including the elements that earlier steps read into it."""
         target, raws = planned.target, []
         shapes = (boxes.stop - boxes.start).tolist()
         later = planned.unfinished(boxes).tolist()
@@ -171,7 +171,7 @@ class _Reading:
         raws: list[Bytes],
         wanted: defaultdict[tuple[str, bool], _Wanted],
     ) -> None:
-        """Say what of one source goes into the chunks of an array."""
+        """Add the reads from one source into the chunks of an array."""
         inside = view.inside
         first, last = np.maximum(parts.start, inside.start), np.minimum(parts.stop, inside.stop)
         which = np.flatnonzero((first < last).all(axis=1))
@@ -187,7 +187,7 @@ class _Reading:
 
 
 def _plan_one(target: ChunkTarget, batch: Batch, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:
-    """As `_Reading._plan`, of a target that is one chunk."""
+    """Do the work of `_Reading._plan` for a target that is one chunk."""
     (piece,) = target.pieces
     raw = batch.take(target.nbytes(piece, piece.shape))
     if target.as_stored and piece.shape != piece.chunks:

@@ -1,6 +1,6 @@
-"""Batches of steps: what is read at once into the chunks of targets, and the memory that they share.
+"""Batches of steps that are read together into target chunks, and the memory that batches share.
 
-A step is a box of one target (`cells`); small steps are taken together, until a batch has as many bytes or steps as it may.
+A step is a box of one target (`cells`). Small steps are joined until a batch reaches its limit of bytes or steps.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 _PLANNED = 64 << 20
-"""Bytes of the batches that are planned together: planning costs about as much for few as for many."""
+"""Bytes of the batches that are planned together; planning many costs little more than planning a few."""
 _PLANNED_STEPS = 4096
-"""Steps of them, and of one batch; of each there are some objects."""
+"""Steps that are planned together, and steps of one batch; each step needs a few objects."""
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlace:
-    """What a batch has of the memory."""
+    """The part of the memory that a batch uses."""
 
     half: int
     parts: range
 
     def meets(self, other: BatchPlace) -> bool:
-        """Whether some of it is the other's, too."""
+        """Whether the two places overlap."""
         return self.half == other.half and self.parts.start < other.parts.stop and other.parts.start < self.parts.stop
 
 
 class BatchMemory:
-    """Memory of batches, used again and again: two halves, each for one large batch or for a few small ones, in turn."""
+    """Reusable memory of batches: two halves, used in turn, each for one large batch or a few small ones."""
 
     def __init__(self) -> None:
         self._halves: list[Bytes] = [_NOTHING, _NOTHING]
         self._last = BatchPlace(1, range(PARTS))
 
     def next(self, nbytes: int, small: int) -> BatchPlace:
-        """Where the next batch lies; never where the one before it does, from which chunks may be copied that it has not finished.
+        """Choose the place of the next batch; it never overlaps the previous one, whose unfinished chunks may still be copied.
 
         Args:
-            nbytes: that it needs.
-            small: bytes of a part; a batch that needs more has a half.
+            nbytes: bytes that the batch needs.
+            small: bytes of a part; a larger batch gets a half.
         """
         half, parts = self._last.half, self._last.parts
         if nbytes > small or parts.stop == PARTS:
@@ -72,7 +72,7 @@ class BatchMemory:
         return self._last
 
     def at(self, place: BatchPlace, nbytes: int, small: int) -> Bytes:
-        """Its bytes; for so many that it has not yet, nobody may have any of the half."""
+        """The bytes of a place; if the half must grow, no other batch may be using it."""
         if self._halves[place.half].nbytes < (least := max(nbytes, PARTS * small)):
             self._halves[place.half] = _NOTHING
             self._halves[place.half] = np.empty(least, np.uint8)
@@ -81,43 +81,43 @@ class BatchMemory:
 
 @dataclass(frozen=True, eq=False)
 class ChunkTarget:
-    """What chunks are made for."""
+    """A tensor or file whose chunks are produced."""
 
     name: str
     dtype: DType
     pieces: Sequence[Piece]
-    """Its arrays."""
+    """The arrays of the target."""
     sources: Sequence[tuple[TensorRecord, View]]
-    """What it is made of: tensors, and where their elements lie in it."""
+    """The source tensors, and the position of their elements in the target."""
     as_stored: bool
-    """Whether chunks are laid out as in a checkpoint: filled up with zeros at edges, with room for a checksum behind. Otherwise they
-    are cut off at edges, and nothing is behind."""
+    """Whether chunks are laid out as in a checkpoint: padded with zeros at edges, with room for a checksum at the end. Otherwise chunks
+    are cut off at edges and have no checksum."""
 
     @cached_property
     def is_one_chunk(self) -> bool:
-        """As most are, by number: nothing has to be looked up in grids."""
+        """Whether the target is a single chunk, as most are; no grid lookup is needed then."""
         return len(self.pieces) == 1 and self.pieces[0].num_chunks == 1
 
     def nbytes(self, piece: Piece, shape: Sequence[int]) -> int:
-        """Of a chunk in memory that has so many elements."""
+        """Bytes in memory of a chunk with this shape of elements."""
         return room_for(piece.chunks if self.as_stored else tuple(shape), self.dtype.itemsize) - CHECKSUM_BYTES * (not self.as_stored)
 
     def elements(self, raw: Bytes, piece: Piece, shape: Sequence[int], tensor: TensorRecord) -> NDArray[Any]:
-        """A chunk's bytes as what a tensor's elements are copied to."""
+        """A view of a chunk's bytes as an array, to copy the tensor's elements into."""
         kind = self.dtype.storage if self.dtype == tensor.dtype else self.dtype.numpy
         return raw[:-CHECKSUM_BYTES].view(kind).reshape(piece.chunks) if self.as_stored else raw.view(kind).reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """A step, and the chunks of the target that it reaches into, array by array."""
+    """A step, and the target chunks that it overlaps, array by array."""
 
     target: ChunkTarget
     step: Step
 
     @cached_property
     def pairs(self) -> list[tuple[Piece, Overlaps, BoxArray]]:
-        """Per array its chunks in the step, and all elements of each, in the target's indices."""
+        """Per array: the chunks that the step overlaps, and the boxes of those chunks in target indices."""
         box = BoxArray.of([self.step.box], self.step.box.ndim)
         found = []
         for piece in touched(self.target.pieces, box):
@@ -126,7 +126,7 @@ class PlannedStep:
         return found
 
     def unfinished(self, boxes: BoxArray) -> NDArray[np.bool_]:
-        """Which of some chunks a later step finishes."""
+        """Mask of the chunks that a later step finishes."""
         along = self.step.along
         if not self.step.box.ndim:
             return np.zeros(len(boxes), bool)
@@ -134,19 +134,19 @@ class PlannedStep:
 
     @property
     def finished(self) -> int:
-        """How many chunks are whole after it."""
+        """Number of chunks that are complete after this step."""
         if self.target.is_one_chunk:
             return 1
         return sum(int((~self.unfinished(boxes)).sum()) for _, _, boxes in self.pairs)
 
     @property
     def leaves_open(self) -> bool:
-        """Whether a chunk is begun and not finished."""
+        """Whether this step leaves a chunk unfinished."""
         return not self.target.is_one_chunk and any(bool(self.unfinished(boxes).any()) for _, _, boxes in self.pairs)
 
     @property
     def nbytes(self) -> int:
-        """Of those chunks, in memory."""
+        """Bytes in memory of the chunks that the step overlaps."""
         if self.target.is_one_chunk:
             return round_up(self.target.nbytes(self.target.pieces[0], self.target.pieces[0].shape))
         itemsize, total = self.target.dtype.itemsize, 0
@@ -161,46 +161,46 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """A chunk of a target, whole."""
+    """A complete chunk of a target."""
 
     target: ChunkTarget
     piece: Piece
     position: int
-    """In the piece's grid."""
+    """Position in the piece's grid."""
     start: tuple[int, ...]
-    """Of its first element in the target."""
+    """Index of its first element in the target."""
     shape: tuple[int, ...]
-    """Of its elements, cut off at the edge."""
+    """Shape of its elements, cut off at the edge."""
     raw: Bytes
-    """Its bytes, laid out as the target has it."""
+    """Bytes of the chunk, in the layout that the target requires."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """What is read at once, and the chunks that are whole then."""
+    """Steps that are read together, and the chunks that are complete afterwards."""
 
     steps: list[PlannedStep]
     nbytes: int
     whole: list[Filled] = field(default_factory=list)
     first: list[tuple[Bytes, Bytes | int]] = field(default_factory=list)
-    """Memory of chunks, and what it has to hold before they are read: what a step before has read of them, or zeros."""
+    """Memory of chunks, and its contents before the read: the elements that an earlier step read, or zeros."""
     _room: Bytes = field(default_factory=lambda: _NOTHING)
-    """Where its chunks lie."""
+    """Memory for the batch's chunks."""
     _used: int = 0
 
     def begin(self, room: Bytes) -> None:
-        """Give it the memory that it needs."""
+        """Assign the memory of this batch."""
         self._room = room
 
     def take(self, nbytes: int) -> Bytes:
-        """Memory of a chunk."""
+        """Allocate the memory of one chunk."""
         begin = self._used
         self._used += round_up(nbytes)
         return self._room[begin : begin + nbytes]
 
 
 def batches_together(batches: Iterable[Batch], at_once: int) -> Iterator[list[Batch]]:
-    """All batches, as many at a time as are planned together; a large one alone."""
+    """Group batches for joint planning; a large batch stands alone."""
     some: list[Batch] = []
     for batch in batches:
         if some and (
@@ -219,7 +219,7 @@ def batches_together(batches: Iterable[Batch], at_once: int) -> Iterator[list[Ba
 
 
 def batches_of(steps: Iterable[PlannedStep], at_once: int) -> Iterator[Batch]:
-    """All steps, as many at a time as are to be joined."""
+    """Join steps into batches."""
     batch = Batch([], 0)
     for planned in steps:
         nbytes = planned.nbytes

@@ -1,9 +1,9 @@
-"""Taking over files of the source as they are (hard links, server-side copies) where no chunk changes.
+"""Reuse of the source's files (hard links, server-side copies) where no chunk changes.
 
-That is so where layout, compression, dtypes, names and all chunk grids are the source's, and both places are on one file system, or
-in buckets of one object store, which copies by itself.
-Then each host of the source becomes a host of the new attempt (`reshard.carrying`), with a record of its own that says what the new
-checkpoint holds. Its chunks are read back and compared with their checksums as those of a task are.
+This applies when layout, compression, dtypes, names and all chunk grids equal the source's, and both places are on one file system
+or in buckets of one object store that can copy by itself.
+Each host of the source then becomes a host of the new attempt (`reshard.carrying`), with its own record that describes the new
+checkpoint. Its chunks are read back and compared with their checksums, like the chunks of a task.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ __all__ = ["Carried", "carry"]
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What taking a checkpoint over took."""
+    """Result of reusing a checkpoint's files."""
 
     hosts: int
     done_before: int
-    """Hosts that had been taken over already."""
+    """Number of hosts that an earlier call had linked or copied."""
     read_bytes: int
     """Stored bytes that were read back."""
 
 
 def carry(opened: OpenJob, progress: Callable[[int, int], None]) -> Carried:
-    """Take over all hosts of the source that have not been yet.
+    """Link or copy the files of all hosts of the source that are not done yet.
 
     Args:
-        opened: a job that carries (`OpenJob.carries`).
-        progress: called with bytes of elements that are there, and in all.
+        opened: a job whose source files can be reused (`OpenJob.carries`).
+        progress: called with the bytes of elements done so far, and in all.
 
     Raises:
-        CorruptionError, MissingDataError: what is taken over is not as it was written.
+        CorruptionError, MissingDataError: a linked or copied file differs from the recorded checksums.
         StorageError: the storage failed.
-        NotImplementedError: it is an object store that cannot copy.
+        NotImplementedError: the object store cannot copy.
     """
     hosts, total = opened.plan.source.hosts, opened.plan.nbytes
     before, read = finished_tasks(opened.place), 0
@@ -69,7 +69,7 @@ def carry(opened: OpenJob, progress: Callable[[int, int], None]) -> Carried:
 
 
 def _carry_host(opened: OpenJob, number: int, reference: FileReference) -> int:
-    """Take over one host; bytes that were read."""
+    """Link or copy the files of one host; return the bytes read back."""
     source, place, plan = opened.source_place, opened.place, opened.plan
     described = opened.described
     files = read_host_files(source, reference)
@@ -105,14 +105,14 @@ def _carry_host(opened: OpenJob, number: int, reference: FileReference) -> int:
         chunks=len(table.rows),
         stored_bytes=int(table.rows.length.sum(dtype=np.int64)),
     )
-    if not place.create(record.key, seal(record.to_json())):  # somebody else was first
+    if not place.create(record.key, seal(record.to_json())):  # another process was first
         with suppress(ShardckptError):
             place.delete_prefix(f"{folder}/")
     return read
 
 
 def read_back(opened: OpenJob, table: Table) -> int:
-    """Compare what lies in the new attempt with a chunk table; bytes that were read.
+    """Compare the data in the new attempt with a chunk table; return the bytes read.
 
     Raises:
         CorruptionError, MissingDataError: a chunk is not as the table says.

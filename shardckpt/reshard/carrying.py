@@ -1,11 +1,12 @@
-"""A host's files taken over into another attempt as they are: by hard links, or by copies that the storage makes.
+"""Reuse of one host's files in another attempt, by hard links or by copies that the storage makes.
 
-Data files, and the indexes beside them, are never changed once they are there, and name each other relative to their own folder. So
-a host of one attempt becomes a host of another by linking its files; only its chunk table says where they are from the top of the
-attempt, and is written anew. A file that is linked has two names and needs no room; each attempt may be removed without the other.
+Data files and the indexes beside them never change once written, and they name each other relative to their own folder. So a host
+of one attempt becomes a host of another by linking its files. Only its chunk table holds paths from the top of the attempt, and is
+rewritten. A linked file has two names and needs no additional space; each attempt can be removed without the other.
 
-Where a disk cannot link (or not so often), the kernel copies: it shares the blocks where the file system can, and moves them
-without a detour through this process where it cannot. An object store copies within itself (`object_copies`).
+Where a disk cannot link (or has reached its link limit), the kernel copies: it shares blocks where the file system can, and
+otherwise moves the bytes without passing them through this process where it can. An object store copies server-side
+(`object_copies`).
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ if TYPE_CHECKING:
 __all__ = ["TakenOver", "carry_chunks", "carry_lanes", "way"]
 
 TakenOver = Literal["links", "copies"]
-"""How files come to be in two places."""
+"""The method by which files come to exist in both places."""
 _NO_RANGES = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What the kernel says where it does not copy between two files, though both can be read and written."""
+"""Errors of the kernel where it cannot copy between two files, although both can be read and written."""
 
 
 def way(source: Store, target: Store) -> TakenOver | None:
-    """How files are taken over from one place to another, without going through this process; None: they cannot be.
+    """The method for reusing files at another place without passing their bytes through this process; None: there is no method.
 
-    "links": both places are on one file system of this machine, though the target's need not exist yet. Not so if the source has
-    symbolic links: one that somebody else made could lead to any file of this user's, and that would become a part of the
-    target. Tasks take over nothing but chunks that have the right checksums.
-    "copies": both are in buckets of one service.
+    "links": both places are on one file system of this machine; the target's need not exist yet. Links are refused if the source has
+    symbolic links: a link made by somebody else could lead to any file of this user, and that file would become part of the
+    target. Tasks, in contrast, reuse only chunks that have the right checksums.
+    "copies": both places are in buckets of one service.
     """
     if can_copy(source, target):
         return "copies"
@@ -58,7 +59,7 @@ def way(source: Store, target: Store) -> TakenOver | None:
 
 
 def _has_links(directory: Path) -> bool:
-    """Whether it is a symbolic link, or one lies anywhere below it; no file is looked at by itself."""
+    """Whether the directory is a symbolic link or has one anywhere below it; files are not opened."""
     if directory.is_symlink():
         return True
     with storage_errors("list", directory), os.scandir(directory) as entries:
@@ -66,14 +67,14 @@ def _has_links(directory: Path) -> bool:
 
 
 def carry_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table, folder: str) -> tuple[list[str], Table]:
-    """Take over the packed chunks of a host.
+    """Reuse the files of a host's packed chunks.
 
     Args:
         source: an attempt.
-        target: another one, to which there is a `way`.
+        target: another attempt; `way` must give a method for it.
         lanes: the host's databases.
-        table: its chunk table.
-        folder: where the files go, relative to the target.
+        table: the host's chunk table.
+        folder: folder for the files, relative to the target.
 
     Returns:
         The databases' new names, and the chunk table of the new places.
@@ -95,7 +96,7 @@ def carry_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table
 
 
 def carry_chunks(source: Store, target: Store, table: Table, pieces: Mapping[str, Piece], drafts: str) -> None:
-    """Take over the chunks of a host that are objects of their own; `drafts` is a folder for files that are not whole yet."""
+    """Reuse a host's chunks that are separate objects; `drafts` is a folder for incomplete files."""
     keys = (
         plain_key(chunk_object_key(pieces[path], position))
         for path, rows in table.arrays().items()
@@ -115,7 +116,7 @@ def _below(store: Store, lane: str) -> list[str]:
 
 
 def _take_over(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:
-    """Take over files, durably; with `drafts` in place of what is there."""
+    """Link or copy files, durably; with `drafts`, replace existing files."""
     if target.location.bucket is not None:
         copy_objects(source, target, files)
     else:
@@ -123,7 +124,7 @@ def _take_over(source: Store, target: Store, files: Iterable[tuple[str, str]], d
 
 
 def _link(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:
-    """Link files, durably; with `drafts` in place of what is there."""
+    """Link files, durably; with `drafts`, replace existing files."""
     changed: set[Path] = set()
     for number, (old, new) in enumerate(files):
         ours, final = source.local_path(old), target.local_path(new)
@@ -141,7 +142,7 @@ def _link(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts
                 _copy(ours, place)
             if place != final:
                 place.replace(final)
-                place.unlink(missing_ok=True)  # of two names of one file, replacing one by the other removes neither
+                place.unlink(missing_ok=True)  # replacing one name of a file by another name of it removes neither
         changed.add(final.parent)
     for directory in changed:
         with storage_errors("write", directory):
@@ -149,7 +150,7 @@ def _link(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file, without its bytes coming here if the kernel can do that."""
+    """Copy a file, inside the kernel if it supports that."""
     with source.open("rb", buffering=0) as read, target.open("xb") as write:
         size = left = os.fstat(read.fileno()).st_size
         try:
@@ -159,7 +160,7 @@ def _copy(source: Path, target: Path) -> None:
             if e.errno not in _NO_RANGES:
                 raise
         if left:
-            shutil.copyfileobj(read, write)  # both go on where they are
+            shutil.copyfileobj(read, write)  # both continue at their current positions
         write.flush()
         os.fsync(write.fileno())
         if os.fstat(write.fileno()).st_size != size:

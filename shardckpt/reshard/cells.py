@@ -1,19 +1,19 @@
 """Cells: boxes of a tensor that are read and written together, so that each stored byte is read once.
 
-A chunk of the target is written whole, by one writer, and a chunk of the source is read whole. Where a box ends at
-borders of both, nothing of it is read again for its neighbour.
+One writer writes each complete target chunk, and source chunks are read completely. Where the end of a box is a chunk border of
+both source and target, its neighbour does not read any source chunk again.
 
-1. `cut`: per dimension, the borders that no chunk straddles, neither of the target nor of the source, whatever arrays they are
-   in. Cells lie between them. Many small ones are joined, along the last dimensions first, which is how chunks lie in files.
-   Where grids have hardly a border in common, and a cell would be too large for one task, it is cut between chunks of the
-   target all the same, and chunks of the source that straddle that border are read on both sides.
-2. Cells are numbered in row-major order; a task does a run of them (`plan`).
-3. `steps`: what is read at once, so that the chunks being filled fit the room that there is. Most cells fit whole. One that
-   does not is walked through along one dimension, from border to border between chunks of the source: a target chunk that a
-   step reaches into and does not finish stays open until the next one, so still nothing is read twice. Where the cross-section
-   is too large for that, the cell is halved, as often as it must be.
+1. `cut`: per dimension, finds the borders that no chunk of the target or the source straddles, in any array. Cells lie between
+   these borders. Small cells are joined, along the last dimensions first, which is the order of chunks in files.
+   Where grids share few borders and a cell would be too large for one task, the cell is cut between target chunks anyway, and
+   source chunks that straddle that border are read on both sides.
+2. Cells are numbered in row-major order; a task handles a run of them (`plan`).
+3. `steps`: divides a cell so that the target chunks being filled fit the available memory. Most cells fit completely. A larger cell
+   is traversed along one dimension, from border to border between source chunks. A target chunk that a step overlaps and does not
+   finish stays open until the next step, so nothing is read twice. Where the cross-section is too large for that, the cell is
+   halved, as often as necessary.
 
-Pure: shapes in, integers out. Cost is in proportion to the borders per dimension and to the cells asked for, never to chunks.
+Pure: shapes in, integers out. Cost is proportional to the borders per dimension and to the requested cells, never to chunks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ __all__ = ["CELL_BYTES", "LARGEST_CELL", "Cells", "Step", "cut", "read_bytes", "
 CELL_BYTES = 8 << 20
 """Bytes to which small cells are joined."""
 LARGEST_CELL = 4 << 30
-"""Bytes above which a cell is cut where a chunk of the source is in the way. Of a cell of this size, with chunks of a few MiB, few
-are."""
+"""Bytes above which a cell is cut even through source chunks. With chunks of a few MiB, few chunks of a cell of this size are cut."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +51,7 @@ class Cells:
     """The cells of one tensor: a grid of boxes that may differ in size."""
 
     borders: tuple[Ints, ...]
-    """Per dimension where cells end, ascending, from 0 to the tensor's length."""
+    """Ends of the cells per dimension, ascending, from 0 to the tensor's length."""
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -61,7 +60,7 @@ class Cells:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of cells."""
         return prod(self.grid)
 
     def sizes(self) -> Ints:
@@ -76,7 +75,7 @@ class Cells:
         return _largest(self.borders)
 
     def boxes(self, run: range, most: int) -> Iterator[Box]:
-        """A run of cells as boxes, in the tensor's indices; each is one cell, or several of at most `most` elements together."""
+        """Yield a run of cells as boxes in the tensor's indices; a box is one cell, or several with at most `most` elements together."""
         if self.count == 1:
             yield Box((0,) * len(self.borders), tuple(int(b[-1]) for b in self.borders))
             return
@@ -89,13 +88,13 @@ def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, joine
     """Cut a tensor into cells.
 
     Args:
-        targets: the arrays that will hold it; it has elements.
-        sources: the arrays that hold it.
+        targets: the arrays that will hold the tensor, which must have elements.
+        sources: the arrays that hold the tensor.
         itemsize: bytes of an element.
         joined: bytes to which small cells are joined, `CELL_BYTES` at most.
     """
     shape = tuple(map(max, *(piece.box.stop for piece in targets))) if len(targets) > 1 else targets[0].shape
-    if prod(shape) * itemsize <= min(joined, CELL_BYTES):  # as most are, by number: all cells would be joined
+    if prod(shape) * itemsize <= min(joined, CELL_BYTES):  # true of most tensors: all cells would be joined
         return Cells(tuple(np.array([0, n], np.int64) for n in shape))
     every = [unbroken(targets, d) for d in range(len(targets[0].shape))]
     free = [_free(borders, d, sources) for d, borders in enumerate(every)]
@@ -104,7 +103,7 @@ def cut(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, joine
         able = [d for d in range(len(free)) if len(halves[d]) > len(free[d])]
         if not able:
             break
-        # A border costs what straddles it, which is the least part where cells are longest, measured in chunks of the source.
+        # A border costs the chunks that straddle it; that is the smallest share where cells, in units of source chunks, are longest.
         d = max(able, key=lambda d: int(np.diff(free[d]).max()) / _side(sources, d))
         free[d] = halves[d]
     for d in reversed(range(len(free))):
@@ -119,14 +118,14 @@ def _largest(borders: Sequence[Ints]) -> int:
 
 
 def unbroken(pieces: Sequence[Piece], d: int) -> Ints:
-    """Where chunks of some arrays end along dimension d, and none of theirs is straddled."""
+    """The borders along dimension d at which chunks end and that no chunk straddles."""
     axes = {(p.start[d], p.shape[d], p.chunks[d]) for p in pieces}
     borders = [np.append(np.arange(start, start + length, side, dtype=np.int64), start + length) for start, length, side in axes]
     return _free(borders[0] if len(borders) == 1 else np.unique(np.concatenate(borders)), d, pieces)
 
 
 def _free(borders: Ints, d: int, pieces: Sequence[Piece]) -> Ints:
-    """Those borders that no chunk of some arrays straddles in dimension d; the first and the last always."""
+    """The borders that no chunk of some arrays straddles in dimension d; the first and the last are always included."""
     straddled = np.zeros(len(borders), bool)
     for start, length, side in {(p.start[d], p.shape[d], p.chunks[d]) for p in pieces}:
         straddled |= (borders > start) & (borders < start + length) & ((borders - start) % side != 0)
@@ -135,7 +134,7 @@ def _free(borders: Ints, d: int, pieces: Sequence[Piece]) -> Ints:
 
 
 def _halved(every: Ints, borders: Ints) -> Ints:
-    """With one more border, the middle one of all that there may be, in each of the intervals with most of them."""
+    """The borders plus one more in each interval with the most candidates: the middle candidate."""
     at = np.searchsorted(every, borders)
     inside = np.diff(at)
     middle = (at[:-1] + inside // 2)[(inside > 1) & (2 * inside > inside.max())]
@@ -144,7 +143,7 @@ def _halved(every: Ints, borders: Ints) -> Ints:
 
 
 def _thinned(borders: Ints, least: int) -> Ints:
-    """Some of the borders, so far apart that intervals have `least` elements where they can; the first and the last among them."""
+    """A subset of the borders with intervals of at least `least` elements where possible; the first and the last stay."""
     if len(borders) <= 2 or int(np.diff(borders).min()) >= least:
         return borders
     following = np.searchsorted(borders, borders[:-1] + least)
@@ -157,25 +156,25 @@ def _thinned(borders: Ints, least: int) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is read at once of one tensor."""
+    """A box of one tensor that is read in one go."""
 
     box: Box
-    """In the tensor's indices."""
+    """The box, in the tensor's indices."""
     along: int
-    """The dimension that is walked along: target chunks in the box that end beyond it there are finished by a later step. In all
-    other dimensions the box consists of whole ones. 0 for a box of whole chunks, where it makes no difference."""
+    """The dimension of the traversal: a later step finishes the target chunks that extend beyond the box along it. In all other
+    dimensions the box consists of complete chunks. 0 for a box of complete chunks, where it makes no difference."""
 
 
 def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, room: int) -> Iterator[Step]:
-    """Read a box of whole target chunks in steps.
+    """Divide the read of a box of complete target chunks into steps.
 
     Args:
         box: in the tensor's indices.
         targets: the arrays that will hold the tensor.
         sources: the arrays that hold it.
         itemsize: bytes of an element in the target.
-        room: bytes that the target chunks of one step may take, those left open by the one before among them. Only a step of a
-            single chunk may take more.
+        room: maximum bytes of the target chunks of one step, including chunks that the previous step left open. Only a step of a
+            single chunk may exceed it.
     """
     into = _touched(targets, box)
     nbytes = itemsize * sum(count_chunks(p, box) * prod(p.chunks) for p in into)
@@ -183,7 +182,7 @@ def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize
         yield Step(box, 0)
         return
     of = _touched(sources, box)
-    # Elements that a step may advance: of what fits, up to a chunk at either end is reached into only.
+    # Elements that a step may advance: up to one chunk at each end of the step is overlapped only partly.
     reaches = [room // -(-nbytes // n) - 2 * _side(into, d) for d, n in enumerate(box.shape)]
     along = max(range(box.ndim), key=lambda d: reaches[d] / _side(of, d))
     if reaches[along] >= _side(of, along):
@@ -201,13 +200,13 @@ def steps(box: Box, targets: Sequence[Piece], sources: Sequence[Piece], itemsize
 
 
 def steps_in_order(box: Box, target: Piece, sources: Sequence[Piece], itemsize: int, most: int, room: int) -> Iterator[Step]:
-    """Read a box of whole target chunks in steps of whole chunks, so that chunks come in row-major order.
+    """Divide the read of a box into steps of complete target chunks, so that chunks come in row-major order.
 
-    Nothing is left open between steps: a step ends, within the room that there is, where no source chunk is cut; where that cannot be,
+    No chunk stays open between steps. Within the given memory, a step ends where no source chunk is cut; where that is impossible,
     source chunks are read on both sides.
 
     Args:
-        box: in the tensor's indices; its chunks follow each other in row-major order.
+        box: in the tensor's indices; its chunks are consecutive in row-major order.
         target: the array that will hold the tensor.
         sources: the arrays that hold it.
         itemsize: bytes of an element in the target.
@@ -233,14 +232,14 @@ def steps_in_order(box: Box, target: Piece, sources: Sequence[Piece], itemsize: 
             stop = int(borders[np.searchsorted(borders, at + room // per_index, side="right") - 1])
         if stop > at:
             yield Step(_part(box, along, at, stop), 0)
-        else:  # not even one chunk and all beside it
+        else:  # not even one chunk and all chunks beside it fit
             stop = int(borders[np.searchsorted(borders, at, side="right")])
             yield from steps_in_order(_part(box, along, at, stop), target, sources, itemsize, most, room)
         at = stop
 
 
 def _touched(pieces: Sequence[Piece], box: Box) -> Sequence[Piece]:
-    """Those arrays that hold elements of a box."""
+    """The arrays that hold elements of a box."""
     return pieces if len(pieces) == 1 else touched(pieces, BoxArray.of([box], box.ndim))
 
 
@@ -250,7 +249,7 @@ def _side(pieces: Sequence[Piece], d: int) -> int:
 
 
 def walk(borders: Ints, reach: int) -> Iterator[int]:
-    """Where steps begin and end that are at most so long: at borders, where there are some within reach."""
+    """Yield the ends of steps of at most `reach` elements, at borders where any are within reach."""
     at, end = int(borders[0]), int(borders[-1])
     while at < end:
         yield at
@@ -260,7 +259,7 @@ def walk(borders: Ints, reach: int) -> Iterator[int]:
 
 
 def _within(borders: Ints, box: Box, d: int) -> Ints:
-    """Those borders that lie in a box, and its own ends."""
+    """The borders that lie in a box, and the box's own ends."""
     first, last = box.start[d], box.stop[d]
     return np.concatenate(([first], borders[(borders > first) & (borders < last)], [last]))
 
@@ -271,6 +270,6 @@ def _part(box: Box, d: int, first: int, last: int) -> Box:
 
 
 def read_bytes(box: Box, sources: Sequence[Piece], itemsize: int, checksum: int) -> int:
-    """Bytes of the chunks of the source that a box needs: uncompressed ones with their checksums."""
+    """Bytes of the source chunks that a box needs: uncompressed chunks with their checksums."""
     near = _touched(sources, box)
     return sum(count_chunks(piece, box) * (prod(piece.chunks) * itemsize + checksum) for piece in near)

@@ -1,11 +1,11 @@
-"""Clusters that others run, as a `concurrent.futures.Executor`: what Ray and Dask have in common.
+"""Common base of Ray and Dask clusters, as a `concurrent.futures.Executor`.
 
-1. `ray://HOST:PORT` and `dask://HOST:PORT` name a cluster that is running; `ray://auto` and `dask://auto` one that the
-   environment names, as it does within a job of that cluster. It is left as it was found: nothing is started or stopped there.
-2. The cluster schedules. It is asked from time to time how many places it has, so that it gets more tasks as it grows.
-3. A worker that is lost, with its process or its whole machine, breaks the future of its task with a `WorkerLostError`. A task's
-   own error comes as it was raised. Whatever else goes wrong is an error of shardckpt's.
-4. A cluster without a single worker may be one that is starting: it is waited for, but not for ever.
+1. `ray://HOST:PORT` and `dask://HOST:PORT` name a running cluster. `ray://auto` and `dask://auto` name the cluster given by the
+   environment, as inside a job of that cluster. shardckpt neither starts nor stops anything in the cluster.
+2. The cluster schedules. It is asked periodically for its number of places, so that it gets more tasks as it grows.
+3. Losing a worker process or its machine breaks the future of its task with a `WorkerLostError`. A task's own error is raised
+   unchanged. Any other failure is raised as an error of shardckpt.
+4. A cluster without any worker may still be starting: the job waits for it, for a limited time.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ T = TypeVar("T")
 AUTO = "auto"
 """In place of an address: the cluster that the environment names."""
 PATIENCE = 300
-"""Seconds that a cluster may be without any worker: one that grows on demand has to start a machine."""
+"""Seconds that a cluster may be without any worker; a cluster that grows on demand has to start a machine."""
 _LOOK_EVERY = 1
-"""Seconds between two looks at how large a cluster is."""
+"""Seconds between two queries of a cluster's size."""
 _EXTRAS = {"ray": "ray", "dask": "distributed"}
-"""Extra of shardckpt → the package without which it cannot be."""
+"""Extra of shardckpt → the package that it requires."""
 _URL = re.compile(r"(\w+)://(auto|\[[0-9a-fA-F:.]+\]:\d{1,5}|[^\s/:@\[\]]+:\d{1,5})", re.ASCII)
 
 
 class WorkerLostError(BrokenExecutor):
-    """The worker that was at a task is gone, and nobody knows how far it came."""
+    """The worker of a task was lost; its progress is unknown."""
 
     def __init__(self, message: str, times: int = 1) -> None:
-        """What happened, and how many workers were lost over it: a cluster may have tried again by itself."""
+        """Store the message and the number of workers lost over the task: the cluster may have retried by itself."""
         super().__init__(message)
         self.times = times
 
@@ -59,15 +59,15 @@ class ClusterExecutor(Executor, ABC):
 
     @abstractmethod
     def start(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[T]:
-        """Have a function called somewhere in the cluster; the future is the cluster's own."""
+        """Submit a function call to the cluster and return the cluster's own future."""
 
     @abstractmethod
     def count(self) -> int:
-        """Ask the cluster how many tasks it can do at a time."""
+        """Ask the cluster for the number of tasks that it can run at a time."""
 
     @abstractmethod
     def understand(self, error: BaseException) -> BaseException:
-        """What an error of the cluster's own kind means."""
+        """Translate an error of the cluster library."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call a function in the cluster; function, arguments and result are picklable."""
@@ -84,21 +84,21 @@ class ClusterExecutor(Executor, ABC):
 
         try:
             self.start(fn, args, kwargs).add_done_callback(settle)
-        except Exception as e:  # noqa: BLE001  (the future's to raise)
+        except Exception as e:  # noqa: BLE001  (the future raises it)
             mine.set_exception(self._meant(e))
         return mine
 
     def places(self) -> int:
-        """How many tasks the cluster does at a time now; at least 1.
+        """Number of tasks that the cluster runs at a time now; at least 1.
 
         Raises:
-            CoordinationError: nobody has been there to do any for too long.
+            CoordinationError: the cluster has had no worker for too long.
         """
         now = time.monotonic()
         if now >= self._looked + _LOOK_EVERY:
             try:
                 self._places = self.count()
-            except Exception:  # noqa: BLE001  (then it answers soon, or is lost)
+            except Exception:  # noqa: BLE001  (it answers soon, or is lost)
                 self._places = 0
             self._looked = now = time.monotonic()
             if self._places:
@@ -111,11 +111,11 @@ class ClusterExecutor(Executor, ABC):
         return max(1, self._places)
 
     def asked(self) -> str:
-        """What a worker must have, in words for a message."""
+        """Requirements on a worker, as text for a message."""
         return ""
 
     def lost(self) -> CoordinationError:
-        """The error for a connection that is gone."""
+        """The error for a lost connection."""
         return CoordinationError(
             f"{self._url}: the connection to the cluster is lost. What tasks have finished stays; the same call goes on there."
         )
@@ -127,7 +127,7 @@ class ClusterExecutor(Executor, ABC):
         )
 
     def _meant(self, error: BaseException) -> BaseException:
-        """What to raise: an error that tells a user what to do, where it is not the task's own."""
+        """The error to raise: the task's own, or one that explains to a user how to proceed."""
         cause: BaseException | None = error
         while cause is not None:
             if "No module named 'shardckpt" in str(cause):
@@ -137,10 +137,10 @@ class ClusterExecutor(Executor, ABC):
 
 
 def address_of(url: str) -> tuple[str, str]:
-    """The kind of a cluster, and where it is.
+    """The kind and the address of a cluster.
 
     Raises:
-        OptionError: not an url of a cluster.
+        OptionError: the text is not the URL of a cluster.
 
     >>> address_of("ray://head.example:10001")
     ('ray', 'head.example:10001')
@@ -157,16 +157,16 @@ def address_of(url: str) -> tuple[str, str]:
 
 
 def connect(url: str, memory: int) -> ClusterExecutor:
-    """Connect to a cluster that is running.
+    """Connect to a running cluster.
 
     Args:
-        url: of the cluster.
-        memory: bytes that a task takes, for a cluster that schedules by that.
+        url: URL of the cluster.
+        memory: bytes that a task uses, for a cluster that schedules by memory.
 
     Raises:
-        OptionError: not an url of a cluster.
+        OptionError: `url` is not the URL of a cluster.
         MissingExtraError: the package for such a cluster is not installed.
-        CoordinationError: it does not answer.
+        CoordinationError: the cluster does not answer.
     """
     kind, address = address_of(url)
     try:

@@ -1,6 +1,6 @@
-"""Parser of configuration files that users write: TOML, YAML or JSON, by name, and never code.
+"""Parser of configuration files that users write: TOML, YAML or JSON, chosen by file name; code is never run.
 
-What a key that is there twice means, these formats do not agree on; here it is an error.
+The formats disagree about duplicate keys; here a duplicate key is an error.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def read_file(path: str | os.PathLike[str], what: str, kinds: Sequence[str]) -> 
     """The document in a file.
 
     Args:
-        path: of the file.
-        what: what it should be, for messages: "rules file".
-        kinds: the endings that its name may have: ".toml".
+        path: path of the file.
+        what: description of the file for messages: "rules file".
+        kinds: the allowed file name endings: ".toml".
 
     Raises:
-        OptionError: it has another name, cannot be read, or is not what its name says; names the file.
+        OptionError: the file has another ending, cannot be read, or cannot be parsed; the message names the file.
     """
     file = Path(path)
     kind = file.suffix.lower()
@@ -45,15 +45,15 @@ def read_file(path: str | os.PathLike[str], what: str, kinds: Sequence[str]) -> 
 
 
 def parse_text(text: str, kind: str, where: str) -> Any:
-    """The document that a text is.
+    """The document in a text.
 
     Args:
-        text: of a file.
+        text: text of a file.
         kind: the ending of the file's name: ".toml".
-        where: the file, for messages.
+        where: name of the file, for messages.
 
     Raises:
-        OptionError: it is none of that kind.
+        OptionError: the text is not a document of that kind.
     """
     read = {".toml": _toml, ".json": _json}.get(kind, _yaml)
     return read(text, where)
@@ -85,7 +85,7 @@ def _yaml(text: str, where: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses a key that is there twice, of which YAML's own keeps the last."""
+        """A loader that refuses duplicate keys; YAML's own loader keeps the last one."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys: set[Any] = set()

@@ -1,11 +1,11 @@
-"""The dtype that each tensor will have in a new checkpoint or in an export, and what becomes of each subtree.
+"""The dtype of each tensor in a new checkpoint or an export, with a summary by subtree.
 
-1. The first pattern that matches a tensor's name decides. The pattern "" stands for all tensors that no other one matches; a dtype alone
-   is short for `{"": dtype}`.
-2. The pattern "" converts floating-point tensors only, and neither tensors without dimensions (counts of steps) nor state of an optimizer:
-   rounding those changes a training.
-3. Any other pattern converts what it matches, but integers and tensors without dimensions only where the pattern's last part, after the
-   last "/" or ".", has no wildcard: `optimizer/**` leaves each `step` as it is, and `optimizer/**/step` converts it.
+1. The first pattern that matches a tensor's name decides. The pattern "" stands for all tensors that no other pattern matches; a dtype
+   alone is short for `{"": dtype}`.
+2. The pattern "" converts floating-point tensors only. It skips tensors without dimensions (step counts) and optimizer state:
+   rounding those changes the training.
+3. Any other pattern converts every tensor that it matches. It converts integers and tensors without dimensions only if the pattern's
+   last part, after the last "/" or ".", has no wildcard: `optimizer/**` leaves each `step` unchanged, and `optimizer/**/step` converts it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ SHORT_NAMES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""What people write for a dtype, and its name."""
+"""Common short name of a dtype → its name."""
 
 Wanted = str | Mapping[str, str] | None
-"""Name of a dtype, or name pattern → dtype; None: tensors stay as they are."""
+"""Name of a dtype, or name pattern → dtype; None: tensors keep their dtypes."""
 
 _ALL = ""
-"""The pattern for all tensors that no other one matches."""
+"""The pattern for all tensors that no other pattern matches."""
 _LITERAL_END = re.compile(r"(?:.*[/.])?[^*?\[\]/.]+", re.DOTALL)
 """Patterns whose last part has no wildcard."""
 _FLOATING = ("float", "bfloat")
@@ -63,14 +63,14 @@ class _Typed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConvertedSubtree:
-    """The number of tensors in one subtree that a conversion changes, and of those that it leaves."""
+    """Number of tensors in one subtree that a conversion changes, and number that it leaves."""
 
     subtree: str
-    """Its key; "" for tensors that lie at the top."""
+    """Key of the subtree; "" for tensors at the top."""
     converted: Mapping[str, int]
     """New dtype → number of tensors that are converted to it."""
     left: Mapping[str, int]
-    """Why tensors stay as they are → how many."""
+    """Reason for keeping the dtype → number of tensors."""
 
     def __str__(self) -> str:
         """One line for people."""
@@ -90,16 +90,16 @@ class DtypePlan:
     """The dtype of each tensor after conversion, and a summary by subtree."""
 
     dtypes: Mapping[str, DType]
-    """By name, the dtype that each tensor will have."""
+    """Tensor name → its new dtype."""
     subtrees: tuple[ConvertedSubtree, ...]
-    """Converted and unconverted tensors by subtree, in the state's order; empty without a conversion."""
+    """Converted and unconverted tensors by subtree, in the state's order; empty if nothing is to be converted."""
 
 
 def check_dtypes(wanted: object) -> None:
-    """Refuse what is no `Wanted`.
+    """Check that a value is a `Wanted`.
 
     Raises:
-        OptionError: it is none, names an unknown dtype, or a dtype for all tensors that is not for floating-point numbers.
+        OptionError: it is not, it names an unknown dtype, or its dtype for all tensors is not a floating-point dtype.
     """
     if wanted is not None and not isinstance(wanted, str | Mapping):
         raise OptionError(f"dtype={excerpt(wanted)}: give a dtype's name, or a dict of pattern → name.")
@@ -115,14 +115,14 @@ def plan_dtypes(tensors: Mapping[str, _Typed], wanted: Wanted, meaning: Mapping[
     """Decide the dtype of each tensor.
 
     Args:
-        tensors: by name.
-        wanted: what is asked for.
-        meaning: by name, what the elements of some tensors mean; those cannot be converted.
-        optimizer: the names of those that are state of an optimizer.
+        tensors: the tensors by name.
+        wanted: the requested dtypes.
+        meaning: meaning of the elements, by name, for tensors that therefore cannot be converted.
+        optimizer: the names of tensors that are optimizer state.
 
     Raises:
-        OptionError: a pattern that matches nothing, or an unknown dtype.
-        DtypeMismatchError: a tensor that cannot be converted, by name.
+        OptionError: a pattern matches nothing, or a dtype is unknown.
+        DtypeMismatchError: a tensor cannot be converted; the message names it.
     """
     rules = _rules(wanted)
     for pattern in rules:
@@ -144,7 +144,7 @@ def plan_dtypes(tensors: Mapping[str, _Typed], wanted: Wanted, meaning: Mapping[
 
 
 def _stays(pattern: str, name: str, tensor: _Typed, new: DType, meaning: Mapping[str, str], optimizer: Container[str]) -> str | None:
-    """Why a tensor that a pattern matches stays as it is; None: it is converted."""
+    """The reason why a tensor that a pattern matches keeps its dtype; None: it is converted."""
     integer, named = tensor.dtype.name.startswith(_INTEGER), bool(_LITERAL_END.fullmatch(pattern))
     reason = None
     if tensor.dtype == new:
@@ -161,7 +161,7 @@ def _stays(pattern: str, name: str, tensor: _Typed, new: DType, meaning: Mapping
 
 
 def _subtree(name: str) -> str:
-    """The first key on the way to a tensor; keys may be joined with dots."""
+    """The first key of a tensor's path; dots may join keys."""
     first, border, _ = name.partition("/")
     head, dot, _ = first.partition(".")
     return first if border and not dot else head if dot else ""
@@ -175,7 +175,7 @@ def _rules(wanted: Wanted) -> dict[str, DType]:
 
 def _named(name: object) -> DType:
     try:
-        return by_name(SHORT_NAMES.get(name, name) if isinstance(name, str) else name)  # type: ignore[arg-type]  # it looks for itself
+        return by_name(SHORT_NAMES.get(name, name) if isinstance(name, str) else name)  # type: ignore[arg-type]  # `by_name` checks the type
     except DtypeError as e:
         if not isinstance(name, str) or "unknown" in str(e):
             raise OptionError(f"dtype=…: {e}") from e

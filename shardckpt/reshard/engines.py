@@ -1,10 +1,10 @@
 """Engines that run the tasks: anything that is a `concurrent.futures.Executor`.
 
-- None: this process alone, where there is one worker, and processes of this machine where there are more.
-- a url, as in "ray://head:10001" or "dask://scheduler:8786": the workers of a cluster, see `clusters`.
-- an Executor: whatever it is; its workers reach source and destination by the same urls.
+- None: this process alone for one worker, and local processes for several.
+- a URL such as "ray://head:10001" or "dask://scheduler:8786": the workers of a cluster, see `clusters`.
+- any Executor; its workers must reach source and destination by the same URLs.
 
-A worker that is lost breaks the futures of what it was doing with a `BrokenExecutor`; the job gives the task to another one.
+A lost worker breaks the futures of its calls with a `BrokenExecutor`; the job then hands the task to another worker.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_PLACES = 4096
-"""Tasks that a cluster does at a time, however large it is."""
+"""Maximum number of tasks that a cluster runs at a time, however large it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Something that does tasks."""
+    """An executor, and how many tasks to give it."""
 
     executor: Executor
     places: Callable[[], int]
-    """How many tasks it does at a time, now."""
+    """Returns the number of tasks that the engine runs at a time, now."""
     ahead: int = 1
-    """How many tasks to hand out for each place: with 2, the next one is there when one is done."""
+    """Number of tasks to submit per place; with 2, the next task is ready when one finishes."""
     changes: bool = False
-    """Whether that may change while all of them are being done."""
+    """Whether the number of places may change during the job."""
 
 
 def check_engine(engine: object) -> None:
-    """Whether there may be such an engine.
+    """Check the type and URL of an engine.
 
     Raises:
-        OptionError: there is none.
+        OptionError: the engine is neither None, nor a URL of a cluster, nor an Executor.
     """
     if isinstance(engine, str):
         address_of(engine)
@@ -62,20 +62,20 @@ def check_engine(engine: object) -> None:
 
 @contextmanager
 def start(engine: Executor | str | None, workers: int | None, at_once: int, memory: int) -> Iterator[Engine]:
-    """An engine, as long as the `with` block goes on; what there was before stays as it is afterwards.
+    """Context manager of an engine; resources that existed before it stay unchanged afterwards.
 
     Args:
         engine: see the module's docstring.
-        workers: how many tasks a cluster does at once; None: as many as it has places for.
-        at_once: how many tasks others do.
-        memory: bytes of buffers that a task takes.
+        workers: number of tasks that a cluster runs at once; None: as many as it has places.
+        at_once: number of tasks that other engines run at once.
+        memory: bytes of buffers that a task uses.
 
     Raises:
         MissingExtraError: the package for such a cluster is not installed.
         CoordinationError: the cluster does not answer.
     """
     if isinstance(engine, Executor):
-        # How many workers it has it does not say; if fewer, the others wait with it.
+        # An Executor does not expose its number of workers; if there are fewer, the remaining tasks wait in its queue.
         yield Engine(engine, lambda: at_once)
         return
     if isinstance(engine, str):
@@ -94,13 +94,13 @@ def start(engine: Executor | str | None, workers: int | None, at_once: int, memo
 
 
 class _Inline(Executor):
-    """Does everything at once, in the thread that asks for it."""
+    """Executor that runs each call immediately, in the submitting thread."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call the function; what interrupts the thread is raised here, everything else by the future."""
+        """Call the function; an interrupt of the thread is raised here, any other error through the future."""
         future: Future[T] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as e:  # noqa: BLE001  (the future's to raise)
+        except Exception as e:  # noqa: BLE001  (the future raises it)
             future.set_exception(e)
         return future

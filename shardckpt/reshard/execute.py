@@ -1,13 +1,13 @@
-"""A whole reshard: plan it, have its tasks done, and commit what they wrote.
+"""A complete reshard: plan it, have its tasks done, and commit their output.
 
-1. Everything is checked before anything is written: the source, the options, the memory, the destination.
-2. The tasks of which no record is there are handed out, a few more than there are workers at a time. One whose worker dies is
-   handed out again, a few times.
-   A job that is committed already is done: the same call again does nothing.
-3. When all records are there they are committed like those of a save by many hosts. Until then nothing is to be seen at the
-   destination; whoever stops on the way leaves what is finished, and the same call goes on there.
+1. The source, the options, the memory and the destination are checked before anything is written.
+2. Tasks without a record are submitted, a few more than there are workers at a time. A task whose worker dies is
+   submitted again, a few times.
+   A job that is already committed is done: repeating the call does nothing.
+3. When all records exist they are committed like the records of a save by many hosts. Until then the destination shows no new
+   checkpoint. An interrupted job leaves its finished tasks, and repeating the call continues from there.
 
-One of N workers that are started by somebody else (`worker=(K, N)`) does every N-th task and commits nothing.
+One of N externally started workers (`worker=(K, N)`) does every N-th task and commits nothing.
 """
 
 from __future__ import annotations
@@ -56,37 +56,37 @@ if TYPE_CHECKING:
 __all__ = ["ReshardReport", "all_rules", "reshard", "run_job"]
 
 MOST_LOSSES = 3
-"""Workers that may die over one task."""
+"""Maximum number of workers lost over one task."""
 _ENGINE_WORKERS = 64
-"""That an engine is taken to have, where nobody says."""
+"""Assumed number of workers of an Executor, if `workers` is not given."""
 _LOOK_EVERY = 1.0
-"""Seconds between two looks at an engine that may have grown, or have lost everybody."""
+"""Seconds between two checks of an engine that may have grown, or lost all its workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
-    """What a reshard has done."""
+    """Result of a reshard."""
 
     url: str
-    """Of the new checkpoint."""
+    """URL of the new checkpoint."""
     attempt: str
-    """The directory that all workers of the job write into."""
+    """The directory into which all workers of the job write."""
     committed: bool
-    """Whether the new checkpoint is there now; one worker of several commits nothing."""
+    """Whether the new checkpoint is committed now; one worker of several commits nothing."""
     tasks: int
-    """That the job has."""
+    """Number of tasks of the job."""
     done_before: int
-    """Of those that were this call's to do: how many were done when it came to them."""
+    """Number of this call's tasks that were already done."""
     nbytes: int
-    """Of all elements in the new checkpoint."""
+    """Bytes of all elements in the new checkpoint."""
     read_bytes: int
     """Stored bytes of the source that this call read."""
     stored_bytes: int
     """Bytes of chunks that this call wrote."""
     seconds: float
-    """That it took."""
+    """Wall-clock seconds."""
     conversions: tuple[ConvertedSubtree, ...] = field(kw_only=True, default=())
-    """How many tensors `dtype` converts and leaves, by subtree; empty where it was not given."""
+    """Tensors that `dtype` converts and leaves, by subtree; empty if `dtype` was not given."""
 
 
 @out_of_memory_is_typed
@@ -111,49 +111,49 @@ def reshard(
     unmatched: Literal["replicate", "error"] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ReshardReport:
-    """Write a checkpoint anew, stored as it suits another layout; bit for bit the same, but for what `dtype` converts.
+    """Rewrite a checkpoint so that it suits another layout; bit-identical, except where `dtype` converts.
 
-    It needs no devices, and memory for a few chunks only, however large tensors are. Interrupted and called again with the same
-    arguments it goes on where it was. The source is only read.
+    It needs no devices, and memory for only a few chunks, however large tensors are. After an interruption, the same call continues
+    where it stopped. The source is only read.
 
     Args:
-        src: the checkpoint to read: a path or url.
-        dst: where the new one goes, on the same storage or another one. The source's own place with `overwrite`.
-        mesh: the devices that specs refer to. Alone: tensors keep their recorded specs, over this mesh.
+        src: the checkpoint to read: a path or URL.
+        dst: the place of the new checkpoint, on the same storage or another one. It may equal `src` with `overwrite`.
+        mesh: the devices that specs refer to. With neither `rules` nor `like`, tensors keep their recorded specs, over this mesh.
         rules: how each tensor is laid out: `Rules`, texts such as "**/w1=(None,model)", or a dict of pattern → spec.
-        like: another checkpoint: tensors that no rule means are laid out as there.
-        layout: "packed" or "zarr"; None: as the source has it.
-        compression: "zstd" or "none"; None: as the source has it.
-        dtype: a dtype, or pattern → dtype: what tensors are converted to, as `restore(cast=True)` converts. A dtype alone leaves integers,
-            tensors without dimensions and state of optimizers as they are (docs/reshard.md#dtypes).
-        only: the names that the new checkpoint has: a pattern, or several.
-        engine: who does the work: an Executor, or the url of a cluster, as in "ray://head:10001" or "dask://scheduler:8786"; None:
+        like: another checkpoint; a tensor that no rule matches gets its layout from there.
+        layout: "packed" or "zarr"; None: same as the source.
+        compression: "zstd" or "none"; None: same as the source.
+        dtype: a dtype, or pattern → dtype: the target of the conversion, which works like `restore(cast=True)`. A dtype alone leaves
+            integers, tensors without dimensions and optimizer state unchanged (docs/reshard.md#dtypes).
+        only: the names in the new checkpoint: a pattern, or several.
+        engine: who does the work: an Executor, or the URL of a cluster, such as "ray://head:10001" or "dask://scheduler:8786"; None:
             processes on this machine.
-        memory_limit: bytes of buffers, over all workers of this machine together, and on a cluster of each task that is being done;
-            each process takes up to 128 MiB besides.
-        workers: how many tasks are done at once; None: as many as there are cores, and memory for, or places in the cluster.
-        worker: (K, N): this call is worker K, from 0, of N that are started by somebody else, and does its share only. When all
+        memory_limit: bytes of buffers: on one machine the total over all workers, on a cluster the limit of each running task.
+            Each process uses up to 128 MiB more.
+        workers: number of concurrent tasks; None: limited by cores and memory, or by the places in the cluster.
+        worker: (K, N): this call is worker K, from 0, of N externally started workers, and does only its share. When all
             are done, `shardckpt.commit(dst)` commits.
-        task_bytes: about what a task writes: what an interruption loses at most, per worker.
-        overwrite: replace a checkpoint that is committed there.
-        verify: read back what was written.
-        unmatched: what becomes of tensors that no rule means; None: as `rules` has it, and else "replicate".
-        progress: called with bytes of elements done so far, and in all (of this call's share).
+        task_bytes: approximate bytes that a task writes: the most that an interruption loses, per worker.
+        overwrite: replace a checkpoint that is committed at `dst`.
+        verify: read back the written data and compare checksums.
+        unmatched: what happens to tensors that no rule matches; None: the setting of `rules`, or else "replicate".
+        progress: called with the bytes of elements done so far, and in all (of this call's share).
 
     Returns:
-        What was done.
+        The report of the work done.
 
     Raises:
-        NotFoundError: no committed checkpoint at `src`.
-        AlreadyExistsError: one is committed at `dst`, and `overwrite` is not set; or somebody else committed there meanwhile.
-        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: what is asked for cannot be made of it.
-        BudgetError: the memory limit does not suffice; names it, and what would.
+        NotFoundError: there is no committed checkpoint at `src`.
+        AlreadyExistsError: a checkpoint is committed at `dst` and `overwrite` is not set; or another job committed there meanwhile.
+        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: the request does not fit the source.
+        BudgetError: the memory limit is too small; names it, and a sufficient one.
         CorruptionError: stored bytes of the source are damaged or missing.
         ReplacedError: the source was replaced or deleted meanwhile.
         CommitError: workers died over a task again and again; or the tasks' records contradict each other.
         CoordinationError: the cluster does not answer, or has lost all its workers.
-        MissingExtraError: the cluster's package is not installed here, or shardckpt not there.
-        StorageError: a storage failed, or has no room; or Python is ending and starts no threads to read with.
+        MissingExtraError: the cluster's package is not installed here, or shardckpt is not installed on the cluster.
+        StorageError: a storage failed or is full; or the interpreter is shutting down and cannot start reader threads.
     """
     options = ReshardOptions(
         mesh=mesh,
@@ -182,12 +182,12 @@ def run_job(
     progress: Callable[[int, int], None] | None = None,
     found: OpenSource | None = None,
 ) -> ReshardReport:
-    """Reshard any source: as `reshard`, of which these are the arguments, but for `found`: the source, where the caller has it open."""
+    """Reshard any source; the arguments are those of `reshard`, and `found` is the source if the caller has opened it."""
     began, workers = time.monotonic(), options.workers
     share = _checked(worker)
     check_engine(engine)
     if isinstance(engine, str):
-        options = replace(options, workers=1)  # each has the memory for itself
+        options = replace(options, workers=1)  # each worker has the memory for itself
     job = Job(source, str(parse(dst)), options, call=secrets.token_hex(8), alone=worker is None and engine is None)
     in_one_memory = "memory" in (place_of(source).scheme, parse(job.destination).scheme)
     if isinstance(engine, str) and worker is not None:
@@ -198,10 +198,10 @@ def run_job(
     if opened.carries:
         try:
             return _carried(opened, progress or (lambda _done, _total: None), began)
-        except NotImplementedError:  # of the object store: it has no copies
+        except NotImplementedError:  # the object store cannot copy
             opened = OpenJob(replace(job, alone=False))
     own = 1 if in_one_memory else opened.plan.memory.workers
-    # Workers on other machines would count cores of their own.
+    # Workers on other machines would count their own cores.
     job = replace(job, options=replace(options, workers=opened.plan.memory.workers), attempt=opened.attempt, alone=False)
     finished = {task.number for task in opened.plan.tasks} if opened.committed else finished_tasks(opened.place)
     mine = [task for task in opened.plan.tasks if task.number % share[1] == share[0]]
@@ -214,7 +214,7 @@ def run_job(
     reports: list[TaskReport] = []
     if left:
         at_once = min(own if engine is None else workers or _ENGINE_WORKERS, len(left))
-        keep(job, opened)  # for tasks that are done in this very thread
+        keep(job, opened)  # for tasks that run in this thread
         try:
             with start(engine, workers, at_once, opened.plan.memory.peak // opened.plan.memory.workers) as does:
                 for report in _done(does, job, left, share[1]):
@@ -240,7 +240,7 @@ def run_job(
 
 
 def _carried(opened: OpenJob, progress: Callable[[int, int], None], began: float) -> ReshardReport:
-    """Take the source's files over, where nothing in them changes."""
+    """Reuse the source's files, where nothing in them changes."""
     done = None if opened.committed else carry(opened, progress)
     if done is not None:
         _commit(opened)
@@ -263,7 +263,7 @@ def all_rules(
     like: str | os.PathLike[str] | Checkpoint | None,
     unmatched: Literal["replicate", "error"] | None,
 ) -> Rules | None:
-    """All that says how tensors are laid out, as one."""
+    """Combine `rules`, `like` and `unmatched` into one `Rules`."""
     if rules is None and like is None:
         if unmatched is not None:
             raise OptionError("unmatched=… is about tensors that no rule means, and there are no rules; give rules= or like=.")
@@ -282,7 +282,7 @@ def all_rules(
 
 
 def _checked(worker: Any) -> tuple[int, int]:
-    """Which of how many workers."""
+    """The worker number and the number of workers."""
     if worker is None:
         return 0, 1
     if not (isinstance(worker, tuple) and len(worker) == 2 and all(type(n) is int for n in worker) and 0 <= worker[0] < worker[1]):
@@ -291,7 +291,7 @@ def _checked(worker: Any) -> tuple[int, int]:
 
 
 def _done(engine: Engine, job: Job, tasks: Sequence[Task], jobs: int) -> Iterator[TaskReport]:
-    """Have tasks done, by one of so many engines that share the job; their reports as they come."""
+    """Run tasks on one of `jobs` engines that share the job, and yield their reports as they arrive."""
     waiting, losses = deque(tasks), Counter[int]()
     under_way: dict[Future[TaskReport], Task] = {}
     try:
@@ -326,15 +326,15 @@ def _lost(task: Task, times: int, error: BaseException) -> CommitError:
 
 
 def _commit(opened: OpenJob) -> None:
-    """Publish what all tasks have written."""
+    """Publish the output of all tasks."""
     try:
         record = assemble(opened.place)
         publish(opened.store, record, opened.prior)
     except ShardckptError:
         if published_attempt(opened.store) != opened.attempt:
-            raise  # else somebody else has done it, and has cleaned up before we looked
+            raise  # otherwise another process committed it and cleaned up before this check
     else:
-        with suppress(ShardckptError):  # what cannot be removed costs room, no more
+        with suppress(ShardckptError):  # leftovers only cost space
             remove_strays(opened.place)
     if isinstance(opened.prior.record, CheckpointRecord):
         remove_replaced(opened.store, opened.prior.record.attempt)

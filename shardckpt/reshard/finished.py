@@ -1,8 +1,8 @@
-"""Finding the tasks of a job that an earlier call has finished.
+"""Search for the tasks of a job that an earlier call finished.
 
-Those whose record is there, with all the files that it names: a record whose files somebody has removed since vouches for nothing. It
-is removed too, and its task is done again. One listing of the attempt's hosts says what is there; of the plain layout, whose
-chunks are objects by the thousand, that is tables and values only.
+A task is finished if its record and all files that the record names exist. A record whose files were removed since proves nothing:
+it is removed too, and the task is done again. One listing of the attempt's hosts shows what exists. In the plain layout, which
+stores chunks as thousands of objects, the check covers only tables and values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOSTS = "hosts/"
 
 
 def finished_tasks(place: Store) -> set[int]:
-    """The tasks of an attempt that need not be done again; records of which something is missing are removed.
+    """Return the finished tasks of an attempt, and remove records whose files are missing.
 
     Args:
         place: the attempt.
@@ -43,7 +43,7 @@ def finished_tasks(place: Store) -> set[int]:
 
 
 def _is_whole(place: Store, number: int, there: set[str]) -> bool:
-    """Whether all files are there that a record names."""
+    """Whether all files that a record names exist."""
     try:
         files = read_host_record(place, number)[0].files
         named = [files.table.key, *read_table(place, files.table).files, *(f"{lane}/manifest.ocdbt" for lane in files.lanes)]

@@ -1,9 +1,9 @@
 """Opening a job: all workers find the same attempt to write into, without talking to each other.
 
-Its name follows from what is read and what is to come of it: the source's attempt, or what tells a foreign source from any other
+The attempt's name is derived from the input and the output of the job: the source's attempt, or the identity of a foreign source
 (`Foreign.identity`); the new structure, layout and compression; how the work is cut into tasks; and the commit record that the
-destination has before. So a worker on another machine, or a job that was interrupted and is started again, finds what the others
-have written; with other options, or after something else was committed there, it is another attempt, and nothing is mixed up.
+destination had before. So a worker on another machine, or a restarted job, finds the data that the other workers wrote. With
+other options, or after another commit at the destination, the attempt is a different one, and nothing is mixed up.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ __all__ = ["Job", "OpenJob", "check_destination"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker is told; small, and can be pickled."""
+    """The description of a job that each worker receives; small, and can be pickled."""
 
     source: str | SourceSpec
-    """The checkpoint that is read: url of one of ours, or the spec of any other."""
+    """The checkpoint to read: the URL of a shardckpt checkpoint, or the spec of a foreign one."""
     destination: str
-    """Url of the new one."""
+    """URL of the new checkpoint."""
     options: ReshardOptions
     attempt: str | None = None
-    """The one that all write into, for a worker to compare; None: whichever follows from the rest."""
+    """The attempt of all workers, for a worker to compare; None: no comparison, the attempt follows from the other fields."""
     call: str = ""
-    """Tells this call from others of the same job: what a worker remembers of one is no longer so if all was removed since."""
+    """Identifies one call of the job: what a worker remembers from an earlier call may have been removed since."""
     alone: bool = False
-    """Whether this process does all of it, and so may take files over as they are."""
+    """Whether this process does the complete job, and so may reuse the source's files."""
 
 
 class OpenJob:
-    """A job with its source open and its plan made: what a process has of it."""
+    """A job with its source open and its plan made, in one process."""
 
     def __init__(self, job: Job, found: OpenSource | None = None) -> None:
         """Read the source's record and the destination's, and plan.
 
         Args:
-            job: which one.
-            found: its source, where that is open already.
+            job: the job.
+            found: its source, if that is already open.
 
         Raises:
-            NotFoundError: no source there.
-            AlreadyExistsError: a checkpoint is committed at the destination, and is not to be replaced.
-            StorageError: a file stands there.
-            OptionError: the destination holds tensors that the source has left there, and would be replaced.
-            CommitError: this process makes another plan of it than who began the job.
+            NotFoundError: there is no source.
+            AlreadyExistsError: a checkpoint is committed at the destination, and `overwrite` is not set.
+            StorageError: the destination is a file.
+            OptionError: the source reuses tensors stored at the destination, which would be replaced.
+            CommitError: this process makes a different plan than the process that began the job.
         """
         self.job = job
         location = parse(job.destination)
@@ -83,13 +83,13 @@ class OpenJob:
         self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
         self.store = Store.open(location)
         self.carries = False
-        """Whether the source's files are taken over as they are (`carry`)."""
+        """Whether the source's files are reused unchanged (`carry`)."""
         self.prior: Prior = hold_place(self.store, read_prior(self.store, overwrite=True), overwrite=True)
         self.attempt, self.committed = self._attempt()
-        """The second: whether the job is done, for what is committed at the destination is what it makes of what was there before."""
+        """`committed`: whether the job is done: the checkpoint at the destination is this job's result from the earlier state."""
         ours = isinstance(self.checkpoint, Checkpoint)
         if job.alone and ours and self.plan.unchanged and way(self.source_place, self.store):
-            begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers that others started: go on there
+            begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers started elsewhere: continue their attempt
             self.carries = not begun
             self.attempt, self.committed = self._attempt()
         if not self.committed and not job.options.overwrite and not self.prior.holds:
@@ -108,14 +108,14 @@ class OpenJob:
 
     @cached_property
     def source_place(self) -> Store:
-        """The attempt that is read, of a checkpoint of ours."""
+        """The attempt to read, of a shardckpt checkpoint."""
         return Store.open(self.checkpoint.location).sub(self.plan.source.attempt)
 
     @cached_property
     def described(self) -> FileReference:
-        """The file, written by now, in which every host says what the new checkpoint holds."""
+        """A reference to the file that describes the new checkpoint for every host; the file is written first if necessary."""
         record, small = self.plan.source, dict[str, bytes]()
-        if self.carries and record.small_table is not None:  # no host has these, and the committer writes them anew
+        if self.carries and record.small_table is not None:  # no host has these; the committer rewrites them
             assert isinstance(self.checkpoint, Checkpoint)
             written = read_table(self.source_place, record.small_table).counts
             tensors = record.structure.tensors
@@ -124,7 +124,7 @@ class OpenJob:
         return describe(self.place, Contents(self.plan.target, small, record.metadata, processes=saved_by))
 
     def _refuse_to_replace(self) -> None:
-        """Raise, because there is a checkpoint, or what is left of one."""
+        """Raise, because the destination has a checkpoint, or remains of one."""
         try:
             read_prior(self.store, overwrite=False)
         except AlreadyExistsError as e:
@@ -139,14 +139,14 @@ class OpenJob:
         """The attempt, and whether it is committed."""
         there = self.prior.record
         if isinstance(there, CheckpointRecord) and RESHARD in there.attempt:
-            with suppress(ShardckptError):  # damaged: not what this job makes
-                before = read_host_record(self.store.sub(there.attempt), 0)[0].prior  # what lay here when that was begun
+            with suppress(ShardckptError):  # damaged: not this job's result
+                before = read_host_record(self.store.sub(there.attempt), 0)[0].prior  # the commit record from when that attempt began
                 if there.attempt == self._name(before):
                     return there.attempt, True
         return self._name(self.prior.digest), False
 
     def _name(self, prior: str | None) -> str:
-        """The attempt of a job that finds that commit record (its SHA-256; None: there is none)."""
+        """The attempt's name, given the SHA-256 of the destination's commit record (None: there is no record)."""
         plan = self.plan
         decided: dict[str, Any] = {
             "shardckpt": __version__,
@@ -163,10 +163,10 @@ class OpenJob:
 
 
 def check_destination(location: Location) -> None:
-    """Whether a checkpoint may go there, as far as a look at a path tells.
+    """Check that a path can hold a checkpoint, as far as the path alone shows.
 
     Raises:
-        StorageError: something else than a directory stands there.
+        StorageError: the path is something other than a directory.
     """
     path = location.local
     if path is not None and not path.is_dir() and (path.exists() or path.is_symlink()):
@@ -175,14 +175,14 @@ def check_destination(location: Location) -> None:
 
 
 def _compressor() -> str:
-    """What compresses chunks: two versions may make different bytes of the same elements."""
+    """Version of the compressor: two versions may produce different bytes from the same elements."""
     from importlib.metadata import version
 
     return version("numcodecs")
 
 
 def _when(source: CheckpointRecord) -> str:
-    """The time at which the source was made, as attempts' names begin; the record's time is anybody's text."""
+    """Creation time of the source in the format that begins attempt names; the record's text is not trusted."""
     try:
         created = dt.datetime.fromisoformat(source.created).astimezone(dt.UTC)
     except (ValueError, OverflowError):

@@ -1,8 +1,8 @@
-"""Deciding the layout of each tensor after a reshard.
+"""The decision about the layout of each tensor after a reshard.
 
-1. With rules: as they say (`shardckpt.reshard.rules`).
-2. With a mesh alone: by the spec that the source recorded, as far as the mesh has its axes.
-3. With neither: as it is.
+1. With rules: the rules decide (`shardckpt.reshard.rules`).
+2. With a mesh alone: the spec that the source recorded decides, as far as the mesh has its axes.
+3. With neither: the layout stays.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def decide(tensors: Mapping[str, TensorRecord], options: ReshardOptions) -> dict
     """The layout of every tensor.
 
     Args:
-        tensors: those of the source that the target has, by their names there.
-        options: the job's.
+        tensors: the source tensors that the target has, by their names in the target.
+        options: the options of the job.
 
     Raises:
         ShardingError, OptionError: as in `Rules.decide_all`.

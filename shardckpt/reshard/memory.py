@@ -1,14 +1,14 @@
-"""Dividing the memory limit among buffers and workers.
+"""The division of the memory limit among buffers and workers.
 
-A worker has two buffers of the same size, its *room*: what is read next is filled while other chunks are written. Beside
-them are what is being read and what is on its way to the storage:
+A worker has two buffers of the same size, its *room*: one is filled by reads while the chunks of the other are written. In addition,
+memory is needed for reads and writes in progress:
 
-- read from a local disk: a scratch buffer per thread, of 4 MiB or the largest chunk; from an object store three copies of
-  what is under way (`reading.reader`). A compressed chunk is unpacked beside that.
-- written to a local disk: one compressed chunk, or nothing, and scratch buffers for reading back; to an object store five times
-  a data file (`writing.packed`).
+- reads from a local disk: a scratch buffer per thread, of 4 MiB or the largest chunk. Reads from an object store: three copies
+  of the data in flight (`reading.reader`). A compressed chunk is decompressed into additional memory.
+- writes to a local disk: one compressed chunk, or nothing, and scratch buffers for reading back. Writes to an object store: five
+  times a data file (`writing.packed`).
 
-The rest is the room. The interpreter and the libraries of each process come on top of the limit: `PROCESS_BYTES`.
+The remaining memory is the room. The interpreter and the libraries of each process come on top of the limit: `PROCESS_BYTES`.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "PROCESS_BYTES", "Memory", "Sizes", "check_limit", "readers", "share"]
 
 PROCESS_BYTES = 128 << 20
-"""What a process takes besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Stated, and tested."""
+"""Bytes that a process uses besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Documented, and tested."""
 READERS = 2
-"""Threads with which a worker reads from a local disk."""
+"""Threads that read from a local disk, per worker."""
 _SCRATCH = 4 << 20
 """Bytes of a thread's scratch buffer, see `reading.fetch`."""
 _REQUEST = 10 << 20
 """Bytes of a request to an object store, see `reading.reader`."""
 _COPIES = 3
-"""Times that they are in memory."""
+"""Copies of a request's bytes in memory."""
 _OBJECT = 8 << 20
-"""Bytes of a data file on an object store at the least, and five of them are in memory, see `writing.packed`."""
+"""Minimum bytes of a data file on an object store; five data files are in memory, see `writing.packed`."""
 _FILES = 5
 _COMFORTABLE = 128 << 20
-"""Bytes per worker below which another worker would only take room from the others."""
+"""Bytes per worker below which another worker would only take memory from the others."""
 PARTS = 2
-"""Batches of small steps that one of the two buffers has room for."""
+"""Batches of small steps that fit into one of the two buffers."""
 _BATCH = 32 << 20
-"""Bytes that are read at once, where work can be cut that small: more makes nothing faster, but the first use of every page of a
-buffer costs what copying it a few times does, and nothing is written before the first of them is read."""
+"""Bytes of a batch, where the work can be cut that finely. A larger batch is not faster: the first use of each page of a buffer
+costs as much as copying it a few times, and no write starts before the first batch is read."""
 _WORTHWHILE = 512 << 20
-"""Bytes of a job for each worker below which another one costs more than it saves: it starts in the time of some 200 MiB."""
+"""Bytes of a job per worker below which another worker costs more than it saves: its start takes as long as about 200 MiB."""
 _MOST_LOCAL = 8
-"""Workers on one machine, unless told otherwise: more wait for the same disk."""
+"""Default maximum of workers on one machine: more of them only wait for the same disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the chunks and storages of a job demand."""
+    """Memory demands of the chunks and storages of a job."""
 
     source_chunk: int
-    """Bytes of the largest chunk of the source, unpacked."""
+    """Bytes of the largest source chunk, uncompressed."""
     target_chunk: int
-    """The same of the target."""
+    """Bytes of the largest target chunk, uncompressed."""
     source_local: bool
     target_local: bool
     source_compressed: bool
@@ -66,7 +66,7 @@ class Sizes:
 
     @property
     def reading(self) -> int:
-        """Bytes of what is being read, at the least."""
+        """Minimum bytes for reads in progress."""
         unpacked = self.source_chunk * self.source_compressed
         if self.source_local:
             return READERS * (max(_SCRATCH, self.source_chunk) + unpacked)
@@ -74,67 +74,67 @@ class Sizes:
 
     @property
     def writing(self) -> int:
-        """Bytes of what is being written, at the least."""
+        """Minimum bytes for writes in progress."""
         packed = 2 * self.target_chunk * self.target_compressed
         read_back = READERS * max(_SCRATCH, self.target_chunk)
         return packed + (read_back if self.target_local else _FILES * max(_OBJECT, self.target_chunk))
 
     @property
     def least(self) -> int:
-        """Bytes with which one worker can do any task."""
+        """Minimum bytes with which one worker can do any task."""
         return self.reading + self.writing + 2 * self.target_chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one worker has."""
+    """The number of workers, and the memory of each."""
 
     workers: int
     room: int
     """Bytes of each of the two buffers."""
     reading: int
-    """Bytes for what is being read."""
+    """Bytes for reads in progress."""
     writing: int
-    """Bytes for what is being written."""
+    """Bytes for writes in progress."""
 
     @property
     def batch(self) -> int:
-        """Bytes of the chunks to which what is small is joined, so as to be read at once; a large cell takes all the room."""
+        """Bytes up to which small steps are joined into a batch; a large cell uses the complete room."""
         return min(self.room // PARTS, _BATCH)
 
     @property
     def peak(self) -> int:
-        """Bytes of all workers together, but for `PROCESS_BYTES` of each."""
+        """Bytes of all workers together, without `PROCESS_BYTES` of each."""
         return self.workers * (2 * self.room + self.reading + self.writing)
 
 
 def share(limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes, where: str) -> Memory:
-    """Share out the memory limit.
+    """Divide the memory limit.
 
     Args:
         limit: bytes for all workers together.
-        workers: how many; None: as many as are useful.
-        tasks: how many there are.
-        length: about how many bytes each of them writes.
-        sizes: what they need.
+        workers: number of workers; None: as many as are useful.
+        tasks: number of tasks.
+        length: approximate bytes that each task writes.
+        sizes: memory demands of the tasks.
         where: the source's place, for messages.
 
     Raises:
-        BudgetError: it does not suffice; says for what, and how much would.
+        BudgetError: the limit is too small; names the need and a sufficient limit.
     """
     useful = min(tasks, tasks * length // _WORTHWHILE)
     wished = workers or max(1, min(cores(), _MOST_LOCAL, useful, limit // max(_COMFORTABLE, sizes.least)))
     check_limit(limit, wished, sizes, where)
     mine = limit // wished
     spare = mine - sizes.least
-    # More requests at a time, and larger data files, are what an object store is fast with.
+    # Object stores are fast with more concurrent requests and larger data files.
     reading = sizes.reading + (0 if sizes.source_local else spare // 4)
     writing = sizes.writing + (0 if sizes.target_local else spare // 4)
     return Memory(wished, (mine - reading - writing) // 2, reading, writing)
 
 
 def check_limit(limit: int, workers: int, sizes: Sizes, where: str) -> None:
-    """Raise BudgetError unless so many workers can do any task within the memory limit; for the arguments see `share`."""
+    """Raise BudgetError unless `workers` workers can do any task within the memory limit; for the arguments see `share`."""
     if limit // workers < sizes.least:
         several = workers > 1
         raise BudgetError(
@@ -145,5 +145,5 @@ def check_limit(limit: int, workers: int, sizes: Sizes, where: str) -> None:
 
 
 def readers(location: Location, most: int = READERS) -> int | None:
-    """Threads with which a worker reads there, `most` on a disk. None: as many as memory allows, where a request costs milliseconds."""
+    """Reader threads of a worker at a place: at most `most` on a disk; None: limited by memory only, where a request costs milliseconds."""
     return max(1, min(READERS, most)) if location.local is not None else None

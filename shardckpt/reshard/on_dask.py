@@ -1,10 +1,10 @@
-"""Tasks done by the workers of a Dask cluster.
+"""Execution of tasks by the workers of a Dask cluster.
 
-A task is done by a thread of a worker: a cluster has as many places as its workers have threads. Dask itself gives a task whose
-worker dies to another one, until it takes the task for the culprit (its setting `distributed.scheduler.allowed-failures`).
+A worker thread runs a task, so a cluster has as many places as its workers have threads. If a worker dies, Dask itself gives its
+task to another worker, until it blames the task (its setting `distributed.scheduler.allowed-failures`).
 
-A worker that cannot import what it is sent does not answer with an error: it ends, and its nanny with it (2026.8). So every call
-waits for a first one, of a function that all workers have, which fails where shardckpt is not to be found.
+A worker that cannot import the function it receives does not answer with an error: the worker ends, and its nanny with it (2026.8).
+So every call depends on a first call to a function that every worker has, and that first call fails if shardckpt is not installed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["OnDask"]
 T = TypeVar("T")
 
 _OURS = "shardckpt._version:__version__"
-"""What is there wherever shardckpt is, as `pkgutil.resolve_name` finds it."""
+"""A name that exists wherever shardckpt is installed, in the notation of `pkgutil.resolve_name`."""
 _CONNECT = 30
-"""Seconds that the scheduler may take to answer."""
+"""Timeout in seconds for the scheduler's answer."""
 
 
 class OnDask(ClusterExecutor):
@@ -59,17 +59,17 @@ class OnDask(ClusterExecutor):
         return future
 
     def count(self) -> int:
-        """Threads of all workers."""
+        """Number of threads of all workers."""
         return sum(self._client.nthreads().values())
 
     def understand(self, error: BaseException) -> BaseException:
-        """Whether it is about a worker that is gone."""
+        """Translate the loss of a worker into `WorkerLostError`."""
         if isinstance(error, KilledWorker):
             return WorkerLostError(str(error), error.allowed_failures + 1)
         return error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leave the cluster; calls that have not begun are not made."""
+        """Leave the cluster; calls that have not begun are dropped."""
         del wait
         if cancel_futures:
             self._calls.shutdown(wait=False)
@@ -77,6 +77,6 @@ class OnDask(ClusterExecutor):
 
 
 def _call(first: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    """What Dask knows as the task; `first` is the answer without which it is not begun."""
+    """The function that Dask runs as a task; `first` is the result of the first call, on which the task depends."""
     del first
     return fn(*args, **kwargs)

@@ -1,10 +1,10 @@
-"""Tasks done by a Ray cluster.
+"""Execution of tasks by a Ray cluster.
 
-A task takes one CPU and, so that Ray gives no machine more of them than it has room for, the memory that it takes at most. Ray
-has a process for each. It does not do a task again by itself: what is lost comes back here, and is counted.
+A task reserves one CPU and the maximum memory that it uses, so that Ray gives no machine more tasks than fit. Ray
+runs each in a process. Ray does not retry a task by itself: losses are reported here, and counted.
 
-`ray://HOST:PORT` is Ray's client: this process need not be in the cluster. `ray://auto` is a driver within it. A program that is
-connected to Ray already uses the connection that it has.
+`ray://HOST:PORT` is Ray's client: this process need not be in the cluster. `ray://auto` is a driver within the cluster. A program
+that is already connected to Ray uses its existing connection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOST = (
     exceptions.LocalRayletDiedError,
     exceptions.ObjectLostError,
 )
-"""What Ray raises when a process or a machine is gone, with a task or with its result."""
+"""Ray's errors for the loss of a process or machine with a task or its result."""
 
 
 class OnRay(ClusterExecutor):
@@ -48,7 +48,7 @@ class OnRay(ClusterExecutor):
         if self._connected:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # what goes wrong is raised too
+                    warnings.simplefilter("ignore")  # failures are raised too
                     ray.init(AUTO if address == AUTO else url, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, TimeoutError, RuntimeError, ValueError, exceptions.RayError) as e:
                 raise CoordinationError(
@@ -59,7 +59,7 @@ class OnRay(ClusterExecutor):
         self._refs: dict[Future[Any], Any] = {}
 
     def start(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[T]:
-        """Submit a call, spread over all machines: what they share is the storage, and each has a network of its own."""
+        """Submit a call, spread over all machines: they share the storage, and each machine has its own network."""
         ref = self._call.remote(fn, args, kwargs)
         future: Future[T] = ref.future()
         self._refs[future] = ref
@@ -67,16 +67,16 @@ class OnRay(ClusterExecutor):
         return future
 
     def count(self) -> int:
-        """Over all machines, how many tasks they have CPUs and memory for."""
+        """Number of tasks for which all machines together have CPUs and memory."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return int(sum(min(has.get("CPU", 0), has.get("memory", 0) // self._memory) for has in nodes))
 
     def asked(self) -> str:
-        """What a machine must have to do a task."""
+        """Resources that a machine needs for a task."""
         return f"with a CPU and {self._memory} bytes of memory "
 
     def understand(self, error: BaseException) -> BaseException:
-        """The error of the task itself, out of its wrapping; or whether a worker is gone."""
+        """Unwrap the error of the task itself; translate the loss of a worker."""
         if isinstance(error, exceptions.RayTaskError):
             cause: BaseException = error.cause
             return cause
@@ -87,21 +87,21 @@ class OnRay(ClusterExecutor):
         return CoordinationError(f"{self._url}: {_first_line(error)}") if isinstance(error, exceptions.RayError) else error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leave the cluster; what was submitted and is not done is told to end."""
+        """Leave the cluster; with `cancel_futures`, unfinished calls are cancelled."""
         del wait
         if cancel_futures:
             for ref in list(self._refs.values()):
-                with suppress(Exception):  # a cluster that is gone ends it too
+                with suppress(Exception):  # a lost cluster ends them too
                     ray.cancel(ref)
         if self._connected:
             ray.shutdown()
 
 
 def _call(fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    """What Ray knows as the task."""
+    """The function that Ray runs as a task."""
     return fn(*args, **kwargs)
 
 
 def _first_line(error: BaseException) -> str:
-    """Of Ray's messages, which go on about what might be the cause."""
+    """The first line of a Ray message; the other lines speculate about the cause."""
     return str(error).strip().partition("\n")[0]

@@ -1,9 +1,9 @@
-"""The tensors of a state that are state of an optimizer, as far as its containers and names say so.
+"""The tensors of a state that are optimizer state, as far as containers and names show it.
 
-1. What lies below `state` or `param_groups`, in a dict that has both: torch's `Optimizer.state_dict`, and what `train_state` makes of it.
-   DCP and Megatron may have flattened both into names with dots.
-2. What lies below a key such as `optimizer`, `optim` or `opt_state` (optax).
-3. What is called as torch's optimizers call their moments: `exp_avg`, `momentum_buffer`.
+1. Everything below `state` or `param_groups`, in a dict that has both: torch's `Optimizer.state_dict`, and what `train_state` makes
+   of it. DCP and Megatron may have flattened both into names with dots.
+2. Everything below a key such as `optimizer`, `optim` or `opt_state` (optax).
+3. Tensors with the names that torch's optimizers use for their moments: `exp_avg`, `momentum_buffer`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _BY_NAME = re.compile(
     re.IGNORECASE,
 )
 _GROUPS = re.compile(r"((?:.*\.)?)param_groups(?:\..*)?", re.DOTALL)
-"""A key that says that there is an optimizer's state beside it, below the same dotted prefix."""
+"""A key that shows optimizer state beside it, below the same dotted prefix."""
 
 
 def optimizer_state(tree: Tree) -> frozenset[str]:
-    """The names of those tensors, further names of tied ones included."""
+    """Names of all tensors that are optimizer state, including the other names of tied tensors."""
     root = parse(tree)
     below = [leaf.name for branch in _optimizers(root) for leaf in leaves_of(branch)]
     return frozenset(below) | {leaf.name for leaf in leaves_of(root) if isinstance(leaf, Tensor | Tied) and _BY_NAME.search(leaf.name)}
 
 
 def _optimizers(node: Node) -> Iterator[Node]:
-    """What lies below `state` and `param_groups`, where both are."""
+    """Yield the nodes below `state` and `param_groups`, where both exist."""
     if not isinstance(node, Branch):
         return
     texts = [key if node.form == "dict" and isinstance(key, str) else "" for key in node.keys]

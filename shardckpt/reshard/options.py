@@ -1,6 +1,6 @@
 """The options of a reshard, checked where they are made.
 
-Options say nothing of where from and where to. They can be pickled, so every worker of a job has the same.
+Options name neither source nor destination. They can be pickled, so every worker of a job has the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_MEMORY_LIMIT", "DEFAULT_TASK_BYTES", "MOST_WORKERS", "ReshardOptions"]
 
 DEFAULT_MEMORY_LIMIT = 512 << 20
-"""Bytes of buffers, over all workers of one machine together, unless told otherwise."""
+"""Default bytes of buffers, over all workers of one machine together."""
 DEFAULT_TASK_BYTES = 256 << 20
 MOST_WORKERS = 1024
 
@@ -32,28 +32,28 @@ class ReshardOptions:
     """Options of `shardckpt.reshard`."""
 
     mesh: Mesh | None = None
-    """The devices that specs refer to. Alone: every tensor keeps its recorded spec, over this mesh."""
+    """The devices that specs refer to. Without rules, every tensor keeps its recorded spec, over this mesh."""
     rules: Rules | None = None
-    """How each tensor is laid out. None: tensors keep their recorded specs."""
+    """Rules for the layout of each tensor. None: tensors keep their recorded specs."""
     layout: Literal["packed", "zarr"] | None = None
-    """As in `SaveOptions`; None: as the source has it."""
+    """As in `SaveOptions`; None: same as the source."""
     compression: Literal["zstd", "none"] | None = None
-    """"zstd" or "none"; None: as the source has it."""
+    """"zstd" or "none"; None: same as the source."""
     dtype: str | Mapping[str, str] | None = None
-    """Name of a dtype, or name pattern → dtype, of which the first that matches counts; `dtype_rules` says what each converts."""
+    """Name of a dtype, or name pattern → dtype; the first matching pattern counts. `dtype_rules` describes what each converts."""
     only: str | Sequence[str] | None = None
-    """The names that the new checkpoint has: a pattern, or several; None: all."""
+    """The names in the new checkpoint: a pattern, or several; None: all."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
-    """Bytes, or a string such as "512MiB": of buffers, over all workers of one machine together."""
+    """Size of buffers, over all workers of one machine together: bytes, or a string such as "512MiB"."""
     workers: int | None = None
-    """Processes that work at once on one machine; None: as many as there are cores, and as the memory is enough for."""
+    """Number of concurrent processes on one machine; None: as many as cores and memory allow."""
     task_bytes: int | str = DEFAULT_TASK_BYTES
-    """Bytes, or a string: about what a task writes. It is what an interruption loses, and what workers are given at a time. Another
-    size makes another job."""
+    """Approximate size of a task's output: bytes, or a string. An interruption loses this much, and workers receive this much at a time.
+    Another size makes another job."""
     overwrite: bool = False
-    """Replace a committed checkpoint, atomically, when the new one is whole; otherwise that is an AlreadyExistsError."""
+    """Replace a committed checkpoint, atomically, when the new one is complete; if False, the job raises AlreadyExistsError instead."""
     verify: bool = True
-    """Read back what was written, task by task, and compare it with its checksums before it counts."""
+    """Read back the data of each task and compare it with its checksums before the task counts."""
 
     def __post_init__(self) -> None:
         """Check every option."""

@@ -1,12 +1,12 @@
 """The plan of a reshard: its tasks, memory and cost, from the source's record and the options alone.
 
 1. `targets`: how each tensor will be stored.
-2. `cells`: each tensor is cut into boxes that can be read and written by themselves.
-3. All cells, in the order of the tensors, make one tape. It is cut into *tasks* of equal length, one cell wherever its
-   middle lies. A task is one host of the new attempt: it writes data of its own and a record, and knows nothing of the
-   others. How the tape is cut depends on sizes alone, not on workers or memory, so a job that is started again elsewhere
+2. `cells`: each tensor is cut into boxes that can be read and written independently.
+3. All cells, in the order of the tensors, form one sequence. It is cut into *tasks* of equal length; a cell belongs to the task that
+   contains its middle. A task is one host of the new attempt: it writes its own data and a record, and knows nothing of the
+   other tasks. The cut depends on sizes alone, not on workers or memory, so a job that is restarted elsewhere
    finds the same tasks.
-4. `memory`: what each worker may use. A task's cells are done in steps that fit (`ReshardPlan.steps`).
+4. `memory`: what each worker may use. A task handles its cells in steps that fit (`ReshardPlan.steps`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["ReshardPlan", "Task", "TaskShare", "plan_reshard"]
 
 MOST_TASKS = 4096
-"""About how many tasks a job has at most."""
+"""Approximate maximum number of tasks of a job."""
 _ENOUGH_TASKS = 8
-"""A job that would have fewer tasks has shorter ones: there is something to do for several workers, and progress is seen."""
+"""Desired minimum number of tasks: a smaller job gets shorter tasks, so that several workers have work and progress is visible."""
 _SHORTEST_TASK = 64 << 20
-"""Bytes below which a task is not made shorter for that: what begins and ends it (nothing is read or written meanwhile) takes the
-time of some 10 MiB."""
+"""Minimum bytes of a task that is shortened for this reason: its start and end, without reads or writes, take the time of about
+10 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,56 +50,56 @@ class TaskShare:
     """Some cells of one tensor."""
 
     tensor: str
-    """Its name in the target."""
+    """Name of the tensor in the target."""
     cells: range
-    """Which of its cells, counted in row-major order."""
+    """Range of the tensor's cells, counted in row-major order."""
     nbytes: int
-    """Of their elements in the target."""
+    """Bytes of the cells' elements in the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is done by one worker at a time: one host of the new attempt."""
+    """The unit of work of one worker: one host of the new attempt."""
 
     number: int
-    """From 0; the host's number."""
+    """Number of the task and of its host, from 0."""
     shares: tuple[TaskShare, ...]
-    """What it writes; none where it only carries over what a process owned by itself."""
+    """The cells that the task writes; empty if the task only copies a process's own values."""
 
     @property
     def nbytes(self) -> int:
-        """Of the elements that it writes."""
+        """Bytes of the elements that the task writes."""
         return sum(share.nbytes for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """What a reshard does."""
+    """The complete plan of a reshard."""
 
     source: CheckpointRecord
-    """Of the checkpoint that is read."""
+    """Record of the checkpoint to read."""
     target: Structure
-    """Of the new one."""
+    """Structure of the new checkpoint."""
     sources: Mapping[str, TensorRecord]
-    """By name in the target, the tensor of the source that it is made of."""
+    """Name in the target → source tensor."""
     decisions: Mapping[str, Decision]
-    """By name in the target, how a tensor is laid out, and why."""
+    """Name in the target → layout of the tensor, and its reason."""
     values: frozenset[str]
-    """Names of the places where every process that saved had a value of its own."""
+    """Names under which every process that saved had its own value."""
     layout: str
-    """Of the target: "packed" or "zarr"."""
+    """Storage layout of the target: "packed" or "zarr"."""
     compression: str | None
-    """Of the target."""
+    """Compression of the target; None: uncompressed."""
     tasks: tuple[Task, ...]
     memory: Memory
-    """What each worker may use."""
+    """Memory of each worker."""
     conversions: tuple[ConvertedSubtree, ...] = ()
-    """How many tensors `dtype` converts and leaves, by subtree."""
+    """Tensors that `dtype` converts and leaves, by subtree."""
     _cells: Mapping[str, Cells] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def unchanged(self) -> bool:
-        """Whether every chunk of the target is one of the source, byte for byte, and there are no others."""
+        """Whether the target has exactly the source's chunks, byte for byte."""
         return (
             (self.layout, self.compression) == (self.source.layout, self.source.compression)
             and self.target.tree == self.source.structure.tree
@@ -109,12 +109,12 @@ class ReshardPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all elements in the target."""
+        """Bytes of all elements in the target."""
         return sum(task.nbytes for task in self.tasks)
 
     @property
     def source_bytes(self) -> int:
-        """Stored bytes of the tensors that are read, uncompressed: of each chunk once."""
+        """Stored bytes of the source tensors, uncompressed; each chunk counts once."""
         return sum(p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in self.sources.values() for p in t.pieces)
 
     @property
@@ -124,30 +124,30 @@ class ReshardPlan:
 
     @property
     def written_bytes(self) -> int:
-        """Stored bytes of the target, uncompressed, with what fills up chunks at edges."""
+        """Stored bytes of the target, uncompressed, including the padding of chunks at edges."""
         return sum(
             p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in self.target.tensors.values() for p in t.pieces
         )
 
     @property
     def amplification(self) -> float:
-        """Stored bytes that are read, per stored byte of the tensors."""
+        """Stored bytes read per stored byte of the source tensors."""
         return self.read_bytes / max(1, self.source_bytes)
 
     def steps(self, share: TaskShare) -> Iterator[Step]:
-        """What is read at once of a share, one after another."""
+        """Yield the steps of a share in order."""
         target, source = self.target.tensors[share.tensor], self.sources[share.tensor]
         itemsize, room = target.dtype.itemsize, self.memory.room
         for box in self._cells[share.tensor].boxes(share.cells, self.memory.batch // itemsize):
             yield from steps(box, target.pieces, source.pieces, itemsize, room)
 
     def task_read_bytes(self, task: Task) -> int:
-        """Stored bytes that a task reads, uncompressed; each time that it reads them."""
+        """Stored bytes that a task reads, uncompressed; repeated reads count each time."""
         return sum(self._share_read_bytes(share) for share in task.shares)
 
     def _share_read_bytes(self, share: TaskShare) -> int:
         target, source, cells = self.target.tensors[share.tensor], self.sources[share.tensor], self._cells[share.tensor]
-        # Between cells nothing of the source is cut that the task has both sides of, but of a large one every step counts.
+        # No source chunk is read twice between cells of one task, but each step of a large cell counts by itself.
         if 2 * cells.largest() * target.dtype.itemsize <= self.memory.room:
             boxes = cells.boxes(share.cells, prod(target.shape))
         else:
@@ -156,19 +156,19 @@ class ReshardPlan:
 
 
 def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Location | None = None) -> ReshardPlan:
-    """Plan a reshard; nothing is read but the source's record, which is read already.
+    """Plan a reshard from the source's record, which is already in memory; nothing is read.
 
     Args:
         source: the checkpoint to read.
-        options: what to make of it.
-        destination: where to, which decides what writing takes; None: a local disk.
+        options: the requested result.
+        destination: place of the new checkpoint, which determines the memory for writing; None: a local disk.
 
     Raises:
-        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: what is asked for cannot be made of it.
-        BudgetError: the memory limit does not suffice; names it, and what would.
+        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: the request does not fit the source.
+        BudgetError: the memory limit is too small; names it, and a sufficient one.
     """
     record = source.record
-    ours = bool(record.hosts)  # what no host of a save has written is cut as somebody else cut it
+    ours = bool(record.hosts)  # without hosts it is foreign, with foreign chunk shapes
     layout = options.layout or record.layout
     keep_chunks = ours and layout == record.layout
     made = targets(record.structure, options, str(source.location), files=layout == "zarr", keep_chunks=keep_chunks)
@@ -178,11 +178,11 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
         target_chunk=largest_chunk(made.structure.tensors.values()),
         source_local=source.location.local is not None,
         target_local=destination is None or destination.local is not None,
-        # How others decode, and from what, is not known, and not yet of bases either.
+        # The decoding of foreign formats is unknown; bases are not known yet either.
         source_compressed=record.compression is not None or bool(record.structure.bases) or not ours,
         target_compressed=compression is not None,
     )
-    # Before cells are cut: there are as many as a file claims to have elements for.
+    # Check before cells are cut: their number grows with the number of elements that a file claims to have.
     check_limit(options.budget, options.workers or 1, sizes, str(source.location))
     least = record.processes if made.values else 1
     length = _task_length(made.structure, options.task_length)
@@ -208,13 +208,13 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
 
 
 def _task_length(structure: Structure, most: int) -> int:
-    """Bytes that a task writes: at most `most`, unless there were too many of them; less where there are few."""
+    """Bytes that a task writes: at most `most`, unless that makes too many tasks; less if there are few tasks."""
     total = sum(t.nbytes for t in structure.tensors.values())
     return max(min(most, max(_SHORTEST_TASK, -(-total // _ENOUGH_TASKS))), -(-total // MOST_TASKS))
 
 
 def _tasks(cells: Mapping[str, Cells], structure: Structure, length: int, least: int) -> tuple[Task, ...]:
-    """Cut the tape of all cells into parts of that many bytes; at least so many tasks, the last of them empty if they must be."""
+    """Cut the sequence of all cells into tasks of `length` bytes; at least `least` tasks, the last of them empty if necessary."""
     if not cells:
         return tuple(Task(number, ()) for number in range(least))
     names, grids = list(cells), list(cells.values())

@@ -1,13 +1,13 @@
-"""Processes on this machine that do what they are told, one thing at a time each; one that dies is replaced.
+"""Worker processes on this machine, each for one call at a time; a process that dies is replaced.
 
-An `Executor` of the standard library's kind, for what its own process pool does not do:
+This `Executor` has properties that the standard library's process pool lacks:
 
-1. A process that dies (the kernel ends it for want of memory, say) breaks the one future that it was at work on, with a
-   `BrokenExecutor`, and no other. The next call starts another process.
-2. Processes are started anew, not forked, and import nothing of the calling program: that need not guard its main module.
-3. They end at once when the program that started them does, whatever they are doing. Ctrl-C is the program's alone.
+1. A process that dies (for example, the kernel kills it for lack of memory) breaks only the future of its own call, with a
+   `BrokenExecutor`. The next call starts another process.
+2. Processes are spawned, not forked, and import nothing of the calling program, which need not guard its main module.
+3. Processes end immediately when the program that started them ends. Only the program handles Ctrl-C.
 
-Functions and arguments are sent over a pipe to processes of one's own, as `multiprocessing` does it.
+Functions and arguments are pickled over a pipe to child processes, as in `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PATIENCE = 10
-"""Seconds that a process may take to end when it has nothing more to do."""
+"""Timeout in seconds for the end of an idle process."""
 
 
 class LocalProcesses(Executor):
-    """So many processes, started when they are first needed."""
+    """An executor with a fixed number of processes, each started when it is first needed."""
 
     def __init__(self, processes: int) -> None:
-        # A thread for each process: it starts it, tells it what to do, and waits for the answer.
+        # One thread per process starts it, sends it calls, and waits for the results.
         self._threads = ThreadPoolExecutor(processes, "shardckpt-worker")
         self._mine = local()
         self._all: set[_Process] = set()
@@ -51,7 +51,7 @@ class LocalProcesses(Executor):
         return self._threads.submit(self._call, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End all processes: when they have done what was submitted, or now, with `cancel_futures`."""
+        """End all processes: after the submitted calls, or now, with `cancel_futures`."""
         if cancel_futures:
             with self._changing:
                 self._ended = True
@@ -85,7 +85,7 @@ class LocalProcesses(Executor):
 
 
 def _module_paths() -> Iterator[str]:
-    """Where this process finds modules; not in a working directory that was removed."""
+    """Yield the module search path of this process, without a working directory that was removed."""
     for path in sys.path:
         with suppress(FileNotFoundError):
             yield path or os.getcwd()  # noqa: PTH109
@@ -98,23 +98,23 @@ class _Process:
         self._pipe, theirs = Pipe()
         with theirs:
             code = f"from shardckpt.reshard.processes import serve; serve({theirs.fileno()})"
-            # BLAS has a thread for each core, which takes a third of the time in which numpy is imported, and nothing for it to do.
+            # BLAS starts a thread per core, which takes a third of numpy's import time, and the threads would be idle.
             own = {"PYTHONPATH": os.pathsep.join(_module_paths()), "OPENBLAS_NUM_THREADS": "1"}
             command = [sys.executable, "-c", code]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | own)  # noqa: S603
 
     def ask(self, *call: object) -> tuple[bool, Any]:
-        """Whether a call went well, and what it returned or raised; EOFError or OSError where the process ends instead."""
+        """Run a call; return whether it succeeded, and its result or error; EOFError or OSError if the process ends instead."""
         self._pipe.send(call)
         answer: tuple[bool, Any] = self._pipe.recv()
         return answer
 
     def kill(self) -> None:
-        """End it now."""
+        """End the process now."""
         self._process.kill()
 
     def end(self) -> str:
-        """End it, as soon as it has nothing to do; how it has ended, in words."""
+        """End the process as soon as it is idle; return its exit status or signal as text."""
         self._pipe.close()
         try:
             status = self._process.wait(_PATIENCE)
@@ -125,7 +125,7 @@ class _Process:
 
 
 def serve(pipe: int) -> None:
-    """What such a process does: calls functions that come through a pipe, until that is closed."""
+    """Run the calls that arrive through a pipe, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(pipe)
     calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = SimpleQueue()
@@ -135,7 +135,7 @@ def serve(pipe: int) -> None:
             while True:
                 calls.put(connection.recv())
         except (EOFError, OSError):
-            os._exit(0)  # whoever wanted the answer is gone
+            os._exit(0)  # the parent has ended
 
     Thread(target=receive, daemon=True).start()
     while True:

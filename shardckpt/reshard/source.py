@@ -1,7 +1,7 @@
-"""The interface of a checkpoint that can be resharded: one of ours, or a foreign one.
+"""The interface of a checkpoint that can be resharded: a shardckpt checkpoint, or a foreign one.
 
-One of ours does it by itself (`shardckpt.Checkpoint`), and is named by its url. Any other is named by a `SourceSpec`, which workers
-are sent and open for themselves: an import is a reshard of what somebody else has stored.
+`shardckpt.Checkpoint` implements it, and its URL names it. A `SourceSpec` names any foreign checkpoint; workers receive the spec
+and open it themselves. An import is a reshard of a foreign checkpoint.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Reader(Protocol):
         """Fill every request's buffers; each stored chunk is read once.
 
         Raises:
-            MissingDataError, CorruptionError, StorageError: what is needed is not there, damaged, or cannot be read.
+            MissingDataError, CorruptionError, StorageError: required data is missing, damaged, or cannot be read.
         """
         ...
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> Sequence[Callable[[], None]]:
-        """A call for each group of requests that does what `read` does with it; buffers are written to when it is made."""
+        """One call per group of requests that does the work of `read` for the group; buffers are written only when it runs."""
         ...
 
 
@@ -44,68 +44,68 @@ class OpenSource(Protocol):
 
     @property
     def location(self) -> Location:
-        """Where it lies."""
+        """Place of the checkpoint."""
         ...
 
     @property
     def record(self) -> CheckpointRecord:
-        """What it holds. Its `attempt` is another one whenever anything that is stored there differs."""
+        """Record of the contents. Its `attempt` differs whenever anything stored there differs."""
         ...
 
     @property
     def reader(self) -> Reader:
-        """Reads its elements."""
+        """Reader of the elements."""
         ...
 
     @property
     def stats(self) -> ReadStats:
-        """What reading took so far."""
+        """Statistics of the reads so far."""
         ...
 
     def limit_reading(self, *, threads: int | None, memory: int) -> None:
-        """Say what reading may take, before the first chunk is read.
+        """Limit the resources of reading; called before the first chunk is read.
 
         Args:
-            threads: how many read at once; None: as many as there is memory for.
-            memory: bytes of what is being read; less of it means smaller reads, and fewer at a time from an object store.
+            threads: number of reader threads; None: as many as memory allows.
+            memory: bytes of reads in progress; a smaller value means smaller reads, and fewer concurrent requests to an object store.
         """
         ...
 
     def reading(self) -> AbstractContextManager[None]:
-        """Goes around all reading: tells a checkpoint that was replaced or deleted meanwhile from one that is damaged.
+        """Context manager around all reads; it distinguishes a checkpoint that was replaced or deleted from a damaged one.
 
         Raises:
-            ReplacedError: what was raised inside is because of that.
+            ReplacedError: an error inside was caused by a replacement or deletion.
         """
         ...
 
     def process_values(self, process: int) -> dict[str, Any]:
-        """What a process owned by itself when it saved (`PerProcess`), by name, not decoded."""
+        """A process's own values from the save (`PerProcess`), by name, not decoded."""
         ...
 
 
 class SourceSpec(Protocol):
-    """Which checkpoint is meant; small, can be pickled, and equal specs mean the same."""
+    """The name of a checkpoint; small, can be pickled, and equal specs mean the same checkpoint."""
 
     @property
     def url(self) -> str:
-        """Where it lies."""
+        """URL of the checkpoint."""
         ...
 
     def open(self) -> OpenSource:
-        """Open it.
+        """Open the checkpoint.
 
         Raises:
-            NotFoundError, FormatError: there is none, or none that can be read.
+            NotFoundError, FormatError: there is no checkpoint, or it cannot be read.
         """
         ...
 
 
 def open_source(source: str | SourceSpec) -> OpenSource:
-    """Open a checkpoint: one of ours by its url, any other by its spec."""
+    """Open a checkpoint: a shardckpt checkpoint by its URL, a foreign one by its spec."""
     return Checkpoint(source) if isinstance(source, str) else source.open()
 
 
 def place_of(source: str | SourceSpec) -> Location:
-    """Where it lies."""
+    """Place of a source."""
     return parse(source if isinstance(source, str) else source.url)

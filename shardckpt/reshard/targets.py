@@ -1,7 +1,7 @@
-"""The structure of the new checkpoint, and for each of its tensors the source tensor that it is made of.
+"""The structure of the new checkpoint, and the source tensor of each of its tensors.
 
-Each tensor is stored as a save would store it that finds it laid out like this on devices (`save_plan`). One of a checkpoint of
-ours that keeps its layout and the size of its elements keeps its arrays and chunks, too, whatever cut them so.
+Each tensor is stored as a save would store it if devices had it in the new layout (`save_plan`). A tensor of a shardckpt
+checkpoint that keeps its layout and element size also keeps its arrays and chunks, whatever their shapes.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ __all__ = ["Targets", "renamed", "targets"]
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a reshard makes."""
+    """The tensors that a reshard makes."""
 
     structure: Structure
-    """Of the new checkpoint."""
+    """Structure of the new checkpoint."""
     sources: Mapping[str, TensorRecord]
-    """By name in the new checkpoint, the tensor of the source."""
+    """Name in the new checkpoint → source tensor."""
     decisions: Mapping[str, Decision]
-    """By name in the new checkpoint, how a tensor is laid out, and why."""
+    """Name in the new checkpoint → layout of the tensor, and its reason."""
     values: frozenset[str]
-    """Names of the places where every process has a value of its own."""
+    """Names under which every process has its own value."""
     conversions: tuple[ConvertedSubtree, ...]
-    """How many tensors `dtype` converts and leaves, by subtree."""
+    """Tensors that `dtype` converts and leaves, by subtree."""
 
 
 def targets(source: Structure, options: ReshardOptions, where: str, *, files: bool = False, keep_chunks: bool = True) -> Targets:
-    """What a reshard makes of a checkpoint with that structure.
+    """Work out the new checkpoint from the structure of the source.
 
     Args:
-        source: of the checkpoint.
-        options: the job's.
-        where: the checkpoint's place, for messages.
-        files: whether each chunk becomes a file of its own.
-        keep_chunks: whether a tensor that can keep its arrays and chunks does.
+        source: structure of the source checkpoint.
+        options: options of the job.
+        where: place of the source, for messages.
+        files: whether each chunk becomes a separate file.
+        keep_chunks: whether a tensor that can keep its arrays and chunks does so.
 
     Raises:
-        NamesMismatchError: nothing is selected by `only`.
-        OptionError, ShardingError: as in `layouts.decide`; or a pattern of `dtype` that matches nothing.
-        DtypeMismatchError: a tensor that cannot be converted, by name.
-        LeafError: a tensor that cannot be stored.
+        NamesMismatchError: `only` selects nothing.
+        OptionError, ShardingError: as in `layouts.decide`; or a pattern of `dtype` matches nothing.
+        DtypeMismatchError: a tensor cannot be converted; the message names it.
+        LeafError: a tensor cannot be stored.
     """
     tree, stored = select(source.tree, selector(options.only))
     if options.only is not None and not tree:
@@ -83,9 +83,9 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
 
 
 def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
-    """A tensor that is stored in the same chunks, under the same name or another one."""
+    """The record of a tensor that keeps its chunks, under the same name or another one."""
     if name == tensor.name:
-        return replace(tensor, dtype=dtype, base=None)  # what lies in a base is brought in
+        return replace(tensor, dtype=dtype, base=None)  # data in a base is copied into the new checkpoint
     whole = len(tensor.pieces) == 1 and tensor.pieces[0].path == array_path(tensor.name)
     paths = [array_path(name)] if whole else [piece_path(name, tensor.shape, piece.start) for piece in tensor.pieces]
     pieces = tuple(replace(piece, path=path) for piece, path in zip(tensor.pieces, paths, strict=True))

@@ -1,15 +1,15 @@
-"""Doing one task of a job: read its cells, write them as the new chunks, read those back, and leave a host's record.
+"""Execution of one task of a job: read its cells, write the new chunks, read those back, and write a host record.
 
-1. A record that is there already means that the task is done; nothing else is looked at.
-2. Its steps are read into the chunks of the target (`assembling`).
-3. Meanwhile what was read before is finished (checksum, compression) and written.
-4. When all is durable it is read back and compared with the chunk table. Then the record is written, if it is not there.
+1. If a record already exists, the task is done; nothing else is checked.
+2. The task's steps are read into the chunks of the target (`assembling`).
+3. Meanwhile chunks of earlier steps are finished (checksum, compression) and written.
+4. Once all data is durable, it is read back and compared with the chunk table. Then the record is written, if none exists.
 
-A task may be done twice, at the same time too: by a worker that was taken for dead, say. Each writes below a name of its own,
-the first record counts, and who comes second removes what is its own. In the plain layout, where a chunk has one name, both
-write the same bytes there, each chunk at once.
+A task may run twice, even at the same time, for example if a worker was wrongly considered dead. Each run writes below its own
+name, the first record counts, and the other run removes its own files. In the plain layout, where a chunk has one name, both
+runs write the same bytes there, each chunk atomically.
 
-Idempotent, and all that it is told can be pickled: this is what engines run.
+The function is idempotent, and all its arguments can be pickled: engines run it.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ if TYPE_CHECKING:
 __all__ = ["TaskReport", "forget", "keep", "record_key", "run_task"]
 
 _PAGES = 64 << 20
-"""Bytes of files of a local disk that are being made durable at a time. They are the kernel's, not this process's."""
+"""Bytes of local files that are flushed to disk at a time. These pages belong to the kernel, not to this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """What doing a task took."""
+    """Result of a task."""
 
     number: int
     done_before: bool
-    """Whether its record was there already: nothing was done, or it was for nothing."""
+    """Whether the record existed already: nothing was done, or this run's work was discarded."""
     nbytes: int
-    """Of the elements that the task writes."""
+    """Bytes of the elements that the task writes."""
     read_bytes: int = 0
-    """Stored bytes of the source that were read."""
+    """Stored bytes of the source that this run read."""
     stored_bytes: int = 0
-    """That were written, of chunks."""
+    """Stored bytes of the chunks that this run wrote."""
     seconds: float = 0.0
 
 
 def record_key(number: int) -> str:
-    """Where a task's record is, relative to the attempt."""
+    """Key of a task's record, relative to the attempt."""
     return f"records/{number:05d}.json"
 
 
@@ -69,12 +69,12 @@ def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
     """Do one task of a job, unless it is done.
 
     Args:
-        job: which one; the same for all its tasks.
-        number: of the task, from 0.
-        at_once: how many tasks of the job are done at a time, everywhere: they share what a bucket bears.
+        job: the job; the same for all its tasks.
+        number: number of the task, from 0.
+        at_once: number of tasks of the job that run at a time, everywhere: they share the request rate of a bucket.
 
     Raises:
-        CorruptionError: the source is damaged there; or what was written does not read back as it was.
+        CorruptionError: the source is damaged; or the written data differs when read back.
         ReplacedError: the source was replaced or deleted meanwhile.
         CommitError, NotFoundError, AlreadyExistsError: the source or the destination is no longer what the job began with.
         StorageError: the storage failed.
@@ -90,17 +90,17 @@ def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
 
 
 _here = local()
-"""The job that this thread is at work on, and its memory, kept from task to task."""
+"""This thread's open job and its memory, kept between tasks."""
 
 
 def keep(job: Job, opened: OpenJob) -> None:
-    """Have this thread do tasks of a job that it has open: neither source nor plan are looked at once more."""
-    forget()  # the former one's memory is free before the new one takes any
+    """Use an open job for the tasks that this thread runs: neither source nor plan is read again."""
+    forget()  # frees the memory of the previous job first
     _here.job, _here.opened, _here.memory = job, opened, BatchMemory()
 
 
 def forget() -> None:
-    """Free what this thread keeps from task to task."""
+    """Free the job and memory that this thread keeps between tasks."""
     _here.__dict__.clear()
 
 
@@ -122,7 +122,7 @@ class _Run:
         self._place: Store = opened.place.among(task.number % at_once, at_once)
 
     def do(self) -> tuple[bool, int]:
-        """Whether this run's record counts, and the bytes that it wrote."""
+        """Run the task; return whether this run's record counts, and the bytes that it wrote."""
         plan, number = self._plan, self._task.number
         writer = HostWriter(
             self._place,
@@ -143,19 +143,19 @@ class _Run:
             writer.abort()
             self._remove(writer)
             raise
-        writer.vouches = True  # if the answer is lost the record may be there all the same, and then all that it names has to stay
+        writer.vouches = True  # the record may exist even if the answer is lost; then its files must stay
         first = self._place.create(record.key, seal(record.to_json()))
         if not first:
             self._remove(writer)
         return first, record.stored_bytes
 
     def _remove(self, writer: HostWriter) -> None:
-        """Remove this run's own files; what cannot be removed goes with what else no record names."""
+        """Remove this run's own files; files that cannot be removed are collected later with other unreferenced files."""
         with suppress(ShardckptError):
             self._place.delete_prefix(f"{writer.folder}/")
 
     def _values(self) -> bytes | None:
-        """The file of what the process of this number owned by itself."""
+        """The file with the own values of the process of this number."""
         if not self._plan.values or self._task.number >= self._plan.source.processes:
             return None
         found = self._opened.checkpoint.process_values(self._task.number)
@@ -163,7 +163,7 @@ class _Run:
         return seal({"values": values}) if values else None
 
     def _write(self, writer: HostWriter) -> None:
-        """Read everything, and write it while what follows is read."""
+        """Read all steps, and write each batch while the next one is read."""
         with closing(assembled(self._opened.checkpoint, self._steps(), self._plan.memory.batch, _here.memory)) as batches:
             for batch in batches:
                 writer.put_laid_out([(chunk.piece, chunk.position, chunk.raw) for chunk in batch.whole])
@@ -177,7 +177,7 @@ class _Run:
                 yield PlannedStep(target, step)
 
     def _read_back(self, table: Table) -> None:
-        """Compare what is durable with what was written."""
+        """Compare the durable data with the data written."""
         try:
             read_back(self._opened, table)
         except CorruptionError as e:

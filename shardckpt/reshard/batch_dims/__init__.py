@@ -3,8 +3,8 @@
     found = shardckpt.reshard.batch_dims.batch_dims(torch.export.export(model, inputs, dynamic_shapes=…))
     found.states["cache.k"]        # Shard(0), Replicate, Partial(sum) or Unknown, and found.explain("cache.k") says why
 
-`inference` has what users see, `shardings` makes layouts for saving and resharding of it, `rules` has one table per family of
-operators. Nothing here imports torch: a graph says all that is asked about itself.
+`inference` has the public functions. `shardings` turns their result into layouts for saving and resharding. `rules` has one table
+per family of operators. Nothing here imports torch: a graph carries all the necessary data.
 """
 
 from __future__ import annotations

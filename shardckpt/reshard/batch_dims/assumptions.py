@@ -9,9 +9,9 @@ __all__ = ["Assumptions"]
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """All off: only what follows from the graph."""
+    """Optional assumptions; by default all are off, and only the graph counts."""
 
     even_counts: bool = False
-    """Masks have as many true elements in every part of the batch."""
+    """Masks have the same number of true elements in every part of the batch."""
     local_batch_norm: bool = False
-    """Batch normalisation by the statistics of each process's own part is what is meant."""
+    """Batch normalisation is meant to use the statistics of each process's own part."""

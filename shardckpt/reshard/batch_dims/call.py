@@ -1,4 +1,4 @@
-"""One call in a graph, as a rule sees it: arguments by the names of the operator's schema, shapes, and what is known of each."""
+"""One call in a graph, as a rule sees it: arguments by their schema names, shapes, and known layouts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 __all__ = ["Call", "Result", "Unresolved", "is_node", "op_name", "shown"]
 
 Result = Layout | tuple[Layout, ...]
-"""Of one tensor, or of a tuple of them."""
+"""Layout of one tensor, or of each tensor in a tuple."""
 
 _SIZES = frozenset(
     {"size", "shape", "sizes", "split_size", "split_sizes", "repeats", "N", "HxW", "num_weights", "output_size", "normalized_shape"}
 )
-"""Arguments, by their names in schemas, that say what shape the result has."""
+"""Arguments, by schema name, that give the shape of the result."""
 _POSITIONS = frozenset({"start", "end", "index", "shifts", "diagonal", "k", "pad"})
-"""Arguments that say where in a dimension, if they are numbers."""
+"""Arguments that give a position in a dimension, if they are numbers."""
 
 
-class Unresolved(Exception):  # noqa: N818 - it passes an operand's Unknown on
+class Unresolved(Exception):  # noqa: N818 - it carries an operand's Unknown
     """An operand is Unknown, so the result is."""
 
     def __init__(self, unknown: Unknown) -> None:
@@ -42,9 +42,9 @@ class Call:
 
     Args:
         node: a `torch.fx.Node` that calls an ATen operator.
-        batch: sizes.
-        known: what is known of the nodes before it.
-        assume: what the caller says.
+        batch: the size of the batch.
+        known: layouts of the nodes before it.
+        assume: the caller's assumptions.
     """
 
     def __init__(self, node: Any, batch: BatchSize, known: Mapping[Any, Result], assume: Assumptions) -> None:
@@ -55,7 +55,7 @@ class Call:
         self._arguments = _by_name(node)
 
     def __getitem__(self, name: str) -> Any:
-        """The argument of that name in the schema, or its default; None where the schema has no such."""
+        """The argument of that schema name, or its default; None if the schema has no such argument."""
         return self._arguments.get(name)
 
     @property
@@ -64,11 +64,11 @@ class Call:
         return list(self.node.all_input_nodes)
 
     def layout(self, value: Any) -> Replicate | Shard | Partial:
-        """What is known of an argument: a node, or a number.
+        """The layout of an argument: a node, or a number.
 
         Raises:
-            Unresolved: nothing is known of it.
-            Undecided: it is a number, and depends on the batch in no simple way.
+            Unresolved: the layout is Unknown.
+            Undecided: the argument is a number that depends on the batch, but not on a power of it.
         """
         if not is_node(value):
             return Replicate(self.batch.power(value)) if isinstance(value, int | float) else Replicate()
@@ -82,15 +82,15 @@ class Call:
         return found
 
     def known(self, value: Any) -> Result:
-        """All that is known of a node."""
+        """The layout of a node, or the layouts of its results."""
         return self._known[value]
 
     def steady(self, value: Any) -> Replicate | Shard:
-        """Of an operand that must be whole: replicated or cut, to no power of the batch.
+        """The layout of an operand that must not be partial: replicated or cut, scaled by no power of the batch.
 
         Raises:
-            Unresolved: nothing is known of it.
-            Undecided: it is partial.
+            Unresolved: the layout is Unknown.
+            Undecided: the operand is partial.
         """
         found = self.layout(value)
         if isinstance(found, Partial):
@@ -100,11 +100,11 @@ class Call:
         return found
 
     def replicated(self, value: Any) -> Replicate:
-        """Of an operand that must be the same everywhere; None as an argument is.
+        """The layout of an operand that must be the same everywhere; None as an argument counts as replicated.
 
         Raises:
-            Unresolved: nothing is known of it.
-            Undecided: it is cut or partial.
+            Unresolved: the layout is Unknown.
+            Undecided: the operand is cut or partial.
         """
         found = self.steady(value)
         if isinstance(found, Shard):
@@ -112,14 +112,14 @@ class Call:
         return found
 
     def shape(self, value: Any) -> tuple[int, ...]:
-        """An argument's shape; () of a number."""
+        """An argument's shape; () for a number."""
         if not is_node(value):
             return ()
         return self.batch.shape(getattr(value.meta["val"], "shape", ()))
 
     @property
     def outs(self) -> list[tuple[int, ...] | None]:
-        """Shapes of all results; None for one that is no tensor."""
+        """Shapes of all results; None for a result that is not a tensor."""
         value = self.node.meta["val"]
         return [self.batch.shape(v.shape) if hasattr(v, "shape") else None for v in (value if isinstance(value, tuple | list) else [value])]
 
@@ -128,7 +128,7 @@ class Call:
         """The shape of the only result.
 
         Raises:
-            Undecided: there are several.
+            Undecided: there are several results.
         """
         shapes = self.outs
         if len(shapes) > 1:
@@ -136,11 +136,11 @@ class Call:
         return shapes[0] or ()
 
     def refuse_counts(self) -> None:
-        """Refuse numbers among the arguments that differ with the size of the part, other than sizes, which the result's shape shows.
+        """Refuse numeric arguments that differ with the size of the part, except sizes, which the result's shape shows.
 
         Raises:
-            Unresolved: how one depends on the batch is not known.
-            Undecided: one is a multiple of the batch, or, in a graph of fixed sizes, a position that may be.
+            Unresolved: the dependence of an argument on the batch is not known.
+            Undecided: an argument is a multiple of the batch, or, in a graph of fixed sizes, a position that may be one.
         """
         for name, argument in self._arguments.items():
             if name in {"start", "end"} and self._takes_all():
@@ -151,21 +151,21 @@ class Call:
                     raise Undecided(f"its {name}, {shown(value)}, depends on the size of the part")
 
     def _takes_all(self) -> bool:
-        """Whether a slice is the whole dimension."""
+        """Whether a slice covers the complete dimension."""
         return all(self.shape(self[name]) == self.out for name in ("self", "src") if self[name] is not None)
 
     def dim(self, value: Any, ndim: int) -> int:
-        """A dimension that may be counted from the end."""
+        """A dimension as a non-negative index; negative values count from the end."""
         return int(value) % max(ndim, 1)
 
     def dims(self, value: Any, ndim: int) -> tuple[int, ...]:
-        """Likewise of a list, a single one, or None or nothing, which means all."""
+        """Dimensions as non-negative indices, from a list or a single one; None or an empty list means all."""
         if value is None or value == []:
             return tuple(range(ndim))
         return tuple(self.dim(d, ndim) for d in (value if isinstance(value, Sequence) else [value]))
 
     def is_zero(self, value: Any) -> bool:
-        """Whether an argument is zero everywhere: a literal, or made so."""
+        """Whether an argument is zero everywhere: a literal zero, or a tensor created as zeros."""
         if not is_node(value):
             return isinstance(value, int | float) and value == 0
         if value.op != "call_function":
@@ -182,7 +182,7 @@ class Call:
 
 
 def op_name(node: Any) -> str:
-    """An ATen operator's name without its overload: "add" of "aten.add.Tensor"; any other target's as text."""
+    """An ATen operator's name without its overload ("add" of "aten.add.Tensor"); for any other target, its text."""
     target = str(node.target)
     if target.startswith("aten."):
         return target.split(".")[1]

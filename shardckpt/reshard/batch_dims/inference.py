@@ -1,11 +1,11 @@
-"""Inferring which tensors of a data-parallel program are cut along the batch, replicated, or partial.
+"""Inference of the tensors of a data-parallel program that are cut along the batch, replicated, or partial.
 
 1. The batch is a dimension of one or several inputs: named by the caller, or the one symbol of a graph with dynamic shapes.
 2. Parameters, buffers and all other inputs are replicated to begin with.
 3. One pass over the graph gives the layout of everything (`propagation`).
-4. State that the program changes is the input of its next step, so its layout must be one that the program returns. Where
-   replicated is none (a cache with a row per sample, a sum over samples), the others are tried: cut in a
-   dimension of the batch's size, a partial sum, mean, largest or smallest. State without such a layout is Unknown.
+4. State that the program changes is the input of its next step, so its layout must equal the layout that the program returns. If
+   replicated fails this test (a cache with a row per sample, a sum over samples), the other layouts are tried: cut in a
+   dimension of the batch's size, a partial sum, mean, maximum or minimum. State without such a layout is Unknown.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ __all__ = ["BatchDims", "batch_dims"]
 
 @dataclass(frozen=True, slots=True)
 class BatchDims:
-    """What was found of a program's tensors."""
+    """The inferred layouts of a program's tensors."""
 
     program: Program
     """The graph and its names."""
     nodes: Mapping[str, Result]
-    """Of every node, by its name in `program.graph`; a tuple for a node with several results."""
+    """Layout of every node, by its name in `program.graph`; a tuple for a node with several results."""
     states: Mapping[str, Layout]
-    """Of parameters, buffers and constants, by their names in the module."""
+    """Layouts of parameters, buffers and constants, by their names in the module."""
     inputs: Mapping[str, Layout]
-    """Of what a caller passes."""
+    """Layouts of the caller's arguments."""
     outputs: Mapping[str, Layout]
-    """Of what is returned; of gradients in a joint graph, by `<parameter>.grad`."""
+    """Layouts of the results; in a joint graph, of gradients too, under `<parameter>.grad`."""
     _by_node: Mapping[Any, Result] = field(repr=False)
 
     def __getitem__(self, name: str) -> Result:
-        """Of a state, an input, an output or a node, by name.
+        """The layout of a state, an input, an output or a node, by name.
 
         Raises:
-            NamesMismatchError: there is none of that name.
+            NamesMismatchError: there is no tensor of that name.
         """
         for some in (self.states, self.inputs, self.outputs, self.nodes):
             if name in some:
@@ -61,12 +61,12 @@ class BatchDims:
 
     @property
     def unknown_operators(self) -> Counter[str]:
-        """Where Unknown begins: operator → number of nodes."""
+        """The operators at which an Unknown begins → number of nodes."""
         begun = {name for found in self._by_node.values() for name in _origins(found)}
         return Counter(str(node.target) for node in self.program.graph.nodes if node.name in begun)
 
     def explain(self, name: str) -> str:
-        """How the layout of a tensor came about: one line per node, from where the batch comes in to the tensor itself.
+        """Explain a tensor's layout: one line per node, from where the batch enters to the tensor itself.
 
         Raises:
             NamesMismatchError: there is no tensor of that name.
@@ -87,7 +87,7 @@ class BatchDims:
         raise AssertionError(name)
 
     def _cause(self, node: Any) -> Any:
-        """The operand that a node's layout comes from: Unknown for the same reason, or as partial, or cut; of several, the latest."""
+        """The operand that determines a node's layout: equally Unknown, or partial, or cut; the latest if there are several."""
         found = self._by_node[node]
         telling = [
             n for n in self._by_node if n in node.all_input_nodes and any(layout != Replicate() for layout in _each(self._by_node[n]))
@@ -101,21 +101,21 @@ class BatchDims:
 def batch_dims(
     exported: Any, batch: Mapping[str, int] | None = None, *, even_counts: bool = False, local_batch_norm: bool = False
 ) -> BatchDims:
-    """Work out the layout of every tensor of a program over equal parts of its batch.
+    """Infer the layout of every tensor of a program over equal parts of its batch.
 
     Args:
         exported: a `torch.export.ExportedProgram`, of a forward pass or joint with its backward pass, or a `torch.fx.GraphModule`
             of functional ATen operators whose nodes have `meta["val"]`.
         batch: input or buffer → the dimension that is its batch. Optional for a graph with one dynamic dimension. In a graph with
             dynamic shapes every other input with the same symbol is cut, too.
-        even_counts: masks have as many true elements in every part of the batch. The mean loss over targets that are not ignored
+        even_counts: masks have the same number of true elements in every part of the batch. The mean loss over targets that are not ignored
             is then the mean of the parts' means, as data-parallel training assumes; otherwise it is Unknown.
-        local_batch_norm: batch normalisation in training by the statistics of each process's own part is what is meant, as in
-            data-parallel training without SyncBatchNorm. That is another function than that of the whole batch. Its result is
-            then cut, and what is found after it holds of the parts' results put together; otherwise it is Unknown.
+        local_batch_norm: batch normalisation in training by the statistics of each process's own part is intended, as in
+            data-parallel training without SyncBatchNorm. This function differs from normalisation over the complete batch. Its result
+            is then cut, and later results apply to the parts' results put together; if False, the result is Unknown.
 
     Raises:
-        OptionError: no such input or dimension, several sizes for the batch, or the batch was not named and cannot be told.
+        OptionError: there is no such input or dimension, the batch has several sizes, or the batch was not named and cannot be inferred.
     """
     program = Program.of(exported)
     size, given = _batch_of(program, batch)
@@ -133,7 +133,7 @@ def batch_dims(
 
 
 def _in_numbers(node: Any, found: Result, batch: BatchSize) -> Result:
-    """What was found, if no symbol is in it: a size that is not known yet is no number of runs."""
+    """The layout, if it has no symbols; a size that is not known yet cannot be a number of runs."""
     if isinstance(found, tuple):
         return tuple(_single(_in_numbers(node, layout, batch)) for layout in found)
     if isinstance(found, Shard | Numbered) and not batch.is_literal(found.outer):
@@ -150,7 +150,7 @@ def _single(found: Result) -> Layout:
 
 
 def _batch_of(program: Program, batch: Mapping[str, int] | None) -> tuple[BatchSize, dict[Any, Layout]]:
-    """The size of the batch, and the inputs that were named."""
+    """The size of the batch, and the layouts of the named inputs."""
     if not batch:
         symbols = {
             str(expr): size for node in _tensors(program) for size in node.meta["val"].shape if (expr := symbol_of(size)) is not None
@@ -191,7 +191,7 @@ def _tensors(program: Program) -> list[Any]:
 
 
 def _with_symbol(program: Program, batch: BatchSize) -> dict[Any, Layout]:
-    """Inputs that say by their shape that they have the batch; plain numbers that are its size."""
+    """Inputs whose shape contains the batch's symbol, and plain numbers equal to its size."""
     found: dict[Any, Layout] = {}
     for node in (*program.inputs.values(), *program.states.values()):
         try:
@@ -211,7 +211,7 @@ def _with_symbol(program: Program, batch: BatchSize) -> dict[Any, Layout]:
 
 
 def _settled(program: Program, inputs: dict[Any, Layout], batch: BatchSize, assume: Assumptions) -> dict[Any, Result]:
-    """The layouts of all nodes, with a layout for changed state that the program keeps up."""
+    """The layouts of all nodes, such that changed state keeps its layout from step to step."""
     changed = {program.placeholder(name): new for name, new in program.changed.items()}
     left = {node: _candidates(node, batch) for node in changed if node not in inputs}
     first: dict[Any, Result] = {}
@@ -229,7 +229,7 @@ def _settled(program: Program, inputs: dict[Any, Layout], batch: BatchSize, assu
 
 
 def _candidates(node: Any, batch: BatchSize) -> list[Layout]:
-    """What state may be, if it is not replicated, in the order in which it is tried."""
+    """The candidate layouts of state that is not replicated, in the order of the attempts."""
     try:
         shape = batch.shape(node.meta["val"].shape)
     except Undecided:
@@ -269,7 +269,7 @@ def _call_text(node: Any) -> str:
 
 
 def _source_line(node: Any) -> str:
-    """Where in the user's program the node is from, if the graph says."""
+    """The place of a node in the user's program, if the graph records it."""
     trace = node.meta.get("stack_trace") or ""
     found = [(path, line) for path, line in re.findall(r'File "([^"]*)", line (\d+)', trace) if "/torch/" not in path]
     return f"  # {found[-1][0].rpartition('/')[2]}:{found[-1][1]}" if found else ""

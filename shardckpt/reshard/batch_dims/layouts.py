@@ -1,14 +1,14 @@
 """Layouts of a tensor over the processes of a data-parallel program.
 
-Each of k equal parts of the batch goes through the same program. What a process then has of a tensor, its *part*, is
-related to the tensor of the whole batch in one of few ways:
+Each of k equal parts of the batch goes through the same program. The part of a tensor in one process is
+related to the tensor of the complete batch in one of a few forms:
 
-- `Replicate`: all parts are equal, and are the tensor.
-- `Shard`: the parts, put behind one another along a dimension, are the tensor. Where that dimension came about by merging
-  others, the batch may be inside of it: the dimension is (outer, batch, inner) in row-major order.
-- `Partial`: the parts, reduced element by element, are the tensor.
-- `Numbered`: the numbers of the samples, which every process counts from 0. They serve to pick each sample's own row.
-- `Unknown`: none of these, or that cannot be told. It says why, and where in the program that began.
+- `Replicate`: all parts equal the tensor.
+- `Shard`: the parts, concatenated along a dimension, form the tensor. If that dimension results from merging
+  others, the batch may be inside it: the dimension is (outer, batch, inner) in row-major order.
+- `Partial`: the parts, reduced element by element, form the tensor.
+- `Numbered`: the numbers of the samples, which every process counts from 0. They select each sample's own row.
+- `Unknown`: none of these, or the form cannot be determined. It has a reason, and the node where it began.
 
 Each may be off by a power of the batch size: a program that divides a sum by its number of samples divides by k times
 less in each process. The mean of the parts' means is so a sum with the power -1 (a `Partial` of "mean").
@@ -59,7 +59,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each process has a term of it.
+    """Each process has one term of the reduction.
 
     >>> str(Partial("sum")), str(Partial("sum", -1)), str(Partial("max"))
     ('Partial(sum)', 'Partial(mean)', 'Partial(max)')
@@ -72,7 +72,7 @@ class Partial:
 
     @property
     def op(self) -> str:
-        """What reduces the parts: sum, mean, max or min."""
+        """Reduction of the parts: sum, mean, max or min."""
         return "mean" if (self.reduction, self.power) == ("sum", -1) else self.reduction
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Numbered:
     dim: int
     """The dimension that has the samples."""
     outer: int = 1
-    """As for `Shard`."""
+    """Elements of that dimension outside of the batch, as for `Shard`."""
 
     def __str__(self) -> str:
         return str(Shard(self.dim, self.outer)).replace("Shard", "Numbered")
@@ -98,23 +98,23 @@ class Numbered:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Nothing can be said.
+    """The layout cannot be determined.
 
     >>> str(Unknown("an operation without a rule", "sort_1"))
     'Unknown: sort_1: an operation without a rule'
     """
 
     reason: str
-    """Why."""
+    """Reason."""
     node: str = ""
-    """The node of the graph where that began."""
+    """Node of the graph where the uncertainty began."""
 
     def __str__(self) -> str:
         return f"Unknown: {self.node}: {self.reason}" if self.node else f"Unknown: {self.reason}"
 
 
 Layout: TypeAlias = Replicate | Shard | Partial | Numbered | Unknown
-"""How the parts of a tensor make it up."""
+"""Relation between the parts of a tensor and the tensor."""
 
 
 def _scaled(power: int) -> str:

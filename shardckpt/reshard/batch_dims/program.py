@@ -1,7 +1,7 @@
 """The names of a graph's inputs and outputs, and the outputs that are inputs of the next step.
 
-Of a `torch.export.ExportedProgram` its signature says so: parameters, buffers and constants by their full names, buffers and
-inputs that the program changes, gradients in a joint graph. Of a plain `torch.fx.GraphModule` there are the names of the
+The signature of a `torch.export.ExportedProgram` gives full names of parameters, buffers and constants, the buffers and
+inputs that the program changes, and gradients in a joint graph. A plain `torch.fx.GraphModule` gives only the names of its
 placeholders.
 """
 
@@ -24,18 +24,18 @@ class Program:
     states: dict[str, Any]
     """Parameters, buffers and constants by full name → their placeholders."""
     inputs: dict[str, Any]
-    """What a caller passes, by name → placeholders."""
+    """The caller's arguments, by name → placeholders."""
     changed: dict[str, Any]
     """States and inputs that the program changes → the nodes of their new values."""
     outputs: dict[str, Any]
-    """All other results, by name → nodes. Gradients are called as their parameters, with `.grad`."""
+    """All other results, by name → nodes. Gradients have their parameters' names, with `.grad`."""
 
     @classmethod
     def of(cls, exported: Any) -> Program:
         """Read an `ExportedProgram`, or a `GraphModule`.
 
         Raises:
-            OptionError: it is neither, or the shapes of its tensors are not known.
+            OptionError: `exported` is neither, or the shapes of its tensors are not known.
         """
         signature = getattr(exported, "graph_signature", None)
         if signature is not None:
@@ -64,7 +64,7 @@ class Program:
         """The placeholder of a state or an input.
 
         Raises:
-            OptionError: there is none of that name.
+            OptionError: there is no placeholder of that name.
         """
         for some in (self.inputs, self.states):
             if name in some:

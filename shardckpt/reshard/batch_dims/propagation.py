@@ -1,8 +1,8 @@
-"""The layouts of all nodes of a graph, given those of its inputs: one pass in the order of execution.
+"""The layouts of all nodes of a graph, derived from the inputs in one pass in the order of execution.
 
-Each node's rule is asked; what it cannot tell becomes Unknown with the node's name, and whatever depends on an Unknown is
-Unknown for the same reason. Every answer is compared with the node's shape: the batch's size must be where the layout says,
-and nowhere else. In a graph with dynamic shapes that refutes what a wrong rule would claim.
+Each node's rule computes its layout. If the rule cannot decide, the layout becomes Unknown with the node's name. A node that depends
+on an Unknown is Unknown for the same reason. Every layout is compared with the node's shape: the batch's size must appear where the
+layout says, and nowhere else. In a graph with dynamic shapes this detects false results of a wrong rule.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 __all__ = ["propagate"]
 
 _SIZES_OF = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset"}
-"""Operators that look at a tensor's shape and not at its elements."""
+"""Operators that use a tensor's shape but not its elements."""
 
 
 def propagate(graph: Any, inputs: Mapping[Any, Layout], batch: BatchSize, assume: Assumptions) -> dict[Any, Result]:
-    """What is known of every node.
+    """Compute the layout of every node.
 
     Args:
         graph: a `torch.fx.Graph` of ATen operators whose nodes have `meta["val"]`.
-        inputs: what is known of the placeholders; of others, that they are replicated.
-        batch: which sizes are the batch's.
-        assume: what the caller says.
+        inputs: layouts of the placeholders; the others are replicated.
+        batch: the size of the batch.
+        assume: the caller's assumptions.
     """
     known: dict[Any, Result] = {}
     for node in graph.nodes:
@@ -65,7 +65,7 @@ def _of_call(node: Any, known: Mapping[Any, Result], batch: BatchSize, assume: A
 
 
 def _with_numbers(node: Any, known: Mapping[Any, Result], rule: Callable[[Mapping[Any, Result]], Result]) -> Result:
-    """Numbers of samples are moved like anything that is cut, and only by what moves elements."""
+    """Apply a rule to sample numbers: they move like a cut tensor, and only operations that move elements keep them."""
     if op_name(node) not in MOVES:
         return rule(known)
     source = node.all_input_nodes[0]
@@ -77,7 +77,7 @@ def _with_numbers(node: Any, known: Mapping[Any, Result], rule: Callable[[Mappin
 
 
 def _without_rule(node: Any) -> Result:
-    """Of an operation that is not understood: its name, unless nothing comes out of it."""
+    """The result of an operation without a rule: Unknown with its name, unless the operation returns nothing."""
     if node.meta.get("val") is None:
         return Replicate()
     return Unknown(f"there is no rule for the operation {node.target}", node.name)
@@ -98,7 +98,7 @@ def _of_number(node: Any, known: Mapping[Any, Result], batch: BatchSize) -> Layo
 
 
 def _checked(node: Any, found: Result, batch: BatchSize) -> Result:
-    """What was found, where the shape agrees with it."""
+    """The layout if the shape agrees with it, else Unknown."""
     value = node.meta.get("val")
     if isinstance(found, tuple):
         values = value if isinstance(value, tuple | list) else [value] * len(found)
@@ -121,7 +121,7 @@ def _compared(node: Any, layout: Layout, value: Any, batch: BatchSize) -> Layout
 
 
 def _stray_size(node: Any, layout: Layout, shape: Any, others: list[int], batch: BatchSize) -> str | None:
-    """Why sizes that have the batch in them where the layout is not cut refute it; None if they do not."""
+    """The reason why sizes that contain the batch outside of the cut dimension refute a layout; None if they do not."""
     if not others:
         return None
     if not batch.literal_sizes:

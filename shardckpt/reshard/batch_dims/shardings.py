@@ -1,7 +1,7 @@
 """Layouts over a mesh for the state of a data-parallel program.
 
-What is cut is laid out over the axis of the mesh that data parallelism uses, what is replicated over none. A tensor of
-which every process has a term has no layout that could be saved: it is reduced first, and replicated then.
+Cut tensors are laid out over the mesh axis of data parallelism, replicated tensors over no axis. A tensor of
+which every process has one term has no layout that could be saved: it must be reduced first, and is replicated then.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def batch_shardings(
 ) -> dict[str, Sharding | Placements]:
     """Layouts of a program's parameters, buffers and changed inputs over a mesh, by name.
 
-    They are what `SaveOptions(shardings=…)` and `Rules.by_name` take.
+    `SaveOptions(shardings=…)` and `Rules.by_name` accept the result.
 
     Args:
-        exported: a program, or what `batch_dims` found of one.
+        exported: a program, or the result of `batch_dims`.
         batch: as for `batch_dims`.
         mesh: the devices.
         axis: the axis of the mesh that the batch is cut over.
-        replicated: patterns of names that the training keeps equal by means that are not in the graph: it reduces them, as
-            SyncBatchNorm does, or copies those of one process, as DistributedDataParallel does with buffers.
+        replicated: patterns of names that the training keeps equal by means outside the graph: it reduces them, as
+            SyncBatchNorm does, or copies them from one process, as DistributedDataParallel does with buffers.
         prefix: put before each name, such as "model/" for a state {"model": module.state_dict()}.
-        even_counts: as for `batch_dims`, unless its result is given.
-        local_batch_norm: likewise.
+        even_counts: as for `batch_dims`; ignored if its result is given.
+        local_batch_norm: as for `batch_dims`; ignored if its result is given.
 
     Raises:
         OptionError: as for `batch_dims`.

@@ -1,11 +1,11 @@
 """Sizes in a graph that are multiples of the batch.
 
-In a graph with dynamic shapes, sizes are expressions of symbols. Every symbol stands here for a large prime of its own, so
-that sizes are plain integers, row-major arithmetic on them is exact, and a size has the batch as a factor just if that
-prime divides it: no size written as a literal does.
+In a graph with dynamic shapes, sizes are expressions of symbols. Here a different large prime stands for every symbol. So
+sizes are plain integers, row-major arithmetic on them is exact, and a size has the batch as a factor if and only if the
+batch's prime divides it: no literal size has that factor.
 
-In a graph with fixed shapes the batch is the number it was traced with. There a literal may or may not have been derived from
-the batch, and where that matters the analysis says so (`BatchSize.literal_sizes`) instead of guessing.
+In a graph with fixed shapes, the batch is the number used in the trace. A literal there may or may not be derived from
+the batch. Where that matters, the analysis reports it (`BatchSize.literal_sizes`) instead of guessing.
 
 Expressions are sympy's, reached through `SymInt.node.expr`, so that neither torch nor sympy is imported.
 """
@@ -19,15 +19,15 @@ __all__ = ["BatchSize", "Undecided", "is_number", "symbol_of"]
 
 _FIRST_PRIME = 1_000_003
 _END = 1 << 62
-"""A literal of this size means the end of a dimension, and no number of samples."""
+"""A literal of at least this size means the end of a dimension, not a number of samples."""
 
 
 class Undecided(Exception):  # noqa: N818 - it ends one rule's reasoning, and becomes an Unknown
-    """Why a rule cannot tell."""
+    """The reason why a rule cannot decide."""
 
 
 def symbol_of(size: Any) -> Any:
-    """The sympy expression of a symbolic size; None of a plain number."""
+    """The sympy expression of a symbolic size; None for a plain number."""
     node = getattr(size, "node", None)
     expr = getattr(node, "expr", None)
     return None if expr is None or not expr.free_symbols else expr
@@ -39,7 +39,7 @@ def is_number(value: Any) -> bool:
 
 
 class BatchSize:
-    """The number that stands for the size of the batch, and what other sizes are to it.
+    """The number that stands for the size of the batch, and the relation of other sizes to it.
 
     >>> six = BatchSize(6)
     >>> six.divides(12), six.divides(16), six.literal_sizes
@@ -51,15 +51,15 @@ class BatchSize:
         self._degrees: dict[Any, int | None] = {}
         self._symbol = symbol_of(size)
         self.literal_sizes = self._symbol is None
-        """Sizes of the graph are literals: whether one comes from the batch cannot be seen."""
+        """Whether sizes of the graph are literals, so that their origin from the batch is not visible."""
         self.value = self.of(size)
-        """What stands for the batch's size."""
+        """The number that stands for the batch's size."""
 
     def of(self, size: Any) -> int:
         """A size as an integer.
 
         Raises:
-            Undecided: it is no multiple of the batch, and yet depends on it.
+            Undecided: the size depends on the batch, but is not a multiple of it.
         """
         expr = symbol_of(size)
         if expr is None:
@@ -80,7 +80,7 @@ class BatchSize:
         """The power of the batch that a number is proportional to: 0 for a constant.
 
         Raises:
-            Undecided: to none, or that cannot be told.
+            Undecided: it is proportional to no power, or the power cannot be determined.
         """
         expr = symbol_of(number)
         if expr is None:
@@ -98,11 +98,11 @@ class BatchSize:
         return degree
 
     def is_literal(self, size: int) -> bool:
-        """Whether a size has no symbol in it."""
+        """Whether a size contains no symbol."""
         return all(size % prime for prime in self._primes.values())
 
     def _degree(self, expr: Any) -> int | None:
-        """The power of the batch that an expression is a multiple of, as batches of several sizes show; None if of none."""
+        """The power of the batch in an expression, tested with batches of several sizes; None if it is a multiple of none."""
         if expr not in self._degrees:
             values = {t: self._evaluated(expr.subs(self._symbol, t)) for t in (1, 2, 3, _FIRST_PRIME)}
             fits = (p for p in (1, -1, 2, -2) if all(v * t ** max(-p, 0) == values[1] * t ** max(p, 0) for t, v in values.items()))

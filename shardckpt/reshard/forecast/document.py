@@ -1,6 +1,6 @@
-"""A forecast as the one JSON document that programs get; docs/cli.md describes its keys.
+"""The JSON document of a forecast, for programs; docs/cli.md describes its keys.
 
-What the terminal and the page show are this document's numbers, rounded.
+The terminal and the page show this document's numbers, rounded.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _reshard(found: Forecast) -> dict[str, Any]:
 
 
 def _files(plan: ReshardPlan, chunks: int) -> int:
-    """Data files, about: a task's share goes into files of its own."""
+    """Approximate number of data files: each task writes its own files."""
     return chunks if plan.layout == "zarr" else sum(-(-task.nbytes // DATA_FILE_BYTES) for task in plan.tasks)
 
 
@@ -115,7 +115,7 @@ def _rate(rate: Rate | None) -> dict[str, Any] | None:
 
 
 def _seconds(rates: Rates, read: int, written: int) -> float | None:
-    """How long it takes to read so many bytes, and then to write so many; None where a rate is not known that is needed."""
+    """Seconds for reading and then writing so many bytes; None if a required rate is unknown."""
     seconds = 0.0
     for rate, nbytes in ((rates.read, read), (rates.write, written)):
         if rate is None and nbytes:
@@ -148,7 +148,7 @@ def _tensor(found: Forecast, name: str) -> dict[str, Any]:
 
 
 def layout_json(layout: StoredLayout | None) -> dict[str, Any] | None:
-    """A layout in few words: its mesh's axes and its spec, or what there is in their place; null for plain."""
+    """A short JSON form of a layout: its mesh's axes and its spec, or the equivalent of other layouts; null for plain tensors."""
     if layout is None:
         return None
     if isinstance(layout, Sharding):
@@ -163,7 +163,7 @@ def _rounded(ratio: float | None) -> float | None:
 
 
 def _notices(plan: ReshardPlan) -> list[dict[str, Any]]:
-    """What people should know, each once, with the number of tensors that it is about and the first of them."""
+    """The distinct notices, each with its number of tensors and the first of them."""
     counts: Counter[str] = Counter()
     first: dict[str, str] = {}
     for name, decision in plan.decisions.items():

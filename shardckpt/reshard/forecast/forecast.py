@@ -1,8 +1,8 @@
-"""Everything that is known of a reshard, and of restores onto its layout, before either is done.
+"""The forecast of a reshard, and of restores onto its layout, before either is done.
 
-1. The layouts are those that the reshard's plan has decided on; who restores onto them follows from their devices (`hosts`).
-2. A restore of what is stored now, and one of what the reshard would make, are counted alike (`restore`).
-3. So is what the reshard itself reads (`reshard`), where the chunk tables say where everything lies.
+1. The layouts are those in the reshard's plan; the hosts that restore onto them follow from their devices (`hosts`).
+2. A restore of the stored checkpoint and a restore of the reshard's result are counted by the same code (`restore`).
+3. The reads of the reshard itself are counted (`reshard`), if chunk tables give the place of every chunk.
 """
 
 from __future__ import annotations
@@ -37,50 +37,50 @@ if TYPE_CHECKING:
 __all__ = ["Forecast", "forecast", "known_places"]
 
 LARGEST_TABLE = 256 << 20
-"""Bytes of a chunk table that is read to plan: nine million chunks."""
+"""Maximum bytes of a chunk table that is read for planning: nine million chunks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """A reshard and what it changes."""
+    """A reshard and its effects."""
 
     url: str
-    """Of the checkpoint that would be read."""
+    """URL of the checkpoint that would be read."""
     destination: str | None
-    """Where the new one would go, where that was said."""
+    """Place of the new checkpoint, if given."""
     plan: ReshardPlan
     hosts: Hosts
-    """That would restore onto the new layout."""
+    """Hosts that would restore onto the new layout."""
     devices_per_host: int
     source_hosts: Hosts
-    """That saved, as far as the record tells."""
+    """Hosts that saved the checkpoint, as far as the record shows."""
     options: ReshardOptions
-    """Of the reshard."""
+    """Options of the reshard."""
     before: RestoreForecast
     """A restore of the source straight onto the new layout."""
     after: RestoreForecast
-    """The same of what the reshard would make."""
+    """A restore of the reshard's result onto the new layout."""
     rates: Rates
     replaces: bool
-    """Whether a checkpoint is committed at the destination, which the reshard would have to be allowed to replace."""
+    """Whether a checkpoint is committed at the destination; the reshard would need `overwrite` to replace it."""
     taken_over: TakenOver | None
-    """How the reshard takes the source's files over as they are, where nothing in them changes."""
+    """The method by which the reshard reuses the source's files, if nothing in them changes."""
     reads: ReshardReads | None
-    """Of the reshard, as the chunk tables have it; None: they were not read."""
+    """Reads of the reshard according to the chunk tables; None: the tables were not read."""
     stored_bytes: int
-    """Of the tensors that the reshard reads."""
+    """Stored bytes of the tensors that the reshard reads."""
     written_bytes: int
-    """Stored bytes that the reshard writes: where it compresses, taken to shrink as much as the source's did."""
+    """Stored bytes that the reshard writes; if it compresses, the estimate uses the source's compression ratio."""
 
     @property
     def pays_after(self) -> int | None:
-        """Restores by all hosts after which the reshard has saved more bytes of storage traffic than it took; None: never."""
+        """Number of restores by all hosts after which the reshard has saved more storage traffic than it caused; None: never."""
         saved = int(self.before.read.sum() - self.after.read.sum())
         return -(-(self.read_bytes + self.written_bytes) // saved) if saved > 0 else None
 
     @cached_property
     def read_bytes(self) -> int:
-        """Stored bytes that the reshard reads; without the tables, chunks are taken to be compressed alike."""
+        """Stored bytes that the reshard reads; without the tables, the same compression ratio is assumed for all chunks."""
         if self.reads is not None:
             return self.reads.nbytes
         return round(self.plan.read_bytes * self.stored_bytes / max(1, self.plan.source_bytes))
@@ -92,7 +92,7 @@ class Forecast:
 
 
 def known_places(checkpoint: Checkpoint) -> Places | None:
-    """Where the checkpoint's chunks are, read from its chunk table; None where that is too large, or some are in other checkpoints."""
+    """Places of the checkpoint's chunks, from its chunk table; None if the table is too large, or other checkpoints hold some chunks."""
     table, reader = checkpoint.record.table, checkpoint.reader
     if isinstance(reader, BasedReader) or (table is not None and table.size > LARGEST_TABLE):
         return None
@@ -100,7 +100,7 @@ def known_places(checkpoint: Checkpoint) -> Places | None:
 
 
 def _limits(reader: ChunkReader | BasedReader) -> RunLimits | None:
-    """How far chunks are joined into one read; None where several readers share the work."""
+    """The limits for joining chunks into one read; None if several readers share the work."""
     return None if isinstance(reader, BasedReader) else reader.limits
 
 
@@ -114,16 +114,16 @@ def forecast(
     devices_per_host: int | None = None,
     places: Places | None = None,
 ) -> Forecast:
-    """Put together what a reshard costs and changes.
+    """Compute the costs and effects of a reshard.
 
     Args:
         checkpoint: the source.
-        plan: of the reshard.
-        rates: of the storage.
-        options: of the reshard.
-        destination: where the new checkpoint would go.
-        devices_per_host: of those that would restore it; None: `DEVICES_PER_HOST`, or all devices where there are fewer.
-        places: where the source's chunks are; None: what the record says must do.
+        plan: plan of the reshard.
+        rates: rates of the storage.
+        options: options of the reshard.
+        destination: place of the new checkpoint.
+        devices_per_host: devices of each restoring host; None: `DEVICES_PER_HOST`, or all devices if there are fewer.
+        places: places of the source's chunks; None: estimate them from the record.
     """
     record, location = checkpoint.record, checkpoint.location
     limits = None if places is None else _limits(checkpoint.reader)
@@ -168,7 +168,7 @@ def forecast(
 
 
 def _stored_bytes(plan: ReshardPlan, stored: StoredTensors) -> int:
-    """Of the tensors that a reshard reads, as they are stored."""
+    """Stored bytes of the tensors that a reshard reads."""
     if plan.source.compression is None:
         return plan.source_bytes
     return sum(int(stored.chunks(tensor).length.sum()) for tensor in {id(t): t for t in plan.sources.values()}.values())

@@ -1,7 +1,7 @@
-"""Grouping devices into hosts.
+"""Groups of devices that form hosts.
 
-A layout knows devices, storage is read by hosts. No checkpoint says which devices were one host's: ids are taken in ascending
-order, so many to each, which is how runtimes number them.
+A layout knows devices, but hosts read storage. No checkpoint records which devices belonged to one host. So ids are assigned to
+hosts in ascending order, a fixed number to each, which is how runtimes number them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 __all__ = ["DEVICES_PER_HOST", "Bins", "Hosts", "joined", "placed"]
 
 DEVICES_PER_HOST = 8
-"""Unless told otherwise."""
+"""Default number of devices per host."""
 MOST_BINS = 64
-"""Rows and columns of a heat map that can be told apart."""
+"""Rows and columns of a heat map that remain distinguishable."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hosts:
-    """So many hosts, and whose each device is."""
+    """A number of hosts, and the host of each device."""
 
     number: int
     owners: DeviceOwners
@@ -48,12 +48,12 @@ class Hosts:
         """The hosts of all devices of some layouts.
 
         Args:
-            layouts: of tensors, each with the tensor's rank; those that are None say nothing of devices.
-            devices_per_host: so many to each, fewer to the last.
-            number: instead of that, so many hosts.
+            layouts: layouts of tensors, each with the tensor's rank; None entries are ignored.
+            devices_per_host: devices of each host; the last host may have fewer.
+            number: number of hosts, instead of `devices_per_host`.
 
         Raises:
-            OptionError: a host without devices.
+            OptionError: a host would have no devices.
         """
         # Tensors share a mesh, or at least a layout.
         distinct = {
@@ -75,13 +75,13 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Hosts in consecutive groups, of which there are few enough to be drawn."""
+    """Consecutive groups of hosts, few enough to draw."""
 
     hosts: int
 
     @property
     def number(self) -> int:
-        """How many bins."""
+        """Number of bins."""
         return min(max(self.hosts, 1), MOST_BINS)
 
     def of(self, host: Ints) -> Ints:
@@ -89,18 +89,18 @@ class Bins:
         return host * self.number // max(self.hosts, 1)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """First host, and one past the last, of each bin."""
+        """First host and end (exclusive) of each bin."""
         borders = [-(-i * self.hosts // self.number) for i in range(self.number + 1)]
         return list(pairwise(borders))
 
 
 def joined(nbytes: Ints, spans: Sequence[Sequence[int]], most: int) -> tuple[Ints, list[tuple[int, int]]]:
-    """Rows of a matrix together with their neighbours, where there are more of them than `most`.
+    """Sum neighbouring rows of a matrix if it has more rows than `most`.
 
     Args:
         nbytes: (rows, columns).
-        spans: the range of hosts that each row is of.
-        most: rows of the result.
+        spans: the range of hosts of each row.
+        most: maximum rows of the result.
 
     >>> joined(np.array([[1], [2], [4]]), [(0, 2), (2, 4), (4, 5)], 2)
     (array([[3],
@@ -113,9 +113,9 @@ def joined(nbytes: Ints, spans: Sequence[Sequence[int]], most: int) -> tuple[Int
 
 
 def placed(layout: StoredLayout | None, ndim: int) -> StoredLayout | None:
-    """The layout of tensors of that rank, where it says which device holds what; else None: any host may hold any of it.
+    """The layout of tensors of that rank, if it names the devices of each part; else None: any host may hold any part.
 
-    An OpSharding may be replicated over nobody says which devices.
+    An OpSharding may be replicated over unspecified devices.
     """
     try:
         if layout is not None and not isinstance(layout, Placements):

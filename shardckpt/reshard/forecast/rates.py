@@ -1,8 +1,8 @@
-"""Measuring how fast this machine reads and writes a storage, for estimates of time.
+"""Measurement of a storage's read and write rates from this machine, for estimates of time.
 
-Reading: boxes of the largest tensors, through the library's own reader, checksums compared: at most 64 MiB, at most about a
-second. On a local disk the page cache is first asked to forget just those bytes, or memory would be measured.
-Writing: one object of 32 MiB beside the destination, until it is durable; it is deleted again.
+Reading: boxes of the largest tensors, through the library's own reader with checksum comparison, at most 64 MiB and about one
+second. On a local disk the page cache is first asked to drop these bytes; otherwise the rate of memory would be measured.
+Writing: one object of 32 MiB beside the destination, until it is durable; then it is deleted.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["Rate", "Rates", "given_rates", "measure_read", "measure_write"]
 
 SAMPLE = 16 << 20
-"""Bytes that are read at a time."""
+"""Bytes of one read sample."""
 MOST_SAMPLES = 4
 LONGEST = 1.0
 """Seconds after which no further sample is read."""
 WRITTEN = 32 << 20
-"""Bytes that are written."""
+"""Bytes of the write sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +46,32 @@ class Rate:
 
     per_second: float
     sample_bytes: int | None = None
-    """How much was read or written to find out; None: somebody said so."""
+    """Bytes read or written for the measurement; None: the rate was given."""
     sample_seconds: float | None = None
-    """How long that took."""
+    """Wall-clock seconds of the measurement."""
 
     @classmethod
     def measured(cls, nbytes: int, seconds: float) -> Rate:
-        """Of a sample."""
+        """The rate of a sample."""
         return cls(nbytes / max(seconds, 1e-9), nbytes, seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one storage, or of two; None: not known."""
+    """Read and write rates of one storage or of two; None: not known."""
 
     read: Rate | None = None
     write: Rate | None = None
 
 
 def given_rates(text: str) -> Rates:
-    """The rates of an option such as "1GiB" or "1GiB,400MiB": bytes per second, for reading and writing.
+    """Parse the rates of an option such as "1GiB" or "1GiB,400MiB": bytes per second, for reading and writing.
 
     >>> given_rates("1GiB,512MiB").write.per_second
     536870912.0
 
     Raises:
-        OptionError: that is no rate.
+        OptionError: the text is not a rate.
     """
     found = [float(parse_bytes(part, "rate")) for part in text.split(",")]
     if not 1 <= len(found) <= 2 or min(found) <= 0:
@@ -80,11 +80,11 @@ def given_rates(text: str) -> Rates:
 
 
 def measure_read(checkpoint: Checkpoint, places: Places | None) -> Rate | None:
-    """Stored bytes of chunks per second; None where there is nothing to read.
+    """Measure stored bytes of chunks read per second; None if there is nothing to read.
 
     Args:
-        checkpoint: to be read.
-        places: of its chunks, where known: what the page cache holds of them is left out then.
+        checkpoint: the checkpoint to read.
+        places: places of its chunks, if known; they are then dropped from the page cache first.
     """
     tensors = sorted(checkpoint.record.structure.tensors.values(), key=lambda t: -t.nbytes)[:MOST_SAMPLES]
     samples = [(tensor, _sample(tensor)) for tensor in tensors if tensor.nbytes]
@@ -104,7 +104,7 @@ def measure_read(checkpoint: Checkpoint, places: Places | None) -> Rate | None:
 
 
 def _sample(tensor: TensorRecord) -> Box:
-    """A box of whole chunks at the middle of a tensor's first array, no larger than `SAMPLE` where a chunk is not."""
+    """A box of complete chunks at the middle of a tensor's first array, at most `SAMPLE` bytes unless one chunk is larger."""
     piece = tensor.pieces[0]
     stop = list(piece.shape)
     for d, side in enumerate(piece.chunks):
@@ -117,7 +117,7 @@ def _sample(tensor: TensorRecord) -> Box:
 
 
 def _forget(checkpoint: Checkpoint, places: Places, tensor: TensorRecord, box: Box) -> None:
-    """Ask a local disk's page cache to drop the chunks of a box; harmless where it does not."""
+    """Ask a local disk's page cache to drop the chunks of a box; harmless if it does not."""
     piece = tensor.pieces[0]
     found = places.of(tensor.name, [piece])
     for chunk in np.unique(overlaps(piece, BoxArray.of([box], box.ndim)).chunk).tolist():
@@ -134,10 +134,10 @@ def _forget(checkpoint: Checkpoint, places: Places, tensor: TensorRecord, box: B
 
 
 def measure_write(url: str | os.PathLike[str]) -> Rate:
-    """Bytes written per second, until durable, into the directory in which a checkpoint is going to be.
+    """Measure bytes written per second, until durable, in the directory of a future checkpoint.
 
     Raises:
-        StorageError: nothing can be written there.
+        StorageError: writing there failed.
     """
     location = parse(url)
     if location.local is not None:

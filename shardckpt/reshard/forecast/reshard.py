@@ -1,8 +1,7 @@
-"""Counting the stored bytes and the requests that a reshard reads.
+"""Counts of the stored bytes and the requests that a reshard reads.
 
-A task reads its steps in batches that fill a buffer (`reshard.task`); of each step every chunk of the source that it touches is read
-once, and chunks of a batch that lie side by side are read together. Of a job of very many tasks some are counted, evenly chosen, and
-stand for all.
+A task reads its steps in batches that fill a buffer (`reshard.task`). Each step reads every source chunk that it overlaps once, and
+adjacent chunks of a batch are read together. Of a job with very many tasks, an evenly chosen sample is counted and extrapolated.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ if TYPE_CHECKING:
 __all__ = ["ReshardReads", "reshard_reads"]
 
 MOST_COUNTED = 16
-"""Tasks: each takes some milliseconds."""
+"""Maximum number of counted tasks; each takes a few milliseconds."""
 
 
 class ReshardReads(NamedTuple):
-    """Over the whole job."""
+    """Reads of the complete job."""
 
     nbytes: int
     """Stored bytes of chunks."""
     requests: int
     """Read calls on a local disk, requests to an object store."""
     counted: int
-    """Of how many tasks they were counted; the others are taken to need as many per byte."""
+    """Number of tasks that were counted; the same number of requests per byte is assumed for the others."""
 
 
 def reshard_reads(plan: ReshardPlan, places: Places, limits: RunLimits) -> ReshardReads:
-    """Count what a reshard reads.
+    """Count the stored bytes and requests that a reshard reads.
 
     Args:
-        plan: of the reshard.
-        places: of the source's chunks.
-        limits: how far the reader joins chunks.
+        plan: plan of the reshard.
+        places: places of the source's chunks.
+        limits: the reader's limits for joining chunks.
     """
     chosen = sorted({round(i) for i in np.linspace(0, len(plan.tasks) - 1, min(MOST_COUNTED, len(plan.tasks)))})
     nbytes = requests = elements = 0
@@ -71,7 +70,7 @@ def reshard_reads(plan: ReshardPlan, places: Places, limits: RunLimits) -> Resha
 
 
 def _steps(plan: ReshardPlan, task: Task, places: Places) -> Iterator[tuple[int, tuple[Ints, Ints, Ints]]]:
-    """Of each step the bytes that it takes of a buffer, and the chunks that it reads: file, offset and length."""
+    """Yield per step its bytes of a buffer, and the chunks that it reads: file, offset and length."""
     for share in task.shares:
         target, source = plan.target.tensors[share.tensor], plan.sources[share.tensor]
         itemsize = target.dtype.itemsize

@@ -1,13 +1,13 @@
-"""Counting what every host reads when a checkpoint is restored onto a layout.
+"""Counts of each host's reads when a checkpoint is restored onto a layout.
 
-1. Per tensor: which group of hosts reads which chunks (`plan.readers`). Tensors of one shape, chunking and layout share the
-   answer.
-2. The chunks' lengths (`stored`) make the bytes that each host reads, and with who wrote them the flow from hosts that wrote to
-   hosts that read.
-3. Requests: a host's chunks, batch after batch as `restore` reads them, are joined as the reader joins them. Where there are
-   many different hosts some are counted, evenly chosen, and stand for all.
+1. Per tensor: the chunks that each group of hosts reads (`plan.readers`). Tensors of one shape, chunking and layout share the
+   result.
+2. The chunks' lengths (`stored`) give the bytes that each host reads. With the writer of each chunk, they also give the flow from
+   writing hosts to reading hosts.
+3. Requests: a host's chunks, in the batches of `restore`, are joined by the reader's rules. If many hosts differ, an evenly
+   chosen sample is counted and extrapolated.
 
-The counts are those of `restore` into memory that `like` lends: where elements pass through staging, batches may be smaller.
+The counts apply to a `restore` into memory that `like` provides. If elements pass through staging, batches may be smaller.
 """
 
 from __future__ import annotations
@@ -41,64 +41,64 @@ if TYPE_CHECKING:
 __all__ = ["Flow", "RestoreForecast", "TensorReads", "forecast_restore"]
 
 MOST_COUNTED = 20_000
-"""Pairs of a host and a tensor whose requests are counted one by one: about a second."""
+"""Maximum number of (host, tensor) pairs whose requests are counted one by one: about a second."""
 MOST_CELLS = 1 << 20
-"""Of a matrix of who wrote by who reads, for one tensor."""
+"""Maximum cells of the matrix of writers by readers, for one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorReads:
-    """One tensor, over all hosts together."""
+    """Reads of one tensor, over all hosts together."""
 
     read: int
-    """Bytes of chunks that are read, by all hosts."""
+    """Bytes of chunks that all hosts read."""
     needed: int
-    """Bytes of the boxes that their devices hold, each once per host."""
+    """Bytes of the boxes that the hosts' devices hold, each box once per host."""
     unpacked: int
-    """Bytes of the elements of the chunks that are read, by all hosts."""
+    """Bytes of the elements of the chunks that all hosts read."""
 
     @property
     def amplification(self) -> float | None:
-        """Elements read per element needed; None where none is needed."""
+        """Elements read per element needed; None if none is needed."""
         return self.unpacked / self.needed if self.needed else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flow:
-    """Bytes by the host that wrote them and the host that reads them, hosts in bins."""
+    """Bytes by writing host and reading host, with hosts in bins."""
 
     writers: Bins
     readers: Bins
     nbytes: Ints
     """(bins of writers, bins of readers)"""
     exact: bool
-    """Whether the chunk tables say who wrote what; else each host of a box is taken to have written its share."""
+    """Whether the writers come from the chunk tables; otherwise an equal share of each box is assumed for each of its hosts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreForecast:
-    """What a restore reads."""
+    """Reads of a restore."""
 
     read: Ints
     """(hosts,) bytes of chunks."""
     needed: Ints
     """(hosts,) bytes of boxes."""
     requests: int | None
-    """Over all hosts: read calls on a local disk, or requests to an object store; None: where chunks lie is not known."""
+    """Read calls on a local disk, or requests to an object store, over all hosts; None: the places of chunks are not known."""
     requests_counted: int
-    """Of how many hosts they were counted; the others are taken to need as many per byte."""
+    """Number of hosts that were counted; the same number of requests per byte is assumed for the others."""
     tensors: Mapping[str, TensorReads]
     flow: Flow
 
     @property
     def amplification(self) -> float:
-        """Elements read per element needed, however they are compressed; 1 where nothing is needed."""
+        """Elements read per element needed, regardless of compression; 1 if nothing is needed."""
         return sum(t.unpacked for t in self.tensors.values()) / int(self.needed.sum()) if self.needed.any() else 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """What tensors of one shape, chunking and layout have in common."""
+    """Common properties of tensors of one shape, chunking and layout."""
 
     held: HostBoxes
     reads: ChunksRead
@@ -107,7 +107,7 @@ class _Kind:
     unpacked: Ints
     """(groups,) bytes of the elements of all chunks that a host reads"""
     readers: NDArray[np.float64]
-    """(groups, bins of readers) how many hosts of each group are in each bin."""
+    """(groups, bins of readers) number of hosts of each group in each bin."""
 
 
 def forecast_restore(
@@ -117,14 +117,14 @@ def forecast_restore(
     stored: StoredTensors,
     limits: RunLimits | None = None,
 ) -> RestoreForecast:
-    """Count what all hosts read.
+    """Count the reads of all hosts.
 
     Args:
-        tensors: what is restored, in the order in which it is.
-        layouts: tensor's name → the layout that it is restored onto; None: whole, on every host.
-        hosts: that restore it.
-        stored: knows how tensors are stored.
-        limits: how far the reader joins chunks.
+        tensors: the tensors to restore, in order.
+        layouts: tensor's name → the layout of the restore; None: the complete tensor on every host.
+        hosts: the restoring hosts.
+        stored: the storage of the tensors.
+        limits: the reader's limits for joining chunks.
     """
     bins = Bins(hosts.number)
     read, needed = np.zeros(hosts.number, np.int64), np.zeros(hosts.number, np.int64)
@@ -175,7 +175,7 @@ def _count(kind: _Kind, chunks: StoredChunks) -> tuple[Ints, NDArray[np.float64]
     length = chunks.length[pairs.chunk]
     per_group = np.bincount(pairs.group, length, groups).astype(np.int64)
     rows = len(chunks.shares)
-    if rows * groups > MOST_CELLS:  # many more than there are pairs
+    if rows * groups > MOST_CELLS:  # the matrix would have many more cells than there are pairs
         between = (chunks.shares[chunks.writer[pairs.chunk]] * length[:, None]).T @ kind.readers[pairs.group]
         return per_group, between
     by_row = np.bincount(chunks.writer[pairs.chunk] * groups + pairs.group, length, rows * groups).reshape(rows, groups)
@@ -183,7 +183,7 @@ def _count(kind: _Kind, chunks: StoredChunks) -> tuple[Ints, NDArray[np.float64]
 
 
 def _requests(tensors: Sequence[tuple[_Kind, StoredChunks]], read: Ints, limits: RunLimits) -> tuple[int, int]:
-    """Requests of all hosts together, and of how many hosts they were counted."""
+    """Requests of all hosts together, and the number of hosts that were counted."""
     distinct = {id(kind): kind for kind, _ in tensors}
     groups = np.stack([kind.held.group for kind in distinct.values()], axis=1) if distinct else np.zeros((len(read), 0))
     _, first, alike = np.unique(groups, axis=0, return_index=True, return_inverse=True)

@@ -1,8 +1,8 @@
 """The stored length and the writing host of each chunk of a tensor.
 
-The chunk tables say both. Where they are not read (a record alone, or more chunks than are worth it), a chunk has the length of
-its elements and their checksum, compressed as the checkpoint is on average; and of a chunk that several hosts could have written
-each is taken to have written its share.
+The chunk tables record both. Without them (only a record is known, or there are too many chunks), a chunk's length is estimated as
+its elements and their checksum at the checkpoint's average compression. If several hosts could have written a chunk, an equal share
+is assumed for each.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ class StoredChunks:
     length: Ints
     """(n,) bytes."""
     writer: Ints
-    """(n,) which row of `shares` says who wrote it."""
+    """(n,) the row of `shares` for the chunk's writer."""
     shares: NDArray[np.float64]
-    """(rows, bins of source hosts) which part of it was written in each bin; rows sum to 1."""
+    """(rows, bins of source hosts) the fraction written in each bin; rows sum to 1."""
     places: ChunkPlaces | None
-    """Where each is, where that is known."""
+    """Places of the chunks, if known."""
 
 
 class StoredTensors(Protocol):
-    """Knows how tensors are stored."""
+    """Lengths and writers of the stored chunks of tensors."""
 
     bins: Bins
-    """Of the hosts that wrote them."""
+    """Bins of the hosts that wrote the tensors."""
     exact: bool
-    """Whether what it says is known, or follows from layouts and averages."""
+    """Whether the values are known; if not, they are estimates from layouts and averages."""
 
     def chunks(self, tensor: TensorRecord) -> StoredChunks:
-        """How a tensor is stored."""
+        """The stored chunks of a tensor."""
 
 
 class ByTable:
-    """By the chunk tables."""
+    """Stored chunks according to the chunk tables."""
 
     exact = True
 
@@ -68,22 +68,22 @@ class ByTable:
         self._shares = np.eye(self.bins.number)
 
     def chunks(self, tensor: TensorRecord) -> StoredChunks:
-        """See `StoredTensors`. What the committer wrote counts as the first host's."""
+        """See `StoredTensors`. Chunks from the committer count as the first host's."""
         places = self._places.of(tensor.name, tensor.pieces)
         return StoredChunks(places.length, self.bins.of(np.maximum(places.host, 0)), self._shares, places)
 
 
 class ByLayout:
-    """By what the record says, and averages."""
+    """Stored chunks estimated from the record and averages."""
 
     exact = False
 
     def __init__(self, record: CheckpointRecord, compressed: float | None = None) -> None:
-        """Of a checkpoint with that record.
+        """Prepare estimates for a checkpoint.
 
         Args:
-            record: names its hosts and tensors.
-            compressed: stored bytes per byte that chunks would have uncompressed; None: as the record's totals say.
+            record: the checkpoint's record, with its hosts and tensors.
+            compressed: stored bytes per uncompressed byte of chunks; None: derived from the record's totals.
         """
         tensors = record.structure.tensors.values()
         self._hosts = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in tensors), number=max(1, len(record.hosts)))
@@ -103,7 +103,7 @@ class ByLayout:
             pairs = overlaps(piece, BoxArray(held.boxes.start[near], held.boxes.stop[near]))
             first = np.searchsorted(pairs.chunk, np.arange(piece.num_chunks))
             writer.append(near[pairs.box[np.minimum(first, max(0, len(pairs.box) - 1))]])  # a chunk lies in one shard
-        # Of each box, the hosts of all groups that hold it: in each bin so many of them.
+        # Per box, the number of hosts in each bin, over all groups that hold the box.
         in_bin = np.zeros((held.groups, self.bins.number))
         known = held.group >= 0
         np.add.at(in_bin, (held.group[known], self.bins.of(np.arange(self._hosts.number))[known]), 1.0)
@@ -113,5 +113,5 @@ class ByLayout:
 
 
 def _length(tensor: TensorRecord, piece: int) -> int:
-    """Bytes of a chunk that is not compressed."""
+    """Bytes of an uncompressed chunk."""
     return prod(tensor.pieces[piece].chunks) * tensor.dtype.storage.itemsize + CHECKSUM_BYTES

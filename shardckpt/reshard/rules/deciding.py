@@ -1,4 +1,4 @@
-"""Tensors in, decisions out: the first step that means a tensor decides."""
+"""Decisions for tensors: the first step that applies to a tensor decides its layout."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["Decided", "Step", "decide", "meaning"]
 
 Step: TypeAlias = Rule | Like
-"""What may decide."""
+"""A rule, or another checkpoint's layouts."""
 
 QUIET = 1 << 14
-"""Elements: of unmatched tensors below it nothing is said, because replicas of them cost nothing."""
+"""Elements below which an unmatched tensor gets no notice, because its replicas cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +34,24 @@ class Decided:
     """The decisions for some tensors."""
 
     decisions: dict[str, Decision]
-    """By name."""
+    """Decision by tensor name."""
     used: frozenset[int]
-    """The steps that decided for a tensor, by number."""
+    """Numbers of the steps that decided for a tensor."""
     unmatched: tuple[str, ...]
-    """Names that no step means."""
+    """Names of tensors to which no step applies."""
 
 
 def decide(steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None, names: Iterable[str] | None = None) -> Decided:
-    """Decide for all tensors, or for some.
+    """Decide the layouts of all tensors, or of some.
 
     Args:
-        steps: in order.
+        steps: the steps in order.
         tensors: shape by name.
-        mesh: what rules lay them out over; None: there is none, and what is not copied is plain.
-        names: only of these; the others may be the parameters that they belong to.
+        mesh: the mesh for the layouts of rules; None: tensors become plain, unless their layout is copied.
+        names: decide for these only; the other tensors may be the parameters that these belong to.
 
     Raises:
-        ShardingError: a tensor cannot be laid out as the step that means it says.
+        ShardingError: a tensor cannot be laid out according to the step that applies to it.
     """
     parameters = Parameters(tensors, lambda name: judge.first(name, tuple(tensors[name])) is not None)
     judge = _Judge(steps, [literal(step.pattern) if isinstance(step, Rule) else "" for step in steps], parameters, mesh)
@@ -71,7 +71,7 @@ def decide(steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: 
 
 
 def meaning(step: Step, name: str, ndim: int) -> Match | None:
-    """How a step means a tensor, if it does."""
+    """The match of a step with a tensor; None: there is none."""
     if isinstance(step, Like):
         return Match.WHOLE if name in step else None
     return match(step.pattern, name) if step.rank in (None, ndim) else None
@@ -81,19 +81,19 @@ def meaning(step: Step, name: str, ndim: int) -> Match | None:
 class _Judge:
     steps: Sequence[Step]
     literals: Sequence[str]
-    """Of each step a text that must be in the names that it means."""
+    """Per step, a text that every name with a match contains."""
     parameters: Parameters
     mesh: Mesh | None
 
     def first(self, name: str, shape: tuple[int, ...]) -> int | None:
-        """The number of the first step that means a tensor."""
+        """The number of the first step that applies to a tensor; None: there is none."""
         for number, text in enumerate(self.literals):
             if text in name and meaning(self.steps[number], name, len(shape)):
                 return number
         return None
 
     def decide(self, name: str, shape: tuple[int, ...], number: int | None, parameter: str | None) -> Decision:
-        """Decide for a tensor, given the step that means it, or else the parameter that it belongs to."""
+        """Decide for a tensor, given the step that applies to it, or else the parameter that it belongs to."""
         step = None if number is None else self.steps[number]
         if isinstance(step, Like):
             copied = step.layout(name, shape, self.mesh)
@@ -115,7 +115,7 @@ class _Judge:
         how = meaning(rule, name, len(shape))
         assert how is not None
         fits = len(rule.spec) <= len(shape)
-        # A rank that suits a rule may be an accident: Adafactor's rows of a stacked weight have that of a weight by itself.
+        # The rank may fit a rule by accident: Adafactor's rows of a stacked weight have the rank of a single weight.
         parameter = self.parameters.of(name) if how is Match.BELOW or not fits or rule.rank is not None else None
         if rule.spec.parts and parameter is not None and self.parameters.shape(parameter) != shape:
             return self._other_shape(rule, parameter, shape)

@@ -1,4 +1,4 @@
-"""The decision for one tensor: its layout, the rule behind it, and notices for a reader."""
+"""The decision for one tensor: its layout, the rule behind it, and notices for the user."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Decision:
     """The layout of one tensor, and why."""
 
     layout: StoredLayout | None
-    """How it is laid out; None: a plain host tensor, which no mesh knows."""
+    """The layout; None: a plain host tensor, outside any mesh."""
     rule: str
-    """The text of the rule that decided; empty where none did."""
+    """The text of the rule that decided; empty if none did."""
     why: str
-    """A sentence, for people."""
+    """The reason as a sentence, for people."""
     notices: tuple[str, ...] = ()
-    """What may not be as it was meant, without the tensor's name, so that equal ones can be told once."""
+    """Possible surprises, without the tensor's name, so that equal notices are shown once."""
 
 
 @lru_cache(maxsize=256)
 def sharding(mesh: Mesh | None, spec: PartitionSpec) -> Sharding | None:
-    """The spec over the mesh; over none, a plain tensor. Equal ones are one object, which is cheap to tell apart from others."""
+    """The spec over the mesh; None without a mesh. Equal shardings are one object, so that comparing them is cheap."""
     return None if mesh is None else Sharding(mesh, spec)
 
 
 def notices_of(layout: StoredLayout | None, shape: tuple[int, ...], rule: Rule | None = None) -> tuple[str, ...]:
-    """What a reader should know of a tensor of that shape that is laid out so, by a rule that may know what it consists of."""
+    """Notices about a tensor of a shape in a layout; `rule` may know the units of a dimension."""
     notices: list[str] = []
     if not isinstance(layout, Sharding):
         return ()
@@ -67,5 +67,5 @@ def _uneven(dim: int, size: int, parts: int, over: str) -> str:
 
 
 def one_element(shape: tuple[int, ...]) -> bool:
-    """Whether there is nothing to cut."""
+    """Whether a shape has at most one element, so that nothing can be cut."""
     return prod(shape) <= 1

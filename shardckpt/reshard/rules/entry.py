@@ -21,7 +21,7 @@ def steps_of(entry: Entry, mesh: Mesh | None) -> tuple[Step, ...]:
     """The steps that an entry stands for over a mesh.
 
     Raises:
-        ShardingError: the mesh lacks an axis, or there is none; names the rule.
+        ShardingError: the mesh lacks an axis, or there is no mesh; the message names the rule.
     """
     if isinstance(entry, Preset):
         return entry.rules(mesh)

@@ -1,4 +1,4 @@
-"""Why is a tensor laid out as it is? For people, on a terminal: every rule that was asked, which one decided, and what comes of it.
+"""The explanation of one tensor's layout as text: every rule tested, the rule that decided, and the resulting shards.
 
 'model/layers.0.w1.weight', shape (14, 8)
 
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 __all__ = ["explanation"]
 
 FEW = 4
-"""Rules that do not match are shown one by one below this number."""
+"""Below this number, rules that do not match are listed individually."""
 _NO = "does not match"
 
 
 def explanation(name: str, shape: tuple[int, ...], steps: Sequence[Step], decision: Decision, itemsize: int) -> str:
-    """The lines above, for one tensor.
+    """The explanation of one tensor, in the format shown in the module's docstring.
 
     Args:
-        name: of the tensor.
-        shape: of the tensor.
-        steps: what could decide, in order.
-        decision: what was decided.
+        name: name of the tensor.
+        shape: shape of the tensor.
+        steps: the candidate steps, in order.
+        decision: the decision for the tensor.
         itemsize: bytes of an element.
     """
     decisive = next((number for number, step in enumerate(steps) if meaning(step, name, len(shape))), None)
@@ -68,7 +68,7 @@ def explanation(name: str, shape: tuple[int, ...], steps: Sequence[Step], decisi
 
 
 def _gathered(rows: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
-    """The rows, one for many of the same origin that do not match: a preset has dozens of rules."""
+    """Yield the rows; many non-matching rules of one origin become one row, because a preset has dozens of rules."""
     for (origin, answer), run in groupby(rows, lambda row: (row[0], row[2])):
         same = list(run)
         yield from same if answer != _NO or len(same) < FEW else [(origin, _rules(len(same)), answer)]

@@ -1,19 +1,19 @@
 """The meaning of each tensor's dimensions in well-known families of models.
 
-A table per way of naming: a pattern, and a *logical axis* per dimension (the word is that of T5X and MaxText). Which mesh axis cuts
-which logical axis is `preset`'s business.
+There is one table per naming scheme: a pattern, and a *logical axis* per dimension (a term of T5X and MaxText). `preset` decides
+which mesh axis cuts which logical axis.
 
     embed             the width of the residual stream
     heads, kv_heads   query heads, and key-value heads, with or without the width of a head in the same dimension
     mlp               the width of the feed-forward layer
     vocab             tokens
     expert            experts
-    q+k+v             several of them one behind the other
-    -                 anything that nobody cuts: the width of a head, scanned layers, positions
+    q+k+v             several of them concatenated
+    -                 dimensions that are never cut: the width of a head, scanned layers, positions
 
-Patterns begin with `**/*`, so that they fit `model/model.layers.0…` as well as `ema/module.layers.0…`; they mean state of an
-optimizer, too, which lies below the same names. A rule means tensors with just so many dimensions: scanned layers, which
-MaxText stacks along the second dimension, have a rule of their own.
+Patterns begin with `**/*`, so that they fit `model/model.layers.0…` as well as `ema/module.layers.0…`. They also match
+optimizer state, which lies below the same names. A rule applies only to tensors with exactly its number of dimensions. Scanned
+layers, which MaxText stacks along the second dimension, have separate rules.
 
 Sources: transformers 5 (modeling files, `base_model_tp_plan`), Meta's llama, mistral-inference, gemma_pytorch, T5X's minimal
 configuration, MaxText's layers. torch's `Linear.weight` is (out, in); GPT-2's `Conv1D.weight` is (in, out).

@@ -1,14 +1,14 @@
 """Parser of rules files: TOML, or the same in YAML.
 
-    mesh = "data=2,model=4"              # or a table: {data = 2, model = 4}; what --mesh says goes first
+    mesh = "data=2,model=4"              # or a table: {data = 2, model = 4}; --mesh has precedence
     unmatched = "error"                  # or "replicate", the default
-    preset = "llama/fsdp=data+tp"        # or several in a list; for what the rules below do not mean
+    preset = "llama/fsdp=data+tp"        # or several in a list; for tensors that the rules below do not match
 
     [rules]                              # in order; or a list of texts: rules = ["pattern=spec", …]
     "**/layers.*.w1.weight" = "(None,model)"
     "**/layers.*.w2.weight" = ["model", []]      # an entry per dimension: an axis, a list of them, or [] (null in YAML)
 
-All keys may be missing, and no others may be there.
+All keys are optional, and no others are allowed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _KEYS = ("mesh", "unmatched", "preset", "rules")
 
 
 def read_rules(path: str | os.PathLike[str]) -> Rules:
-    """The rules that a file says.
+    """Read the rules in a file.
 
     Args:
-        path: its name ends with .toml, .yaml or .yml.
+        path: path of the file; its name ends with .toml, .yaml or .yml.
 
     Raises:
-        OptionError, ShardingError: it cannot be read, or says what cannot be; names the file and the place in it.
+        OptionError, ShardingError: the file cannot be read or has invalid content; the message names the file and the place in it.
     """
     file = Path(path)
     doc = read_file(file, "rules file", (".toml", ".yaml", ".yml"))

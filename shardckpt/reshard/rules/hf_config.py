@@ -1,7 +1,7 @@
-"""The preset for a Hugging Face model, by what its `config.json` says.
+"""The preset for a Hugging Face model, chosen by its `config.json`.
 
-`model_type` chooses the family. The numbers of heads go along, so that cutting through one is noticed: transformers and
-vLLM replicate key-value heads where there are fewer of them than parts.
+`model_type` chooses the family. The numbers of heads are passed on, so that a cut through a head is reported: transformers and
+vLLM replicate key-value heads if there are fewer heads than parts.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ MODEL_TYPES = {
     "gpt2": "gpt2",
     **dict.fromkeys(("t5", "mt5", "umt5"), "t5"),
 }
-"""`model_type` → the family whose names it has."""
+"""`model_type` → the family with the same tensor names."""
 
 _LARGEST = 16 << 20
-"""Bytes of a configuration; real ones have some thousand."""
+"""Maximum bytes of a configuration; real ones have a few thousand."""
 
 
 def read_preset(path: str | os.PathLike[str], roles: str = "") -> Preset:
     """The preset for a model.
 
     Args:
-        path: `config.json`, or the directory that has it.
-        roles: such as "fsdp+tp".
+        path: `config.json`, or its directory.
+        roles: roles such as "fsdp+tp".
 
     Raises:
-        OptionError: it cannot be read, or names a model that no preset knows.
+        OptionError: the file cannot be read, or names a model without a preset.
     """
     file, config = read_config(path)
     kind = config.get("model_type")
@@ -56,13 +56,13 @@ def read_preset(path: str | os.PathLike[str], roles: str = "") -> Preset:
 
 
 def read_config(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """A model's configuration, and the file that it is in.
+    """The path of a model's configuration file, and its content.
 
     Args:
-        path: `config.json`, or the directory that has it.
+        path: `config.json`, or its directory.
 
     Raises:
-        OptionError: it cannot be read.
+        OptionError: the file cannot be read.
     """
     file = Path(path)
     if file.is_dir():
@@ -76,11 +76,11 @@ def read_config(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def head_counts(config: Mapping[str, Any]) -> Heads | None:
-    """How many heads a model has, by whatever keys its family says it with; None: it does not say."""
+    """Numbers of attention heads of a model, under the keys of any family; None: the configuration has none."""
     query = _count(config, "num_attention_heads", "n_head", "num_heads")
     return None if query is None else Heads(query, _count(config, "num_key_value_heads") or query)
 
 
 def _count(config: Mapping[str, Any], *keys: str) -> int | None:
-    """The first of some numbers that the configuration has."""
+    """The value of the first key that has a positive integer in the configuration; None: no key has one."""
     return next((config[key] for key in keys if type(config.get(key)) is int and config[key] > 0), None)

@@ -1,4 +1,4 @@
-"""Layouts by name: those that another checkpoint has, or that were worked out for each tensor."""
+"""Layouts by tensor name, from another checkpoint or computed for each tensor."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Like"]
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """Tensors, and how they are laid out somewhere else."""
+    """Tensors with their layouts somewhere else."""
 
     tensors: tuple[tuple[str, tuple[int, ...] | None, StoredLayout | None], ...]
-    """Name, shape there (None: not known), layout there (None: a plain host tensor)."""
+    """Name, shape (None: not known), layout (None: a plain host tensor)."""
     origin: str = field(default="the other checkpoint", compare=False)
-    """What has them, for messages."""
+    """Origin of the layouts, for messages."""
     _by_name: Mapping[str, tuple[tuple[int, ...] | None, StoredLayout | None]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -44,15 +44,15 @@ class Like:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh over which all its layouts are; None where there are several."""
+        """The common mesh of all layouts; None if there are several."""
         meshes = {layout.mesh for _, _, layout in self.tensors if isinstance(layout, Sharding | Placements)}
         return meshes.pop() if len(meshes) == 1 else None
 
     def layout(self, name: str, shape: tuple[int, ...], mesh: Mesh | None) -> StoredLayout | None:
-        """The layout of a tensor it has, over the mesh that is given, or over its own.
+        """The layout of one of the tensors, over the given mesh, or over its own.
 
         Raises:
-            ShardingError: it suits no tensor of that shape, or cannot be said over that mesh.
+            ShardingError: the layout does not fit the shape, or cannot be expressed over that mesh.
         """
         there, layout = self._by_name[name]
         if layout is None:
@@ -81,7 +81,7 @@ class Like:
             raise ShardingError(f"{shown(name)}: {self.origin} has another mesh: {error}") from error
 
     def _over_devices(self, name: str, layout: OpSharding, mesh: Mesh, ndim: int) -> StoredLayout:
-        """A layout that names no axes: the spec that says the same over the mesh, or itself over as many devices."""
+        """Translate a layout without axis names: to an equivalent spec over the mesh, or else the layout itself over as many devices."""
         found = Sharding.infer(mesh, layout, ndim)
         if found is None and layout.num_devices != mesh.size:
             raise ShardingError(

@@ -1,7 +1,7 @@
-"""A mesh as text, as one writes it on a command line.
+"""Parser of meshes as text, in the notation of the command line.
 
 data=2,model=4                   Mesh((2, 4), ("data", "model"))
-data=2,model=2@3,1,0-1           with device ids in row-major order; a-b are all from a to b
+data=2,model=2@3,1,0-1           with device ids in row-major order; a-b is the range from a to b
 data=1x2,fsdp=4                  HybridMesh((1, 4), (2, 1), …): devices within a slice × slices
 """
 
@@ -26,11 +26,11 @@ _IDS = re.compile(r"\s*(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?\s*", re.ASCII
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that a text means.
+    """Parse a mesh.
 
     Raises:
-        OptionError: it is none; says which part.
-        ShardingError: it is a mesh that cannot be.
+        OptionError: the text is not a mesh; the message names the wrong part.
+        ShardingError: the text describes an impossible mesh.
 
     >>> parse_mesh("data=2,model=4")
     Mesh((2, 4), ('data', 'model'))
@@ -59,10 +59,10 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def mesh_of(value: object, where: str) -> Mesh:
-    """The mesh that a rules file means: a text, or a table of axis and size.
+    """The mesh of a rules file: a text, or a table of axis and size.
 
     Raises:
-        OptionError, ShardingError: it is none, in the file and place `where`.
+        OptionError, ShardingError: it is not a mesh; the message names `where`, the file and place.
     """
     if isinstance(value, Mapping):
         value = ",".join(f"{axis}={size}" for axis, size in value.items())

@@ -6,9 +6,9 @@ Frameworks keep state under the parameter's own path, somewhere else in the tree
     params/layers_0/wq/kernel            opt_state/0/mu/layers_0/wq/kernel                   (optax)
     model/layers.0.w1.weight             optim/state.layers.0.w1.weight.exp_avg              (DCP, flattened)
 
-So a parameter's path is its name without the first component, and a tensor belongs to the parameter whose path is the longest
-proper end of the tensor's name, or of what the tensor lies directly below. Of several with one path, such as a model's and those
-of its moving average, the parameter is the first that a rule means, wherever the others stand in the tree.
+So a parameter's path is its name without the first component. A tensor belongs to the parameter whose path is the longest
+proper suffix of the tensor's name, or of the name directly above the tensor. If several parameters share a path, such as a model's
+weights and their moving averages, the first one that a rule matches is the parameter, wherever the others are in the tree.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Parameters:
     """The tensors of a checkpoint by their paths."""
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], meant: Callable[[str], bool]) -> None:
-        """Take shapes by name, and whether a rule means a name; the index is made when it is first asked for."""
+        """Store shapes by name, and a function that tests whether a rule matches a name; the index is built on first use."""
         self._tensors = tensors
         self._meant = meant
         self._by_path: dict[str, str] | None = None
 
     def of(self, name: str) -> str | None:
-        """The name of the parameter that a tensor belongs to, if there is one."""
+        """The name of the parameter that a tensor belongs to; None: there is none."""
         if self._by_path is None:
             self._by_path = self._indexed()
         ends = [end for text in (name, *owners(name)) for end in _ends(text) if self._by_path.get(end, name) != name]
@@ -52,5 +52,5 @@ class Parameters:
 
 
 def _ends(name: str) -> list[str]:
-    """The name without its first components, one by one."""
+    """The name without its first component, without its first two, and so on."""
     return [name[at + 1 :] for at, character in enumerate(name) if character == "/"]

@@ -1,11 +1,11 @@
-"""Does a pattern mean a tensor, and by its own name or by that of what it belongs to?
+"""Matching of patterns with tensor names, or with the name of what a tensor belongs to.
 
-Patterns are those of `only=` (`names.matches`): `*` within a component, `**` across, whole names. A pattern also means
-what lies *directly below* the names that it matches, by "/" or by ".": the state of an optimizer below its parameter
+Patterns are those of `only=` (`names.matches`): `*` within a component, `**` across components; they match complete names. A pattern
+also applies to names *directly below* the names that it matches, by "/" or by ".": the optimizer state below its parameter
 (`optimizer/state/layers.0.w1.weight/exp_avg`), the weights below a module (`layers.0.w1` and its `.weight`).
 
-Most patterns mean few names, and nearly all are told apart by the longest literal text in the pattern, which must be in
-the name (`literal`): only where it is does the regular expression run.
+Most patterns match few names. The longest literal text in a pattern excludes nearly all names (`literal`): the regular expression
+runs only on names that contain this text.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shardckpt.state.names import pattern_regex
 __all__ = ["Match", "literal", "match", "owners"]
 
 _NOT_LITERAL = re.compile(r"/|\*+|\?|\[!?\]?[^\]]*\]")
-"""What ends a text: a slash, too, for DCP's "state." may stand behind it in a name and not in what that lies below."""
+"""The end of a literal text. A slash ends it too: DCP's "state." may follow the slash in a name, but not in the name above it."""
 
 _STATE = "state."
 
 
 class Match(enum.Enum):
-    """How a pattern means a name."""
+    """The match of a pattern with a name: the name itself, or the name above it."""
 
     WHOLE = "its name"
     """The pattern matches the name."""
@@ -34,10 +34,10 @@ class Match(enum.Enum):
 
 
 def match(pattern: str, name: str) -> Match | None:
-    """How the pattern means the name, if it does.
+    """Match a pattern with a name; None: there is no match.
 
     Raises:
-        OptionError: the pattern is none.
+        OptionError: the pattern is invalid.
 
     >>> match("**/w1", "model/w1"), match("**/*.w1", "model/layers.0.w1.weight"), match("**/w1", "model/w1/a/b")
     (<Match.WHOLE: 'its name'>, <Match.BELOW: 'what it lies below'>, None)
@@ -52,9 +52,9 @@ def match(pattern: str, name: str) -> Match | None:
 
 @lru_cache(maxsize=4096)
 def owners(name: str) -> tuple[str, ...]:
-    """What a name lies directly below: without its last component, and without the last part of that.
+    """The names directly above a name: without its last component, and without the last part of that component.
 
-    DCP flattens the state of an optimizer into `state.<parameter>.<state>`; that lies below the parameter.
+    DCP flattens optimizer state into `state.<parameter>.<state>`; the parameter counts as the name above it.
 
     >>> owners("model/w.0/exp_avg"), owners("optim/state.layers.0.w.exp_avg")
     (('model/w.0',), ('optim/layers.0.w', 'optim'))
@@ -66,7 +66,7 @@ def owners(name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def literal(pattern: str) -> str:
-    """The longest text, within one component, that is in every name that the pattern means.
+    """The longest text, within one component, that every name with a match contains.
 
     >>> literal("**/layers.[0-3].*w1")
     'layers.'

@@ -1,16 +1,16 @@
-"""The rules of a family of models, for what one wants to do with it: `llama/fsdp+tp`.
+"""The rules of a model family for chosen kinds of parallelism, such as `llama/fsdp+tp`.
 
-1. A *role* says what an axis of the mesh is for, and which logical axes (`families`) it cuts:
+1. A *role* names the purpose of a mesh axis, and thereby the logical axes (`families`) that it cuts:
 
        fsdp   embed                               axis "fsdp", else "data" or "dp"
        tp     heads, kv_heads, mlp, vocab         axis "tensor", "model", "tp" or "mp"
        ep     expert                              axis "expert" or "ep"
 
-   That is how T5X, MaxText and torchprime lay these models out, and where transformers' plans for tensor parallelism say
-   something of a tensor, tp says the same: `colwise` cuts the first dimension of a Linear's weight, `rowwise` the second.
-2. The mesh decides which axis a role is played by: the first of the above that it has. `llama/fsdp=replica+tp=y` names them.
-   Without roles (`llama`) those are played for which the mesh has an axis of that name; "data" then holds replicas.
-3. Where one axis plays two roles, it cuts the first dimension of a tensor that asks for it.
+   T5X, MaxText and torchprime use the same layouts for these models. Where transformers' plans for tensor parallelism cover a
+   tensor, tp agrees with them: `colwise` cuts the first dimension of a Linear's weight, `rowwise` the second.
+2. The mesh determines the axis of each role: the first axis in the list above that it has. `llama/fsdp=replica+tp=y` names the axes.
+   Without roles (`llama`), every role applies whose own axis name the mesh has; "data" then holds replicas.
+3. If one axis has two roles, it cuts the first dimension of a tensor that either role would cut.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 __all__ = ["Heads", "Preset"]
 
 _CUTS = {"embed": "fsdp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "expert": "ep"}
-"""Logical axis → the role that cuts it. What is packed is cut as heads and mlp are."""
+"""Logical axis → the role that cuts it. Packed dimensions are cut like heads and mlp."""
 _AXES = {"fsdp": ("fsdp",), "tp": ("tensor", "model", "tp", "mp"), "ep": ("expert", "ep")}
-"""The names by which a role's axis goes."""
+"""Role → the names of its axis."""
 _MORE_AXES = {"fsdp": ("data", "dp")}
-"""And those that may be meant where the role is asked for."""
+"""Role → further names of its axis that count only if the role is requested explicitly."""
 _HEADS = {"heads": "query heads", "kv_heads": "key-value heads"}
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention heads of a model, so that cutting one in two is noticed."""
+    """Numbers of attention heads of a model, for notices about cuts through a head."""
 
     query: int
     key_value: int
 
     def units(self, dim: int, logical: str) -> Units | None:
-        """What a dimension consists of."""
+        """The units of a dimension; None: it has none."""
         what = _HEADS.get(logical)
         return None if what is None else Units(dim, self.query if logical == "heads" else self.key_value, what)
 
@@ -58,7 +58,7 @@ class Preset:
     """The rules of one family for some roles.
 
     Raises:
-        OptionError: no such family, or no such role.
+        OptionError: there is no such family or role.
 
     >>> preset = Preset.parse("llama/fsdp+tp=y")
     >>> preset.family, preset.roles, str(preset)
@@ -68,12 +68,12 @@ class Preset:
     family: str
     """A key of `FAMILIES`."""
     roles: tuple[tuple[str, str], ...] = ()
-    """Role and the axis that plays it, empty where the mesh decides; none: all that the mesh has an axis for."""
+    """Role and its axis, which is empty if the mesh determines it; no roles: every role for which the mesh has an axis."""
     heads: Heads | None = None
-    """What is known of the model at hand."""
+    """Numbers of attention heads of the model, if known."""
 
     def __post_init__(self) -> None:
-        """Refuse families and roles that nobody knows."""
+        """Refuse unknown families and roles."""
         if self.family not in FAMILIES:
             raise OptionError(
                 f"preset {excerpt(str(self))}: there is no family {excerpt(self.family)}{did_you_mean(str(self.family), FAMILIES)}; "
@@ -90,10 +90,10 @@ class Preset:
 
     @classmethod
     def parse(cls, text: str, heads: Heads | None = None) -> Preset:
-        """Read what `str` writes.
+        """Parse the text form of a preset.
 
         Raises:
-            OptionError: it is no preset.
+            OptionError: the text is not a preset.
         """
         if not isinstance(text, str):
             raise OptionError(f"preset {excerpt(text)}: give text such as 'llama/fsdp+tp'.")
@@ -115,7 +115,7 @@ class Preset:
         """The rules over a mesh.
 
         Raises:
-            ShardingError: there is none, or it has no axis for a role.
+            ShardingError: there is no mesh, or it has no axis for a role.
         """
         if mesh is None:
             raise ShardingError(f"{self.origin} cuts over a mesh, and there is none; give one, as in data=2,model=4.")
@@ -125,7 +125,7 @@ class Preset:
         """Role → axis, in a mesh whose axes have these names.
 
         Raises:
-            ShardingError: it has none for a role.
+            ShardingError: the mesh has no axis for a role.
         """
         wanted = self.roles or tuple((role, "") for role in _AXES)
         found = {}

@@ -1,7 +1,7 @@
-"""One rule: the tensors that a pattern means are cut so.
+"""One rule: a pattern over tensor names, and the spec that cuts the tensors.
 
-As text it is `pattern=spec`: `**/layers.*.w1.weight=(None,model)`. A pattern may contain "=" as well; the spec is the longest
-end of the text that is one.
+Its text form is `pattern=spec`: `**/layers.*.w1.weight=(None,model)`. A pattern may contain "=" as well; the spec is the longest
+suffix of the text that is a spec.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = ["Rule", "Units"]
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What a dimension consists of, which no part should hold a fraction of."""
+    """Units of a dimension that should not be divided between parts, such as attention heads."""
 
     dim: int
     """The tensor dimension."""
     count: int
-    """How many there are in it."""
+    """Number of units in the dimension."""
     what: str
-    """For messages: "key-value heads"."""
+    """Name of the units, for messages: "key-value heads"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The tensors that a pattern means are cut so.
+    """A pattern over tensor names, and the spec that cuts the tensors.
 
     Raises:
-        OptionError: the pattern is none.
+        OptionError: the pattern is invalid.
 
     >>> rule = Rule.parse("**/layers.*.w1=(None,model)")
     >>> rule.pattern, rule.spec, str(rule)
@@ -46,22 +46,22 @@ class Rule:
     """
 
     pattern: str
-    """Which tensors; see `pattern`."""
+    """Pattern of tensor names; see `pattern`."""
     spec: PartitionSpec
-    """What cuts each dimension."""
+    """Mesh axes that cut each dimension."""
     origin: str = field(default="", compare=False)
-    """Where it was written, for messages: "rules.toml, rule 3"."""
+    """Place of the rule's text, for messages: "rules.toml, rule 3"."""
     rank: int | None = None
-    """It means tensors of so many dimensions only; None: of any number."""
+    """The number of dimensions of tensors to which the rule applies; None: any number."""
     may_match_nothing: bool = False
-    """Whether it is no mistake that it decides nothing: rules of a family of models are made for several ways of naming."""
+    """Whether the rule may apply to no tensor: the rules of a model family cover several naming schemes."""
     packed: tuple[int, str] | None = None
-    """A dimension, and what lies one behind the other along it, such as "gate and up" in a fused projection."""
+    """A dimension, and the name of the parts concatenated along it, such as "gate and up" in a fused projection."""
     units: Units | None = None
-    """What one of the dimensions consists of."""
+    """The units of one of the dimensions."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no pattern, and no spec."""
+        """Refuse invalid patterns and specs."""
         pattern: object = self.pattern
         spec: object = self.spec
         if not isinstance(pattern, str) or not pattern:
@@ -75,10 +75,10 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str, origin: str = "") -> Rule:
-        """Read what `str` writes.
+        """Parse the text form of a rule.
 
         Raises:
-            OptionError: it is no rule; says where.
+            OptionError: the text is not a rule; the message names `origin`.
         """
         if not isinstance(text, str) or "=" not in text:
             raise OptionError(f"{origin or 'rule'}: {excerpt(text)} is no rule; write pattern=spec, as in '**/layers.*.w1=(None,model)'.")
@@ -106,7 +106,7 @@ class Rule:
 
     @property
     def title(self) -> str:
-        """The rule as messages name it: where it was written, and its text."""
+        """The rule in messages: its origin and its text."""
         return _title(str(self), self.origin)
 
     def check_axes(self, mesh: Mesh | None) -> None:

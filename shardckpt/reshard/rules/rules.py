@@ -1,15 +1,15 @@
 """Ordered rules that give every tensor a layout.
 
-1. Entries are tried in order, and the first one that means the tensor decides: a rule (pattern → spec), a preset (the rules of
-   a family of models), or another checkpoint's layouts by name.
-2. A rule means a name that its pattern matches, or that lies directly below one (`pattern`): state of an optimizer follows
-   its parameter, as far as it has the parameter's shape. What has another (Adafactor's rows and columns, say) is replicated,
+1. Entries are tried in order, and the first one that applies to the tensor decides: a rule (pattern → spec), a preset (the rules of
+   a model family), or another checkpoint's layouts by name.
+2. A rule applies to the names that its pattern matches, and to names directly below them (`pattern`): optimizer state follows
+   its parameter if it has the parameter's shape. State with another shape (such as Adafactor's rows and columns) is replicated,
    with a notice.
-3. What nothing means is replicated, with a notice, or an error, as `unmatched` says. What consists of one element is
-   replicated in any case: there is nothing to cut.
-4. Sides need not divide: parts are ceil(size / parts) long, the last ones short or empty, as in XLA, with a notice.
+3. A tensor to which no entry applies is replicated, with a notice, or is an error, as `unmatched` says. A tensor of one element is
+   always replicated: there is nothing to cut.
+4. Dimensions need not divide evenly: parts are ceil(size / parts) long, the last ones short or empty, as in XLA, with a notice.
 
-`decide` sees one tensor. `decide_all` sees all of a checkpoint: it knows the parameter that state belongs to, and refuses
+`decide` sees one tensor. `decide_all` sees all tensors of a checkpoint: it knows the parameter that state belongs to, and refuses
 rules that decide nothing.
 """
 
@@ -47,7 +47,7 @@ class Rules:
     """Ordered rules; see the module's docstring.
 
     Raises:
-        OptionError: an entry or `unmatched` is nothing of the above.
+        OptionError: an entry or `unmatched` is invalid.
 
     >>> rules = Rules.parse(["**/*.bias=replicated", "**/*=(fsdp)"], mesh="fsdp=4")
     >>> rules.decide("model/w", (16, 8)).layout.tile((16, 8))
@@ -55,14 +55,14 @@ class Rules:
     """
 
     entries: tuple[Entry, ...] = ()
-    """What decides, in order."""
+    """Rules, presets and other checkpoints' layouts, in order."""
     unmatched: Literal["replicate", "error"] = "replicate"
-    """What becomes of tensors that no entry means."""
+    """Treatment of tensors to which no entry applies."""
     mesh: Mesh | None = None
-    """What the layouts are over, where `decide` is told of no mesh."""
+    """The default mesh of the layouts, for `decide` without a mesh."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no rule."""
+        """Refuse invalid entries."""
         object.__setattr__(self, "entries", tuple(self.entries))
         for entry in self.entries:
             if not isinstance(entry, Entry):
@@ -76,10 +76,10 @@ class Rules:
     def parse(
         cls, texts: str | Iterable[str], *, mesh: Mesh | str | None = None, unmatched: Literal["replicate", "error"] = "replicate"
     ) -> Rules:
-        """Rules from text, as in `--rule`: `pattern=spec` each.
+        """Parse rules from texts of the form `pattern=spec`, as in `--rule`.
 
         Raises:
-            OptionError: one is no rule; says which, and at which character.
+            OptionError: a text is not a rule; the message names the text and the character.
         """
         from shardckpt.reshard.rules.mesh_text import parse_mesh
 
@@ -89,19 +89,19 @@ class Rules:
 
     @classmethod
     def preset(cls, text: str) -> Rules:
-        """The rules of a family of models: "llama", "mixtral/ep", "gpt2/fsdp=data+tp"; see `preset`.
+        """The rules of a model family: "llama", "mixtral/ep", "gpt2/fsdp=data+tp"; see `preset`.
 
         Raises:
-            OptionError: there is no such preset; lists those that there are.
+            OptionError: there is no such preset; the message lists all presets.
         """
         return cls((Preset.parse(text),))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Rules:
-        """Rules from a file in TOML or YAML; see `files`.
+        """Read rules from a TOML or YAML file; see `files`.
 
         Raises:
-            OptionError, ShardingError: it cannot be read, or says what cannot be; names file and place.
+            OptionError, ShardingError: the file cannot be read or has invalid content; the message names file and place.
         """
         from shardckpt.reshard.rules.files import read_rules
 
@@ -109,14 +109,14 @@ class Rules:
 
     @classmethod
     def from_hf_config(cls, path: str | os.PathLike[str], roles: str = "") -> Rules:
-        """The preset of the family that a Hugging Face model's `config.json` names; see `hf_config`.
+        """The preset for a Hugging Face model, chosen by its `config.json`; see `hf_config`.
 
         Args:
-            path: the file, or the directory that has it.
-            roles: such as "fsdp+tp"; without, all roles for which the mesh has an axis.
+            path: the file, or its directory.
+            roles: roles such as "fsdp+tp"; empty: all roles for which the mesh has an axis.
 
         Raises:
-            OptionError: it cannot be read, or names a model that no preset knows; lists those that are known.
+            OptionError: the file cannot be read, or names a model without a preset; the message lists the known models.
         """
         from shardckpt.reshard.rules.hf_config import read_preset
 
@@ -124,24 +124,24 @@ class Rules:
 
     @classmethod
     def like(cls, record: CheckpointRecord, origin: str = "the other checkpoint") -> Rules:
-        """The layouts of another checkpoint, by name; over its mesh where it has one, and no other is given.
+        """The layouts of another checkpoint, by name; over its mesh if it has one and no other mesh is given.
 
         Args:
-            record: of the other checkpoint.
-            origin: its url, for messages.
+            record: record of the other checkpoint.
+            origin: its URL, for messages.
         """
         entry = Like.of(record.structure, origin)
         return cls((entry,), mesh=entry.mesh)
 
     @classmethod
     def by_name(cls, layouts: Mapping[str, StoredLayout], origin: str = "its layout by name") -> Rules:
-        """Layouts that were worked out for each tensor; over their own mesh where no other is given.
+        """Layouts computed for each tensor; over their own mesh if no other mesh is given.
 
-        `shardckpt.reshard.batch_dims.batch_shardings` gives such, from the graph of a program.
+        `shardckpt.reshard.batch_dims.batch_shardings` computes such layouts from the graph of a program.
 
         Args:
             layouts: name in the checkpoint → layout.
-            origin: where they are from, for messages.
+            origin: origin of the layouts, for messages.
         """
         entry = Like(tuple((name, None, layout) for name, layout in layouts.items()), origin)
         return cls((entry,), mesh=entry.mesh)
@@ -161,23 +161,23 @@ class Rules:
             assumptions: further arguments of `shardckpt.reshard.batch_dims.batch_shardings`, such as `replicated`.
 
         Raises:
-            OptionError: no such input or dimension, or the batch was not named and cannot be told.
-            ShardingError: the mesh has no such axis, or a tensor holds a part of a sum, or what the program does to it is not known.
+            OptionError: there is no such input or dimension, or the batch was not named and cannot be inferred.
+            ShardingError: the mesh has no such axis, or a tensor holds a part of a sum or has an unknown layout.
         """
         from shardckpt.reshard.batch_dims import batch_shardings
 
         return cls.by_name(batch_shardings(exported, batch, mesh=mesh, axis=axis, prefix=prefix, **assumptions), "the program")
 
     def then(self, others: Rules) -> Rules:
-        """These rules, and others for what they do not mean; `mesh` and `unmatched` are these, where they say anything."""
+        """These rules followed by `others`; `mesh` and `unmatched` of these rules have precedence, where set."""
         unmatched = others.unmatched if self.unmatched == "replicate" else self.unmatched
         return Rules((*self.entries, *others.entries), unmatched, self.mesh or others.mesh)
 
     def steps(self, mesh: Mesh | None = None) -> tuple[Step, ...]:
-        """The entries for a mesh, those of presets one by one, and all their axes checked.
+        """The steps of all entries for a mesh, with presets expanded and all axes checked.
 
         Raises:
-            ShardingError: the mesh lacks an axis, or there is none; names the rule.
+            ShardingError: the mesh lacks an axis, or there is no mesh; the message names the rule.
         """
         mesh = mesh or self.mesh
         return tuple(step for entry in self.entries for step in steps_of(entry, mesh))
@@ -186,14 +186,14 @@ class Rules:
         """The layout of one tensor.
 
         Args:
-            name: of the tensor in the checkpoint.
-            shape: of the tensor.
-            mesh: what to lay it out over; None: the rules' own. Where there is none at all, tensors are plain.
+            name: name of the tensor in the checkpoint.
+            shape: shape of the tensor.
+            mesh: mesh of the layout; None: the rules' own mesh. Without any mesh, tensors are plain.
 
         Raises:
-            OptionError: nothing means it, and `unmatched` is "error".
-            ShardingError: the rule that decides cannot be followed: it has more entries than the tensor dimensions, or an
-                axis that the mesh has not.
+            OptionError: no entry applies to the tensor, and `unmatched` is "error".
+            ShardingError: the rule that decides cannot be applied: it has more entries than the tensor has dimensions, or an
+                axis that the mesh lacks.
         """
         decided = decide(self.steps(mesh), {name: shape}, mesh or self.mesh)
         self._refuse(decided.unmatched)
@@ -207,7 +207,7 @@ class Rules:
             mesh: as for `decide`.
 
         Raises:
-            OptionError: also, a rule decides nothing: it matches no name, or another one comes before it.
+            OptionError: as for `decide`; or a rule decides nothing: it matches no name, or an earlier rule comes first.
             ShardingError: as for `decide`.
         """
         steps = self.steps(mesh)
@@ -217,16 +217,16 @@ class Rules:
         return decided.decisions
 
     def explain(self, name: str, tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None = None, *, itemsize: int = 1) -> str:
-        """Why one tensor of a checkpoint is laid out as it is, for people: every rule that is asked, and what comes of it.
+        """Explain one tensor's layout to people: every rule tested, and the resulting shards.
 
         Args:
-            name: of the tensor.
-            tensors: shape by name, of all.
+            name: name of the tensor.
+            tensors: shape by name, of all tensors.
             mesh: as for `decide`.
             itemsize: bytes of an element.
 
         Raises:
-            NamesMismatchError: there is no such tensor; says which name is nearest.
+            NamesMismatchError: there is no such tensor; the message names the most similar one.
             ShardingError: as for `decide`.
         """
         from shardckpt.reshard.rules.explain import explanation

@@ -1,11 +1,11 @@
-"""A partition spec as text, as one writes it on a command line, and back.
+"""Parser and formatter of partition specs as text, in the notation of the command line.
 
     replicated                       PartitionSpec()
     (None,model)                     PartitionSpec(None, "model")
     ((fsdp,tensor),None)             PartitionSpec(("fsdp", "tensor"), None)
     (0,"axis with, comma")           an axis by its index; quotes where a name is not plain, or reads as a number or None
 
-Spaces do not matter, both kinds of quotes will do, and `P(…)` or `PartitionSpec(…)` may be pasted from a program.
+Spaces are ignored, both kinds of quotes are accepted, and `P(…)` or `PartitionSpec(…)` may be pasted from a program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FORM = 'write replicated, or one entry per dimension, as in (None,model) or (("
 
 
 def format_spec(spec: PartitionSpec) -> str:
-    """The text that `parse_spec` reads as an equal spec.
+    """Format a spec so that `parse_spec` reads an equal spec.
 
     >>> format_spec(PartitionSpec("data", None, ("fsdp", "tensor")))
     '(data,None,(fsdp,tensor))'
@@ -54,10 +54,10 @@ def _axis_text(axis: Axis) -> str:
 
 
 def parse_spec(text: str) -> PartitionSpec:
-    """The spec that a text means.
+    """Parse a spec.
 
     Raises:
-        OptionError: it is none; says at which character, counted from 1.
+        OptionError: the text is not a spec; the message names the character, counted from 1.
 
     >>> parse_spec("(None,model)"), parse_spec("replicated")
     (PartitionSpec(None, 'model'), PartitionSpec())
@@ -77,7 +77,7 @@ def parse_spec(text: str) -> PartitionSpec:
 
 
 def _parts(text: str, at: int, *, nested: bool) -> tuple[list[SpecPart], int]:
-    """The entries of the bracket that opens at `at`, and where it ends."""
+    """The entries of the bracket that opens at `at`, and the position after its end."""
     parts: list[SpecPart] = []
     at += 1
     while True:

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["refuse_unused"]
 
 EVERYTHING = "**"
-"""For whatever is left, which may be nothing."""
+"""The pattern for all remaining tensors; it may match none."""
 
 
 def refuse_unused(entries: Sequence[Entry], steps: Sequence[Step], used: frozenset[int], tensors: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise unless every rule, every preset and every checkpoint that is copied has decided for some tensor.
+    """Raise unless every rule, preset and copied checkpoint has decided for some tensor.
 
     Args:
-        entries: what the user gave.
-        steps: what that comes to, in order.
-        used: the numbers of those steps that have decided for a tensor.
+        entries: the user's entries.
+        steps: the steps of these entries, in order.
+        used: numbers of the steps that have decided for a tensor.
         tensors: shape by name.
 
     Raises:
-        OptionError: one has not; says why.
+        OptionError: an entry decided for no tensor; the message gives the reason.
     """
     if not tensors:
         return

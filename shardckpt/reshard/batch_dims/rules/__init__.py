@@ -1,7 +1,7 @@
 """Rules of ATen operators for layouts: one module per family, each with a table of its operators.
 
-Operators are those of functional ATen graphs, as `ExportedProgram.run_decompositions` leaves them (the Core ATen IR) and as
-`make_fx` traces them. One that is in no table, and that ATen does not tag as pointwise, has no rule: its result is Unknown.
+The operators are those of functional ATen graphs, as produced by `ExportedProgram.run_decompositions` (the Core ATen IR) and
+`make_fx`. An operator that is in no table, and that ATen does not tag as pointwise, has no rule: its result is Unknown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["RULES", "rule_of"]
 
 
 def _same_numbers(rule: Callable[[Call], Result]) -> Callable[[Call], Result]:
-    """For operators of which the rules look at tensors alone."""
+    """Wrap a rule that uses only tensors, for operators whose numeric arguments must not depend on the batch."""
 
     def guarded(call: Call) -> Result:
         call.refuse_counts()

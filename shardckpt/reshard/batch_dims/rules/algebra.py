@@ -6,7 +6,7 @@ Layouts here are those of operands brought to the dimensions of the result. For 
 - A sum of partial sums is a partial sum. A replicated tensor is a partial sum as well: of k equal terms that are k times too
   large, so it can be added to a mean.
 - A product multiplies powers. It is linear in each factor, so that one factor may be a partial sum if the others are replicated.
-- Zero is everything at once.
+- Zero fits every layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Known = Replicate | Shard | Partial
 
 
 def position(layouts: Iterable[Known]) -> tuple[int, int] | None:
-    """The dimension in which all that are cut are cut, and how much of it is outside of the batch.
+    """The dimension in which all cut layouts are cut, and its number of elements outside of the batch; None if none is cut.
 
     Raises:
         Undecided: they are cut in different places.
@@ -41,11 +41,11 @@ def added(terms: Sequence[Known], zero: Sequence[bool] = ()) -> Known:
     """The layout of a sum, or of a choice between tensors.
 
     Args:
-        terms: their layouts.
-        zero: which of them are zero everywhere.
+        terms: layouts of the terms.
+        zero: whether each term is zero everywhere.
 
     Raises:
-        Undecided: they do not go together.
+        Undecided: the layouts are incompatible.
     """
     place = position(terms)
     counted = [term for term, is_zero in zip(terms, zero or [False] * len(terms), strict=True) if not is_zero]
@@ -69,10 +69,10 @@ def _with_partial(partial: Partial, terms: Sequence[Known], place: tuple[int, in
 
 
 def extreme(terms: Sequence[Known], reduction: str) -> Known:
-    """The layout of the larger ("max") or smaller ("min") of tensors.
+    """The layout of the elementwise maximum ("max") or minimum ("min") of tensors.
 
     Raises:
-        Undecided: they do not go together.
+        Undecided: the layouts are incompatible.
     """
     if any(isinstance(term, Partial) for term in terms):
         wanted = Partial(reduction)
@@ -88,7 +88,7 @@ def multiplied(factors: Sequence[Known]) -> Known:
     """The layout of a product, element by element.
 
     Raises:
-        Undecided: it is not linear in what is partial.
+        Undecided: the product is not linear in a partial factor.
     """
     power = sum(factor.power for factor in factors)
     partial = [factor for factor in factors if isinstance(factor, Partial)]

@@ -3,7 +3,7 @@
 | where the batch's letter is | the result |
 |---|---|
 | kept, cut in one operand, absent from the others, which are replicated | cut in that letter's dimension |
-| kept, cut in all operands that have it | likewise |
+| kept, cut in all operands that have it | cut in that letter's dimension |
 | summed over | Partial(sum) |
 """
 
@@ -29,7 +29,7 @@ def contracted(call: Call, equation: str, *values: Any) -> Known:
         values: the operands.
 
     Raises:
-        Undecided: the operands do not go together.
+        Undecided: the layouts of the operands are incompatible.
     """
     inputs, result = equation.split("->")
     letters, layouts = inputs.split(","), [call.layout(value) for value in values]
@@ -70,7 +70,7 @@ def _plus_einsum(equation: str, *names: str) -> Any:
 
 
 def _plus_bias(call: Call, product: Known, bias: Any) -> Known:
-    """A product and what is added to it, which is broadcast to the product's dimensions."""
+    """The layout of a product plus a bias, which is broadcast to the product's dimensions."""
     if bias is None:
         return product
     layout = call.layout(bias)
@@ -109,7 +109,7 @@ def _convolution_backward(call: Call) -> Result:
 
 
 def _attention(call: Call) -> Result:
-    """Each head of each sample by itself: all dimensions but the last two are batch and heads, of the mask as well."""
+    """The layout of attention, which handles each head of each sample alone: all dimensions but the last two are batch or heads."""
     tensors = [call.steady(call[name]) for name in ("query", "key", "value")]
     mask = call["attn_mask"] if call["attn_mask"] is not None else call["attn_bias"]
     place, ndim = position(tensors), len(call.shape(call["query"]))
@@ -124,7 +124,7 @@ def _attention(call: Call) -> Result:
 
 
 def _check_mask(call: Call, mask: Any, place: tuple[int, int] | None, ndim: int) -> None:
-    """A mask is cut where the queries are, or has one row for all."""
+    """Check that a mask is cut like the queries, or has one row for all samples."""
     layout = call.steady(mask)
     along = frozenset() if place is None else frozenset({place[0]})
     found = aligned(call, mask, layout, (1,) * ndim, along)

@@ -1,4 +1,4 @@
-"""Tensors out of nothing.
+"""Operators that create tensors.
 
 | operators | rule |
 |---|---|

@@ -51,7 +51,7 @@ def _index(call: Call) -> Result:
 
 
 def _indexed(call: Call, indices: list[Any]) -> Known:
-    """What is read from a tensor at indices: dimensions without an index stay, and the indices' own come in their place."""
+    """The layout of a read at indices: dimensions without an index stay, and the indices' dimensions replace the others."""
     source, ndim = call.layout(call["self"]), len(call.shape(call["self"]))
     indices = indices + [None] * (ndim - len(indices))
     if any(map(_is_mask, indices)):
@@ -73,7 +73,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _own_row(call: Call, source: Known, indices: list[Any]) -> bool:
-    """Whether every sample picks its own row, by its number.
+    """Whether every sample selects its own row, by its number.
 
     Raises:
         Undecided: samples are numbered in a dimension that is not theirs.
@@ -92,7 +92,7 @@ def _index_layout(call: Call, index: Any) -> Known:
 
 
 def _index_block(call: Call, indices: list[Any]) -> tuple[Known, int, int]:
-    """The layout of the indices together, broadcast; at which dimension of what is read they are, and their number of dimensions."""
+    """The layout of the broadcast indices, their first dimension in the result, and their number of dimensions."""
     given = [index for index in indices if index is not None]
     block = tuple(max(sizes) for sizes in zip(*(_padded(call.shape(i), given, call) for i in given), strict=True))
     layouts = [_index_layout(call, index) for index in given]
@@ -111,7 +111,7 @@ def _padded(shape: tuple[int, ...], given: list[Any], call: Call) -> tuple[int, 
 
 
 def _kept_at(dim: int, indices: list[Any], start: int, length: int) -> int:
-    """Where a dimension of the source that is not indexed is in what is read."""
+    """The position in the result of a source dimension that is not indexed."""
     if indices[dim] is not None:
         raise Undecided("it picks samples by their number")
     before = sum(index is None for index in indices[:dim])
@@ -153,13 +153,13 @@ def _index_put(call: Call) -> Result:
 
 
 def _refuse_extreme(values: Known) -> None:
-    """Several of them may be added at one place."""
+    """Refuse maxima and minima: several values may be added at one place."""
     if isinstance(values, Partial) and values.reduction != "sum":
         raise Undecided(f"it adds up elements of {values}, which must be reduced before")
 
 
 def _into(base: Known, values: Known, place: Shard) -> Known:
-    """The layout of what is written at a place that corresponds to the batch of `base`, in terms of `base`."""
+    """The layout of written values in terms of `base`, at a place that corresponds to the batch of `base`."""
     assert isinstance(base, Shard)
     if isinstance(values, Partial):
         raise Undecided(f"{values} is written into a tensor that is cut: it must be reduced before")
@@ -169,7 +169,7 @@ def _into(base: Known, values: Known, place: Shard) -> Known:
 
 
 def _refuse_rows(call: Call, dim: int, values: Known, written: int) -> None:
-    """Values that are whole must have one row for all samples."""
+    """Refuse replicated values with more than one row for all samples."""
     shape = call.shape(call["values"])
     shift = written - len(shape)
     if not isinstance(values, Shard) and dim >= shift and shape[dim - shift] != 1:

@@ -88,13 +88,13 @@ def _batch_norm(call: Call) -> Result:
 
 
 def _moved(call: Call, name: str, towards: Replicate | Partial) -> Layout:
-    """Running statistics, moved towards those of this call."""
+    """The layout of running statistics after an update with the statistics of this call."""
     found = call.known(call[name])
     return found if isinstance(found, Unknown) else added([towards, call.layout(call[name])])
 
 
 def _each_sample(*names: str) -> Any:
-    """Operations on images: dimension 0 is left alone, whatever they do to the others."""
+    """A rule for operations on images: dimension 0 is unchanged, whatever happens to the others."""
 
     def rule(call: Call) -> Result:
         value = next(call[name] for name in names if call[name] is not None)

@@ -22,17 +22,17 @@ __all__ = ["RULES", "aligned", "is_pointwise", "pointwise"]
 
 
 def aligned(call: Call, value: Any, layout: Known, out: tuple[int, ...], batch_dims: frozenset[int]) -> Known:
-    """An operand's layout in terms of the dimensions that it is broadcast to.
+    """An operand's layout, expressed in the dimensions to which it is broadcast.
 
     Args:
         call: the call.
         value: the operand.
-        layout: its own layout.
-        out: what it is broadcast to.
-        batch_dims: dimensions of `out` in which some operand is cut.
+        layout: layout of the operand.
+        out: the shape to which it is broadcast.
+        batch_dims: dimensions of `out` in which an operand is cut.
 
     Raises:
-        Undecided: it is whole, and yet has an element for each sample.
+        Undecided: the operand is not cut, but has an element for each sample.
     """
     shape = call.shape(value)
     shift = len(out) - len(shape)
@@ -57,13 +57,13 @@ def operands(call: Call, values: list[Any], out: tuple[int, ...] | None = None) 
 
 
 def is_pointwise(node: Any) -> bool:
-    """Whether ATen says that an operator works element by element, and draws nothing at random."""
+    """Whether ATen tags an operator as elementwise, and as not random."""
     tags = {str(tag).rpartition(".")[2] for tag in getattr(node.target, "tags", ())}
     return "pointwise" in tags and "nondeterministic_seeded" not in tags
 
 
 def pointwise(call: Call) -> Result:
-    """Of any operation on elements."""
+    """The layout of any elementwise operation."""
     numbers = [a for a in (*call.node.args, *call.node.kwargs.values()) if isinstance(a, int | float)]
     values = [*call.operands, *numbers]
     for value in values:
@@ -121,7 +121,7 @@ def _quotient(call: Call) -> Result:
 
 
 def _linear_in_first(call: Call) -> Result:
-    """Backward functions: the gradient times something of the other operands."""
+    """The layout of a backward function: the gradient times a function of the other operands."""
     first, *others = [argument for argument in call.node.args if is_node(argument)]
     for other in others:
         call.steady(other)

@@ -23,7 +23,7 @@ __all__ = ["RULES"]
 
 
 def _kept(layout: Shard, dims: tuple[int, ...], keepdim: bool) -> Shard:
-    """Where the batch is after other dimensions have been reduced."""
+    """The layout after other dimensions have been reduced."""
     gone = 0 if keepdim else sum(d < layout.dim for d in dims)
     return Shard(layout.dim - gone, layout.outer, layout.power)
 
@@ -33,7 +33,7 @@ def _reduced_dims(call: Call) -> tuple[int, ...]:
 
 
 def _total(power: int) -> Any:
-    """Sum, and mean, which divides by the number of elements: with the batch among them, by the batch."""
+    """The rule of sum and mean; mean divides by the number of elements, and so by the batch if the reduction includes it."""
 
     def rule(call: Call) -> Result:
         layout, dims = call.layout(call["self"]), _reduced_dims(call)
@@ -51,7 +51,7 @@ def _total(power: int) -> Any:
 
 
 def _counts(call: Call) -> bool:
-    """Whether it counts the true elements of a whole mask."""
+    """Whether the call counts the true elements of a complete mask."""
     return all(size == 1 for size in call.out) and str(call["self"].meta["val"].dtype) == "torch.bool"
 
 
@@ -78,7 +78,7 @@ def _extreme(reduction: str) -> Any:
 
 
 def _within(call: Call) -> Result:
-    """A reduction that is only understood within a sample."""
+    """The rule of a reduction that is supported only within a sample."""
     layout, dims = call.steady(call["self"]), _reduced_dims(call)
     untouched(layout, dims, "it reduces")
     kept = _kept(layout, dims, bool(call["keepdim"])) if isinstance(layout, Shard) else layout
@@ -86,7 +86,7 @@ def _within(call: Call) -> Result:
 
 
 def _along(call: Call) -> Result:
-    """The shape stays; elements along a dimension meet."""
+    """The rule of operations that keep the shape and combine elements along a dimension."""
     value = call["self"] if call["self"] is not None else call["input"]
     ndim = len(call.shape(value))
     layout: Known = call.steady(value)

@@ -1,11 +1,11 @@
-"""Operations that move elements, or leave some out, and compute nothing: partial tensors stay what they are.
+"""Operations that move elements, or leave some out, and compute nothing: partial tensors stay partial.
 
 | operators | rule |
 |---|---|
-| view, reshape, squeeze, unsqueeze, … | the batch is a digit of the row-major number of an element: one dimension must have it whole |
+| view, reshape, squeeze, unsqueeze, … | the batch is a digit of the row-major number of an element: one dimension must contain all of it |
 | permute, t, transpose | the dimension moves |
 | expand, repeat | new dimensions in front; a replicated tensor that is expanded to the batch is cut in it |
-| slice, select, split, unbind, flip, roll, tril, triu | whole along the batch |
+| slice, select, split, unbind, flip, roll, tril, triu | the batch must stay complete |
 | cat, stack | along the batch: runs of it behind one another |
 | slice_scatter, select_scatter, constant_pad_nd | a sum of terms |
 """
@@ -28,11 +28,11 @@ MOVES = frozenset({"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "p
     "detach",
     "_to_copy",
 }
-"""Operators that hand elements on as they are, each to where its sample is."""
+"""Operators that pass elements on unchanged, each within its sample."""
 
 
 def untouched(layout: Known, dims: tuple[int, ...], what: str) -> Known:
-    """The layout itself, if no dimension in which it is cut is among `dims`.
+    """The layout unchanged, if no dimension in which it is cut is among `dims`.
 
     Raises:
         Undecided: the operation goes across samples.
@@ -43,7 +43,7 @@ def untouched(layout: Known, dims: tuple[int, ...], what: str) -> Known:
 
 
 def _reshaped(call: Call) -> Result:
-    if call["dtype"] is not None:  # the same bits as another type: of no partial tensor
+    if call["dtype"] is not None:  # reinterpreted bits: not valid for partial tensors
         call.steady(call["self"])
     layout, before, after = call.layout(call["self"]), call.shape(call["self"]), call.out
     if not isinstance(layout, Shard):
@@ -130,7 +130,7 @@ def _unbound(call: Call) -> Result:
 
 
 def _moved_within(call: Call) -> Result:
-    """Flip and roll; those without dims go over all elements."""
+    """The layout of flip and roll; without dims they move all elements."""
     return untouched(call.layout(call["self"]), call.dims(call["dims"], len(call.out)), "it moves elements")
 
 
@@ -159,7 +159,7 @@ def _stacked(call: Call) -> Result:
 
 
 def _choice_of(call: Call, values: list[Any], layouts: list[Known]) -> Known:
-    """Of tensors that are put side by side: all cut alike, or none."""
+    """The layout of tensors placed side by side: all cut alike, or none."""
     if any(isinstance(layout, Shard) for layout in layouts) and any(isinstance(layout, Replicate) for layout in layouts):
         raise Undecided("some of its operands are cut and others are whole; name those in batch=… if they are cut")
     if len({*layouts}) == 1:
