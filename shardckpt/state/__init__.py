@@ -27,7 +27,7 @@ byte for byte (`json.dumps(tree, separators=(",", ":"), allow_nan=False)`, keys 
     meaning   = a str of 1 to 256 printable characters
 
 A tensor's name is not written: it follows from the position of its node (`shardckpt.state.names`). The name in `$tied` is always
-that of a tensor node. `flatten` stores a tied tensor under its first name; after a `union` the tensor node may come later. A node is
+the name of a tensor node. `flatten` stores a tied tensor under its first name; after a `union` the tensor node may come later. A node is
 nested in at most 200 others.
 """
 

@@ -143,7 +143,7 @@ class ObjectFiles:
         return sha256(self._plan.identity + number.to_bytes(4, "little")).hexdigest()
 
     def _take_up(self) -> None:
-        """Continue after the files that an earlier call has finished, or remove what is in the way."""
+        """Continue after the files that an earlier call has finished, or remove the files of another one."""
         digest, named = _noted(self._store, self._note)
         if digest == self._digest(0):
             for name, size in zip(named, self._plan.sizes, strict=False):

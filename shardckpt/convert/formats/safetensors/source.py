@@ -171,7 +171,7 @@ def _foreign(stored: HeaderTensor, rows: int) -> ForeignTensor:
 
 
 def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
-    """Raise FormatError unless every tensor is in the file that the index says, and in no other."""
+    """Raise FormatError unless every tensor is in the file that the index names, and in no other."""
     for file, header in headers.items():
         for name in header.tensors:
             if weight_map.get(name) != file:

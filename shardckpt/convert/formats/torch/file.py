@@ -7,8 +7,8 @@ Such a file is a zip archive without compression: `data.pkl` is the pickle of th
 2. `unpickle` reads the pickle without running it.
 3. The header before an entry determines where the entry's bytes begin; the list of entries does not have the header's length.
 
-The list has a CRC-32 of each entry, which torch does not check. Here the pickle's CRC-32 is checked, and that of a storage can be. It is 0
-if checksums were switched off (`torch.serialization.set_crc32_options`).
+The list has a CRC-32 of each entry, which torch does not check. Here the pickle's CRC-32 is checked, and `StoredRun.check` can check
+a storage's. It is 0 if checksums were switched off (`torch.serialization.set_crc32_options`).
 """
 
 from __future__ import annotations
