@@ -48,12 +48,12 @@ class Arrangement:
         """The arrangement in which options choose, name and make the tensors, and choose and name the other leaves.
 
         Args:
-            structure: Structure of the foreign checkpoint.
-            options: Selection and naming of its tensors.
-            where: Location of the foreign checkpoint, for messages.
+            structure: structure of the foreign checkpoint.
+            options: selection and naming of its tensors.
+            where: location of the foreign checkpoint, for messages.
 
         Raises:
-            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: As in `outputs_of`; or a tensor would have the
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: as in `outputs_of`; or a tensor would have the
                 place of another leaf.
         """
         if options == NameOptions():
@@ -75,7 +75,7 @@ class Arrangement:
         """The same arrangement with the complete state nested in dicts.
 
         Args:
-            into: Keys of these dicts, from the outermost one on, with slashes between.
+            into: keys of these dicts, from the outermost one on, with slashes between.
 
         Raises:
             OptionError: `into` is not such a name.
@@ -116,7 +116,7 @@ def _meaning(output: OutputTensor, tensors: Mapping[str, TensorRecord], known: M
     """The meaning of an output's elements to a framework; None: plain numbers.
 
     Raises:
-        OptionError: The output cuts or joins tensors, which loses the meaning.
+        OptionError: the output cuts or joins tensors, which loses the meaning.
     """
     meant = next((view.tensor for view in output.sources if view.tensor in known), None)
     if meant is None or is_whole(output.sources, tensors):

@@ -76,7 +76,7 @@ def module_of(name: str) -> FormatModule:
     """The module that reads a format.
 
     Raises:
-        OptionError: There is no such format.
+        OptionError: there is no such format.
     """
     if name not in FORMATS:
         raise OptionError(f"from_={excerpt(name)}: use {', '.join(repr(one) for one in (AUTO, *FORMATS))}.")
@@ -88,10 +88,10 @@ def detect(location: Location) -> Detected:
     """Detect the format of a file or directory.
 
     Raises:
-        NotFoundError: There is nothing at the location.
-        FormatError: No known format; the message lists the known formats and the names that are there.
-        OptionError: The location is a checkpoint of shardckpt, or could be of two formats.
-        StorageError: The storage failed or refused.
+        NotFoundError: there is nothing at the location.
+        FormatError: no known format; the message lists the known formats and the names that are there.
+        OptionError: the location is a checkpoint of shardckpt, or could be of two formats.
+        StorageError: the storage failed or refused.
     """
     file = file_at(location)
     names = [] if file is not None else Store.open(location).list_children()

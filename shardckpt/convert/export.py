@@ -89,38 +89,38 @@ def export(
     name before everything is written.
 
     Args:
-        src: The checkpoint: a path or url.
-        dst: The destination. safetensors: see `export_safetensors`. torch: a file on a local disk; dcp, orbax: a directory there.
-        to: The format. "safetensors" holds tensors; "torch", "dcp" and "orbax" hold the state, with its containers and small leaves.
+        src: the checkpoint: a path or url.
+        dst: the destination. safetensors: see `export_safetensors`. torch: a file on a local disk; dcp, orbax: a directory there.
+        to: the format. "safetensors" holds tensors; "torch", "dcp" and "orbax" hold the state, with its containers and small leaves.
             An interrupted export to these three starts again from the beginning.
-        dtype: The dtype to convert tensors to, or pattern → dtype (docs/reshard.md#dtypes). A single dtype does not apply to integers,
+        dtype: the dtype to convert tensors to, or pattern → dtype (docs/reshard.md#dtypes). A single dtype does not apply to integers,
             tensors without dimensions and optimizer states. Elements are rounded to nearest, ties to even; values that are too large
             become infinite.
-        include: Patterns of the names to export; None: all.
-        exclude: Patterns of the names to leave out.
-        memory_limit: Bytes of buffers; the process uses up to 128 MiB more.
-        overwrite: Replace an existing file or directory.
-        verify: Read back the written bytes.
-        progress: Called with the bytes of elements written so far, and the total.
-        optimizer: The form of a `train_state`'s optimizers in "torch", "dcp" and "orbax". "names": the form that torch's
+        include: patterns of the names to export; None: all.
+        exclude: patterns of the names to leave out.
+        memory_limit: bytes of buffers; the process uses up to 128 MiB more.
+        overwrite: replace an existing file or directory.
+        verify: read back the written bytes.
+        progress: called with the bytes of elements written so far, and the total.
+        optimizer: the form of a `train_state`'s optimizers in "torch", "dcp" and "orbax". "names": the form that torch's
             `set_optimizer_state_dict` loads, the default of the first two; "numbers": the form that `Optimizer.load_state_dict` loads;
             "flat": the form that `get_optimizer_state_dict(flatten_optimizer_state_dict=True)` makes, for pipeline stages and other
             groups.
-        choices: Further arguments of `export_safetensors`, for that format.
+        choices: further arguments of `export_safetensors`, for that format.
 
     Returns:
         The report.
 
     Raises:
-        NotFoundError: There is no committed checkpoint at `src`.
+        NotFoundError: there is no committed checkpoint at `src`.
         AlreadyExistsError: `dst` exists, and `overwrite` is not set.
-        OptionError: An option is invalid.
-        NamesMismatchError: Nothing is selected; or two tensors would have one name.
-        DtypeError, DtypeMismatchError, StructureMismatchError: The format cannot hold something, or it cannot be converted.
-        BudgetError: The memory limit is too low; the message names it, and a limit that suffices.
-        CorruptionError: Stored bytes are damaged or missing; or the written bytes do not read back.
-        ReplacedError: The checkpoint was replaced or deleted meanwhile.
-        StorageError: A storage failed, or has no room. MissingExtraError: a package that the format needs is not installed.
+        OptionError: an option is invalid.
+        NamesMismatchError: nothing is selected; or two tensors would have one name.
+        DtypeError, DtypeMismatchError, StructureMismatchError: the format cannot hold something, or it cannot be converted.
+        BudgetError: the memory limit is too low; the message names it, and a limit that suffices.
+        CorruptionError: stored bytes are damaged or missing; or the written bytes do not read back.
+        ReplacedError: the checkpoint was replaced or deleted meanwhile.
+        StorageError: a storage failed, or has no room. MissingExtraError: a package that the format needs is not installed.
     """
     common: dict[str, Any] = {"dtype": dtype, "include": include, "exclude": exclude, "memory_limit": memory_limit}
     common |= {"overwrite": overwrite, "verify": verify, "progress": progress}
@@ -199,41 +199,41 @@ def export_safetensors(
     A tensor's name is made of the keys that lead to it, joined by dots; then the renamings apply, in the order of the arguments here.
 
     Args:
-        src: The checkpoint: a path or url.
-        dst: The destination, on a local disk, `gs://` or `s3://`: a file, whose name ends in ".safetensors", or a directory, for
+        src: the checkpoint: a path or url.
+        dst: the destination, on a local disk, `gs://` or `s3://`: a file, whose name ends in ".safetensors", or a directory, for
             `model.safetensors` or the several files that `max_shard_size` makes of it.
-        dtype: The dtype to convert tensors to, or pattern of new names → dtype, as in `export`.
-        include: Patterns of the names to export, as the checkpoint has them; None: all.
-        exclude: Patterns of the names to leave out.
-        strip_prefix: A prefix to remove from names.
+        dtype: the dtype to convert tensors to, or pattern of new names → dtype, as in `export`.
+        include: patterns of the names to export, as the checkpoint has them; None: all.
+        exclude: patterns of the names to leave out.
+        strip_prefix: a prefix to remove from names.
         rename: `s/regex/replacement/`, one or several.
         rename_file: JSON, TOML or YAML: old name → new name, or null to leave a tensor out.
-        mapping: Rules that join, split or transpose tensors (docs/mapping.md): a file, or the name of a built-in mapping.
-        invert_mapping: Read the mapping from its `to` to its `from`.
-        add_prefix: A prefix to add to all names at the end.
-        ties: Write tied tensors "once", or as "copies"; "auto": copies where `config` says that the model does not tie.
-        config: The model's `config.json`; in a directory it is written beside the weights, instead of the one that an import kept.
-        max_shard_size: Bytes of tensors per file, as in "5GB"; None: one file.
-        memory_limit: Bytes of buffers; the process uses up to 128 MiB more.
-        overwrite: Replace existing files; in a directory, all files of the model in it.
-        verify: Read back the bytes that were written to a disk. (An object store compares checksums by itself.)
-        metadata: Texts for the files' headers.
-        progress: Called with the bytes of elements written so far, and the total.
+        mapping: rules that join, split or transpose tensors (docs/mapping.md): a file, or the name of a built-in mapping.
+        invert_mapping: read the mapping from its `to` to its `from`.
+        add_prefix: a prefix to add to all names at the end.
+        ties: write tied tensors "once", or as "copies"; "auto": copies where `config` says that the model does not tie.
+        config: the model's `config.json`; in a directory it is written beside the weights, instead of the one that an import kept.
+        max_shard_size: bytes of tensors per file, as in "5GB"; None: one file.
+        memory_limit: bytes of buffers; the process uses up to 128 MiB more.
+        overwrite: replace existing files; in a directory, all files of the model in it.
+        verify: read back the bytes that were written to a disk. (An object store compares checksums by itself.)
+        metadata: texts for the files' headers.
+        progress: called with the bytes of elements written so far, and the total.
 
     Returns:
         The report.
 
     Raises:
-        NotFoundError: There is no committed checkpoint at `src`.
-        AlreadyExistsError: There is a file at `dst`, or another model in that directory, and `overwrite` is not set.
-        OptionError: An option is invalid, a file of names cannot be read, or a rule matches nothing.
-        NamesMismatchError: Nothing is selected; or two tensors would have one name.
-        ShapeMismatchError: Tensors do not fit a mapping.
-        DtypeError, DtypeMismatchError: The format lacks a tensor's dtype, or the tensor cannot be converted.
-        BudgetError: The memory limit is too low; the message names it, and a limit that suffices.
-        CorruptionError: Stored bytes are damaged or missing; or the written bytes do not read back.
-        ReplacedError: The checkpoint was replaced or deleted meanwhile.
-        StorageError: A storage failed, or has no room.
+        NotFoundError: there is no committed checkpoint at `src`.
+        AlreadyExistsError: there is a file at `dst`, or another model in that directory, and `overwrite` is not set.
+        OptionError: an option is invalid, a file of names cannot be read, or a rule matches nothing.
+        NamesMismatchError: nothing is selected; or two tensors would have one name.
+        ShapeMismatchError: tensors do not fit a mapping.
+        DtypeError, DtypeMismatchError: the format lacks a tensor's dtype, or the tensor cannot be converted.
+        BudgetError: the memory limit is too low; the message names it, and a limit that suffices.
+        CorruptionError: stored bytes are damaged or missing; or the written bytes do not read back.
+        ReplacedError: the checkpoint was replaced or deleted meanwhile.
+        StorageError: a storage failed, or has no room.
     """
     began = time.monotonic()
     check_flag(overwrite, "overwrite")

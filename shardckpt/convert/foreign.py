@@ -70,11 +70,11 @@ class Foreign(Protocol):
         """The stored run of a piece, if its elements are one run of bytes in row-major order. None: only `read` can read them.
 
         Args:
-            tensor: One of `structure.tensors`.
-            piece: One of its pieces.
+            tensor: one of `structure.tensors`.
+            piece: one of its pieces.
 
         Raises:
-            MissingDataError, CorruptionError, StorageError: Stored bytes are missing; the message names the tensor and the file.
+            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message names the tensor and the file.
         """
         ...
 
@@ -82,12 +82,12 @@ class Foreign(Protocol):
         """Read the elements of one chunk, of dtype `tensor.dtype.storage` and the box's shape; the caller must not write to them.
 
         Args:
-            tensor: One of `structure.tensors`.
-            piece: One of its pieces.
-            box: One of the piece's chunks, clipped to the piece, in the tensor's indices.
+            tensor: one of `structure.tensors`.
+            piece: one of its pieces.
+            box: one of the piece's chunks, clipped to the piece, in the tensor's indices.
 
         Raises:
-            MissingDataError, CorruptionError, StorageError: Stored bytes are missing; the message names the tensor and the file.
+            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message names the tensor and the file.
         """
         ...
 
@@ -139,12 +139,12 @@ def structure_of(state: object, where: str) -> Structure:
     """The structure of a state of plain containers, small leaves, and `ForeignTensor`s.
 
     Args:
-        state: Nested dicts, lists and tuples.
-        where: The file, for messages.
+        state: nested dicts, lists and tuples.
+        where: the file, for messages.
 
     Raises:
-        LeafError: A leaf cannot be stored; the message names it.
-        FormatError: The parts of a tensor do not cover it.
+        LeafError: a leaf cannot be stored; the message names it.
+        FormatError: the parts of a tensor do not cover it.
     """
     flat = _flat(state)
     return Structure(flat.tree, {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()})
@@ -154,7 +154,7 @@ def tensors_of(state: object) -> dict[str, ForeignTensor]:
     """The tensors of such a state by name, as `structure_of` records them: shared tensors once.
 
     Raises:
-        LeafError: As in `structure_of`.
+        LeafError: as in `structure_of`.
     """
     return _flat(state).tensors
 

@@ -148,9 +148,9 @@ class ForeignReader:
         """Fill every request's buffers.
 
         Raises:
-            MissingDataError, CorruptionError: Stored bytes are missing or damaged; the message names the tensor and the file.
-            ReplacedError: The source has changed since it was opened.
-            StorageError: It cannot be read.
+            MissingDataError, CorruptionError: stored bytes are missing or damaged; the message names the tensor and the file.
+            ReplacedError: the source has changed since it was opened.
+            StorageError: it cannot be read.
         """
         self._stats.count(needed=sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests))
         chunks = _Chunks.of(RequestedChunks.of_boxes(list(chain.from_iterable(map(self._foreign_requests, requests)))))
@@ -206,7 +206,7 @@ class ForeignReader:
 
         Args:
             chunks: n chunks that are runs of bytes.
-            found: The run of each part of `chunks.wanted`.
+            found: the run of each part of `chunks.wanted`.
             part: (n,) Index of each chunk's part.
         """
         if not len(part):

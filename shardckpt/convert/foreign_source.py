@@ -48,7 +48,7 @@ class ForeignSpec:
     format: str
     """Name of its format, as in `detect`."""
     trust_pickle: bool = False
-    """Whether pickles may be read."""
+    """Whether metadata that a format stores only in a pickle may be read from it."""
     into: str | None = None
     """Its place in the new state; see `Arrangement.below`."""
     names: NameOptions = field(default_factory=NameOptions)
@@ -58,8 +58,8 @@ class ForeignSpec:
         """Open the checkpoint.
 
         Raises:
-            FormatError, MissingDataError: It is malformed, or a part of it is missing.
-            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: Names and mappings do not fit it.
+            FormatError, MissingDataError: it is malformed, or a part of it is missing.
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: names and mappings do not fit it.
         """
         foreign: Foreign = module_of(self.format).open_foreign(parse(self.url), trust_pickle=self.trust_pickle)
         arrangement = Arrangement.named(foreign.structure, self.names, str(foreign.location))

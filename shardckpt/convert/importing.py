@@ -89,55 +89,55 @@ def import_checkpoint(
     The source is only read; a source that changes meanwhile is an error.
 
     Args:
-        src: The checkpoint to read, a path or url; docs/import.md lists the formats.
-        dst: The place of the new checkpoint.
-        from_: Its format; "auto": detect it.
-        mesh: The devices that specs refer to.
-        rules: Layout of each tensor, by its name in the new checkpoint, as in `reshard`. None: the layout that the format has
+        src: the checkpoint to read, a path or url; docs/import.md lists the formats.
+        dst: the place of the new checkpoint.
+        from_: its format; "auto": detect it.
+        mesh: the devices that specs refer to.
+        rules: layout of each tensor, by its name in the new checkpoint, as in `reshard`. None: the layout that the format has
             recorded; most formats record none.
-        like: Another checkpoint: its layouts apply to tensors that no rule matches.
+        like: another checkpoint: its layouts apply to tensors that no rule matches.
         layout: "packed" (the default) or "zarr".
         compression: "zstd" or "none" (the default).
-        dtype: The dtype to convert tensors to, or pattern → dtype, as in `reshard`.
-        only: The names that the new checkpoint has: a pattern, or several.
-        include: The source's names to import: a pattern, or several (docs/mapping.md has this option and those that follow).
-        exclude: The names among these to leave out.
-        strip_prefix: A prefix to remove from names.
+        dtype: the dtype to convert tensors to, or pattern → dtype, as in `reshard`.
+        only: the names that the new checkpoint has: a pattern, or several.
+        include: the source's names to import: a pattern, or several (docs/mapping.md has this option and those that follow).
+        exclude: the names among these to leave out.
+        strip_prefix: a prefix to remove from names.
         rename: `s/regex/replacement/`, one or several; all leaves are renamed, tensors or not.
         rename_file: JSON, TOML or YAML: old name → new name, or null.
-        mapping: Rules that join, split or transpose tensors: a file, or the name of a built-in mapping.
-        invert_mapping: Read the mapping from its `to` to its `from`.
-        add_prefix: A prefix to add to the names of all tensors at the end.
-        ties: Tied tensors stay tied ("auto", "once"), or become "copies"; "auto": copies where `config` says that the model does not tie.
-        config: The model's `config.json`.
-        into: The place of the source's state in the new one: "model" makes it `{"model": …}`. None: it is the state.
-        engine: Executor of the tasks, as in `reshard`.
-        memory_limit: Bytes of buffers, as in `reshard`.
-        workers: Number of tasks done at once, as in `reshard`.
+        mapping: rules that join, split or transpose tensors: a file, or the name of a built-in mapping.
+        invert_mapping: read the mapping from its `to` to its `from`.
+        add_prefix: a prefix to add to the names of all tensors at the end.
+        ties: tied tensors stay tied ("auto", "once"), or become "copies"; "auto": copies where `config` says that the model does not tie.
+        config: the model's `config.json`.
+        into: the place of the source's state in the new one: "model" makes it `{"model": …}`. None: it is the state.
+        engine: executor of the tasks, as in `reshard`.
+        memory_limit: bytes of buffers, as in `reshard`.
+        workers: number of tasks done at once, as in `reshard`.
         worker: (K, N): this call is worker K of N, as in `reshard`.
-        task_bytes: Approximate bytes that a task writes.
-        overwrite: Replace a checkpoint that is committed there.
-        verify: Read back the written bytes.
-        trust_pickle: Read metadata that a format stores only in a pickle. The reader of pickles runs nothing (`unpickling`); still, set
+        task_bytes: approximate bytes that a task writes.
+        overwrite: replace a checkpoint that is committed there.
+        verify: read back the written bytes.
+        trust_pickle: read metadata that a format stores only in a pickle. The reader of pickles runs nothing (`unpickling`); still, set
             this only for files from a source that you trust.
-        unmatched: Treatment of tensors that no rule matches; None: the setting of `rules`, or "replicate".
-        progress: Called with the bytes of elements done so far, and the total.
-        on_note: Called with each of the report's notes, before anything is written.
+        unmatched: treatment of tensors that no rule matches; None: the setting of `rules`, or "replicate".
+        progress: called with the bytes of elements done so far, and the total.
+        on_note: called with each of the report's notes, before anything is written.
 
     Returns:
         The report.
 
     Raises:
-        NotFoundError: There is nothing at `src`.
-        FormatError: No known format, or it is malformed; the message lists the known formats and the names that are there.
-        MissingDataError, CorruptionError: A part of the source is missing or damaged.
-        ReplacedError: The source was changed while it was being read.
-        AlreadyExistsError: A checkpoint is committed at `dst`, and `overwrite` is not set.
-        OptionError, ShardingError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError, LeafError: The options cannot be
+        NotFoundError: there is nothing at `src`.
+        FormatError: no known format, or it is malformed; the message lists the known formats and the names that are there.
+        MissingDataError, CorruptionError: a part of the source is missing or damaged.
+        ReplacedError: the source was changed while it was being read.
+        AlreadyExistsError: a checkpoint is committed at `dst`, and `overwrite` is not set.
+        OptionError, ShardingError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError, LeafError: the options cannot be
             applied to the source.
-        BudgetError: The memory limit is too low; the message names it, and a limit that suffices.
-        MissingExtraError: A package that the format or the engine needs is not installed.
-        CommitError, CoordinationError, StorageError: As in `reshard`.
+        BudgetError: the memory limit is too low; the message names it, and a limit that suffices.
+        MissingExtraError: a package that the format or the engine needs is not installed.
+        CommitError, CoordinationError, StorageError: as in `reshard`.
     """
     options = ReshardOptions(
         mesh=mesh,

@@ -25,13 +25,13 @@ def nested(leaves: Mapping[str, Any], paths: Mapping[str, Path] | None, absent: 
     DCP skips empty dicts, and stores everything else. So an item that is missing in a list, before others, was an empty dict.
 
     Args:
-        leaves: Leaves by name in the flat state.
-        paths: Name → keys that lead to it. A name without an entry is its own key; None: every name is its own key.
-        absent: Names without a leaf. In lists None takes their place.
-        where: The file, for messages.
+        leaves: leaves by name in the flat state.
+        paths: name → keys that lead to it. A name without an entry is its own key; None: every name is its own key.
+        absent: names without a leaf. In lists None takes their place.
+        where: the file, for messages.
 
     Raises:
-        FormatError: One leaf lies in another, a container's keys are of both kinds, or lists have too many gaps.
+        FormatError: one leaf lies in another, a container's keys are of both kinds, or lists have too many gaps.
     """
     known = paths or {}
     root: dict[str | int, Any] = {}

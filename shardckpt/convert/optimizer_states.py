@@ -38,9 +38,9 @@ def with_optimizers_as(
     """Rewrite the optimizers of an export in another form.
 
     Args:
-        form: One of `FORMS`.
-        structure: The exported structure.
-        outputs: The outputs of its tensors, one for each.
+        form: one of `FORMS`.
+        structure: the exported structure.
+        outputs: the outputs of its tensors, one for each.
 
     Returns:
         Structure and outputs in that form, with the names that follow from it, and a note for each optimizer.

@@ -47,7 +47,7 @@ class Place(Protocol):
         """The elements of a box, in the part's own indices, of dtype `dtype.storage`.
 
         Raises:
-            CorruptionError, FormatError, MissingDataError, StorageError: The elements cannot be read; the message names the file.
+            CorruptionError, FormatError, MissingDataError, StorageError: the elements cannot be read; the message names the file.
         """
         ...
 
@@ -98,8 +98,8 @@ def place_tensors(state: object, format: str, location: Location, identity: str,
     """A checkpoint of a state of plain containers, small leaves, and `PlacedTensor`s.
 
     Raises:
-        LeafError: A leaf cannot be stored.
-        FormatError: The parts of a tensor do not cover it.
+        LeafError: a leaf cannot be stored.
+        FormatError: the parts of a tensor do not cover it.
     """
     structure = structure_of(state, str(location))
     tensors = flatten(state, lambda value: isinstance(value, PlacedTensor), lambda value: cast("PlacedTensor", value).identity).tensors
@@ -117,7 +117,7 @@ def held(array: NDArray[Any]) -> PlacedTensor:
     """A tensor for a small array in memory.
 
     Raises:
-        DtypeError: The array's dtype cannot be stored.
+        DtypeError: the array's dtype cannot be stored.
     """
     dtype = of_numpy(array.dtype)
     array = np.ascontiguousarray(array, dtype.numpy).reshape(array.shape)
@@ -128,7 +128,7 @@ def stored(file: TorchFile, tensor: PickledTensor) -> PlacedTensor:
     """A tensor in a file of `torch.save`.
 
     Raises:
-        DtypeError: The tensor's dtype cannot be stored.
+        DtypeError: the tensor's dtype cannot be stored.
     """
     dtype = by_name(tensor.dtype.name)
     chunks = strided_chunks(tensor.shape, tensor.strides, dtype.itemsize)

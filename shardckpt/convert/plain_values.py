@@ -51,8 +51,8 @@ def plain(file: TorchFile, name: str) -> tuple[Any, list[str]]:
     """The state that was passed to `torch.save`, as far as it can be stored.
 
     Args:
-        file: A file of `torch.save`.
-        name: Name of the state.
+        file: a file of `torch.save`.
+        name: name of the state.
 
     Returns:
         Plain containers, small leaves and `PlacedTensor`s, or `LEFT`; and a line for each value that is left behind.
@@ -65,12 +65,12 @@ def whole(file: TorchFile, known: Mapping[str, Callable[[Instance], object]]) ->
     """The complete state that was passed to `torch.save`.
 
     Args:
-        file: A file of `torch.save`.
-        known: Name of an `Instance` → function that returns its small leaf or tensor, or raises FormatError ("is a …") with the reason
+        file: a file of `torch.save`.
+        known: name of an `Instance` → function that returns its small leaf or tensor, or raises FormatError ("is a …") with the reason
             why it cannot be stored.
 
     Raises:
-        FormatError: A part of the state cannot be stored; the message names it.
+        FormatError: a part of the state cannot be stored; the message names it.
     """
     walk = _Walk(file, known)
     state = walk.visit(file.state, "", 0)

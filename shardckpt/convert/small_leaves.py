@@ -26,8 +26,8 @@ def left_out(tree: Node, refuses: Callable[[object], str | None]) -> dict[str, s
     """Name → reason, for the leaves that are left out.
 
     Args:
-        tree: The state.
-        refuses: Returns the reason why a format does not accept a small leaf; None: it accepts the leaf.
+        tree: the state.
+        refuses: returns the reason why a format does not accept a small leaf; None: it accepts the leaf.
     """
     found: dict[str, str] = {}
     for leaf in leaves_of(tree):
@@ -47,9 +47,9 @@ def notes_of(tree: Node, left: dict[str, str], *, keys: bool = False) -> list[st
     """Notes of an export about a state's leaves, a line each.
 
     Args:
-        tree: The state.
-        left: Name → reason, for the leaves that are left out.
-        keys: Whether the format keeps the meaning of tensors (random keys of JAX).
+        tree: the state.
+        left: name → reason, for the leaves that are left out.
+        keys: whether the format keeps the meaning of tensors (random keys of JAX).
     """
     notes = [f"{shown(name)} is left out: {reason}." for name, reason in left.items()]
     meant = {} if keys else meanings(tree)
@@ -60,13 +60,13 @@ def check_text_keys(node: Node, where: str, library: str, *, tuples: bool = True
     """Refuse dicts with two keys of the same text: `1` and `"1"`.
 
     Args:
-        node: The state.
-        where: Location of the export, for messages.
-        library: The format's library, in which all keys are texts.
-        tuples: Whether the library looks into tuples.
+        node: the state.
+        where: location of the export, for messages.
+        library: the format's library, in which all keys are texts.
+        tuples: whether the library looks into tuples.
 
     Raises:
-        NamesMismatchError: There is such a dict; the message names it and both keys.
+        NamesMismatchError: there is such a dict; the message names it and both keys.
     """
     if not isinstance(node, Branch) or (node.form == "tuple" and not tuples):
         return

@@ -75,9 +75,9 @@ class Span:
         """Read a range of bytes, counted from the span's start.
 
         Raises:
-            CorruptionError: The range is not in the span, or the file ends before it.
-            ReplacedError: The file has changed or was deleted.
-            StorageError: The file cannot be read.
+            CorruptionError: the range is not in the span, or the file ends before it.
+            ReplacedError: the file has changed or was deleted.
+            StorageError: the file cannot be read.
         """
         if not 0 <= start <= stop <= len(self):
             raise CorruptionError(f"{self}: of these {len(self)} bytes those from {start} to {stop} are asked for; restore it from a copy.")
@@ -100,7 +100,7 @@ class StoredRun:
         """Compare the checksum with consecutive parts of the bytes, if these are all of the run's bytes.
 
         Raises:
-            CorruptionError: The checksum differs.
+            CorruptionError: the checksum differs.
         """
         if self.crc is None or sum(map(len, parts)) != len(self.span):
             return

@@ -46,12 +46,12 @@ class StateWriter(ABC):
         """Write one block.
 
         Args:
-            output: The tensor of the block.
-            box: The block, in the tensor's indices.
-            array: Its elements, C-contiguous, in the dtype's storage type; the caller may reuse the array when this returns.
+            output: the tensor of the block.
+            box: the block, in the tensor's indices.
+            array: its elements, C-contiguous, in the dtype's storage type; the caller may reuse the array when this returns.
 
         Raises:
-            StorageError: The block cannot be written.
+            StorageError: the block cannot be written.
         """
 
     @abstractmethod
@@ -62,20 +62,20 @@ class StateWriter(ABC):
             The runs of the files that hold elements of tensors, with checksums by `checksum`.
 
         Raises:
-            MissingDataError: Blocks are missing.
-            StorageError: The files cannot be written.
+            MissingDataError: blocks are missing.
+            StorageError: the files cannot be written.
         """
 
     def finish(self, *, verify: bool = True) -> None:
         """Complete the state and publish it.
 
         Args:
-            verify: Whether to read back the written bytes before publishing.
+            verify: whether to read back the written bytes before publishing.
 
         Raises:
-            MissingDataError: Blocks are missing.
-            CorruptionError, StructureMismatchError: The bytes or the tree read back differ from those written.
-            AlreadyExistsError, StorageError: The state cannot be published.
+            MissingDataError: blocks are missing.
+            CorruptionError, StructureMismatchError: the bytes or the tree read back differ from those written.
+            AlreadyExistsError, StorageError: the state cannot be published.
         """
         parts = self.complete()
         if verify:
@@ -88,7 +88,7 @@ class StateWriter(ABC):
         """Read back the state's tree, if this package wrote it.
 
         Raises:
-            StructureMismatchError: A tensor is not at its place.
+            StructureMismatchError: a tensor is not at its place.
         """
 
     def abort(self) -> None:

@@ -15,7 +15,7 @@ def parse_json(raw: bytes) -> Any:
     """Parse a JSON document.
 
     Raises:
-        ValueError: It cannot be parsed; the message says why.
+        ValueError: it cannot be parsed; the message says why.
     """
     try:
         return json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_no_constant)

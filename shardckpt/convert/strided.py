@@ -40,14 +40,14 @@ def read_box(entry: StoredRun, tensor: PickledTensor, dtype: np.dtype[Any], box:
     """The elements of a box, C-contiguous.
 
     Args:
-        entry: The stored run of the tensor's storage.
-        tensor: The tensor's offset, shape and strides in the storage.
-        dtype: Dtype of the elements.
-        box: The box, in the tensor's indices.
+        entry: the stored run of the tensor's storage.
+        tensor: the tensor's offset, shape and strides in the storage.
+        dtype: dtype of the elements.
+        box: the box, in the tensor's indices.
 
     Raises:
-        CorruptionError: The storage is too short, or fails its checksum.
-        MissingDataError, StorageError: It cannot be read.
+        CorruptionError: the storage is too short, or fails its checksum.
+        MissingDataError, StorageError: it cannot be read.
     """
     if box.size == 0:
         return np.empty(box.shape, dtype)

@@ -24,12 +24,12 @@ def check_tree(leaves: Iterable[tuple[Path, TensorRecord | None]], found: Struct
     """Compare the written leaves with the structure that a reader finds.
 
     Args:
-        leaves: Path and tensor of all written leaves, in any order; None for a leaf that is not a tensor.
-        found: The reader's structure.
-        where: Location of the export, for messages.
+        leaves: path and tensor of all written leaves, in any order; None for a leaf that is not a tensor.
+        found: the reader's structure.
+        where: location of the export, for messages.
 
     Raises:
-        StructureMismatchError: A tensor is missing, differs, or was never written; the message names it.
+        StructureMismatchError: a tensor is missing, differs, or was never written; the message names it.
     """
     paths: dict[str, Path] = {}
     values: dict[str, ForeignTensor | None] = {}

@@ -75,26 +75,26 @@ def write_state(
     """Write a checkpoint's state, or a part of it.
 
     Args:
-        checkpoint: The source; nothing of it has been read yet.
-        location: The destination, on a local disk.
-        to: One of `FORMATS`.
-        include: Patterns of the names to export; None: all.
-        exclude: Patterns of the names to leave out.
-        dtype: The dtype to convert tensors to, or pattern → dtype (`dtype_rules`).
-        optimizer: Form of optimizers, one of `training.optimizer_forms.FORMS`; None: the format's default.
-        limit: Bytes of buffers.
-        overwrite: Whether to replace an existing file or directory.
-        verify: Whether to read back the written bytes.
-        progress: Called with the bytes of elements written so far, and the total.
+        checkpoint: the source; nothing of it has been read yet.
+        location: the destination, on a local disk.
+        to: one of `FORMATS`.
+        include: patterns of the names to export; None: all.
+        exclude: patterns of the names to leave out.
+        dtype: the dtype to convert tensors to, or pattern → dtype (`dtype_rules`).
+        optimizer: form of optimizers, one of `training.optimizer_forms.FORMS`; None: the format's default.
+        limit: bytes of buffers.
+        overwrite: whether to replace an existing file or directory.
+        verify: whether to read back the written bytes.
+        progress: called with the bytes of elements written so far, and the total.
 
     Raises:
-        OptionError: An unknown format, a pattern that matches nothing, or a location that is not on a local disk.
-        NamesMismatchError: Nothing is selected; or the format has no names for parts of it.
-        StructureMismatchError, DtypeError, DtypeMismatchError: The format cannot hold the selected state.
-        AlreadyExistsError: The destination exists.
-        BudgetError: The memory limit is too low.
-        CorruptionError, ReplacedError: The checkpoint cannot be read, or the written bytes do not read back.
-        StorageError: The files cannot be written. MissingExtraError: the format's library is not installed.
+        OptionError: an unknown format, a pattern that matches nothing, or a location that is not on a local disk.
+        NamesMismatchError: nothing is selected; or the format has no names for parts of it.
+        StructureMismatchError, DtypeError, DtypeMismatchError: the format cannot hold the selected state.
+        AlreadyExistsError: the destination exists.
+        BudgetError: the memory limit is too low.
+        CorruptionError, ReplacedError: the checkpoint cannot be read, or the written bytes do not read back.
+        StorageError: the files cannot be written. MissingExtraError: the format's library is not installed.
     """
     if to not in FORMATS:
         raise OptionError(f"export(to={excerpt(to)}): states are exported to {', '.join(map(repr, FORMATS))}.")

@@ -117,11 +117,11 @@ def parse(tree: Tree, root: str = "") -> Node:
     Small leaves are recognised but not decoded: `decode_leaf` may still refuse one.
 
     Args:
-        tree: The document; a node, parsed before, is returned unchanged.
-        root: The name of the document's root, if it is a part of a larger state (see `flatten`).
+        tree: the document; a node, parsed before, is returned unchanged.
+        root: the name of the document's root, if it is a part of a larger state (see `flatten`).
 
     Raises:
-        FormatError: The document is not a valid tree document.
+        FormatError: the document is not a valid tree document.
     """
     if isinstance(tree, Node):
         return tree
@@ -212,7 +212,7 @@ class _Parser:
 
 
 def _text(node: JSON, name: str) -> str:
-    """Decode a text: remove the "$" that escapes a leading "$"."""
+    """Decode a text; it is the str itself, unless it is escaped."""
     return node if type(node) is str and not node.startswith("$") else leaves.decode_text(node, name)
 
 
@@ -297,7 +297,7 @@ def tensor_names(tree: Tree) -> list[str]:
     """The names of the stored tensors, in order; further names of tied tensors are in `alias_map`.
 
     Raises:
-        FormatError: The document is invalid, here and in all functions below.
+        FormatError: the document is invalid, here and in all functions below.
     """
     return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Tensor)]
 

@@ -68,15 +68,15 @@ def flatten(
     """Flatten a state into named tensors and the tree document.
 
     Args:
-        state: Nested dicts, lists and tuples, and other containers (`shardckpt.state.flatten`), which come back as these.
-        is_tensor: Whether a value is a tensor leaf. Called first, for every value.
-        identity: Returns equal values for tensors that are the same view of the same memory, None for a tensor that is never
+        state: nested dicts, lists and tuples, and other containers (`shardckpt.state.flatten`), which come back as these.
+        is_tensor: whether a value is a tensor leaf. Called first, for every value.
+        identity: returns equal values for tensors that are the same view of the same memory, None for a tensor that is never
             shared. Tensors of equal identity are stored once.
-        meaning: Returns the meaning of a tensor's elements to its framework, e.g. `jax.key:threefry2x32`.
-        root: Name of `state`, if it is a part of a larger state. All names begin with it.
+        meaning: returns the meaning of a tensor's elements to its framework, e.g. `jax.key:threefry2x32`.
+        root: name of `state`, if it is a part of a larger state. All names begin with it.
 
     Raises:
-        LeafError: A value cannot be stored, a key is invalid, there is a cycle, or a value is nested in more than 200
+        LeafError: a value cannot be stored, a key is invalid, there is a cycle, or a value is nested in more than 200
             containers; the message names the place.
     """
     walk = _Walk(is_tensor, identity, meaning)
@@ -227,11 +227,11 @@ def container_of(value: object, where: str) -> Container | None:
     """Split a container into keys and children; None if `value` is not a container.
 
     Args:
-        value: Any object.
-        where: Its name, for messages.
+        value: any object.
+        where: its name, for messages.
 
     Raises:
-        LeafError: A key is neither str, int, bool nor None, or occurs twice.
+        LeafError: a key is neither str, int, bool nor None, or occurs twice.
     """
     kind = type(value)
     if value is None:  # a leaf here; to JAX, a node without children
@@ -364,8 +364,8 @@ class StateOwner(ABC):
         """Convert a stored state to the form that `state_dict` returns.
 
         Args:
-            tree: The stored state.
-            wanted: Whether a name is to be restored.
+            tree: the stored state.
+            wanted: whether a name is to be restored.
         """
 
     @abstractmethod
@@ -373,10 +373,10 @@ class StateOwner(ABC):
         """The state to restore a stored one into, so that `load_state_dict` accepts the result.
 
         Args:
-            tree: The result of `arranged`.
-            tensor: Returns the record of a stored tensor, by its name.
-            wanted: Whether a name is to be restored.
-            world: Returns this process's number and the number of processes; called if other processes saved.
+            tree: the result of `arranged`.
+            tensor: returns the record of a stored tensor, by its name.
+            wanted: whether a name is to be restored.
+            world: returns this process's number and the number of processes; called if other processes saved.
         """
 
     @abstractmethod

@@ -74,13 +74,13 @@ def register_leaf(type: type[T], *, name: str, encode: Callable[[T], object], de
     Registering a type again, or a new definition of the same class, replaces its functions.
 
     Args:
-        type: The class; neither one that can be stored anyway nor a container.
-        name: Name of the type in checkpoints, e.g. `"mypackage.Schedule"`. A program that restores must register the same name.
-        encode: Returns a tree of small leaves, dicts, lists, tuples and bytes that describes the object completely.
-        decode: Returns an equal object from such a tree. The tree may come from a checkpoint of another author.
+        type: the class; neither one that can be stored anyway nor a container.
+        name: name of the type in checkpoints, e.g. `"mypackage.Schedule"`. A program that restores must register the same name.
+        encode: returns a tree of small leaves, dicts, lists, tuples and bytes that describes the object completely.
+        decode: returns an equal object from such a tree. The tree may come from a checkpoint of another author.
 
     Raises:
-        OptionError: The name belongs to another type, or the type needs no registration.
+        OptionError: the name belongs to another type, or the type needs no registration.
     """
     if not isinstance(name, str) or not name:
         raise OptionError(f"register_leaf({type.__qualname__}): name= takes a text that is not empty, not {name!r}.")
@@ -105,7 +105,7 @@ def leaf_type_named(name: str, where: str) -> LeafType:
     """The registration under a name.
 
     Raises:
-        FormatError: There is none; the message names the registration that the leaf `where` needs.
+        FormatError: there is none; the message names the registration that the leaf `where` needs.
     """
     found = _BY_NAME.get(name)
     if found is None:
@@ -128,11 +128,11 @@ def encode(value: object, where: str) -> JSON:
     """Encode a small leaf as JSON.
 
     Args:
-        value: A leaf for which `is_small` is true.
-        where: Its name, for messages.
+        value: a leaf for which `is_small` is true.
+        where: its name, for messages.
 
     Raises:
-        LeafError: The dtype of a numpy scalar cannot be stored.
+        LeafError: the dtype of a numpy scalar cannot be stored.
     """
     encoder = _ENCODERS.get(type(value))
     if encoder is not None:
@@ -200,12 +200,12 @@ def decode(node: JSON, where: str) -> object:
     """Decode a small leaf from JSON.
 
     Args:
-        node: The result of `encode`, or any other JSON.
-        where: The leaf's name, for messages.
+        node: the result of `encode`, or any other JSON.
+        where: the leaf's name, for messages.
 
     Raises:
-        FormatError: The JSON is not a small leaf.
-        MissingExtraError: The leaf is torch's, and torch is not installed.
+        FormatError: the JSON is not a small leaf.
+        MissingExtraError: the leaf is torch's, and torch is not installed.
     """
     try:
         return _decode(node)
@@ -219,7 +219,7 @@ def decode_text(node: JSON, where: str) -> str:
     """Decode a str, as leaf or as key.
 
     Raises:
-        FormatError: The JSON is not a str.
+        FormatError: the JSON is not a str.
     """
     value = decode(node, where)
     if type(value) is not str:
@@ -376,7 +376,7 @@ def describe(node: JSON, where: str) -> tuple[str, str]:
     Torch is not needed for torch's leaves.
 
     Raises:
-        FormatError: The JSON is not a small leaf.
+        FormatError: the JSON is not a small leaf.
     """
     if isinstance(node, dict) and len(node) == 1:
         ((tag, content),) = node.items()

@@ -59,7 +59,7 @@ class Matched:
         """Build a new state of `like`'s own containers around stored values; `like` is not changed.
 
         Args:
-            values: For every name of `like` in `tensors`, the tensor that goes there; for every name in
+            values: for every name of `like` in `tensors`, the tensor that goes there; for every name in
                 `per_process`, the value, which comes back in a `PerProcess` like the one in `like`.
         """
         return self._step(values)
@@ -83,22 +83,22 @@ def match(
     """Match `like` with a tree document, and check that they fit.
 
     Args:
-        like: A state whose tensor leaves say where tensors go.
-        tree: The document.
-        is_tensor: Whether a value is a tensor leaf, or another object that a tensor can go into. Called first.
-        only: Selects the names to restore. At any other name, `like`'s value stays and the stored one is ignored.
-        strict: Whether names that only one side has are an error. Otherwise `like`'s value stays, or the stored one
+        like: a state whose tensor leaves say where tensors go.
+        tree: the document.
+        is_tensor: whether a value is a tensor leaf, or another object that a tensor can go into. Called first.
+        only: selects the names to restore. At any other name, `like`'s value stays and the stored one is ignored.
+        strict: whether names that only one side has are an error. Otherwise `like`'s value stays, or the stored one
             is ignored.
-        meaning: Returns the meaning of the elements of a tensor leaf of `like` to its framework; None: do not compare
+        meaning: returns the meaning of the elements of a tensor leaf of `like` to its framework; None: do not compare
             meanings.
 
     Raises:
-        NamesMismatchError: Names are missing from the checkpoint, or have no place in `like`.
-        StructureMismatchError: A tensor, a small leaf, a PerProcess or a container stands opposite another of these kinds,
+        NamesMismatchError: names are missing from the checkpoint, or have no place in `like`.
+        StructureMismatchError: a tensor, a small leaf, a PerProcess or a container stands opposite another of these kinds,
             or tensors have different meanings.
         LeafError: `like` has a value that no state can have.
-        FormatError: The document is invalid.
-        MissingExtraError: A leaf is torch's, and torch is not installed.
+        FormatError: the document is invalid.
+        MissingExtraError: a leaf is torch's, and torch is not installed.
     """
     root = parse(tree)
     walk = _Walk(root, is_tensor, only or (lambda _name: True), meaning)

@@ -30,7 +30,7 @@ def encode_scalar(value: np.generic, where: str) -> list[Any]:
     ['float32', '0000803f']
 
     Raises:
-        LeafError: Tensors cannot have the scalar's dtype; `where` names the leaf.
+        LeafError: tensors cannot have the scalar's dtype; `where` names the leaf.
     """
     if isinstance(value, np.str_):
         return ["str", str(value).encode("utf-8", "surrogatepass").hex()]
@@ -50,8 +50,8 @@ def decode_scalar(content: object) -> np.generic:
     """Decode a scalar from two texts.
 
     Raises:
-        ValueError: The content is not an encoded scalar.
-        DtypeError: Its dtype is unknown.
+        ValueError: the content is not an encoded scalar.
+        DtypeError: its dtype is unknown.
     """
     if not isinstance(content, list) or len(content) != 2 or not isinstance(content[0], str):
         raise ValueError

@@ -25,8 +25,8 @@ def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str
     """Select a part of a state.
 
     Args:
-        tree: The document of the complete state.
-        only: Whether a name is selected.
+        tree: the document of the complete state.
+        only: whether a name is selected.
 
     Returns:
         The document of the selected part, and for each of its tensors the name under which it is stored in the complete state; both

@@ -26,9 +26,9 @@ def decode_leaf(leaf: Small | Custom) -> object:
     """Decode a leaf that is not a tensor.
 
     Raises:
-        FormatError: The leaf is invalid, its type is not registered, or its registered decode function fails on the stored
+        FormatError: the leaf is invalid, its type is not registered, or its registered decode function fails on the stored
             content.
-        MissingExtraError: The leaf is torch's, and torch is not installed.
+        MissingExtraError: the leaf is torch's, and torch is not installed.
     """
     if isinstance(leaf, Small):
         return leaves.decode(leaf.content, leaf.name)
@@ -53,17 +53,17 @@ def unflatten(tree: Tree, tensors: Mapping[str, Any], only: Callable[[str], bool
     stored empty is there if `only` selects its own name.
 
     Args:
-        tree: The document.
-        tensors: Values by name, at least those of `stored_names(tree, only)` and `per_process_names(tree, only)`.
+        tree: the document.
+        tensors: values by name, at least those of `stored_names(tree, only)` and `per_process_names(tree, only)`.
             Tied names share one value. Meanings of tensors are ignored.
-        only: Whether a name is selected; None: all.
+        only: whether a name is selected; None: all.
 
     Returns:
         The state; an empty dict if `only` selects nothing in it.
 
     Raises:
-        FormatError: The document is invalid, or names a tensor that `tensors` lacks.
-        MissingExtraError: A leaf is torch's, and torch is not installed.
+        FormatError: the document is invalid, or names a tensor that `tensors` lacks.
+        MissingExtraError: a leaf is torch's, and torch is not installed.
     """
     return assemble(parse(tree), tensors, only)
 

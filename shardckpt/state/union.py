@@ -48,12 +48,12 @@ def union(trees: Sequence[tuple[Sequence[int], JSON]]) -> JSON:
     {'step': 3, 'first': '$tensor', 'last': '$tensor'}
 
     Args:
-        trees: The distinct documents, at least one, each with the ascending numbers of the processes that have it;
+        trees: the distinct documents, at least one, each with the ascending numbers of the processes that have it;
             ordered by the lowest of these numbers.
 
     Raises:
-        CommitError: Two processes disagree about a place; the message names the place, the values and the processes.
-        FormatError: One of several documents is invalid. A single document is returned unchecked.
+        CommitError: two processes disagree about a place; the message names the place, the values and the processes.
+        FormatError: one of several documents is invalid. A single document is returned unchecked.
     """
     if len(trees) == 1:
         return trees[0][1]

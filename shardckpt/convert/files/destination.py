@@ -61,8 +61,8 @@ class Destination(Protocol):
             destination that must be written in order skips the bytes that it has.
 
         Raises:
-            AlreadyExistsError: A file exists, and may not be replaced.
-            StorageError: The place cannot be written to, has no room, or another process is writing the same files.
+            AlreadyExistsError: a file exists, and may not be replaced.
+            StorageError: the place cannot be written to, has no room, or another process is writing the same files.
         """
         ...
 
@@ -70,7 +70,7 @@ class Destination(Protocol):
         """Write some bytes, in the order of the blocks.
 
         Raises:
-            StorageError: The write failed.
+            StorageError: the write failed.
         """
         ...
 
@@ -81,7 +81,7 @@ class Destination(Protocol):
             checks: crc32c of each block.
 
         Raises:
-            StorageError: Earlier writes could not be made durable.
+            StorageError: earlier writes could not be made durable.
         """
         ...
 
@@ -89,8 +89,8 @@ class Destination(Protocol):
         """Make everything durable, and with `verify` read it back.
 
         Raises:
-            CorruptionError: The bytes read back differ from the bytes written.
-            StorageError: It failed.
+            CorruptionError: the bytes read back differ from the bytes written.
+            StorageError: it failed.
         """
         ...
 
@@ -98,8 +98,8 @@ class Destination(Protocol):
         """Give the files their names, in order, so that the last file appears last.
 
         Raises:
-            AlreadyExistsError: Another process has put a file there meanwhile.
-            StorageError: It failed.
+            AlreadyExistsError: another process has put a file there meanwhile.
+            StorageError: it failed.
         """
         ...
 

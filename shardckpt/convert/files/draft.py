@@ -41,16 +41,16 @@ class Draft:
         """Make an empty draft.
 
         Args:
-            location: The final place.
-            overwrite: Whether the draft may replace an existing file or directory.
-            nbytes: Approximate bytes of the finished draft.
+            location: the final place.
+            overwrite: whether the draft may replace an existing file or directory.
+            nbytes: approximate bytes of the finished draft.
             marks: None for a file. For a directory: names of files of which an existing directory must have one, or be empty, before
                 `overwrite` replaces it.
 
         Raises:
-            OptionError: The location is not on a local disk.
-            AlreadyExistsError: Something exists there, and may not be replaced.
-            StorageError: There is no room, or no permission to write there.
+            OptionError: the location is not on a local disk.
+            AlreadyExistsError: something exists there, and may not be replaced.
+            StorageError: there is no room, or no permission to write there.
         """
         if location.local is None:
             raise OptionError(
@@ -83,8 +83,8 @@ class Draft:
         """Give the draft its final name, after making it durable. The files inside a directory must be durable already.
 
         Raises:
-            AlreadyExistsError: Another process has published there first.
-            StorageError: The rename failed.
+            AlreadyExistsError: another process has published there first.
+            StorageError: the rename failed.
         """
         with storage_errors("publish", self.final):
             os.fsync(self._fd)

@@ -35,7 +35,7 @@ class Notes:
         """Open and lock the log; create it if it does not exist.
 
         Raises:
-            StorageError: Another process holds the lock, or the log cannot be opened.
+            StorageError: another process holds the lock, or the log cannot be opened.
         """
         self._path = path
         while True:

@@ -41,11 +41,11 @@ class ObjectFiles:
         """Prepare to write files of these names; the last one appears last.
 
         Args:
-            directory: The destination.
-            names: Names of the files.
-            overwrite: Whether they may replace existing files.
-            memory: Bytes for buffers.
-            obsolete: Files to delete before the last file appears.
+            directory: the destination.
+            names: names of the files.
+            overwrite: whether they may replace existing files.
+            memory: bytes for buffers.
+            obsolete: files to delete before the last file appears.
         """
         self.memory = memory
         self._directory = directory

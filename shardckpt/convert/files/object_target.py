@@ -69,8 +69,8 @@ def abandon(place: Location) -> None:
     """Abort the upload of a file, if there is one, and remove the bytes that were sent.
 
     Raises:
-        MissingExtraError: A package that the object store needs is not installed.
-        StorageError: The storage failed.
+        MissingExtraError: a package that the object store needs is not installed.
+        StorageError: the storage failed.
     """
     above = place.parent
     assert above is not None, f"{place} is a bucket"
@@ -99,17 +99,17 @@ class ObjectTarget:
         """Begin to write a file, or continue where another process has stopped.
 
         Args:
-            place: The file, below a bucket.
-            nbytes: Bytes of the complete file.
-            digest: Digest of the complete file; equal for equal bytes.
-            overwrite: Whether the finished file may replace an existing one.
-            memory_limit: Bytes for buffers.
+            place: the file, below a bucket.
+            nbytes: bytes of the complete file.
+            digest: digest of the complete file; equal for equal bytes.
+            overwrite: whether the finished file may replace an existing one.
+            memory_limit: bytes for buffers.
 
         Raises:
-            AlreadyExistsError: The object exists, and may not be replaced.
-            BudgetError: Buffers for a file of this size need more than `memory_limit`.
-            MissingExtraError: A package that the object store needs is not installed.
-            StorageError: The storage failed, or another process begins to write the file at the same moment.
+            AlreadyExistsError: the object exists, and may not be replaced.
+            BudgetError: buffers for a file of this size need more than `memory_limit`.
+            MissingExtraError: a package that the object store needs is not installed.
+            StorageError: the storage failed, or another process begins to write the file at the same moment.
         """
         part_bytes = part_size(nbytes, memory_limit)
         above = place.parent
@@ -154,7 +154,7 @@ class ObjectTarget:
         """Write the next bytes; the caller may reuse the buffer when this returns.
 
         Raises:
-            StorageError: The storage failed, perhaps with bytes that were written earlier, or another process has replaced this upload.
+            StorageError: the storage failed, perhaps with bytes that were written earlier, or another process has replaced this upload.
         """
         view = byte_view(data)
         assert offset == self._written, f"bytes at {offset}, where those at {self._written} are next"
@@ -168,10 +168,10 @@ class ObjectTarget:
         """Publish the file: it is complete and visible when this returns.
 
         Raises:
-            AlreadyExistsError: Another process has written the object meanwhile, and it may not be replaced. Nothing of this file is left.
-            CommitError: Not all bytes were written.
-            CorruptionError: The bytes that arrived differ from the bytes written.
-            StorageError: The storage failed.
+            AlreadyExistsError: another process has written the object meanwhile, and it may not be replaced. Nothing of this file is left.
+            CommitError: not all bytes were written.
+            CorruptionError: the bytes that arrived differ from the bytes written.
+            StorageError: the storage failed.
         """
         if self._written != self._nbytes:
             raise CommitError(f"{self._place}: {self._written} of {self._nbytes} bytes were written; nothing was published.")
@@ -186,7 +186,7 @@ class ObjectTarget:
         """Remove everything that was sent.
 
         Raises:
-            StorageError: The storage failed.
+            StorageError: the storage failed.
         """
         self._upload.abort()
         self._forget()

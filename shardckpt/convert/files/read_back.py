@@ -41,12 +41,12 @@ def read_back(parts: Iterable[WrittenRun], checksum: Callable[[bytes, int], int]
     """Compare files with the bytes that were written to them.
 
     Args:
-        parts: Runs of the files; they must be durable.
-        checksum: Computes a checksum of bytes, given the checksum of the bytes before them.
+        parts: runs of the files; they must be durable.
+        checksum: computes a checksum of bytes, given the checksum of the bytes before them.
 
     Raises:
-        CorruptionError: A run differs from the bytes written.
-        StorageError: A file cannot be read.
+        CorruptionError: a run differs from the bytes written.
+        StorageError: a file cannot be read.
     """
 
     def check(part: WrittenRun) -> None:

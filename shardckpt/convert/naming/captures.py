@@ -40,7 +40,7 @@ class NamePattern:
     'h.3.q_proj'
 
     Raises:
-        OptionError: The text is not a valid pattern.
+        OptionError: the text is not a valid pattern.
     """
 
     text: str

@@ -111,15 +111,15 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     """The outputs of a checkpoint, shardckpt's or a foreign one.
 
     Args:
-        structure: Structure of the source.
-        options: Selection and naming.
-        where: Location of the checkpoint, for messages.
-        importing: Whether the new names belong to a state: then "/" still separates its containers.
+        structure: structure of the source.
+        options: selection and naming.
+        where: location of the checkpoint, for messages.
+        importing: whether the new names belong to a state: then "/" still separates its containers.
 
     Raises:
-        OptionError: A file cannot be read, or a rule matches nothing.
-        NamesMismatchError: Nothing is selected, a part is missing, or two tensors would have one name.
-        ShapeMismatchError, DtypeMismatchError: Tensors do not fit a rule.
+        OptionError: a file cannot be read, or a rule matches nothing.
+        NamesMismatchError: nothing is selected, a part is missing, or two tensors would have one name.
+        ShapeMismatchError, DtypeMismatchError: tensors do not fit a rule.
     """
     stored = _selected(structure, options, where)
     leaves = _selected_leaves(structure, options) if importing else []

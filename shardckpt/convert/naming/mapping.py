@@ -38,7 +38,7 @@ class Mapping:
         """The mapping in the other direction.
 
         Raises:
-            OptionError: A rule lacks the sizes that its inverse needs.
+            OptionError: a rule lacks the sizes that its inverse needs.
         """
         return Mapping(tuple(rule.inverse() for rule in self.rules))
 
@@ -46,12 +46,12 @@ class Mapping:
         """The outputs of the tensors, each at the position of its first tensor.
 
         Args:
-            tensors: Tensors by the names that the rules match; the views use the names in the records.
+            tensors: tensors by the names that the rules match; the views use the names in the records.
 
         Raises:
-            OptionError: A rule matches nothing, so it is probably misspelt.
-            NamesMismatchError: A part is missing, or two outputs have the same name.
-            ShapeMismatchError, DtypeMismatchError: Parts do not fit together, or a tensor cannot be split as requested.
+            OptionError: a rule matches nothing, so it is probably misspelt.
+            NamesMismatchError: a part is missing, or two outputs have the same name.
+            ShapeMismatchError, DtypeMismatchError: parts do not fit together, or a tensor cannot be split as requested.
         """
         left = dict(tensors)
         made: dict[str, list[OutputTensor]] = {}

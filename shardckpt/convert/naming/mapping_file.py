@@ -54,11 +54,11 @@ def read_mapping(source: str | os.PathLike[str], values: Values | None = None) -
     """Read a mapping file, or a built-in mapping.
 
     Args:
-        source: A file whose name ends with .toml, .yaml or .yml; or one of `PRESETS`.
-        values: Numbers that its rules use by name, as from `config_values`.
+        source: a file whose name ends with .toml, .yaml or .yml; or one of `PRESETS`.
+        values: numbers that its rules use by name, as from `config_values`.
 
     Raises:
-        OptionError: It cannot be read or is invalid; the message names the file and the rule.
+        OptionError: it cannot be read or is invalid; the message names the file and the rule.
     """
     if isinstance(source, str) and source in PRESETS:
         where = f"mapping {source}"
@@ -81,7 +81,7 @@ def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
         path: `config.json`, or the directory that has it.
 
     Raises:
-        OptionError: It cannot be read.
+        OptionError: it cannot be read.
     """
     _, config = read_config(path)
     text = config.get("text_config")  # of a multimodal model
@@ -95,12 +95,12 @@ def parse_mapping(doc: Any, where: str, values: Values | None = None) -> Mapping
     """Parse the document of a mapping file.
 
     Args:
-        doc: The document, as parsed from TOML or YAML.
-        where: The file, for messages.
-        values: Numbers that its rules use by name.
+        doc: the document, as parsed from TOML or YAML.
+        where: the file, for messages.
+        values: numbers that its rules use by name.
 
     Raises:
-        OptionError: The document is invalid; the message names the rule.
+        OptionError: the document is invalid; the message names the rule.
     """
     _refuse_others(doc, _TOP, where)
     own = doc.get("values", {})

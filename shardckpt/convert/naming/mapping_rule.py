@@ -114,7 +114,7 @@ class MappingRule:
         """The rule in the other direction.
 
         Raises:
-            OptionError: The sizes of the parts are not given.
+            OptionError: the sizes of the parts are not given.
         """
         if self.merges and self.concatenates and self.shares is None:
             self._refuse(
@@ -128,11 +128,11 @@ class MappingRule:
         """Merge parts into the whole.
 
         Args:
-            name: Name of the whole.
-            members: For each stacked index (or once), the parts in order.
+            name: name of the whole.
+            members: for each stacked index (or once), the parts in order.
 
         Raises:
-            ShapeMismatchError: The parts do not fit together.
+            ShapeMismatchError: the parts do not fit together.
         """
         rows = self._by_index(members)
         first = rows[0][0]
@@ -169,7 +169,7 @@ class MappingRule:
         """The number of stacked indices in a whole; 1 without `stack`.
 
         Raises:
-            ShapeMismatchError: The whole has too few dimensions.
+            ShapeMismatchError: the whole has too few dimensions.
         """
         shape = self._folded(whole).shape
         stack, _ = self._places(len(shape), whole)
@@ -181,11 +181,11 @@ class MappingRule:
         """Split a whole into its parts.
 
         Args:
-            whole: The tensor.
-            names: Names of the parts, arranged like the parts in `merged`.
+            whole: the tensor.
+            names: names of the parts, arranged like the parts in `merged`.
 
         Raises:
-            ShapeMismatchError: The whole cannot be split as requested.
+            ShapeMismatchError: the whole cannot be split as requested.
         """
         unfolded, whole, rows = whole, self._folded(whole), self._by_index(names)
         stack, axis = self._places(len(whole.shape), whole)

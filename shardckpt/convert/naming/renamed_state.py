@@ -35,13 +35,13 @@ def renamed_state(tree: Tree, tensors: Mapping[str, object], leaves: Mapping[str
     """Plain containers that hold the given tensors and leaves.
 
     Args:
-        tree: The old state.
-        tensors: Name in the new state → tensor leaf.
-        leaves: Name in the old state → new name, for the small leaves and empty containers to keep.
-        origins: New name of a tensor → old name, if it has one.
+        tree: the old state.
+        tensors: name in the new state → tensor leaf.
+        leaves: name in the old state → new name, for the small leaves and empty containers to keep.
+        origins: new name of a tensor → old name, if it has one.
 
     Raises:
-        NamesMismatchError: Another leaf has the place of a leaf, or a leaf has no name.
+        NamesMismatchError: another leaf has the place of a leaf, or a leaf has no name.
     """
     node = parse(tree)
     root = _skeleton(node, lambda name: leaves.get(name) == name) if isinstance(node, Branch) else _Container("dict")

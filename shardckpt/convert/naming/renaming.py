@@ -45,7 +45,7 @@ def read_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
     """Read a JSON, YAML or TOML file of old names → new names, or None to leave a tensor out (TOML has `false` for null).
 
     Raises:
-        OptionError: The file cannot be read, or has other contents.
+        OptionError: the file cannot be read, or has other contents.
     """
     doc = read_file(path, "file of names", (".json", ".toml", ".yaml", ".yml"))
     if not isinstance(doc, Mapping):
@@ -79,12 +79,12 @@ class Renaming:
         """Old name → new name, in order, without the names that are left out.
 
         Args:
-            names: Names of tensors.
-            keep_slashes: Whether "/" is kept, as for an import.
+            names: names of tensors.
+            keep_slashes: whether "/" is kept, as for an import.
 
         Raises:
-            OptionError: A rule matches nothing.
-            NamesMismatchError: Two tensors would have one name, or one would have none; the message names them.
+            OptionError: a rule matches nothing.
+            NamesMismatchError: two tensors would have one name, or one would have none; the message names them.
         """
         new = {name: name if keep_slashes else dotted(name) for name in names}
         self._strip(new)

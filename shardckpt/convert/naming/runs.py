@@ -33,8 +33,8 @@ def runs_in_turn(sizes: Sequence[int], groups: int) -> Iterator[ElementRun]:
     """The runs of interleaved parts.
 
     Args:
-        sizes: Elements of each part, multiples of `groups`.
-        groups: Number of groups; 1: the parts are concatenated.
+        sizes: elements of each part, multiples of `groups`.
+        groups: number of groups; 1: the parts are concatenated.
 
     >>> [tuple(run) for run in runs_in_turn([4, 2], groups=2)]
     [(0, 0, 0, 2), (1, 0, 2, 1), (0, 2, 3, 2), (1, 1, 5, 1)]

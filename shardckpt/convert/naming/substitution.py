@@ -30,7 +30,7 @@ class Substitution:
     'h.3.w'
 
     Raises:
-        OptionError: The text is not a valid substitution.
+        OptionError: the text is not a valid substitution.
     """
 
     text: str
@@ -72,7 +72,7 @@ class Substitution:
         """The renamed name; None if the regex does not match.
 
         Raises:
-            OptionError: The name is too long to be safe.
+            OptionError: the name is too long to be safe.
         """
         if len(name) > LONGEST:
             raise OptionError(f"rename={excerpt(self.text)}: a name of {len(name)} characters is too long for it: {excerpt(name)}.")

@@ -45,9 +45,9 @@ def resolve(
     """Choose the names that are written.
 
     Args:
-        names: Output name → name of the stored tensor, in the state's order.
-        ties: Treatment of tied names.
-        tie_word_embeddings: The setting in the model's configuration; None: unknown.
+        names: output name → name of the stored tensor, in the state's order.
+        ties: treatment of tied names.
+        tie_word_embeddings: the setting in the model's configuration; None: unknown.
 
     Returns:
         The entries of `names` that are written; and further name of a tied tensor → its first name, whether the further name is

@@ -28,8 +28,8 @@ def block_shape(tensor: TensorRecord, room: int) -> tuple[int, ...]:
     """The shape of a block; blocks at the end of a dimension may be clipped.
 
     Args:
-        tensor: Its shape and layout, and the dtype in which it is written.
-        room: Bytes that must suffice for several blocks.
+        tensor: its shape and layout, and the dtype in which it is written.
+        room: bytes that must suffice for several blocks.
 
     Returns:
         One side per dimension, at least 1.

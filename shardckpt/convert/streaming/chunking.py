@@ -54,9 +54,9 @@ def rows(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece
     """Blocks of complete rows, in row-major order.
 
     Args:
-        output: The output; it has elements.
-        stored: The arrays from which it is made, in the output's indices.
-        room: Most bytes of a block.
+        output: the output; it has elements.
+        stored: the arrays from which it is made, in the output's indices.
+        room: most bytes of a block.
     """
     itemsize = output.dtype.itemsize
     return [Piece(*part, _rows(part[2], near, itemsize, room)) for part, near in _parts(output, stored)]
@@ -78,9 +78,9 @@ def runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int6
     """The runs of bytes of a box in a tensor that is one run of bytes, row by row.
 
     Args:
-        shape: Shape of the tensor.
-        box: One of its boxes, not empty.
-        itemsize: Bytes of an element.
+        shape: shape of the tensor.
+        box: one of its boxes, not empty.
+        itemsize: bytes of an element.
 
     Returns:
         (n,) The first byte of each contiguous part, in row-major order, and the length of each part in bytes.

@@ -69,12 +69,12 @@ def check(output: OutputTensor, tensors: Mapping[str, TensorRecord]) -> None:
     """Refuse an output that cannot be made of some tensors.
 
     Args:
-        output: The output.
-        tensors: Tensors by name; all that its views name.
+        output: the output.
+        tensors: tensors by name; all that its views name.
 
     Raises:
-        ShapeMismatchError: A view lies outside its tensor; the message names both.
-        DtypeMismatchError: A tensor's elements cannot be converted.
+        ShapeMismatchError: a view lies outside its tensor; the message names both.
+        DtypeMismatchError: a tensor's elements cannot be converted.
     """
     for view in output.sources:
         tensor = tensors[view.tensor]

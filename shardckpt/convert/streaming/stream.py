@@ -83,17 +83,17 @@ class Stream:
         """Plan the reads; nothing is read yet.
 
         Args:
-            checkpoint: The source; nothing of it has been read yet.
-            outputs: The outputs to make.
-            blocks: Chooses the blocks of each output.
-            limit: Bytes of all buffers.
-            beside: Bytes of these that the writer keeps.
-            in_order: Whether the blocks of an output must come in row-major order, even if chunks are then read more than once.
+            checkpoint: the source; nothing of it has been read yet.
+            outputs: the outputs to make.
+            blocks: chooses the blocks of each output.
+            limit: bytes of all buffers.
+            beside: bytes of these that the writer keeps.
+            in_order: whether the blocks of an output must come in row-major order, even if chunks are then read more than once.
 
         Raises:
-            NamesMismatchError: A source tensor of an output does not exist.
-            ShapeMismatchError, DtypeMismatchError: An output cannot be made of its tensors.
-            BudgetError: The limit is too low; the message names it, and a limit that suffices.
+            NamesMismatchError: a source tensor of an output does not exist.
+            ShapeMismatchError, DtypeMismatchError: an output cannot be made of its tensors.
+            BudgetError: the limit is too low; the message names it, and a limit that suffices.
         """
         self.outputs = outputs
         self._checkpoint = checkpoint
@@ -149,10 +149,10 @@ class Stream:
         """Iterate over all blocks, some at a time; close the iterator unless it is exhausted.
 
         Args:
-            skip: Number of blocks to skip, the first in the order of the blocks. Data that only these need is not read.
+            skip: number of blocks to skip, the first in the order of the blocks. Data that only these need is not read.
 
         Raises:
-            CorruptionError, ReplacedError, StorageError: The checkpoint could not be read.
+            CorruptionError, ReplacedError, StorageError: the checkpoint could not be read.
         """
         threads = readers(self._checkpoint.location, cores() - 1)  # one core is the writer's
         self._checkpoint.limit_reading(threads=threads, memory=self._reading)

@@ -106,11 +106,11 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
     """Parse a `.metadata` file.
 
     Args:
-        data: All bytes of the file.
-        where: The file, for messages.
+        data: all bytes of the file.
+        where: the file, for messages.
 
     Raises:
-        FormatError: It is not such a file, or names other classes.
+        FormatError: it is not such a file, or names other classes.
     """
     root = unpickle(data, where, TABLE, only=CLASSES)
     try:

@@ -51,13 +51,13 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
     """Open such files.
 
     Args:
-        location: Their directory.
-        names: Their names.
+        location: their directory.
+        names: their names.
 
     Raises:
-        MissingDataError: The files of a process are missing.
-        FormatError: A file is malformed, or parts do not cover a tensor; the message names the tensor.
-        DtypeError: A tensor's dtype cannot be stored.
+        MissingDataError: the files of a process are missing.
+        FormatError: a file is malformed, or parts do not cover a tensor; the message names the tensor.
+        DtypeError: a tensor's dtype cannot be stored.
     """
     store = Store.open(location)
     processes = sorted({int(found[1]) for name in names if (found := _SHARD.fullmatch(name))})

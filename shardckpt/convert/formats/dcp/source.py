@@ -89,13 +89,13 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     """Open a directory of `torch.distributed.checkpoint.save`.
 
     Args:
-        location: The directory.
-        trust_pickle: Whether its `.metadata`, a pickle, may be read.
+        location: the directory.
+        trust_pickle: whether its `.metadata`, a pickle, may be read.
 
     Raises:
         OptionError: `trust_pickle` is needed.
-        FormatError: It is not such a directory, or of an unsupported kind.
-        MissingDataError, CorruptionError: A file is missing, or too short.
+        FormatError: it is not such a directory, or of an unsupported kind.
+        MissingDataError, CorruptionError: a file is missing, or too short.
     """
     shards = shard_files(children(location))
     if shards:

@@ -70,15 +70,15 @@ class DcpDirectory(StateWriter):
         """Begin a directory.
 
         Args:
-            structure: The state; its tensors have the dtypes in which they are written.
-            location: The directory.
-            overwrite: Whether to replace an existing checkpoint of DCP when the new one is complete.
+            structure: the state; its tensors have the dtypes in which they are written.
+            location: the directory.
+            overwrite: whether to replace an existing checkpoint of DCP when the new one is complete.
 
         Raises:
             DtypeError: torch lacks the dtype of a tensor; the message names the tensor.
             StructureMismatchError, NamesMismatchError: DCP has no names for parts of the state.
             MissingExtraError: torch is not installed.
-            AlreadyExistsError, OptionError, StorageError: The directory cannot be written at `location`.
+            AlreadyExistsError, OptionError, StorageError: the directory cannot be written at `location`.
         """
         self._dtypes = torch_dtypes(structure)
         self._tensors = structure.tensors

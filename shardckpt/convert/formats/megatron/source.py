@@ -61,13 +61,13 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     """Open a checkpoint.
 
     Args:
-        location: Its directory, or the directory of all checkpoints of Megatron's training: then the newest is opened.
-        trust_pickle: Whether `.metadata`, a pickle, may be read.
+        location: its directory, or the directory of all checkpoints of Megatron's training: then the newest is opened.
+        trust_pickle: whether `.metadata`, a pickle, may be read.
 
     Raises:
         OptionError: `trust_pickle` is needed.
-        FormatError: It is not such a checkpoint, or has another backend than `torch_dist`.
-        MissingDataError, CorruptionError: A file is missing, or too short.
+        FormatError: it is not such a checkpoint, or has another backend than `torch_dist`.
+        MissingDataError, CorruptionError: a file is missing, or too short.
     """
     notes = []
     names = children(location)

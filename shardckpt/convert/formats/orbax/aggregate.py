@@ -28,11 +28,11 @@ def read_aggregate(data: bytes, where: str) -> object:
     """Parse the tree: containers of arrays, small values, and a `Leaf` of the kind "Unknown" for each array that is stored elsewhere.
 
     Args:
-        data: The file.
-        where: Its name, for messages.
+        data: the file.
+        where: its name, for messages.
 
     Raises:
-        FormatError: The file is malformed.
+        FormatError: the file is malformed.
         MissingExtraError: msgpack is not installed.
     """
     try:

@@ -106,14 +106,14 @@ def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRec
     """All places of a state, in order.
 
     Args:
-        tree: The state.
-        left: Names of small leaves to leave out. In lists None replaces them.
-        tensors: Tensors by name.
-        where: Location of the checkpoint, for messages.
+        tree: the state.
+        left: names of small leaves to leave out. In lists None replaces them.
+        tensors: tensors by name.
+        where: location of the checkpoint, for messages.
 
     Raises:
-        StructureMismatchError: The state is not a dict, list or tuple with contents.
-        NamesMismatchError: Two arrays would have one name, or a name that no directory can have.
+        StructureMismatchError: the state is not a dict, list or tuple with contents.
+        NamesMismatchError: two arrays would have one name, or a name that no directory can have.
     """
     check_text_keys(tree, where, "Orbax")
     meanings = {leaf.name: leaf.meaning for leaf in leaves_of(tree) if isinstance(leaf, Tensor)}
@@ -278,8 +278,8 @@ def array_metadatas(found: list[OrbaxEntry], shapes: Mapping[str, tuple[int, ...
     """The document `array_metadatas/process_0`.
 
     Args:
-        found: All places.
-        shapes: Chunk shape of each tensor, by stored name.
+        found: all places.
+        shapes: chunk shape of each tensor, by stored name.
     """
     written = []
     for entry in found:
@@ -294,9 +294,9 @@ def checkpoint_metadata(found: list[OrbaxEntry], began: int, ended: int) -> dict
     """The document `_CHECKPOINT_METADATA`.
 
     Args:
-        found: All places.
-        began: Time when writing began, in nanoseconds since 1970.
-        ended: Time when it ended.
+        found: all places.
+        began: time when writing began, in nanoseconds since 1970.
+        ended: time when it ended.
     """
     texts = any(entry.what == "string" for entry in found)  # the standard handler refuses texts
     handler = "pytree_checkpoint_handler.PyTreeCheckpointHandler" if texts else "standard_checkpoint_handler.StandardCheckpointHandler"

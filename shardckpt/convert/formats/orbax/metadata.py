@@ -74,11 +74,11 @@ class Metadata:
         """Parse a file.
 
         Args:
-            data: Its bytes.
-            where: Its name, for messages.
+            data: its bytes.
+            where: its name, for messages.
 
         Raises:
-            FormatError: The file is malformed.
+            FormatError: the file is malformed.
         """
         doc = parse_json(data, where)
         try:
@@ -94,7 +94,7 @@ def parse_json(data: bytes | str, where: str) -> Any:
     """Parse a JSON document.
 
     Raises:
-        FormatError: The document is not valid JSON.
+        FormatError: the document is not valid JSON.
     """
     try:
         return json.loads(data)
@@ -146,7 +146,7 @@ def shardings(data: bytes, where: str) -> dict[str, Sharding]:
     """Array name → sharding, from a `_sharding` file; only shardings over a mesh, so none for a single device.
 
     Raises:
-        FormatError: The file is malformed.
+        FormatError: the file is malformed.
     """
     doc = parse_json(data, where)
     found: dict[str, Sharding] = {}
@@ -185,7 +185,7 @@ def key_generators(data: bytes, where: str) -> dict[str, str]:
     """Array name → generator of the random keys in the array, from a file of `array_metadatas/`.
 
     Raises:
-        FormatError: The file is malformed.
+        FormatError: the file is malformed.
     """
     try:
         entries = [entry["array_metadata"] for entry in parse_json(data, where)["array_metadatas"]]

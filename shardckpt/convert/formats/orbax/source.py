@@ -105,11 +105,11 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
     """Open an Orbax checkpoint: a tree, a checkpoint of items, or one step of a `CheckpointManager`.
 
     Raises:
-        FormatError: It is malformed, or has several steps; give the path of one step.
-        UncommittedError: It was not finished, or is still being written.
-        CorruptionError, MissingDataError: Files are damaged or missing.
-        DtypeError: An array's elements cannot be stored.
-        StorageError: The storage failed or refused.
+        FormatError: it is malformed, or has several steps; give the path of one step.
+        UncommittedError: it was not finished, or is still being written.
+        CorruptionError, MissingDataError: files are damaged or missing.
+        DtypeError: an array's elements cannot be stored.
+        StorageError: the storage failed or refused.
     """
     place = Store.open(location)
     names = place.list_children()

@@ -55,14 +55,14 @@ class OrbaxDirectory(StateWriter):
         """Begin a checkpoint.
 
         Args:
-            structure: The state; its tensors have the dtypes in which they are written.
-            location: The directory.
-            overwrite: Whether to replace an existing checkpoint of Orbax when the new one is complete.
+            structure: the state; its tensors have the dtypes in which they are written.
+            location: the directory.
+            overwrite: whether to replace an existing checkpoint of Orbax when the new one is complete.
 
         Raises:
             DtypeError: TensorStore lacks the dtype of a tensor; the message names the tensor.
             StructureMismatchError, NamesMismatchError: Orbax has no names for parts of the state.
-            AlreadyExistsError, OptionError, StorageError: The directory cannot be written at `location`.
+            AlreadyExistsError, OptionError, StorageError: the directory cannot be written at `location`.
         """
         self._began = time.time_ns()
         self._tensors = structure.tensors

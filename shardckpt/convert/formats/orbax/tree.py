@@ -88,15 +88,15 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
     """Read the tree at a place: containers, small leaves and tensors.
 
     Args:
-        place: Its directory.
-        names: The names in this directory.
-        sources: The source of each tensor's elements is added here.
-        notes: Messages are added here.
+        place: its directory.
+        names: the names in this directory.
+        sources: the source of each tensor's elements is added here.
+        notes: messages are added here.
 
     Raises:
-        FormatError, CorruptionError, MissingDataError: Files are malformed or missing.
-        DtypeError: An array's elements cannot be stored.
-        UncommittedError: The save was not finished.
+        FormatError, CorruptionError, MissingDataError: files are malformed or missing.
+        DtypeError: an array's elements cannot be stored.
+        UncommittedError: the save was not finished.
     """
     version = FileVersion(place, METADATA if METADATA in names else MSGPACK)
     tree, zarr3, stores_all = _described(place, names)

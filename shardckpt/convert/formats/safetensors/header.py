@@ -89,7 +89,7 @@ def header_bytes(length: bytes, where: str) -> int:
     """Length of the header in bytes, from the first bytes of a file.
 
     Raises:
-        FormatError: The file is not a safetensors file.
+        FormatError: the file is not a safetensors file.
     """
     nbytes = int.from_bytes(length, "little")
     if len(length) != LENGTH_BYTES or not 2 <= nbytes <= LARGEST_HEADER:
@@ -104,12 +104,12 @@ def parse_header(raw: bytes, where: str) -> Header:
     """Parse a header.
 
     Args:
-        raw: Its bytes.
-        where: The file, for messages.
+        raw: its bytes.
+        where: the file, for messages.
 
     Raises:
-        FormatError: It is malformed; the message names the tensor.
-        DtypeError: A tensor's dtype cannot be stored.
+        FormatError: it is malformed; the message names the tensor.
+        DtypeError: a tensor's dtype cannot be stored.
     """
     try:
         doc = parse_json(raw)

@@ -26,8 +26,8 @@ def config_files(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) 
     """The files to write, by name.
 
     Args:
-        metadata: Metadata of the checkpoint.
-        config: Replaces the checkpoint's `config.json`; None: no replacement.
+        metadata: metadata of the checkpoint.
+        config: replaces the checkpoint's `config.json`; None: no replacement.
     """
     kept = {name: metadata[name] for name in CONFIGS if isinstance(metadata.get(name), dict)}
     if config is not None:
@@ -39,9 +39,9 @@ def without_others(files: Mapping[str, bytes], directory: Location, last: str) -
     """Leave out the files that exist already and were not written by this export.
 
     Args:
-        files: Contents by name.
-        directory: Their destination.
-        last: The file that an export to that place writes last; files of an incomplete export are its own.
+        files: contents by name.
+        directory: their destination.
+        last: the file that an export to that place writes last; files of an incomplete export are its own.
 
     Returns:
         The files to write, and the names of the others.

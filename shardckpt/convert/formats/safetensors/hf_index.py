@@ -50,7 +50,7 @@ class Split:
         """The text of `INDEX`; None for a single file, which needs no index.
 
         Args:
-            total_parameters: Number of elements of all tensors, tied ones once.
+            total_parameters: number of elements of all tensors, tied ones once.
         """
         if len(self.files) < 2:
             return None
@@ -62,11 +62,11 @@ def split(sizes: Mapping[str, int], max_shard_size: int | str | None = None) -> 
     """Distribute tensors over files.
 
     Args:
-        sizes: Bytes of each tensor's elements, by name, in order.
-        max_shard_size: Bytes of elements in a file, or text: "5GB" (decimal, as everywhere at Hugging Face) or "5GiB". None: one file.
+        sizes: bytes of each tensor's elements, by name, in order.
+        max_shard_size: bytes of elements in a file, or text: "5GB" (decimal, as everywhere at Hugging Face) or "5GiB". None: one file.
 
     Raises:
-        OptionError: The size is not positive.
+        OptionError: the size is not positive.
 
     >>> split({"a": 6, "b": 3, "c": 3}, 5).weight_map
     {'a': 'model-00001-of-00003.safetensors', 'b': 'model-00002-of-00003.safetensors', 'c': 'model-00003-of-00003.safetensors'}

@@ -78,13 +78,13 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
     """Lay out a file for some tensors.
 
     Args:
-        tensors: Tensors in any order.
-        metadata: Texts for the header, in addition to "format", which is "pt".
+        tensors: tensors in any order.
+        metadata: texts for the header, in addition to "format", which is "pt".
 
     Raises:
-        DtypeError: The format lacks a tensor's dtype; the message names the tensor.
-        NamesMismatchError: A name is the format's name of the metadata, or is not Unicode; or two tensors have one name.
-        OptionError: The metadata is not a dict of text to text; or the header would be too long for readers.
+        DtypeError: the format lacks a tensor's dtype; the message names the tensor.
+        NamesMismatchError: a name is the format's name of the metadata, or is not Unicode; or two tensors have one name.
+        OptionError: the metadata is not a dict of text to text; or the header would be too long for readers.
     """
     for tensor in tensors:
         if tensor.dtype.name not in DTYPES:
@@ -124,7 +124,7 @@ def check_metadata(metadata: object) -> dict[str, str]:
     """Check the metadata of a header, and sort it.
 
     Raises:
-        OptionError: It is not a dict of text to text.
+        OptionError: it is not a dict of text to text.
     """
     found = {} if metadata is None else metadata
     if not isinstance(found, Mapping) or not all(isinstance(text, str) and _is_unicode(text) for pair in found.items() for text in pair):

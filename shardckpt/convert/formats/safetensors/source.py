@@ -75,15 +75,15 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Safetenso
     """Open all files and read their headers.
 
     Args:
-        location: A file, an index, or a directory.
-        trust_pickle: Ignored: the format has no pickles.
+        location: a file, an index, or a directory.
+        trust_pickle: ignored: the format has no pickles.
 
     Raises:
-        FormatError: A file is malformed, or index and files contradict each other; the message names the tensor.
-        MissingDataError: A file that the index names is missing.
-        OptionError: There are several models, and no rule chooses one.
-        DtypeError: A tensor's dtype cannot be stored.
-        StorageError: The storage failed or refused.
+        FormatError: a file is malformed, or index and files contradict each other; the message names the tensor.
+        MissingDataError: a file that the index names is missing.
+        OptionError: there are several models, and no rule chooses one.
+        DtypeError: a tensor's dtype cannot be stored.
+        StorageError: the storage failed or refused.
     """
     del trust_pickle
     return SafetensorsFiles(location)

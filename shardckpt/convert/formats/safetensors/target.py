@@ -60,19 +60,19 @@ def write_safetensors(
     """Write files, and publish them.
 
     Args:
-        checkpoint: The source; nothing of it has been read yet.
-        files: Layouts of the files.
-        destination: The destination; it has a name for each of `first`, of `files`, and for `last`.
-        limit: Bytes of buffers.
-        verify: Read back the written bytes.
-        first: Contents of small files that come before the others.
-        last: Contents of the index; None: there is none.
-        progress: Called with the bytes of elements written so far, and the total.
+        checkpoint: the source; nothing of it has been read yet.
+        files: layouts of the files.
+        destination: the destination; it has a name for each of `first`, of `files`, and for `last`.
+        limit: bytes of buffers.
+        verify: read back the written bytes.
+        first: contents of small files that come before the others.
+        last: contents of the index; None: there is none.
+        progress: called with the bytes of elements written so far, and the total.
 
     Raises:
-        ShapeMismatchError, DtypeMismatchError, NamesMismatchError, BudgetError: As in `Stream`.
-        CorruptionError, ReplacedError: The checkpoint could not be read, or the written bytes do not read back.
-        AlreadyExistsError, StorageError: As in `Destination`.
+        ShapeMismatchError, DtypeMismatchError, NamesMismatchError, BudgetError: as in `Stream`.
+        CorruptionError, ReplacedError: the checkpoint could not be read, or the written bytes do not read back.
+        AlreadyExistsError, StorageError: as in `Destination`.
     """
     how = rows if destination.in_order else blocks
     outputs = [tensor for file in files for tensor in file.tensors]

@@ -23,7 +23,7 @@ def combine(parts: Iterable[tuple[int, int]]) -> int:
     """The CRC-32 of adjacent parts.
 
     Args:
-        parts: In order, the CRC-32 of each part and its length in bytes.
+        parts: in order, the CRC-32 of each part and its length in bytes.
 
     >>> import zlib
     >>> combine([(zlib.crc32(b"check"), 5), (zlib.crc32(b"point"), 5)]) == zlib.crc32(b"checkpoint")

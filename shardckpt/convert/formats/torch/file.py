@@ -61,8 +61,8 @@ class TorchFile:
         """The stored run of a storage.
 
         Raises:
-            FormatError: There is no such entry.
-            CorruptionError, MissingDataError: The file ends before the entry's header.
+            FormatError: there is no such entry.
+            CorruptionError, MissingDataError: the file ends before the entry's header.
         """
         info = self._storages.get(storage.key)
         if info is None:
@@ -82,14 +82,14 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
     """Read the list of entries and the pickle.
 
     Args:
-        span: The file.
-        table: Replacements of the names in the pickle.
-        only: The names that the pickle may contain; None: any.
+        span: the file.
+        table: replacements of the names in the pickle.
+        only: the names that the pickle may contain; None: any.
 
     Raises:
-        FormatError: It is not such a file, or is malformed.
-        CorruptionError: Its pickle fails its checksum.
-        MissingDataError, StorageError: It cannot be read.
+        FormatError: it is not such a file, or is malformed.
+        CorruptionError: its pickle fails its checksum.
+        MissingDataError, StorageError: it cannot be read.
     """
     window = _Ends(span)
     if not is_torch_file(window.head):

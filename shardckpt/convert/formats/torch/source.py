@@ -58,15 +58,15 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     """Open a file, or the files of a directory.
 
     Args:
-        location: A file, an index, or a directory.
-        trust_pickle: Ignored: nothing in the pickles is run.
+        location: a file, an index, or a directory.
+        trust_pickle: ignored: nothing in the pickles is run.
 
     Raises:
-        FormatError: A file is malformed, is in torch's format before 1.6, or holds something that cannot be stored; or files and
+        FormatError: a file is malformed, is in torch's format before 1.6, or holds something that cannot be stored; or files and
             index disagree.
-        MissingDataError: A file that the index names is missing.
-        NotFoundError: There is no such file in the directory.
-        CorruptionError, StorageError: A file is truncated, or cannot be read.
+        MissingDataError: a file that the index names is missing.
+        NotFoundError: there is no such file in the directory.
+        CorruptionError, StorageError: a file is truncated, or cannot be read.
     """
     del trust_pickle
     file = file_at(location)

@@ -104,12 +104,12 @@ def open_state_file(span: Span, names: frozenset[str] = frozenset()) -> TorchFil
     """Open a file of `torch.save`.
 
     Args:
-        span: The file.
-        names: Further names that its pickle may contain.
+        span: the file.
+        names: further names that its pickle may contain.
 
     Raises:
-        FormatError: It is not such a file, is damaged, or its pickle contains another name.
-        CorruptionError, MissingDataError, StorageError: It cannot be read.
+        FormatError: it is not such a file, is damaged, or its pickle contains another name.
+        CorruptionError, MissingDataError, StorageError: it cannot be read.
     """
     return open_torch_file(span, _TABLE, _NAMES | names)
 
@@ -118,10 +118,10 @@ def state_in(file: TorchFile, known: Mapping[str, Callable[[Instance], object]] 
     """The state: plain containers, small leaves and `PlacedTensor`s.
 
     Args:
-        file: A file from `open_state_file`.
-        known: Name in the pickle → function that returns the small leaf or tensor for an instance of that name.
+        file: a file from `open_state_file`.
+        known: name in the pickle → function that returns the small leaf or tensor for an instance of that name.
 
     Raises:
-        FormatError: A part of the state cannot be stored; the message names it.
+        FormatError: a part of the state cannot be stored; the message names it.
     """
     return whole(file, {**dict.fromkeys(_UNSTORABLE, _unstorable), **(known or {})})

@@ -90,15 +90,15 @@ class TorchFileWriter(StateWriter):
         """Lay out the file.
 
         Args:
-            structure: The state; its tensors have the dtypes in which they are written.
-            location: The file.
-            overwrite: Whether to replace an existing file when the new one is complete.
+            structure: the state; its tensors have the dtypes in which they are written.
+            location: the file.
+            overwrite: whether to replace an existing file when the new one is complete.
 
         Raises:
             DtypeError: torch lacks the dtype of a tensor; the message names the tensor.
             MissingExtraError: torch is not installed, or too old.
-            AlreadyExistsError, OptionError, StorageError: The file cannot be written at `location`.
-            BudgetError: The process may not reserve address space of the size of the largest tensor.
+            AlreadyExistsError, OptionError, StorageError: the file cannot be written at `location`.
+            BudgetError: the process may not reserve address space of the size of the largest tensor.
         """
         tree = parse(structure.tree)
         dtypes = torch_dtypes(structure)

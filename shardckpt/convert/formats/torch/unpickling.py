@@ -75,15 +75,15 @@ def unpickle(
     """The object that a pickle describes, made only by this module and the functions in `table`.
 
     Args:
-        data: The pickle; bytes after its end are ignored.
-        where: The file, for messages.
-        table: Replacements of the names in the pickle.
-        only: The names that the pickle may contain; None: any.
-        persistent: Returns the object for a persistent id in the pickle. Any exception that it raises counts as an error in the
+        data: the pickle; bytes after its end are ignored.
+        where: the file, for messages.
+        table: replacements of the names in the pickle.
+        only: the names that the pickle may contain; None: any.
+        persistent: returns the object for a persistent id in the pickle. Any exception that it raises counts as an error in the
             pickle.
 
     Raises:
-        FormatError: The pickle is malformed, or contains a name that `only` does not allow.
+        FormatError: the pickle is malformed, or contains a name that `only` does not allow.
     """
     machine = _Machine(memoryview(data), {} if table is None else table, only, persistent)
     try:

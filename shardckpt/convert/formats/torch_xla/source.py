@@ -40,13 +40,13 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     """Open a step, or a directory with a single step.
 
     Args:
-        location: The step's directory, or the base directory of the `CheckpointManager`.
-        trust_pickle: Whether `.metadata`, a pickle, may be read.
+        location: the step's directory, or the base directory of the `CheckpointManager`.
+        trust_pickle: whether `.metadata`, a pickle, may be read.
 
     Raises:
         OptionError: `trust_pickle` is needed, or there are several steps.
-        NotFoundError: There is no complete step.
-        FormatError, MissingDataError, CorruptionError: As for a directory of DCP.
+        NotFoundError: there is no complete step.
+        FormatError, MissingDataError, CorruptionError: as for a directory of DCP.
     """
     names = children(location)
     if METADATA not in names:

@@ -49,14 +49,14 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     """Open the file and all files of tensors.
 
     Args:
-        location: The path that `xser.save` was called with, not its `.tensors` directory.
-        trust_pickle: Ignored: nothing in the pickles is run.
+        location: the path that `xser.save` was called with, not its `.tensors` directory.
+        trust_pickle: ignored: nothing in the pickles is run.
 
     Raises:
-        NotFoundError: There is no such file.
-        FormatError: A file is malformed, or holds something that cannot be stored.
-        MissingDataError: The file of a tensor is missing.
-        CorruptionError, StorageError: A file is truncated, or cannot be read.
+        NotFoundError: there is no such file.
+        FormatError: a file is malformed, or holds something that cannot be stored.
+        MissingDataError: the file of a tensor is missing.
+        CorruptionError, StorageError: a file is truncated, or cannot be read.
     """
     del trust_pickle
     file = file_at(location)
