@@ -1,7 +1,7 @@
 """The place in the new checkpoint of each tensor of a foreign one.
 
-An `Arrangement` is the structure that is resharded, and what each of its tensors is made of: views of the foreign ones. How they are
-laid out over devices and stored is the reshard's to say.
+An `Arrangement` is the structure that is resharded, with the views of foreign tensors from which each of its tensors is made. The
+reshard decides how tensors are laid out over devices and stored.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ __all__ = ["Arrangement", "check_into", "is_whole"]
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """The structure of the new checkpoint, and what it is made of."""
+    """The structure of the new checkpoint, and the foreign elements from which it is made."""
 
     structure: Structure
-    """With tensors in pieces and chunks as they lie in the foreign ones."""
+    """Structure of the new checkpoint; pieces and chunks of tensors are as they lie in the foreign checkpoint."""
     views: Mapping[str, tuple[View, ...]]
-    """By name there, the elements of which foreign tensors it is made of."""
+    """New tensor name → the views of foreign tensors from which the tensor is made."""
     notes: tuple[str, ...] = ()
-    """What became of names, a line each."""
+    """Messages about changes to names, a line each."""
 
     @classmethod
     def of(cls, structure: Structure) -> Arrangement:
-        """Everything where it is."""
+        """The arrangement that keeps every tensor under its name."""
         return cls(structure, {name: (View.whole(name, tensor.shape),) for name, tensor in structure.tensors.items()})
 
     @classmethod
     def named(cls, structure: Structure, options: NameOptions, where: str) -> Arrangement:
-        """Tensors as options choose, name and make them; other leaves as options choose and name them.
+        """The arrangement in which options choose, name and make the tensors, and choose and name the other leaves.
 
         Args:
-            structure: of the foreign checkpoint.
-            options: what is wanted of it.
-            where: its place, for messages.
+            structure: structure of the foreign checkpoint.
+            options: selection and naming of its tensors.
+            where: location of the foreign checkpoint, for messages.
 
         Raises:
-            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: as in `outputs_of`; or a tensor would lie where
-                another leaf does.
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: as in `outputs_of`; or a tensor would have the
+                place of another leaf.
         """
         if options == NameOptions():
             return cls.of(structure)
@@ -72,13 +72,13 @@ class Arrangement:
         return cls(Structure(flat.tree, tensors), views, outputs.notes)
 
     def below(self, into: str) -> Arrangement:
-        """The whole state as a value of nested dicts.
+        """The same arrangement with the complete state nested in dicts.
 
         Args:
-            into: their keys, from the outermost one on, with slashes between.
+            into: keys of these dicts, from the outermost one on, with slashes between.
 
         Raises:
-            OptionError: that is no name.
+            OptionError: `into` is not such a name.
         """
         check_into(into)
         state = unflatten(self.structure.tree, self.structure.tensors)
@@ -93,7 +93,7 @@ class Arrangement:
 
 
 def is_whole(views: tuple[View, ...], tensors: Mapping[str, TensorRecord]) -> bool:
-    """Whether views are one tensor as it is."""
+    """Whether views are one complete tensor, unchanged."""
     if len(views) != 1:
         return False
     (view,), shape = views, tensors[views[0].tensor].shape
@@ -101,7 +101,7 @@ def is_whole(views: tuple[View, ...], tensors: Mapping[str, TensorRecord]) -> bo
 
 
 def _record(name: str, output: OutputTensor, tensors: Mapping[str, TensorRecord]) -> TensorRecord:
-    """A tensor of the new structure: in the layout of the one that it is, or in none."""
+    """The record of a new tensor; it keeps the layout only of a complete foreign tensor."""
     if is_whole(output.sources, tensors):
         return renamed(tensors[output.sources[0].tensor], name, output.dtype)
     pieces = [piece for view in output.sources for piece in view.pieces(tensors[view.tensor].pieces)]
@@ -113,10 +113,10 @@ def _record(name: str, output: OutputTensor, tensors: Mapping[str, TensorRecord]
 
 
 def _meaning(output: OutputTensor, tensors: Mapping[str, TensorRecord], known: Mapping[str, str]) -> str | None:
-    """What its elements mean to a framework.
+    """The meaning of an output's elements to a framework; None: plain numbers.
 
     Raises:
-        OptionError: that is lost when tensors are cut, or joined.
+        OptionError: the output cuts or joins tensors, which loses the meaning.
     """
     meant = next((view.tensor for view in output.sources if view.tensor in known), None)
     if meant is None or is_whole(output.sources, tensors):
@@ -127,6 +127,6 @@ def _meaning(output: OutputTensor, tensors: Mapping[str, TensorRecord], known: M
 
 
 def check_into(into: object) -> None:
-    """Raise OptionError unless that is a place in the state."""
+    """Raise OptionError unless `into` is a place in a state."""
     if not isinstance(into, str) or not all(into.split("/")):
         raise OptionError(f'into={excerpt(into)}: give keys with slashes between, as in "model".')

@@ -1,8 +1,9 @@
 """Detecting the format of a file or directory.
 
-1. Every format is asked (`looks_like`), and says what it saw, or nothing.
-2. Where several saw something, one may contain the other, or be what everybody reads first where both lie side by side: `_BEFORE`.
-3. None, or two of which nothing says which counts, is an error that says what was looked for and what is there.
+1. Every format's `looks_like` reports the signs of the format that it sees, or None.
+2. If several formats report signs, `_BEFORE` decides: one format may contain the other, or be the one that readers prefer where both
+   lie side by side.
+3. No format, or two without an order between them, is an error; it lists the known formats and the names that are there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["AUTO", "FORMATS", "Detected", "FormatModule", "detect", "module_of"]
 
 AUTO = "auto"
-"""In place of a format: the one that is found."""
+"""In place of a format's name: detect the format."""
 FORMATS = {
     "safetensors": "a *.safetensors file, or split files with an index",
     "orbax": "an Orbax checkpoint",
@@ -34,7 +35,7 @@ FORMATS = {
     "xser": "a directory of torch_xla's xser.save",
     "torch": "a file of torch.save or xm.save",
 }
-"""Names as `--from` takes them; what is looked for, in words. Each is read by the module `from_<name>`."""
+"""Format name, as `--from` expects it → its description. The module `formats/<name>/source.py` reads it."""
 _BEFORE = {
     "safetensors": ("torch",),
     "orbax": ("dcp",),
@@ -43,16 +44,16 @@ _BEFORE = {
     "megatron": ("torch",),
     "torch_xla": ("torch",),
 }
-"""Format → those that it goes before: their files may lie beside it, or be parts of it."""
+"""Format → formats that it precedes: their files may lie beside its own, or be parts of it."""
 _NAMED = 12
-"""Names in a directory that a message has."""
+"""Most names of a directory in a message."""
 
 
 class FormatModule(Protocol):
-    """What each module `from_…` has."""
+    """The interface of each module `formats/<name>/source.py`."""
 
     def looks_like(self, location: Location) -> str | None:
-        """What was seen of the format at a place, in words; None: nothing."""
+        """The signs of the format at a location, in words; None: there are none."""
         ...
 
     def open_foreign(self, location: Location, *, trust_pickle: bool = False) -> Foreign:
@@ -62,13 +63,13 @@ class FormatModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """What a place was taken for."""
+    """A detected format."""
 
     format: str
     seen: str
-    """What it was taken for that by, in words."""
+    """The signs by which the format was detected, in words."""
     others: tuple[str, ...] = ()
-    """What else was seen there, and is not read."""
+    """Signs of other formats at the same place, which are not read."""
 
 
 def module_of(name: str) -> FormatModule:
@@ -84,12 +85,12 @@ def module_of(name: str) -> FormatModule:
 
 
 def detect(location: Location) -> Detected:
-    """Which format a place holds.
+    """Detect the format of a file or directory.
 
     Raises:
-        NotFoundError: there is nothing.
-        FormatError: it is none that is known; says what was looked for, and what is there.
-        OptionError: it is a checkpoint of shardckpt's own; or two formats are there.
+        NotFoundError: there is nothing at the location.
+        FormatError: no known format; the message lists the known formats and the names that are there.
+        OptionError: the location is a checkpoint of shardckpt, or could be of two formats.
         StorageError: the storage failed or refused.
     """
     file = file_at(location)

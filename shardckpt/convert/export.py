@@ -1,4 +1,4 @@
-"""A checkpoint, written as another format for those who do not know ours: `shardckpt.export`."""
+"""`shardckpt.export`: write a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ if TYPE_CHECKING:
 __all__ = ["ExportReport", "export", "export_safetensors"]
 
 DEFAULT_MEMORY_LIMIT = 512 << 20
-"""Bytes of buffers, unless told otherwise."""
+"""Default limit of buffers, in bytes."""
 _SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export has done."""
+    """The result of an export."""
 
     url: str
-    """Of what was written: the file, or the directory."""
+    """Location of the file or directory that was written."""
     files: tuple[str, ...]
-    """Their names; that of the directory alone, where it is DCP's or Orbax's."""
+    """Names of the files; for DCP and Orbax the name of the directory alone."""
     tensors: int
     nbytes: int
-    """Of all elements that were written, by this call or an earlier one that was interrupted."""
+    """Bytes of all written elements, by this call or by an earlier one that was interrupted."""
     read_bytes: int
     """Stored bytes of the checkpoint that this call read."""
     written_bytes: int
-    """That this call wrote; of states those of tensors."""
+    """Bytes written by this call (tensor bytes, for state formats)."""
     resumed_bytes: int
-    """Of elements that an earlier call had written."""
+    """Bytes of elements that an earlier, interrupted call had written."""
     notes: tuple[str, ...]
-    """What was asked for and is not written as it is, a line each: the format has no place for it."""
+    """Requested things that the format cannot hold unchanged, a line each."""
     seconds: float
-    """That it took."""
+    """Wall-clock seconds."""
     conversions: tuple[ConvertedSubtree, ...] = ()
-    """How many tensors `dtype` converts and leaves, by subtree; empty where it was not given."""
+    """Tensors that `dtype` converts and leaves, counted by subtree; empty without `dtype`."""
 
 
 @out_of_memory_is_typed
@@ -85,39 +85,40 @@ def export(
 ) -> ExportReport:
     """Write a checkpoint as another format.
 
-    The checkpoint is read once, with memory for a few of its chunks, however large tensors are. Nothing is to be seen under the final
+    The checkpoint is read once, with memory for a few of its chunks, however large its tensors are. Nothing appears under the final
     name before everything is written.
 
     Args:
         src: the checkpoint: a path or url.
-        dst: where to. safetensors: see `export_safetensors`. torch: a file on a local disk; dcp, orbax: a directory there.
-        to: which format. "safetensors" holds tensors; "torch", "dcp" and "orbax" hold the state, with its containers and small leaves,
-            and begin anew when they were interrupted.
-        dtype: what tensors are converted to: a dtype, which leaves integers, tensors without dimensions and state of optimizers as they
-            are, or pattern → dtype (docs/reshard.md#dtypes). Elements are rounded to the nearest, ties to even; what is too large becomes
-            infinite.
-        include: patterns of the names that are exported; None: all.
-        exclude: patterns of those that are not.
-        memory_limit: bytes of buffers; the process takes up to 128 MiB besides.
-        overwrite: replace what is there.
-        verify: read back what was written.
-        progress: called with bytes of elements written so far, and in all.
-        optimizer: the form of a `train_state`'s optimizers in "torch", "dcp" and "orbax". "names", what torch's `set_optimizer_state_dict`
-            loads: the default of the first two; "numbers", what `Optimizer.load_state_dict` loads; "flat", what
-            `get_optimizer_state_dict(flatten_optimizer_state_dict=True)` makes, for stages of pipelines and other groups.
-        choices: what `export_safetensors` takes besides, for that format.
+        dst: the destination. safetensors: see `export_safetensors`. torch: a file on a local disk; dcp, orbax: a directory there.
+        to: the format. "safetensors" holds tensors; "torch", "dcp" and "orbax" hold the state, with its containers and small leaves.
+            An interrupted export to these three starts again from the beginning.
+        dtype: the dtype to convert tensors to, or pattern → dtype (docs/reshard.md#dtypes). A single dtype does not apply to integers,
+            tensors without dimensions and optimizer states. Elements are rounded to nearest, ties to even; values that are too large
+            become infinite.
+        include: patterns of the names to export; None: all.
+        exclude: patterns of the names to leave out.
+        memory_limit: bytes of buffers; the process uses up to 128 MiB more.
+        overwrite: replace an existing file or directory.
+        verify: read back the written bytes.
+        progress: called with the bytes of elements written so far, and the total.
+        optimizer: the form of a `train_state`'s optimizers in "torch", "dcp" and "orbax". "names": the form that torch's
+            `set_optimizer_state_dict` loads, the default of the first two; "numbers": the form that `Optimizer.load_state_dict` loads;
+            "flat": the form that `get_optimizer_state_dict(flatten_optimizer_state_dict=True)` makes, for pipeline stages and other
+            groups.
+        choices: further arguments of `export_safetensors`, for that format.
 
     Returns:
-        What was done.
+        The report.
 
     Raises:
-        NotFoundError: no committed checkpoint at `src`.
-        AlreadyExistsError: something is at `dst`, and `overwrite` is not set.
-        OptionError: an option that cannot be.
+        NotFoundError: there is no committed checkpoint at `src`.
+        AlreadyExistsError: `dst` exists, and `overwrite` is not set.
+        OptionError: an option is invalid.
         NamesMismatchError: nothing is selected; or two tensors would have one name.
-        DtypeError, DtypeMismatchError, StructureMismatchError: something that the format cannot hold, or that cannot be converted.
-        BudgetError: the memory limit does not suffice; names it, and what would.
-        CorruptionError: stored bytes are damaged or missing; or what was written does not read back.
+        DtypeError, DtypeMismatchError, StructureMismatchError: the format cannot hold something, or it cannot be converted.
+        BudgetError: the memory limit is too low; the message names it, and a limit that suffices.
+        CorruptionError: stored bytes are damaged or missing; or the written bytes do not read back.
         ReplacedError: the checkpoint was replaced or deleted meanwhile.
         StorageError: a storage failed, or has no room. MissingExtraError: a package that the format needs is not installed.
     """
@@ -190,47 +191,47 @@ def export_safetensors(
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportReport:
-    """Write a checkpoint's tensors as safetensors: one file, or several and an index, as Hugging Face has them.
+    """Write a checkpoint's tensors as safetensors: one file, or several and an index, as on Hugging Face.
 
-    The checkpoint is read once, with memory for a few of its chunks, however large tensors are. Nothing is to be seen under the final
-    name before everything is written. Interrupted, and called again with the same arguments, it goes on where it was.
+    The checkpoint is read once, with memory for a few of its chunks, however large its tensors are. Nothing appears under the final
+    name before everything is written. After an interruption, a call with the same arguments continues the export.
 
-    A tensor's name is made of the keys on the way to it, joined by dots; then come the renamings, in the order of the arguments here.
+    A tensor's name is made of the keys that lead to it, joined by dots; then the renamings apply, in the order of the arguments here.
 
     Args:
         src: the checkpoint: a path or url.
-        dst: where to: a file, whose name ends in ".safetensors", or a directory, for `model.safetensors` or what `max_shard_size` makes
-            of it. On a local disk, `gs://` or `s3://`.
-        dtype: what tensors are converted to: a dtype, or pattern of new names → dtype, as in `export`.
-        include: patterns of the names, as the checkpoint has them, that are exported; None: all.
-        exclude: patterns of those that are not.
-        strip_prefix: what names begin with, and shall not any more.
+        dst: the destination, on a local disk, `gs://` or `s3://`: a file, whose name ends in ".safetensors", or a directory, for
+            `model.safetensors` or the several files that `max_shard_size` makes of it.
+        dtype: the dtype to convert tensors to, or pattern of new names → dtype, as in `export`.
+        include: patterns of the names to export, as the checkpoint has them; None: all.
+        exclude: patterns of the names to leave out.
+        strip_prefix: a prefix to remove from names.
         rename: `s/regex/replacement/`, one or several.
         rename_file: JSON, TOML or YAML: old name → new name, or null to leave a tensor out.
-        mapping: what is joined, split or transposed (docs/mapping.md): a file, or the name of a mapping that comes along.
+        mapping: rules that join, split or transpose tensors (docs/mapping.md): a file, or the name of a built-in mapping.
         invert_mapping: read the mapping from its `to` to its `from`.
-        add_prefix: what all names begin with in the end.
-        ties: tied tensors "once", or as "copies"; "auto": copies where `config` says that the model does not tie.
+        add_prefix: a prefix to add to all names at the end.
+        ties: write tied tensors "once", or as "copies"; "auto": copies where `config` says that the model does not tie.
         config: the model's `config.json`; in a directory it is written beside the weights, instead of the one that an import kept.
         max_shard_size: bytes of tensors per file, as in "5GB"; None: one file.
-        memory_limit: bytes of buffers; the process takes up to 128 MiB besides.
-        overwrite: replace what is there; in a directory, all files of the model that it held.
-        verify: read back what was written to a disk. (An object store compares checksums by itself.)
+        memory_limit: bytes of buffers; the process uses up to 128 MiB more.
+        overwrite: replace existing files; in a directory, all files of the model in it.
+        verify: read back the bytes that were written to a disk. (An object store compares checksums by itself.)
         metadata: texts for the files' headers.
-        progress: called with bytes of elements written so far, and in all.
+        progress: called with the bytes of elements written so far, and the total.
 
     Returns:
-        What was done.
+        The report.
 
     Raises:
-        NotFoundError: no committed checkpoint at `src`.
+        NotFoundError: there is no committed checkpoint at `src`.
         AlreadyExistsError: there is a file at `dst`, or another model in that directory, and `overwrite` is not set.
-        OptionError: an option that cannot be, a file of names that cannot be read, or a rule that matches nothing.
+        OptionError: an option is invalid, a file of names cannot be read, or a rule matches nothing.
         NamesMismatchError: nothing is selected; or two tensors would have one name.
-        ShapeMismatchError: tensors that a mapping does not suit.
-        DtypeError, DtypeMismatchError: a tensor of a dtype that the format has not, or that cannot be converted.
-        BudgetError: the memory limit does not suffice; names it, and what would.
-        CorruptionError: stored bytes are damaged or missing; or what was written does not read back.
+        ShapeMismatchError: tensors do not fit a mapping.
+        DtypeError, DtypeMismatchError: the format lacks a tensor's dtype, or the tensor cannot be converted.
+        BudgetError: the memory limit is too low; the message names it, and a limit that suffices.
+        CorruptionError: stored bytes are damaged or missing; or the written bytes do not read back.
         ReplacedError: the checkpoint was replaced or deleted meanwhile.
         StorageError: a storage failed, or has no room.
     """
@@ -293,11 +294,11 @@ def export_safetensors(
 
 
 def _nobody(_done: int, _total: int) -> None:
-    """Nobody watches."""
+    """Ignore progress."""
 
 
 def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]:
-    """The directory that is written into, and the name of the file where one is asked for by its name."""
+    """The directory to write into, and the file's name if `location` names a file."""
     if location.local is None and location.bucket is None:
         raise OptionError(f"{location}: safetensors files are written to a local disk, gs:// or s3://.")
     above = location.parent
@@ -310,10 +311,10 @@ def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]
 
 
 def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> list[str]:
-    """Files of another model that is in the directory, and that readers would take for this one's."""
+    """Files of another model in the directory, which readers would mistake for files of this one."""
     others = [name for name in Store.open(directory).list_children() if is_of_a_model(name) and name not in names]
     if others and directory.local is None:
-        left = begun(directory, names[-1])  # which goes anyway
+        left = begun(directory, names[-1])  # the export removes these anyway
         others = [name for name in others if name not in left]
     if others and not overwrite:
         raise AlreadyExistsError(
@@ -329,6 +330,6 @@ def _destination(directory: Location, names: Sequence[str], obsolete: Sequence[s
 
 
 def _refuse_within(location: Location, checkpoint: Checkpoint) -> None:
-    """A checkpoint's directory is its own: what lies there may be overwritten, and is deleted with it."""
+    """Refuse a destination inside the checkpoint: it could overwrite the checkpoint's files, and would be deleted with it."""
     if location.is_within(checkpoint.location):
         raise OptionError(f"{location} lies in the checkpoint that is exported, {checkpoint.location}; choose a place outside of it.")

@@ -1,8 +1,8 @@
 """The interface that a format implements to be imported.
 
-A `Foreign` is a checkpoint of another format, open. Its `structure` is what a checkpoint's record would say: the tree, the small
-leaves, and each tensor's dtype, shape and pieces. A piece is a box that is stored in one grid of chunks; a chunk is what is read at
-once, so that each stored byte is read once: what a file holds as a chunk, or, where a tensor is one run of bytes, some of its rows.
+A `Foreign` is an open checkpoint of another format. Its `structure` has the contents of a checkpoint's record: the tree, the small
+leaves, and each tensor's dtype, shape and pieces. A piece is a box that is stored in one grid of chunks. A chunk is the unit of
+reading, so that each stored byte is read once: a chunk of the file, or, if a tensor is one run of bytes, some of its rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Foreign", "ForeignPart", "ForeignTensor", "row_chunks", "structure_of", "tensors_of"]
 
 ROWS_BYTES = 1 << 20
-"""Bytes to which rows are joined to be read at once."""
+"""Bytes to which rows are joined for one read."""
 
 
 class Foreign(Protocol):
@@ -38,56 +38,56 @@ class Foreign(Protocol):
 
     @property
     def format(self) -> str:
-        """Its name, as `--from` takes it: "safetensors"."""
+        """Name of the format, as `--from` expects it: "safetensors"."""
         ...
 
     @property
     def location(self) -> Location:
-        """Where it lies."""
+        """Location of the checkpoint."""
         ...
 
     @property
     def structure(self) -> Structure:
-        """What it holds."""
+        """The tree, small leaves and tensors of the checkpoint."""
         ...
 
     @property
     def identity(self) -> str:
-        """Differs when any of its files does: a digest over names, sizes, times or checksums."""
+        """A digest over names, sizes, times or checksums of the files; it changes when any of the files does."""
         ...
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """JSON of what it says besides, to be the new checkpoint's metadata; small."""
+        """Further small JSON of the checkpoint, which becomes metadata of the new one."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was seen, and what is left behind, in a line each."""
+        """Messages about the files found and the parts left behind, a line each."""
         ...
 
     def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
-        """Where the elements of a piece are, if they are one run of bytes in row-major order. None: only `read` reads them.
+        """The stored run of a piece, if its elements are one run of bytes in row-major order. None: only `read` can read them.
 
         Args:
             tensor: one of `structure.tensors`.
             piece: one of its pieces.
 
         Raises:
-            MissingDataError, CorruptionError, StorageError: what should be there is not; names the tensor and the file.
+            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message names the tensor and the file.
         """
         ...
 
     def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
-        """The elements of one chunk, of dtype `tensor.dtype.storage`, of the box's shape; the caller does not write to them.
+        """Read the elements of one chunk, of dtype `tensor.dtype.storage` and the box's shape; the caller must not write to them.
 
         Args:
             tensor: one of `structure.tensors`.
             piece: one of its pieces.
-            box: one of the piece's chunks, clipped to it, in the tensor's indices.
+            box: one of the piece's chunks, clipped to the piece, in the tensor's indices.
 
         Raises:
-            MissingDataError, CorruptionError, StorageError: what should be there is not; names the tensor and the file.
+            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message names the tensor and the file.
         """
         ...
 
@@ -97,30 +97,30 @@ class ForeignPart:
     """A box of a tensor that is stored in one grid of chunks."""
 
     start: tuple[int, ...]
-    """The tensor's index of its first element."""
+    """Index of its first element in the tensor."""
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
-    """Shape of what is read at once."""
+    """Shape of a chunk, the unit of reading."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignTensor:
-    """A tensor leaf in the state that `structure_of` is given."""
+    """A tensor leaf in the state that `structure_of` receives."""
 
     shape: tuple[int, ...]
     dtype: DType
     parts: tuple[ForeignPart, ...]
-    """Together they are the tensor, each element once."""
+    """Parts that cover each element of the tensor once."""
     layout: StoredLayout | None = None
-    """How it was laid out over devices, where the format says it."""
+    """Layout over devices, if the format records it."""
     identity: Hashable = None
-    """Equal for leaves that are the same memory: they are stored once. None: it is never shared."""
+    """Equal for leaves that share their memory: they are stored once. None: the leaf is never shared."""
     meaning: str | None = None
-    """What its elements are to a framework, e.g. `jax.key:threefry2x32`; None: the numbers that they are."""
+    """Meaning of its elements to a framework, e.g. `jax.key:threefry2x32`; None: plain numbers."""
 
 
 def row_chunks(shape: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
-    """Chunks for a tensor that is one run of bytes in row-major order: a power of two of whole rows, or planes, of at most so many bytes.
+    """Chunk shape for a tensor that is one row-major run of bytes: a power of two of complete rows, or planes, of at most `nbytes`.
 
     >>> row_chunks((5000, 1000), 4)
     (256, 1000)
@@ -143,18 +143,18 @@ def structure_of(state: object, where: str) -> Structure:
         where: the file, for messages.
 
     Raises:
-        LeafError: a leaf that cannot be stored; names it.
-        FormatError: a tensor's parts do not make it.
+        LeafError: a leaf cannot be stored; the message names it.
+        FormatError: the parts of a tensor do not cover it.
     """
     flat = _flat(state)
     return Structure(flat.tree, {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()})
 
 
 def tensors_of(state: object) -> dict[str, ForeignTensor]:
-    """The tensors of such a state by name, as `structure_of` records them: those that are stored once, once.
+    """The tensors of such a state by name, as `structure_of` records them: shared tensors once.
 
     Raises:
-        LeafError: as there.
+        LeafError: as in `structure_of`.
     """
     return _flat(state).tensors
 

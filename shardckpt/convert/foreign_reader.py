@@ -1,12 +1,12 @@
-"""Reading boxes of a foreign checkpoint's tensors to where they are wanted.
+"""Reading boxes of a foreign checkpoint's tensors into the buffers that request them.
 
-1. All that is asked for at once is planned at once, in columns (`reading.locate`): which chunks of the foreign tensors, and where each part
-   of them goes. A chunk is read once, whoever wants some of it.
-2. Where chunks lie in files as runs of bytes (`Foreign.run`), those that follow each other are read together: each straight to where it
-   goes, if that is one run of memory, else to a buffer, and copied from there. What an object store answers is copied from the answer.
-3. All others are read by the format itself, one by one.
+1. All requests of a call are planned together, in columns (`reading.locate`): the chunks of the foreign tensors, and the targets of each
+   part of them. A chunk is read once, even for several requests.
+2. If chunks lie in files as runs of bytes (`Foreign.run`), adjacent chunks are read together. A chunk is read directly into its target,
+   if that is one run of memory; otherwise into a buffer, from which it is copied. Answers of an object store are copied from the answer.
+3. The format itself reads all other chunks, one by one.
 
-Each thread has in memory what it reads together: `joined` bytes, or one chunk.
+Each thread holds in memory one such read: `joined` bytes, or one chunk.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ if TYPE_CHECKING:
 __all__ = ["ForeignReader"]
 
 _MOST_JOINED = 256
-"""Chunks that are read together: preadv takes 1,024 pieces of memory, and there may be one before each."""
+"""Most chunks in one read: preadv accepts 1,024 pieces of memory, and there may be one more before each chunk."""
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Lies:
-    """A piece that is one run of bytes, and each of its chunks a part of it."""
+    """A piece that is one run of bytes, of which each chunk is a contiguous part."""
 
     entry: StoredRun
     per_row: int
-    """Chunks side by side along the dimension in which it is cut; before that one they have one index each, and behind it all."""
+    """Chunks side by side along the dimension that is cut. A chunk has one index in each earlier dimension, and all of each later one."""
     row_bytes: int
-    """Of those together."""
+    """Bytes of these chunks together."""
     chunk_bytes: int
-    """Of each, but for the last in a row."""
+    """Bytes of each chunk, except the last in a row."""
 
     @classmethod
     def of(cls, entry: StoredRun, piece: Piece, itemsize: int) -> _Lies | None:
-        """None where chunks are no runs."""
+        """The runs of a piece's chunks; None if chunks are not contiguous."""
         cut = next((d for d in reversed(range(len(piece.shape))) if piece.chunks[d] < piece.shape[d]), 0)
         if any(side != 1 for side in piece.chunks[:cut]):
             return None
@@ -67,17 +67,17 @@ class _Lies:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Chunks that are wanted; rows of one chunk follow each other."""
+    """Requested chunks; rows of one chunk follow each other."""
 
     wanted: RequestedChunks
     begin: Ints
-    """(n,) the first row of each chunk."""
+    """(n,) First row of each chunk."""
     end: Ints
-    """(n,) one past the last."""
+    """(n,) One past the last row of each chunk."""
 
     @classmethod
     def of(cls, wanted: RequestedChunks) -> _Chunks:
-        """Each chunk once, though several requests want the same array."""
+        """Group the rows by chunk, so that each chunk is read once, even if several requests want the same array."""
         arrays: dict[str, int] = {}
         array = np.array([arrays.setdefault(part.piece.path, len(arrays)) for part in wanted.parts], np.int64)
         if len(arrays) < len(array):
@@ -86,19 +86,19 @@ class _Chunks:
         return cls(wanted, begin, np.append(begin[1:], len(wanted)))
 
     def take(self, which: Ints) -> _Chunks:
-        """Some of them, in that order."""
+        """Some of the chunks, in the given order."""
         return _Chunks(self.wanted, self.begin[which], self.end[which])
 
     def part(self, k: int) -> RequestedArray:
-        """What chunk k is of."""
+        """The requested array of chunk k."""
         return self.wanted.part_of(int(self.begin[k]))
 
     def where(self, k: int) -> str:
-        """For messages: tensor, index range."""
+        """Tensor and index range of chunk k, for messages."""
         return f"{shown(self.part(k).request.name)}{self.wanted.box(int(self.begin[k]))}"
 
     def straight(self, k: int, nbytes: int) -> memoryview | None:
-        """Memory of so many bytes, if chunk k goes there as it is, and nowhere else."""
+        """The target of chunk k as `nbytes` of memory, if it is the only target, contiguous and needs no conversion; else None."""
         row, targets = int(self.begin[k]), self.wanted.targets
         if self.end[k] - row != 1 or targets.count[row] != 1 or self.part(k).request.convert_from is not None:
             return None
@@ -107,8 +107,8 @@ class _Chunks:
         return place.reshape(-1).view(np.uint8).data if place.nbytes == nbytes and place.flags.c_contiguous else None
 
     def scatter(self, k: int, elements: NDArray[Any]) -> None:
-        """Copy chunk k to where it is wanted."""
-        with np.errstate(all="ignore"):  # what is too large for another dtype becomes infinite there: that was asked for
+        """Copy chunk k into all its targets."""
+        with np.errstate(all="ignore"):  # a value too large for the target's dtype becomes infinite, as requested
             for row in range(int(self.begin[k]), int(self.end[k])):
                 meaning = self.wanted.part_of(row).request.convert_from
                 values = elements if meaning is None else elements.view(meaning)
@@ -118,22 +118,22 @@ class _Chunks:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Chunks that follow each other in a file."""
+    """Adjacent chunks in a file."""
 
     entries: Sequence[StoredRun]
-    """Of each chunk, what it is a part of."""
+    """The stored run of each chunk."""
     chunks: _Chunks
     ends: Sequence[int]
-    """Where each of them ends, in bytes behind the first one's start."""
+    """End of each chunk, in bytes after the first one's start."""
     start: int
-    """Of the first one, in the file."""
+    """Offset of the first chunk in the file."""
 
 
 class ForeignReader:
-    """Reads boxes of the tensors of an arrangement. Safe to use from several threads."""
+    """Reads boxes of an arrangement's tensors. Safe to use from several threads."""
 
     def __init__(self, foreign: Foreign, arrangement: Arrangement, stats: ReadStats, threads: int, joined: int) -> None:
-        """Read by so many threads; `joined`: bytes to which chunks are read together."""
+        """Read on `threads` threads; `joined`: bytes to which chunks are joined for one read."""
         self._foreign = foreign
         self._tensors = foreign.structure.tensors
         self._views = arrangement.views
@@ -141,14 +141,14 @@ class ForeignReader:
         self._workers = Workers(threads, "shardckpt-import")
         self._joined = joined
         self._lies: dict[str, _Lies | None] = {}
-        """By path of a piece, as far as that was looked up: small beside the piece itself, which `structure` has."""
+        """Path of a piece → its run, filled on demand: small beside the piece itself, which is in `structure`."""
         self._scratch = self._workers.local
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request's buffers.
 
         Raises:
-            MissingDataError, CorruptionError: what is needed is not there, or damaged; names the tensor and the file.
+            MissingDataError, CorruptionError: stored bytes are missing or damaged; the message names the tensor and the file.
             ReplacedError: the source has changed since it was opened.
             StorageError: it cannot be read.
         """
@@ -157,11 +157,11 @@ class ForeignReader:
         self._workers.do(lambda task: task(), self._tasks(chunks))
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
-        """A call for each group of requests, that does what `read` does."""
+        """One function for each group of requests; it does the work of `read`."""
         return [partial(self.read, group) for group in groups]
 
     def _foreign_requests(self, request: Request) -> Iterator[Request]:
-        """The same elements, asked of the tensors that they come from."""
+        """The request as requests for the foreign tensors from which its tensor is made."""
         views = self._views[request.name]
         for view in views:
             tensor = self._tensors[view.tensor]
@@ -181,8 +181,8 @@ class ForeignReader:
                 yield replace(request, name=tensor.name, pieces=tensor.pieces, boxes=view.back(common), buffers=parts)
 
     def _tasks(self, chunks: _Chunks) -> Iterator[Callable[[], None]]:
-        """What one thread does at a time."""
-        if self._foreign.location.local is None:  # to know it may take requests; on a disk threads would wait for each other
+        """The units of work for threads."""
+        if self._foreign.location.local is None:  # `run` may send requests; on a disk threads would only wait for each other
             self._workers.do(self._lying, {part.piece.path: part for part in chunks.wanted.parts}.values())
         found = [self._lying(part) for part in chunks.wanted.parts]
         part = chunks.wanted.part[chunks.begin]
@@ -193,7 +193,7 @@ class ForeignReader:
         yield from (partial(self._read_run, run) for run in self._runs(chunks.take(which), found, part[which]))
 
     def _lying(self, part: RequestedArray) -> _Lies | None:
-        """Where a piece lies, if that is one run of bytes."""
+        """The run of a piece, if it is one run of bytes."""
         piece = part.piece
         if piece.path not in self._lies:
             tensor = self._tensors[part.request.name]
@@ -202,12 +202,12 @@ class ForeignReader:
         return self._lies[piece.path]
 
     def _runs(self, chunks: _Chunks, found: Sequence[_Lies | None], part: Ints) -> Iterator[_Run]:
-        """Chunks in the order of the files, those together that follow each other.
+        """Sort chunks in the order of the files, and join adjacent ones.
 
         Args:
             chunks: n chunks that are runs of bytes.
-            found: by part of `chunks.wanted`, where it lies.
-            part: (n,) which of these a chunk is of.
+            found: the run of each part of `chunks.wanted`.
+            part: (n,) Index of each chunk's part.
         """
         if not len(part):
             return
@@ -230,7 +230,7 @@ class ForeignReader:
         row, nth = np.divmod(chunks.wanted.position[chunks.begin], per_row)
         start = begin + row * row_bytes + nth * chunk_bytes
         stop = start + np.minimum(chunk_bytes, row_bytes - nth * chunk_bytes)
-        order = np.lexsort((start, piece, begin, file))  # not by `start` alone: of views of the same bytes each is read in one go
+        order = np.lexsort((start, piece, begin, file))  # not by `start` alone: each view of shared bytes is read in one go
         file, start, stop, chunks, part = file[order], start[order], stop[order], chunks.take(order), part[order]
         apart = np.flatnonzero((np.diff(file) != 0) | (start[1:] != stop[:-1])) + 1
         for first, last in pairwise([0, *apart.tolist(), len(part)]):
@@ -244,7 +244,7 @@ class ForeignReader:
                 at = end
 
     def _read_run(self, run: _Run) -> None:
-        """Read chunks, and copy those that could not be read to where they go."""
+        """Read chunks, and copy those that were read into a buffer to their targets."""
         at = 0
         try:
             memory, later = self._in_place(run) if self._foreign.location.local is not None else self._answer(run)
@@ -259,10 +259,10 @@ class ForeignReader:
             run.chunks.scatter(k, np.frombuffer(memory[k], part.request.dtype).reshape(box.shape))
 
     def _in_place(self, run: _Run) -> tuple[Sequence[memoryview], Sequence[int]]:
-        """Read each chunk to where it goes, or to a buffer: the bytes of each, and which are in the buffer."""
+        """Read each chunk into its target or a buffer; return the bytes of each chunk, and which chunks are in the buffer."""
         scratch = self._room(run.ends[-1])
         vectors, memory, later = list[memoryview](), list[memoryview](), list[int]()
-        reached = 0  # what lies behind goes to where the next vector says
+        reached = 0  # bytes from here up to the next target go into the buffer
         for k, (begin, end) in enumerate(pairwise([0, *run.ends])):
             place = run.chunks.straight(k, end - begin)
             if place is None:
@@ -279,19 +279,19 @@ class ForeignReader:
 
     @staticmethod
     def _answer(run: _Run) -> tuple[Sequence[memoryview], Sequence[int]]:
-        """Read all chunks to memory of their own, as an object store gives them, and no buffer besides; as `_in_place`."""
+        """Read all chunks into new memory, as an object store returns them, without another buffer; same result as `_in_place`."""
         data = run.entries[0].span.file.read(run.start, run.start + run.ends[-1]).data
         return [data[begin:end] for begin, end in pairwise([0, *run.ends])], range(len(run.ends))
 
     def _room(self, nbytes: int) -> NDArray[np.uint8]:
-        """This thread's buffer, of at least so many bytes; what it held is gone."""
+        """This thread's buffer, of at least `nbytes`; its earlier contents are lost."""
         room: NDArray[np.uint8] | None = getattr(self._scratch, "room", None)
         if room is None or room.nbytes < nbytes:
             room = self._scratch.room = np.empty(max(nbytes, self._joined), np.uint8)
         return room
 
     def _read_chunk(self, chunks: _Chunks, k: int) -> None:
-        """Have a chunk read by the format, and copy it to where it goes."""
+        """Read a chunk with the format's own `read`, and copy it into its targets."""
         part, box = chunks.part(k), chunks.wanted.box(int(chunks.begin[k]))
         elements = self._foreign.read(self._tensors[part.request.name], part.piece, box)
         assert (elements.dtype, elements.shape) == (part.request.dtype, box.shape)

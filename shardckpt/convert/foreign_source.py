@@ -1,9 +1,9 @@
-"""A foreign checkpoint as what a reshard reads.
+"""A foreign checkpoint as the source of a reshard.
 
-1. `ForeignSpec` is what workers are told; each opens the checkpoint for itself.
-2. `ForeignSource` is what a reshard asks of a source. Its record says what a commit record would say: the structure as it is to
-   become (`arrangement`), and in place of an attempt what tells this source from any other.
-3. `ForeignReader` reads what of it is wanted.
+1. `ForeignSpec` is sent to the workers; each opens the checkpoint for itself.
+2. `ForeignSource` implements a reshard's source. Its record has the contents of a commit record: the structure of the new checkpoint
+   (`arrangement`), and in place of an attempt a digest that identifies this source.
+3. `ForeignReader` reads the requested elements.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
 __all__ = ["ForeignSource", "ForeignSpec"]
 
 _JOINED = 4 << 20
-"""Bytes to which chunks are read together from a local disk, which is what a thread has there (`reshard.memory`)."""
+"""Bytes to which chunks are joined for a read from a local disk, the memory of one thread there (`reshard.memory`)."""
 _OBJECT_JOINED = 8 << 20
-"""The same of an object store, where a request costs milliseconds."""
+"""Bytes to which chunks are joined for a read from an object store, where a request costs milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignSpec:
-    """Which foreign checkpoint is read, and as what."""
+    """A foreign checkpoint to read, and its arrangement in the new one."""
 
     url: str
-    """Where it lies."""
+    """Location of the checkpoint."""
     format: str
-    """The name of its format, as `detect` has it."""
+    """Name of its format, as in `detect`."""
     trust_pickle: bool = False
-    """Whether what only a pickle says may be read from one."""
+    """Whether metadata that a format stores only in a pickle may be read from it."""
     into: str | None = None
-    """Where in the new state it goes; see `Arrangement.below`."""
+    """Its place in the new state; see `Arrangement.below`."""
     names: NameOptions = field(default_factory=NameOptions)
-    """Which tensors are taken, under which names, made of what; see `Arrangement.named`."""
+    """Selection and naming of its tensors; see `Arrangement.named`."""
 
     def open(self) -> ForeignSource:
-        """Open it.
+        """Open the checkpoint.
 
         Raises:
-            FormatError, MissingDataError: it makes no sense, or a part of it is gone.
-            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: names and mappings do not suit it.
+            FormatError, MissingDataError: it is malformed, or a part of it is missing.
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: names and mappings do not fit it.
         """
         foreign: Foreign = module_of(self.format).open_foreign(parse(self.url), trust_pickle=self.trust_pickle)
         arrangement = Arrangement.named(foreign.structure, self.names, str(foreign.location))
@@ -78,14 +78,14 @@ class ForeignSource:
             f"left behind: {name}, which no other JSON reader would take (NaN, or too deep)" for name in foreign.metadata.keys() - metadata
         ]
         self.notes: tuple[str, ...] = (*foreign.notes, *lost, *arrangement.notes)
-        """What was seen, and what is left behind, in a line each."""
+        """Messages about the files found and the parts left behind, a line each."""
         self._arrangement = arrangement
         self._limits = READERS, OBJECT_MEMORY
         made_of = [(name, [_text(view) for view in views]) for name, views in arrangement.views.items()]
         seen = [foreign.format, foreign.identity, made_of]
         self.record = CheckpointRecord(
             attempt=hashlib.sha256(json.dumps(seen).encode()).hexdigest(),
-            created="",  # the attempt of an import bears no time of its own
+            created="",  # the attempt of an import has no time of its own
             writer=foreign.format,
             layout="packed",
             compression=None,
@@ -97,7 +97,7 @@ class ForeignSource:
 
     @cached_property
     def reader(self) -> ForeignReader:
-        """Reads its chunks; made when it is first asked for."""
+        """The reader of its chunks; created on first use."""
         threads, memory = self._limits
         joined = _JOINED
         if self.location.local is None:
@@ -107,21 +107,21 @@ class ForeignSource:
         return ForeignReader(self.foreign, self._arrangement, self.stats, threads, joined)
 
     def limit_reading(self, *, threads: int | None, memory: int) -> None:
-        """See `Source`. From an object store as many threads read as there is memory for."""
+        """See `Source`. For an object store the memory limits the number of threads."""
         self._limits = threads or READERS, memory
 
     def reading(self) -> AbstractContextManager[None]:
-        """See `Source`. Each file is compared with what it was whenever it is opened."""
+        """See `Source`. Each file is checked for changes whenever it is opened."""
         return nullcontext()
 
     def process_values(self, process: int) -> dict[str, Any]:
-        """None: no other format has such values."""
+        """An empty dict: no other format has per-process values."""
         del process
         return {}
 
 
 def _is_json(value: object) -> bool:
-    """Whether a record can hold it. A metric may be NaN, and Python's reader makes an infinity of `1e999`."""
+    """Whether a record can hold a value. A metric may be NaN, and Python's reader makes an infinity of `1e999`."""
     try:
         json.dumps(value, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError):
@@ -130,5 +130,5 @@ def _is_json(value: object) -> bool:
 
 
 def _text(view: View) -> str:
-    """Differs when the view does."""
+    """A text that identifies a view."""
     return f"{view.tensor} {view.box.start} {view.box.stop} {view.permutation} {view.start}"

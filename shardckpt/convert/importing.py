@@ -1,6 +1,7 @@
-"""A checkpoint of another format, written as one of shardckpt's: `shardckpt.import_checkpoint`.
+"""`shardckpt.import_checkpoint`: write a checkpoint of another format as one of shardckpt's.
 
-An import is a reshard whose source is a foreign checkpoint: the same plan by rules, tasks, memory limit, workers, resumption and commit.
+An import is a reshard whose source is a foreign checkpoint, with the same plan by rules, tasks, memory limit, workers, resumption and
+commit.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ __all__ = ["ImportReport", "import_checkpoint"]
 
 @dataclass(frozen=True, slots=True)
 class ImportReport(ReshardReport):
-    """What an import has done: as a `ReshardReport`, and what was read."""
+    """The result of an import: a `ReshardReport`, and the source."""
 
     format: str
-    """The name of the source's format."""
+    """Name of the source's format."""
     notes: tuple[str, ...]
-    """What was seen, and what is left behind, in a line each."""
+    """Messages about the files found and the parts left behind, a line each."""
 
 
 @out_of_memory_is_typed
@@ -82,59 +83,59 @@ def import_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> ImportReport:
-    """Write a checkpoint of another format as one of shardckpt's, bit for bit the same, but for what `dtype` converts.
+    """Write a checkpoint of another format as one of shardckpt's, bit for bit the same, except for tensors that `dtype` converts.
 
-    It needs no devices, and memory for a few chunks only. Interrupted and called again with the same arguments it goes on where it
-    was. The source is only read; one that changes meanwhile is an error.
+    An import needs no devices, and memory for a few chunks only. After an interruption, a call with the same arguments continues it.
+    The source is only read; a source that changes meanwhile is an error.
 
     Args:
-        src: the checkpoint to read, a path or url; see docs/import.md for what is known.
-        dst: where the new one goes.
-        from_: its format; "auto": the one that is found.
+        src: the checkpoint to read, a path or url; docs/import.md lists the formats.
+        dst: the place of the new checkpoint.
+        from_: its format; "auto": detect it.
         mesh: the devices that specs refer to.
-        rules: how each tensor is laid out, by its name in the new checkpoint, as in `reshard`. None: as the format has recorded it,
-            most of which record nothing.
-        like: another checkpoint: tensors that no rule means are laid out as there.
+        rules: layout of each tensor, by its name in the new checkpoint, as in `reshard`. None: the layout that the format has
+            recorded; most formats record none.
+        like: another checkpoint: its layouts apply to tensors that no rule matches.
         layout: "packed" (the default) or "zarr".
         compression: "zstd" or "none" (the default).
-        dtype: what tensors are converted to: a dtype, or pattern → dtype, as in `reshard`.
+        dtype: the dtype to convert tensors to, or pattern → dtype, as in `reshard`.
         only: the names that the new checkpoint has: a pattern, or several.
-        include: the source's names that are taken: a pattern, or several (docs/mapping.md has this option and those that follow).
-        exclude: of those, the names that are not.
-        strip_prefix: what names begin with, and shall not any more.
+        include: the source's names to import: a pattern, or several (docs/mapping.md has this option and those that follow).
+        exclude: the names among these to leave out.
+        strip_prefix: a prefix to remove from names.
         rename: `s/regex/replacement/`, one or several; all leaves are renamed, tensors or not.
         rename_file: JSON, TOML or YAML: old name → new name, or null.
-        mapping: which tensors are joined, split or transposed: a file, or the name of a mapping that comes along.
+        mapping: rules that join, split or transpose tensors: a file, or the name of a built-in mapping.
         invert_mapping: read the mapping from its `to` to its `from`.
-        add_prefix: what the names of all tensors begin with in the end.
+        add_prefix: a prefix to add to the names of all tensors at the end.
         ties: tied tensors stay tied ("auto", "once"), or become "copies"; "auto": copies where `config` says that the model does not tie.
         config: the model's `config.json`.
-        into: where in the new state the source's goes: "model" makes it `{"model": …}`. None: it is the state.
-        engine: who does the work, as in `reshard`.
+        into: the place of the source's state in the new one: "model" makes it `{"model": …}`. None: it is the state.
+        engine: executor of the tasks, as in `reshard`.
         memory_limit: bytes of buffers, as in `reshard`.
-        workers: how many tasks are done at once, as in `reshard`.
+        workers: number of tasks done at once, as in `reshard`.
         worker: (K, N): this call is worker K of N, as in `reshard`.
-        task_bytes: about what a task writes.
+        task_bytes: approximate bytes that a task writes.
         overwrite: replace a checkpoint that is committed there.
-        verify: read back what was written.
-        trust_pickle: read what a format says in a pickle alone. It is read by a machine that runs nothing (`unpickling`), and only of
-            files whose maker you trust.
-        unmatched: what becomes of tensors that no rule means; None: as `rules` has it, and else "replicate".
-        progress: called with bytes of elements done so far, and in all.
+        verify: read back the written bytes.
+        trust_pickle: read metadata that a format stores only in a pickle. The reader of pickles runs nothing (`unpickling`); still, set
+            this only for files from a source that you trust.
+        unmatched: treatment of tensors that no rule matches; None: the setting of `rules`, or "replicate".
+        progress: called with the bytes of elements done so far, and the total.
         on_note: called with each of the report's notes, before anything is written.
 
     Returns:
-        What was read, and what was done.
+        The report.
 
     Raises:
-        NotFoundError: nothing lies at `src`.
-        FormatError: it is no format that is known, or does not make sense; says what was looked for and found.
-        MissingDataError, CorruptionError: a part of it is gone or damaged.
-        ReplacedError: it was changed while it was being read.
+        NotFoundError: there is nothing at `src`.
+        FormatError: no known format, or it is malformed; the message lists the known formats and the names that are there.
+        MissingDataError, CorruptionError: a part of the source is missing or damaged.
+        ReplacedError: the source was changed while it was being read.
         AlreadyExistsError: a checkpoint is committed at `dst`, and `overwrite` is not set.
-        OptionError, ShardingError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError, LeafError: what is asked for cannot be
-            made of it.
-        BudgetError: the memory limit does not suffice; names it, and what would.
+        OptionError, ShardingError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError, LeafError: the options cannot be
+            applied to the source.
+        BudgetError: the memory limit is too low; the message names it, and a limit that suffices.
         MissingExtraError: a package that the format or the engine needs is not installed.
         CommitError, CoordinationError, StorageError: as in `reshard`.
     """
@@ -179,7 +180,7 @@ def import_checkpoint(
 def _found(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], from_: str, *, trust_pickle: bool, into: str | None, names: NameOptions
 ) -> tuple[ForeignSpec, tuple[str, ...]]:
-    """Which checkpoint is meant, and how it was told."""
+    """The source checkpoint, and the signs by which its format was detected."""
     location = parse(src)
     if location.resolved == parse(dst).resolved:
         raise OptionError(f"{location}: the new checkpoint would be written into what is read; choose another place for it.")

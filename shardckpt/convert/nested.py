@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 __all__ = ["nested"]
 
 MOST_GAPS = 10_000
-"""Items of lists that may be missing, besides one for each leaf."""
+"""Most missing items of lists, in addition to one for each leaf."""
 
 
 def nested(leaves: Mapping[str, Any], paths: Mapping[str, Path] | None, absent: Iterable[str], where: str) -> Any:
-    """Containers around the leaves: dicts where the keys are texts, lists where they are ints.
+    """Rebuild the containers around leaves: dicts for text keys, lists for int keys.
 
-    DCP passes over empty dicts, and stores everything else: an item that is missing in a list, before others, was one.
+    DCP skips empty dicts, and stores everything else. So an item that is missing in a list, before others, was an empty dict.
 
     Args:
-        leaves: by name in the flat state.
-        paths: name → keys on the way to it. A name that is not among them is its own key, and None stands for all being so.
-        absent: names of which there is no leaf. In lists None stands in their place.
+        leaves: leaves by name in the flat state.
+        paths: name → keys that lead to it. A name without an entry is its own key; None: every name is its own key.
+        absent: names without a leaf. In lists None takes their place.
         where: the file, for messages.
 
     Raises:
-        FormatError: one leaf lies in another, a container's keys are of both kinds, or lists have more gaps than anybody leaves.
+        FormatError: one leaf lies in another, a container's keys are of both kinds, or lists have too many gaps.
     """
     known = paths or {}
     root: dict[str | int, Any] = {}
@@ -45,14 +45,14 @@ def nested(leaves: Mapping[str, Any], paths: Mapping[str, Path] | None, absent: 
 
 
 class _Absent:
-    """Nothing is there."""
+    """Marks a place without a leaf."""
 
 
 _ABSENT = _Absent()
 
 
 class _Branch(dict[str | int, Any]):
-    """Children by key, while it is not yet known how many there are. A leaf may be a dict itself."""
+    """Children by key, before the kind of container is known. Its own class, because a leaf may be a dict."""
 
 
 def _put(root: dict[str | int, Any], path: Path, leaf: Any, where: str) -> None:
@@ -67,11 +67,11 @@ def _put(root: dict[str | int, Any], path: Path, leaf: Any, where: str) -> None:
 
 @dataclass(slots=True)
 class _Builder:
-    """Makes containers of branches."""
+    """Builds containers from branches."""
 
     where: str
     gaps: int
-    """That are still allowed: a short file could name the last item of a very long list."""
+    """Number of gaps still allowed: a short file could name the last item of a very long list."""
 
     def container(self, branch: dict[str | int, Any]) -> Any:
         children = {key: self.container(child) if type(child) is _Branch else child for key, child in branch.items()}

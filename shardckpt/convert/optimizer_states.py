@@ -1,7 +1,7 @@
-"""Optimizers of a state that is exported, in the forms that torch loads.
+"""Optimizers of an exported state, in the forms that torch loads.
 
-`train_state` stores an optimizer by the names of its parameters, in a form of its own (`training.optimizer_forms`). Nobody else loads
-that. Each optimizer in the state takes the form that is asked for; schedulers get lists in the order of the optimizer's groups.
+`train_state` stores an optimizer by the names of its parameters, in its own form (`training.optimizer_forms`), which no other program
+loads. Each optimizer in the state is rewritten in the requested form; schedulers get lists in the order of the optimizer's groups.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["check_form", "with_optimizers_as"]
 
 
 def check_form(form: object) -> None:
-    """Raise OptionError unless optimizers have such a form."""
+    """Raise OptionError unless `form` is a form of optimizers, or None."""
     if form is not None and form not in FORMS:
         raise OptionError(f"optimizer={excerpt(form)}: give {', '.join(map(repr, FORMS))}.")
 
@@ -39,11 +39,11 @@ def with_optimizers_as(
 
     Args:
         form: one of `FORMS`.
-        structure: what is exported.
-        outputs: the tensors that are written of it, one for each of the structure's.
+        structure: the exported structure.
+        outputs: the outputs of its tensors, one for each.
 
     Returns:
-        Both in that form, with the names that follow from it, and a note for each optimizer.
+        Structure and outputs in that form, with the names that follow from it, and a note for each optimizer.
     """
     root = parse(structure.tree)
     notes: list[str] = []
@@ -58,7 +58,7 @@ def with_optimizers_as(
 
 
 def _arranged(node: Node, root: Node, form: str, notes: list[str]) -> Node:
-    """Rewrite the optimizers below a node, and the schedulers that go by their groups, in another form."""
+    """Rewrite the optimizers below a node, and the schedulers that depend on their groups, in another form."""
     if not isinstance(node, Branch):
         return node
     found: list[OptimizerNodes] = []
@@ -68,7 +68,7 @@ def _arranged(node: Node, root: Node, form: str, notes: list[str]) -> Node:
         if nodes is None:
             children.append(_arranged(below, root, form, notes))
         elif nodes.form == "numbered" or (nodes.form == "flat" and form != "flat") or (nodes.form == "listed" and form == "names"):
-            children.append(below)  # as it is, or with what is asked for not to be found out
+            children.append(below)  # kept: it has a fitting form, or cannot be rewritten
         else:
             found.append(nodes)
             children.append(FORMS[form](_of_its_module(nodes, root)))
@@ -77,7 +77,7 @@ def _arranged(node: Node, root: Node, form: str, notes: list[str]) -> Node:
 
 
 def _listing(optimizers: Sequence[OptimizerNodes]) -> Callable[[Branch, Branch], Node | None]:
-    """Makes lists of what there is by group, in the order of the groups."""
+    """A function that turns a scheduler's values by group into a list in the order of the groups."""
 
     def listed(_scheduler: Branch, of_each: Branch) -> Node | None:
         known = dict(zip(of_each.keys, of_each.children, strict=True)) if of_each.form == "dict" else {}
@@ -91,7 +91,7 @@ def _listing(optimizers: Sequence[OptimizerNodes]) -> Callable[[Branch, Branch],
 
 
 def _of_its_module(nodes: OptimizerNodes, root: Node) -> OptimizerNodes:
-    """Remove the module's keyword, which `train_state` puts before parameter names, if all parameters are of one module."""
+    """Remove the module's keyword, which `train_state` puts before parameter names, if all parameters belong to one module."""
     names = [str(member) for member in nodes.members()]
     keyword, _, first = names[0].partition(".") if names else ("", "", "")
     if not first or any(not name.startswith(f"{keyword}.") for name in names) or child(child(root, "model"), names[0]) is not None:
@@ -113,12 +113,12 @@ def _note(nodes: OptimizerNodes, form: str) -> str:
 
 
 class _Naming:
-    """Names for the leaves of a state that was rearranged, whose leaves have the names of before."""
+    """Renames the leaves of a rearranged state, which still have their old names."""
 
     def __init__(self, meaning: Mapping[str, str]) -> None:
         self.meaning = meaning
         self.first_names: dict[str, str] = {}
-        """By the name that a tensor was stored under, the first that it has now."""
+        """Old stored name of a tensor → its first new name."""
 
     def visit(self, node: Node, name: str) -> Node:
         if isinstance(node, Branch):

@@ -1,7 +1,7 @@
-"""A foreign checkpoint of which it is known, for each piece of each tensor, where it is read from.
+"""A foreign checkpoint with a known place for each piece of each tensor.
 
-What the formats that torch's files are made of have in common: `place_tensors` makes a `Foreign` of a state whose tensors know their
-places.
+This is the common part of the formats that consist of torch's files: `place_tensors` makes a `Foreign` from a state whose tensors have
+their places.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ __all__ = ["Place", "Placed", "PlacedTensor", "held", "place_tensors", "stored"]
 
 
 class Place(Protocol):
-    """Where a part of a tensor is. Safe to use from several threads."""
+    """The place of a part of a tensor. Safe to use from several threads."""
 
     def run(self, dtype: DType) -> StoredRun | None:
-        """Its bytes, if they are one run in row-major order; raises what `read` does."""
+        """The stored run of the part, if its bytes are one run in row-major order; raises the errors of `read`."""
         ...
 
     def read(self, box: Box, dtype: DType) -> NDArray[Any]:
         """The elements of a box, in the part's own indices, of dtype `dtype.storage`.
 
         Raises:
-            CorruptionError, FormatError, MissingDataError, StorageError: they cannot be read; names the file.
+            CorruptionError, FormatError, MissingDataError, StorageError: the elements cannot be read; the message names the file.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedTensor(ForeignTensor):
-    """A tensor that knows where its parts are."""
+    """A tensor with the places of its parts."""
 
     places: tuple[Place, ...] = ()
-    """One for each of its parts."""
+    """One place for each part."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,10 +71,10 @@ class Placed:
     notes: tuple[str, ...]
     metadata: Mapping[str, Any]
     _places: Mapping[str, Mapping[tuple[int, ...], Place]]
-    """By tensor, and by where the piece begins."""
+    """Tensor name → start of a piece → its place."""
 
     def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
-        """Where a piece is; see `Foreign.run`."""
+        """The stored run of a piece; see `Foreign.run`."""
         with _named(tensor):
             return self._places[tensor.name][piece.start].run(tensor.dtype)
 
@@ -87,7 +87,7 @@ class Placed:
 
 @contextmanager
 def _named(tensor: TensorRecord) -> Iterator[None]:
-    """Errors name the tensor."""
+    """Add the tensor's name to errors."""
     try:
         yield
     except (CorruptionError, FormatError) as e:
@@ -98,8 +98,8 @@ def place_tensors(state: object, format: str, location: Location, identity: str,
     """A checkpoint of a state of plain containers, small leaves, and `PlacedTensor`s.
 
     Raises:
-        LeafError: a leaf that cannot be stored.
-        FormatError: a tensor's parts do not make it.
+        LeafError: a leaf cannot be stored.
+        FormatError: the parts of a tensor do not cover it.
     """
     structure = structure_of(state, str(location))
     tensors = flatten(state, lambda value: isinstance(value, PlacedTensor), lambda value: cast("PlacedTensor", value).identity).tensors
@@ -114,10 +114,10 @@ def _whole(shape: tuple[int, ...], chunks: tuple[int, ...]) -> ForeignPart:
 
 
 def held(array: NDArray[Any]) -> PlacedTensor:
-    """A small array that is in memory.
+    """A tensor for a small array in memory.
 
     Raises:
-        DtypeError: its dtype cannot be stored.
+        DtypeError: the array's dtype cannot be stored.
     """
     dtype = of_numpy(array.dtype)
     array = np.ascontiguousarray(array, dtype.numpy).reshape(array.shape)
@@ -128,7 +128,7 @@ def stored(file: TorchFile, tensor: PickledTensor) -> PlacedTensor:
     """A tensor in a file of `torch.save`.
 
     Raises:
-        DtypeError: its dtype cannot be stored.
+        DtypeError: the tensor's dtype cannot be stored.
     """
     dtype = by_name(tensor.dtype.name)
     chunks = strided_chunks(tensor.shape, tensor.strides, dtype.itemsize)

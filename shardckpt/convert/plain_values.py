@@ -1,14 +1,14 @@
 """Values of a pickled state that can be stored, and notes on those that cannot.
 
-`torch.save` takes any Python object, and what `unpickle` gives of one is containers, leaves, and `Instance`s: notes of what would
-have been called. `plain` goes through them once.
+`torch.save` accepts any Python object. For such an object `unpickle` returns containers, leaves, and `Instance`s, which are records of
+calls. `plain` visits them once.
 
-1. What is a container, a small leaf or a tensor in other clothes is undressed: argparse's and types' namespaces and defaultdicts are
-   dicts, numpy's scalars and arrays and torch's dtypes and devices are themselves, an `io.BytesIO` is its bytes.
-2. Everything else is left behind and said: an enumeration, a class of somebody's own, a function, a set.
-   A dict is then without that key; in a list or tuple None stands in its place.
+1. Objects that are containers, small leaves or tensors in another form are converted: argparse's and types' namespaces and defaultdicts
+   become dicts, numpy's scalars and arrays and torch's dtypes and devices become themselves, an `io.BytesIO` becomes its bytes.
+2. Everything else is left behind, with a note: an enumeration, a user's class, a function, a set.
+   A dict then lacks that key; in a list or tuple None takes its place.
 
-A pickle can refer to one list from many places, so a short one can describe a state of any size. Such a one is left behind.
+A pickle can refer to one list from many places, so a short pickle can describe a state of any size. Such a state is left behind.
 """
 
 from __future__ import annotations
@@ -36,40 +36,41 @@ if TYPE_CHECKING:
 __all__ = ["LEFT", "plain", "whole"]
 
 LEFT = object()
-"""Stands for what is left behind."""
+"""Marks a value that is left behind."""
 MOST_PER_BYTE = 4
-"""Values that a byte of the pickle stands for, at most: where there are more, they are some that are shared over and over."""
+"""Most values per byte of the pickle: more values mean that some are shared again and again."""
 _NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)")
 _NUMBERS = re.compile(r"[biufc][0-9]{1,2}")
-"""dtypes of numbers, as numpy pickles them."""
+"""Dtypes of numbers, as numpy pickles them."""
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _COMPLEX = ("builtins.complex", "__builtin__.complex")
 _DICTS = ("collections.defaultdict", "collections.Counter")
 
 
 def plain(file: TorchFile, name: str) -> tuple[Any, list[str]]:
-    """What `torch.save` was given, as far as it can be stored.
+    """The state that was passed to `torch.save`, as far as it can be stored.
 
     Args:
-        file: of `torch.save`.
-        name: what the whole is called.
+        file: a file of `torch.save`.
+        name: name of the state.
 
     Returns:
-        Plain containers, small leaves and `PlacedTensor`s, or `LEFT`; and a line for each thing that is left behind.
+        Plain containers, small leaves and `PlacedTensor`s, or `LEFT`; and a line for each value that is left behind.
     """
     walk = _Walk(file, {})
     return walk.visit(file.state, name, 0), [f"{left or 'the state'} is left behind: it {why}." for left, why in walk.left]
 
 
 def whole(file: TorchFile, known: Mapping[str, Callable[[Instance], object]]) -> Any:
-    """What `torch.save` was given, all of it.
+    """The complete state that was passed to `torch.save`.
 
     Args:
-        file: of `torch.save`.
-        known: what an `Instance` of some name stands for: a small leaf or a tensor. A FormatError ("is a …") says why it cannot be stored.
+        file: a file of `torch.save`.
+        known: name of an `Instance` → function that returns its small leaf or tensor, or raises FormatError ("is a …") with the reason
+            why it cannot be stored.
 
     Raises:
-        FormatError: a part of it cannot be stored; names it.
+        FormatError: a part of the state cannot be stored; the message names it.
     """
     walk = _Walk(file, known)
     state = walk.visit(file.state, "", 0)
@@ -87,7 +88,7 @@ class _Walk:
     file: TorchFile
     known: Mapping[str, Callable[[Instance], object]]
     left: list[tuple[str, str]] = field(default_factory=list)
-    """Names, and what is to be said of each: "is a set"."""
+    """Name and problem of each value that is left behind, such as "is a set"."""
     seen: int = 0
 
     def visit(self, value: object, name: str, depth: int) -> Any:
@@ -103,8 +104,8 @@ class _Walk:
         except FormatError as e:
             return self.leave(name, str(e))
         except CorruptionError:
-            raise  # what could be stored is gone or damaged
-        except (DtypeError, ImportError, ValueError, TypeError, IndexError) as e:  # the latter: what it says of itself has another form
+            raise  # a storable value is missing or damaged
+        except (DtypeError, ImportError, ValueError, TypeError, IndexError) as e:  # TypeError, IndexError: malformed arguments or state
             return self.leave(name, f"cannot be stored: {shortened(str(e), 300)}")
         return value if leaves.is_small(value) else self.leave(name, f"is a {type(value).__name__}")
 
@@ -164,7 +165,7 @@ _VISITORS: dict[type, Callable[[_Walk, Any, str, int], Any]] = {
 
 
 def _torch(make: Callable[[Any], object]) -> object:
-    """An object of torch's; ImportError where torch is not installed."""
+    """Make an object of torch; ImportError if torch is not installed."""
     import torch
 
     try:
@@ -193,7 +194,7 @@ def _array(value: Instance) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _numbers(data: object, dtype: object, shape: tuple[Any, ...], what: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """An array of numbers from what a pickle says of it: its bytes, dtype and shape."""
+    """An array of numbers from its pickled bytes, dtype and shape."""
     if (
         isinstance(dtype, Instance)
         and dtype.name == "numpy.dtype"

@@ -1,7 +1,7 @@
 """Small leaves and dict keys of a state that another format can or cannot hold.
 
-Values that processes owned by themselves, and objects of registered types, belong to no format but ours. Of the others the format
-says itself which it takes. What it does not take is left out, and the export says so, by name.
+Per-process values and objects of registered types exist only in shardckpt's own format. Each format decides which other small leaves it
+accepts. A leaf that it does not accept is left out, and a note of the export names it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["check_text_keys", "left_out", "notes_of"]
 
 
 def left_out(tree: Node, refuses: Callable[[object], str | None]) -> dict[str, str]:
-    """The leaves that are left out, by name, with the reason.
+    """Name → reason, for the leaves that are left out.
 
     Args:
         tree: the state.
-        refuses: why a format does not take a small leaf; None: it does.
+        refuses: returns the reason why a format does not accept a small leaf; None: it accepts the leaf.
     """
     found: dict[str, str] = {}
     for leaf in leaves_of(tree):
@@ -44,12 +44,12 @@ def left_out(tree: Node, refuses: Callable[[object], str | None]) -> dict[str, s
 
 
 def notes_of(tree: Node, left: dict[str, str], *, keys: bool = False) -> list[str]:
-    """What an export has to say of a state's leaves, a line each.
+    """Notes of an export about a state's leaves, a line each.
 
     Args:
         tree: the state.
-        left: what is left out.
-        keys: whether the format keeps what tensors mean (random keys of JAX).
+        left: name → reason, for the leaves that are left out.
+        keys: whether the format keeps the meaning of tensors (random keys of JAX).
     """
     notes = [f"{shown(name)} is left out: {reason}." for name, reason in left.items()]
     meant = {} if keys else meanings(tree)
@@ -57,16 +57,16 @@ def notes_of(tree: Node, left: dict[str, str], *, keys: bool = False) -> list[st
 
 
 def check_text_keys(node: Node, where: str, library: str, *, tuples: bool = True) -> None:
-    """Refuse dicts of which two keys are one text: `1` and `"1"`.
+    """Refuse dicts with two keys of the same text: `1` and `"1"`.
 
     Args:
         node: the state.
-        where: the export's place, for messages.
+        where: location of the export, for messages.
         library: the format's library, in which all keys are texts.
-        tuples: whether that looks into tuples.
+        tuples: whether the library looks into tuples.
 
     Raises:
-        NamesMismatchError: there is such a dict; names it and both keys.
+        NamesMismatchError: there is such a dict; the message names it and both keys.
     """
     if not isinstance(node, Branch) or (node.form == "tuple" and not tuples):
         return

@@ -1,4 +1,4 @@
-"""A run of bytes in a file: what a container format keeps one thing in."""
+"""Runs of bytes in a file, in which container formats store their entries."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["LoadedFile", "Readable", "Span", "StoredRun"]
 
 
 class Readable(Protocol):
-    """A file; mostly a `FileVersion`. Its text is its path or url."""
+    """The interface of a file, usually a `FileVersion`. Its text is its path or url."""
 
     def read(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Some of its bytes."""
+        """Read bytes `start` to `stop`."""
         ...
 
     def read_into(self, start: int, vectors: Sequence[memoryview]) -> None:
-        """Some of its bytes, to several places one after the other."""
+        """Read consecutive bytes into several buffers, one after the other."""
         ...
 
 
@@ -39,17 +39,17 @@ class LoadedFile:
     data: bytes
 
     def __str__(self) -> str:
-        """As messages call it."""
+        """The path or url, for messages."""
         return self.where
 
     def read(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Some of its bytes; CorruptionError where it ends before."""
+        """Read bytes `start` to `stop`; CorruptionError if the file ends before."""
         if stop > len(self.data):
             raise CorruptionError(f"{self} ends before byte {stop}; get it anew.")
         return np.frombuffer(self.data, np.uint8)[start:stop]
 
     def read_into(self, start: int, vectors: Sequence[memoryview]) -> None:
-        """Some of its bytes, to several places one after the other; CorruptionError where it ends before."""
+        """Read consecutive bytes into several buffers, one after the other; CorruptionError if the file ends before."""
         data = self.read(start, start + sum(map(len, vectors))).data
         for vector in vectors:
             vector[:], data = data[: len(vector)], data[len(vector) :]
@@ -64,27 +64,27 @@ class Span:
     stop: int
 
     def __len__(self) -> int:
-        """Bytes."""
+        """Length in bytes."""
         return self.stop - self.start
 
     def __str__(self) -> str:
-        """The file, and which of its bytes."""
+        """The file and the range of bytes."""
         return f"{self.file}, bytes {self.start} to {self.stop}"
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Some of its bytes, counted from its own start.
+        """Read a range of bytes, counted from the span's start.
 
         Raises:
-            CorruptionError: they are not in it, or the file ends before them.
-            ReplacedError: the file has changed, or is gone.
-            StorageError: it cannot be read.
+            CorruptionError: the range is not in the span, or the file ends before it.
+            ReplacedError: the file has changed or was deleted.
+            StorageError: the file cannot be read.
         """
         if not 0 <= start <= stop <= len(self):
             raise CorruptionError(f"{self}: of these {len(self)} bytes those from {start} to {stop} are asked for; restore it from a copy.")
         return memoryview(self.file.read(self.start + start, self.start + stop).data) if start < stop else memoryview(b"")
 
     def part(self, start: int, stop: int) -> Span:
-        """Some of it, counted from its own start."""
+        """A part of the span, counted from its start."""
         return Span(self.file, self.start + start, self.start + stop)
 
 
@@ -94,13 +94,13 @@ class StoredRun:
 
     span: Span
     crc: int | None
-    """CRC-32 of all of them; None: not known."""
+    """CRC-32 of all its bytes; None: unknown."""
 
     def check(self, parts: Sequence[memoryview]) -> None:
-        """Compare the checksum with some of the bytes, if those are all: one part behind the other.
+        """Compare the checksum with consecutive parts of the bytes, if these are all of the run's bytes.
 
         Raises:
-            CorruptionError: they are not what was written.
+            CorruptionError: the checksum differs.
         """
         if self.crc is None or sum(map(len, parts)) != len(self.span):
             return

@@ -1,4 +1,4 @@
-"""The interface of a format that a state is written as: it names the blocks it wants, and is given them."""
+"""The interface of a writer of a state: it chooses the blocks of each tensor, and receives them."""
 
 from __future__ import annotations
 
@@ -25,57 +25,57 @@ __all__ = ["StateWriter"]
 
 
 class StateWriter(ABC):
-    """A state being written. As a context it is removed unless it was finished. For one thread."""
+    """A state that is being written. As a context manager it removes the state unless it was finished. For one thread."""
 
     notes: list[str]
-    """What is not there, or not as it was, in a line each."""
+    """Parts of the state that are left out or changed, a line each."""
     memory: int = 0
-    """Bytes of buffers that it keeps."""
+    """Bytes of buffers that the writer keeps."""
     checksum: Callable[[bytes, int], int] = staticmethod(crc32c.crc32c)
-    """Of bytes, given that of the bytes before them."""
+    """Computes a checksum of bytes, given the checksum of the bytes before them."""
     _draft: Draft
-    """What is being written."""
+    """The file or directory in progress."""
     _published: bool = False
 
     @abstractmethod
     def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:
-        """In which blocks it wants a tensor; see `streaming.Blocks`. Asked once for each that has elements, before any is put."""
+        """The blocks in which the writer wants a tensor; see `streaming.Blocks`. Called for each tensor with elements, before any `put`."""
 
     @abstractmethod
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
         """Write one block.
 
         Args:
-            output: whose it is, by name.
-            box: a block of it.
-            array: its elements, C-contiguous, in the dtype's storage type; the caller's again when this returns.
+            output: the tensor of the block.
+            box: the block, in the tensor's indices.
+            array: its elements, C-contiguous, in the dtype's storage type; the caller may reuse the array when this returns.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the block cannot be written.
         """
 
     @abstractmethod
     def complete(self) -> Iterable[WrittenRun]:
-        """Write what is still to be written, and make everything durable.
+        """Write everything that is left, and make it durable.
 
         Returns:
-            The parts of the files that hold elements of tensors, with checksums by `checksum`.
+            The runs of the files that hold elements of tensors, with checksums by `checksum`.
 
         Raises:
             MissingDataError: blocks are missing.
-            StorageError: it cannot be written.
+            StorageError: the files cannot be written.
         """
 
     def finish(self, *, verify: bool = True) -> None:
-        """Complete it and publish it.
+        """Complete the state and publish it.
 
         Args:
-            verify: whether to read back what was written before that.
+            verify: whether to read back the written bytes before publishing.
 
         Raises:
             MissingDataError: blocks are missing.
-            CorruptionError, StructureMismatchError: it does not read back as it was written.
-            AlreadyExistsError, StorageError: it cannot be published.
+            CorruptionError, StructureMismatchError: the bytes or the tree read back differ from those written.
+            AlreadyExistsError, StorageError: the state cannot be published.
         """
         parts = self.complete()
         if verify:
@@ -85,14 +85,14 @@ class StateWriter(ABC):
         self._published = True
 
     def check_tree(self) -> None:  # noqa: B027  # torch.save itself describes the state
-        """Read the state's tree back, where it was written by us.
+        """Read back the state's tree, if this package wrote it.
 
         Raises:
-            StructureMismatchError: a tensor is not where it was.
+            StructureMismatchError: a tensor is not at its place.
         """
 
     def abort(self) -> None:
-        """Remove what is written."""
+        """Remove the written files."""
         self._draft.abandon()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote, and that two readers would understand alike: no key twice in an object, no NaN, no half characters."""
+"""Parser of JSON from other programs that refuses ambiguity: no duplicate key in an object, no NaN, no lone surrogates."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["parse_json"]
 
 
 def parse_json(raw: bytes) -> Any:
-    """What a JSON document says.
+    """Parse a JSON document.
 
     Raises:
-        ValueError: it is none that can be read; says why.
+        ValueError: it cannot be parsed; the message says why.
     """
     try:
         return json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_no_constant)
@@ -29,7 +29,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {excerpt(twice)} comes twice")
     for text in (*found, *(value for value in found.values() if isinstance(value, str))):
-        text.encode()  # half of a surrogate pair stands for no character
+        text.encode()  # raises UnicodeEncodeError for a lone surrogate
     return found
 
 

@@ -1,8 +1,8 @@
 """Reading boxes of a tensor whose elements lie at regular distances in a file.
 
-A tensor in a file of torch's is a run of elements and a stride per dimension: in row-major order mostly, transposed or in
-`channels_last` order at times. A box of it lies between its first and its last element. If little else is between them, that run of
-bytes is read and seen with the tensor's strides; else the box is halved along the dimension of the longest stride.
+A tensor in a torch file is a run of elements and a stride per dimension: usually in row-major order, sometimes transposed or in
+`channels_last` order. A box of it lies between its first and its last element. If few other elements lie between these, that run of
+bytes is read and viewed with the tensor's strides; otherwise the box is halved along the dimension of the longest stride.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["read_box", "run_of", "strided_chunks"]
 
 
 def strided_chunks(shape: Sequence[int], strides: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
-    """The chunks of `row_chunks`, with rows along whatever dimension is stored so.
+    """The chunks of `row_chunks`, in the order in which the dimensions are stored.
 
     >>> strided_chunks((4096, 1024), (1, 4096), 4)
     (4096, 64)
@@ -40,13 +40,13 @@ def read_box(entry: StoredRun, tensor: PickledTensor, dtype: np.dtype[Any], box:
     """The elements of a box, C-contiguous.
 
     Args:
-        entry: where the tensor's storage lies.
-        tensor: which elements of it are the tensor's.
-        dtype: the elements'.
-        box: in the tensor's indices.
+        entry: the stored run of the tensor's storage.
+        tensor: the tensor's offset, shape and strides in the storage.
+        dtype: dtype of the elements.
+        box: the box, in the tensor's indices.
 
     Raises:
-        CorruptionError: the storage ends before, or a checksum says that it is not what was written.
+        CorruptionError: the storage is too short, or fails its checksum.
         MissingDataError, StorageError: it cannot be read.
     """
     if box.size == 0:
@@ -66,7 +66,7 @@ def read_box(entry: StoredRun, tensor: PickledTensor, dtype: np.dtype[Any], box:
 
 
 def run_of(entry: StoredRun, tensor: PickledTensor, itemsize: int) -> StoredRun | None:
-    """The elements of a tensor, if they lie in row-major order, one after another, in its storage."""
+    """The stored run of a tensor, if its elements are contiguous in its storage, in row-major order; else None."""
     expected = itemsize
     for n, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
         if n != 1 and stride * itemsize != expected:
@@ -74,7 +74,7 @@ def run_of(entry: StoredRun, tensor: PickledTensor, itemsize: int) -> StoredRun 
         expected *= n
     first = tensor.offset * itemsize
     if not 0 <= first <= first + expected <= len(entry.span):
-        return None  # `read_box` says what is wrong
+        return None  # `read_box` reports the error
     return StoredRun(entry.span.part(first, first + expected), entry.crc if expected == len(entry.span) else None)
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a state that was exported, as our own reader of the format finds them: each at its place, and no others."""
+"""Check that shardckpt's own reader of a format finds each tensor of an exported state at its place, and no others."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["Path", "check_tree"]
 
 Path = tuple[str | int, ...]
-"""The keys on the way to a leaf: texts in dicts, ints in lists."""
+"""The keys that lead to a leaf: texts in dicts, ints in lists."""
 
 
 def check_tree(leaves: Iterable[tuple[Path, TensorRecord | None]], found: Structure, where: str) -> None:
-    """Compare what was written with what a reader finds.
+    """Compare the written leaves with the structure that a reader finds.
 
     Args:
-        leaves: all leaves that were written, in any order; None stands for one that is no tensor.
-        found: by the reader.
-        where: the export's place, for messages.
+        leaves: path and tensor of all written leaves, in any order; None for a leaf that is not a tensor.
+        found: the reader's structure.
+        where: location of the export, for messages.
 
     Raises:
-        StructureMismatchError: a tensor is missing, is another one, or was never written; names it.
+        StructureMismatchError: a tensor is missing, differs, or was never written; the message names it.
     """
     paths: dict[str, Path] = {}
     values: dict[str, ForeignTensor | None] = {}

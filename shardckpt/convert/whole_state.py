@@ -1,8 +1,8 @@
-"""A checkpoint's state written as another format that holds states too: nested containers, tensors and small leaves.
+"""A checkpoint's state written in another format that holds states: nested containers, tensors and small leaves.
 
-1. What is wanted of the state is selected: names, and the dtypes that tensors are converted to. Optimizers take the form that the
-   format's readers load (`optimizer_states`).
-2. The format's writer lays it out, and refuses what the format cannot hold, before anything is read.
+1. A part of the state is selected by names, and the dtypes to which tensors are converted are planned. Optimizers are rewritten in the
+   form that the format's readers load (`optimizer_states`).
+2. The format's writer lays the state out, and refuses parts that the format cannot hold, before anything is read.
 3. Blocks come from `streaming`. When all are written, the writer publishes them under the final name.
 """
 
@@ -38,24 +38,24 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "WrittenState", "write_state"]
 
 FORMATS = {"torch": ("torch", "TorchFileWriter"), "dcp": ("dcp", "DcpDirectory"), "orbax": ("orbax", "OrbaxDirectory")}
-"""By the name that `--to` takes: the module, and its writer."""
+"""Format name, as `--to` expects it → its module and writer."""
 _OPTIMIZERS = {"torch": "names", "dcp": "names"}
-"""The form that optimizers take unless another one is asked for; elsewhere they stay as they are stored."""
+"""Default form of optimizers; in other formats they keep their stored form."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenState:
-    """What writing a state took."""
+    """The result of writing a state."""
 
     tensors: int
     nbytes: int
-    """Of their elements, as they were written."""
+    """Bytes of their elements, as written."""
     read_bytes: int
     """Stored bytes of the checkpoint that were read."""
     notes: tuple[str, ...]
-    """What is not there, or not as it was, in a line each."""
+    """Parts of the state that are left out or changed, a line each."""
     conversions: tuple[ConvertedSubtree, ...]
-    """How many tensors `dtype` converts and leaves, by subtree."""
+    """Tensors that `dtype` converts and leaves, counted by subtree."""
 
 
 def write_state(
@@ -75,26 +75,26 @@ def write_state(
     """Write a checkpoint's state, or a part of it.
 
     Args:
-        checkpoint: where from; nothing of it has been read yet.
-        location: where to, on a local disk.
+        checkpoint: the source; nothing of it has been read yet.
+        location: the destination, on a local disk.
         to: one of `FORMATS`.
-        include: patterns of the names that are wanted; None: all.
-        exclude: patterns of those that are not.
-        dtype: what tensors are converted to: a dtype, or pattern → dtype (`dtype_rules`).
-        optimizer: the form of optimizers, one of `training.optimizer_forms.FORMS`; None: the format's own.
+        include: patterns of the names to export; None: all.
+        exclude: patterns of the names to leave out.
+        dtype: the dtype to convert tensors to, or pattern → dtype (`dtype_rules`).
+        optimizer: form of optimizers, one of `training.optimizer_forms.FORMS`; None: the format's default.
         limit: bytes of buffers.
-        overwrite: whether to replace what is there.
-        verify: whether to read back what was written.
-        progress: called with bytes of elements that are written, and in all.
+        overwrite: whether to replace an existing file or directory.
+        verify: whether to read back the written bytes.
+        progress: called with the bytes of elements written so far, and the total.
 
     Raises:
-        OptionError: an unknown format, a pattern that matches nothing, or a place that is not on a local disk.
-        NamesMismatchError: nothing is selected; or the format has no names for what is.
-        StructureMismatchError, DtypeError, DtypeMismatchError: the format cannot hold what is asked for.
-        AlreadyExistsError: something is there.
+        OptionError: an unknown format, a pattern that matches nothing, or a location that is not on a local disk.
+        NamesMismatchError: nothing is selected; or the format has no names for parts of it.
+        StructureMismatchError, DtypeError, DtypeMismatchError: the format cannot hold the selected state.
+        AlreadyExistsError: the destination exists.
         BudgetError: the memory limit is too low.
-        CorruptionError, ReplacedError: the checkpoint cannot be read, or what was written not read back.
-        StorageError: it cannot be written. MissingExtraError: the format's library is not installed.
+        CorruptionError, ReplacedError: the checkpoint cannot be read, or the written bytes do not read back.
+        StorageError: the files cannot be written. MissingExtraError: the format's library is not installed.
     """
     if to not in FORMATS:
         raise OptionError(f"export(to={excerpt(to)}): states are exported to {', '.join(map(repr, FORMATS))}.")
@@ -121,7 +121,7 @@ def write_state(
 def _selected(
     checkpoint: Checkpoint, include: Patterns, exclude: Patterns, dtype: str | Mapping[str, str] | None
 ) -> tuple[Structure, list[OutputTensor], tuple[ConvertedSubtree, ...]]:
-    """The structure of what is wanted, what its tensors are made of, and what is converted."""
+    """The selected structure, the outputs of its tensors, and the conversions."""
     wanted, unwanted = selector(include), selector(exclude if exclude is not None else ())
     tree, stored = select(checkpoint.parsed_tree, lambda name: wanted(name) and not unwanted(name))
     if not tree and (include is not None or exclude is not None):

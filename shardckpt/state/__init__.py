@@ -1,33 +1,34 @@
 """A state of nested containers as named tensors and one JSON document, and back.
 
-Everything here is pure and knows no framework: which leaves are tensors is the caller's to say. Imports `names`,
+Everything here is pure and independent of any framework: the caller decides which leaves are tensors. Imports `names`,
 `leaves` and `errors` only.
 
-1. `flatten` walks a state once and gives its tensors by name, in order, and the tree document.
-2. `union` lays the documents of several processes over each other: what each has is in the state of all.
-3. `unflatten` puts tensors and document together again, as plain dicts, lists and tuples.
+1. `flatten` walks a state once and returns its tensors by name, in order, and the tree document.
+2. `union` merges the documents of several processes: the merged state has every part that any process has.
+3. `unflatten` rebuilds a state from tensors and a document, as plain dicts, lists and tuples.
 4. `select` makes the document of a part of the state.
-5. `match` lays a `like` beside a document, before anything is read: it pairs both by typed key path, says which
-   stored tensor goes into which leaf, and then builds `like`'s own containers around what was read.
+5. `match` compares a `like` with a document, before anything is read: it pairs both by typed key path, determines which
+   stored tensor goes into which leaf, and then builds `like`'s own containers around the values that were read.
 
 The tree document is strict JSON, of a size in proportion to the number of leaves. Equal states have equal documents,
 byte for byte (`json.dumps(tree, separators=(",", ":"), allow_nan=False)`, keys unsorted: their order is the dict's).
 
     node      = leaf | tensor | [node, …] | {"$tuple": [node, …]} | dict
-              | {"$per_process": null}                 every process has a value of its own, which is not written here
+              | {"$per_process": null}                 every process has its own value, which is stored elsewhere
     tensor    = "$tensor"
               | {"$tensor": meaning}                   its elements mean something to a framework: "jax.key:threefry2x32"
-              | {"$tied": name}                        the same tensor as the one of that name
+              | {"$tied": name}                        another name of the tensor `name`
     dict      = {text: node, …}                        all keys are str without surrogates
               | {"$dict": [[key, node], …]}            any other keys
     key       = text | {"$str": hex} | {"$int": hex} | integer | true | false | null
     leaf      = as in `shardckpt.state.leaves`
               | {"$leaf": [registered name, node]}     no tensors inside, and nothing per process
-    text      = a str; where it begins with "$", another "$" stands in front
+    text      = a str; if it begins with "$", it is written with another "$" in front
     meaning   = a str of 1 to 256 printable characters
 
-A tensor's name is not written: it follows from where the node is (`shardckpt.state.names`). The one that others are tied to
-is a tensor itself; `flatten` takes the first, and after a `union` it may come later. A node lies in at most 200 others.
+A tensor's name is not written: it follows from the position of its node (`shardckpt.state.names`). The name in `$tied` is always
+the name of a tensor node. `flatten` stores a tied tensor under its first name; after a `union` the tensor node may come later. A node is
+nested in at most 200 others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tree document of a state as nodes: reading it, without belief in anything, and writing it.
+"""The tree document of a state as nodes: parsing it, with all checks, and writing it.
 
-`parse` checks the whole document and turns it into nodes, with names; everything else walks the nodes. It bounds
-depth, knows the type of every part, refuses two equal keys in a dict and a tied tensor whose first name is none.
+`parse` checks the complete document and turns it into nodes, with names; all other functions walk the nodes. It limits the
+depth, checks the type of every part, and refuses two equal keys in a dict and a tied tensor whose stored name is no tensor.
 `write` is its inverse.
 """
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from shardckpt.state.names import PathKey
 
 LONGEST_MEANING = 256
-"""Characters."""
+"""Most characters of a meaning."""
 MAX_DEPTH = 200
-"""Containers around a leaf, at most: more is a mistake, or an attack on the stack of whoever reads it."""
+"""Most containers around a leaf: more is a mistake, or an attack on the reader's stack."""
 
 Form = Literal["dict", "list", "tuple"]
-"""How a container is stored."""
+"""The stored form of a container."""
 
 Meaning = Callable[[object], str | EllipsisType | None]
-"""Says what the elements of a tensor leaf are to its framework: None for just numbers, `...` for a leaf that does not say."""
+"""Returns the meaning of a tensor leaf's elements to its framework: None for plain numbers, `...` for a leaf that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Tensor:
     name: str
     """Its name."""
     meaning: str | None = None
-    """What its elements are to its framework, e.g. `jax.key:threefry2x32`; None: the numbers that they are."""
+    """Meaning of the elements to a framework, e.g. `jax.key:threefry2x32`; None: plain numbers."""
 
     @property
     def stored(self) -> str:
@@ -54,7 +54,7 @@ class Tied:
     """Another name of a tensor."""
 
     name: str
-    """The other name."""
+    """This further name."""
     stored: str
     """The name that the tensor is stored under."""
 
@@ -66,7 +66,7 @@ class Small:
     name: str
     """Its name."""
     content: JSON
-    """What `leaves.encode` wrote."""
+    """The JSON that `leaves.encode` wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Custom:
     name: str
     """Its name."""
     type_name: str
-    """What its type is registered as."""
+    """The name under which its type is registered."""
     content: Node
     """Its encoded form; every node in it has the leaf's own name."""
 
@@ -96,7 +96,7 @@ class Branch:
     name: str
     """Its name; "" for the state itself."""
     form: Form
-    """What it was stored as."""
+    """The stored form."""
     keys: Sequence[PathKey]
     """One per child; 0, 1, … unless the form is dict."""
     children: Sequence[Node]
@@ -105,23 +105,23 @@ class Branch:
 
 Node = Tensor | Tied | Small | Custom | Owned | Branch
 Tree: TypeAlias = "JSON | Node"
-"""A tree document, or what `parse` made of one: whoever asks several things of it reads it once."""
+"""A tree document, or its nodes as `parse` returns them, so that several queries need only one parse."""
 
 
 # --- parsing --------------------------------------------------------------------------------------------------------
 
 
 def parse(tree: Tree, root: str = "") -> Node:
-    """Read a tree document.
+    """Parse a tree document.
 
-    Small leaves are recognised and not decoded yet: `decode_leaf` may still refuse one.
+    Small leaves are recognised but not decoded: `decode_leaf` may still refuse one.
 
     Args:
-        tree: the document; a node, read before, is returned as it is.
-        root: what the whole is called, where it is a part of something larger (see `flatten`).
+        tree: the document; a node, parsed before, is returned unchanged.
+        root: the name of the document's root, if it is a part of a larger state (see `flatten`).
 
     Raises:
-        FormatError: no tree document is written so.
+        FormatError: the document is not a valid tree document.
     """
     if isinstance(tree, Node):
         return tree
@@ -136,12 +136,12 @@ def parse(tree: Tree, root: str = "") -> Node:
 
 
 def is_meaning(text: object) -> bool:
-    """Whether a tensor's meaning can be written so."""
+    """Whether a text is valid as a tensor's meaning."""
     return isinstance(text, str) and 0 < len(text) <= LONGEST_MEANING and text.isprintable()
 
 
 class _Parser:
-    """What parsing one document has seen so far."""
+    """The state of parsing one document."""
 
     def __init__(self) -> None:
         self.tensors: set[str] = set()
@@ -160,7 +160,7 @@ class _Parser:
             self.tensors.add(name)
             return Tensor(name)
         if isinstance(node, str):
-            _text(node, name)  # refuses what another "$" word may mean in a format to come
+            _text(node, name)  # refuses other "$" words, which a later format may define
             return Small(name, node)
         if node is None or isinstance(node, bool | int | float):
             return Small(name, node)
@@ -194,7 +194,7 @@ class _Parser:
     def branch(self, form: Form, keys: Sequence[PathKey], nodes: Sequence[JSON], name: str, depth: int) -> Branch:
         if depth >= MAX_DEPTH:
             raise FormatError(f"{shown(name)} lies in more than {MAX_DEPTH} containers; the checkpoint's record is damaged or not ours.")
-        # As Python's dicts see it, where True is 1.
+        # Keys are equal as in Python's dicts, where True == 1.
         if len(set(keys)) != len(keys):
             raise FormatError(f"{shown(name)} is a dict with the same key twice; the checkpoint's record is damaged or not ours.")
         children: list[Node] = []
@@ -212,7 +212,7 @@ class _Parser:
 
 
 def _text(node: JSON, name: str) -> str:
-    """The str that a text stands for: itself, unless it begins with "$"."""
+    """Decode a text; it is the str itself, unless it is escaped."""
     return node if type(node) is str and not node.startswith("$") else leaves.decode_text(node, name)
 
 
@@ -235,7 +235,7 @@ def _refused(node: JSON, name: str) -> FormatError:
 
 
 def write(node: Node) -> JSON:
-    """The document of a node: the inverse of `parse`."""
+    """Write the document of a node: the inverse of `parse`."""
     document: JSON
     if isinstance(node, Branch):
         document = _write_branch(node)
@@ -260,7 +260,7 @@ def _write_branch(node: Branch) -> JSON:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether a text stands for itself, as nearly all keys do."""
+    """Whether a text needs no escape, like nearly all keys."""
     return text.isascii() and not text.startswith("$")
 
 
@@ -276,7 +276,7 @@ def write_dict(keys: Sequence[PathKey], nodes: Sequence[JSON], name: str) -> JSO
 
 
 def child(node: Node | None, key: PathKey) -> Node | None:
-    """The node under a key, where there is one."""
+    """The node under a key; None if there is none."""
     if not isinstance(node, Branch):
         return None
     return next((found for k, found in zip(node.keys, node.children, strict=True) if type(k) is type(key) and k == key), None)
@@ -294,33 +294,33 @@ def leaves_of(node: Node) -> Iterator[Tensor | Tied | Small | Custom | Owned]:
 
 
 def tensor_names(tree: Tree) -> list[str]:
-    """The names of the stored tensors, in order; the further names of tied ones are in `alias_map`.
+    """The names of the stored tensors, in order; further names of tied tensors are in `alias_map`.
 
     Raises:
-        FormatError: no tree document is written so. (So all functions here.)
+        FormatError: the document is invalid, here and in all functions below.
     """
     return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Tensor)]
 
 
 def leaf_names(tree: Tree) -> list[str]:
-    """The names of the leaves that are no tensors, in order."""
+    """The names of the leaves that are not tensors, in order."""
     return [leaf.name for leaf in leaves_of(parse(tree)) if not isinstance(leaf, Tensor | Tied)]
 
 
 def per_process_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[str]:
-    """The names of the places where every process has a value of its own, in order, as far as `only` asks for them."""
+    """The names of the per-process leaves that `only` selects, in order."""
     return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Owned) and (only is None or only(leaf.name))]
 
 
 def meanings(tree: Tree) -> dict[str, str]:
-    """What tensors' elements mean, by name, where they are more than numbers; a tied name means what its tensor does."""
+    """Tensor name → meaning of its elements, for tensors with a meaning; a tied name has its tensor's meaning."""
     found = list(leaves_of(parse(tree)))
     stored = {leaf.name: leaf.meaning for leaf in found if isinstance(leaf, Tensor) and leaf.meaning is not None}
     return {leaf.name: stored[leaf.stored] for leaf in found if isinstance(leaf, Tensor | Tied) and leaf.stored in stored}
 
 
 def alias_map(tree: Tree) -> dict[str, str]:
-    """The further names of tied tensors, in order, and for each the name that the tensor is stored under."""
+    """Further name of a tied tensor → the name under which the tensor is stored, in order."""
     return {leaf.name: leaf.stored for leaf in leaves_of(parse(tree)) if isinstance(leaf, Tied)}
 
 
@@ -331,10 +331,10 @@ def stored_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[
 
 
 def iter_leaves(tree: Tree) -> Iterator[tuple[str, str, str]]:
-    """Every leaf as (name, kind, value on a few characters), for people.
+    """Every leaf as (name, kind, short text of its value), for display.
 
-    The kind is `tensor` (the value is what its elements mean, if that is said), `tied`, `per process`, the leaf's type,
-    or what its type is registered as; nothing needs to be registered or installed for that.
+    The kind is `tensor` (its value is the meaning of its elements, if there is one), `tied`, `per process`, the leaf's type,
+    or the name of its registered type. No type needs to be registered and no framework installed.
     """
     for leaf in leaves_of(parse(tree)):
         if isinstance(leaf, Tensor):

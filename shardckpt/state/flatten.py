@@ -1,20 +1,20 @@
-"""A state taken apart: its tensors by name, and one document of the rest. What a container is, and how a state collects itself.
+"""Flattening a state into named tensors and one document. Also the definition of containers, and of states that collect themselves.
 
 `flatten` walks a state once, depth first, in the order of the containers. Every value is, in this order: a tensor (the caller
-says so), a `PerProcess`, a leaf of a registered type, a small leaf, a container, or an error that names its place.
+decides), a `PerProcess`, a leaf of a registered type, a small leaf, a container, or an error that names its place.
 
-`container_of` knows these containers, in this order:
+`container_of` recognises these containers, in this order:
 
-1. dict, OrderedDict, defaultdict, Counter, and list, tuple, deque: themselves. Subclasses of these are none, unless
-   one of the following applies: rebuilding them as the base class would lose what makes them different.
-2. named tuples: by field.
-3. whatever torch's or JAX's pytree registry knows: by the keys that it gives. The registries are looked up, never
-   imported: nobody can hold an object of a registered class without its framework.
-4. dataclasses: by field. After the registries, because a registered dataclass (a flax TrainState, say) keeps
+1. dict, OrderedDict, defaultdict, Counter, and list, tuple, deque. Subclasses of these do not count, unless one of the
+   following applies: rebuilding them as the base class would lose what makes them different.
+2. Named tuples: by field.
+3. Classes in the pytree registry of torch or JAX: by the registry's keys. The registries are looked up, never
+   imported: an object of a registered class exists only if its framework is imported.
+4. Dataclasses: by field. They come after the registries, because a registered dataclass (a flax TrainState, say) keeps
    functions and other constants out of the tree.
 
 A container of any class is stored in one of three plain forms: dict, list or tuple. A `StateOwner` (`shardckpt.TrainState`)
-collects its own state as plain containers, and says what a stored one is restored into.
+collects its own state as plain containers, and provides the state that a stored one is restored into.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A state taken apart."""
+    """A flattened state."""
 
     tensors: dict[str, Any]
-    """Tensor leaves by name, in tree order; tied ones once, under their first name."""
+    """Tensor leaves by name, in tree order; a tied tensor once, under its first name."""
     tree: JSON
     """The tree document: containers and small leaves (grammar in `shardckpt.state`)."""
     aliases: dict[str, str]
-    """Further names of tied tensors, and for each the name that the tensor is stored under."""
+    """Further name of a tied tensor → the name under which the tensor is stored."""
     per_process: dict[str, Any] = field(default_factory=dict)
-    """This process's values of the `PerProcess` leaves by name, in tree order. The tree holds none of them."""
+    """This process's values of the `PerProcess` leaves by name, in tree order. The tree contains none of them."""
 
 
 def flatten(
@@ -65,19 +65,19 @@ def flatten(
     *,
     root: str = "",
 ) -> Flat:
-    """Take a state apart into named tensors and the tree document.
+    """Flatten a state into named tensors and the tree document.
 
     Args:
-        state: nested dicts, lists and tuples, and what comes back as such (`shardckpt.state.flatten`).
-        is_tensor: whether a value is a tensor leaf. Asked first, about every value.
-        identity: equal for tensors that are the same memory seen the same way, None for one that is never shared.
-            Tensors of equal identity are stored once.
-        meaning: what a tensor's elements are to its framework, e.g. `jax.key:threefry2x32`.
-        root: what the whole is called, where it is a part of something larger. All names begin with it.
+        state: nested dicts, lists and tuples, and other containers (`shardckpt.state.flatten`), which come back as these.
+        is_tensor: whether a value is a tensor leaf. Called first, for every value.
+        identity: returns equal values for tensors that are the same view of the same memory, None for a tensor that is never
+            shared. Tensors of equal identity are stored once.
+        meaning: returns the meaning of a tensor's elements to its framework, e.g. `jax.key:threefry2x32`.
+        root: name of `state`, if it is a part of a larger state. All names begin with it.
 
     Raises:
-        LeafError: a value that cannot be stored, a key that is none, a cycle, or more than 200 containers around one
-            value; it names the place.
+        LeafError: a value cannot be stored, a key is invalid, there is a cycle, or a value is nested in more than 200
+            containers; the message names the place.
     """
     walk = _Walk(is_tensor, identity, meaning)
     tree = walk.visit(state, root, 0)
@@ -85,11 +85,11 @@ def flatten(
 
 
 NEVER_LEAVES = frozenset({dict, list, tuple})
-"""Exactly these are always containers: nobody can register them as leaves."""
+"""Exactly these types are always containers: they cannot be registered as leaves."""
 
 
 class _Walk:
-    """What one walk has seen so far."""
+    """The state of one walk."""
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class _Walk:
         self.aliases: dict[str, str] = {}
         self.first_names: dict[Hashable, str] = {}
         self.inside: set[int] = set()
-        """ids of the containers that the walk is inside of."""
+        """ids of the containers around the current value."""
         self.leaf: str | None = None
-        """Name of the registered leaf whose encoded form the walk is inside of."""
+        """Name of the registered leaf whose encoded form is being walked."""
 
     def visit(self, value: object, name: str, depth: int) -> JSON:
         if self.is_tensor(value):
@@ -146,7 +146,7 @@ class _Walk:
         return {"$tensor": meaning}
 
     def refuse_in_leaf(self, value: object) -> None:
-        """Raise LeafError inside of a registered leaf's encoded form."""
+        """Raise LeafError for a value inside a registered leaf's encoded form."""
         if self.leaf is not None:
             raise LeafError(
                 f"{shown(self.leaf)}: the encode function of this registered leaf returned a {type(value).__qualname__}; "
@@ -170,7 +170,7 @@ class _Walk:
 
 
 class _Inside:
-    """Guards the walk while it is inside of one container: against cycles, and against depth."""
+    """Context of one container: detects cycles and limits the depth."""
 
     def __init__(self, walk: _Walk, value: object, name: str, depth: int) -> None:
         if depth >= MAX_DEPTH:
@@ -189,7 +189,7 @@ class _Inside:
 
 
 def unsupported(value: object, name: str) -> LeafError:
-    """The error for a value that is neither tensor, small leaf nor container."""
+    """The error for a value that is neither a tensor, a small leaf nor a container."""
     kind = type(value)
     what = f"{shown(name)} is a {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " ") + ", which cannot be stored."
     base = next((base for base in kind.__mro__[1:] if base in _BASES), None)
@@ -211,27 +211,27 @@ _BASES = frozenset({bool, int, float, complex, str, bytes, dict, list, tuple})
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container taken apart, one level deep."""
+    """One level of a container."""
 
     form: Form
-    """How it is stored."""
+    """The stored form."""
     keys: Sequence[PathKey]
-    """The children's keys; 0, 1, … where the form is not dict."""
+    """Keys of the children; 0, 1, … unless the form is dict."""
     children: Sequence[object]
-    """As many as keys."""
+    """Children, one per key."""
     rebuild: Callable[[list[object]], object]
-    """Makes a container of the same class, with everything else alike, of as many other children."""
+    """Makes a container of the same class and other attributes from as many new children."""
 
 
 def container_of(value: object, where: str) -> Container | None:
-    """Take a container apart, or return None where `value` is none.
+    """Split a container into keys and children; None if `value` is not a container.
 
     Args:
-        value: anything.
+        value: any object.
         where: its name, for messages.
 
     Raises:
-        LeafError: a key that is neither str, int, bool nor None, or that occurs twice.
+        LeafError: a key is neither str, int, bool nor None, or occurs twice.
     """
     kind = type(value)
     if value is None:  # a leaf here; to JAX, a node without children
@@ -262,7 +262,7 @@ def _of_dict(value: dict[Any, object], where: str) -> Container:
 
     def rebuild(children: list[object]) -> object:
         new: dict[Any, object] = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-        # What was set on it as attributes stays: torch's Module.load_state_dict looks for `_metadata`.
+        # Attributes of the dict are kept: torch's Module.load_state_dict looks for `_metadata`.
         if hasattr(value, "__dict__"):
             vars(new).update(vars(value))
         for key, child in zip(value, children, strict=True):
@@ -285,17 +285,17 @@ def _of_dataclass(value: object) -> Container | None:
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
     def rebuild(children: list[object]) -> object:
-        # Neither __init__ nor __post_init__: the stored values are the fields, and need no second treatment.
+        # Neither __init__ nor __post_init__ runs: the stored values are final field values.
         new = copy.copy(value)
         for name, child in zip(names, children, strict=True):
-            object.__setattr__(new, name, child)  # a frozen one as well
+            object.__setattr__(new, name, child)  # works for frozen dataclasses, too
         return new
 
     return Container("dict", names, [getattr(value, name) for name in names], rebuild)
 
 
 def _key_text(key: object) -> str:
-    # Only for these is repr() known to be short and harmless.
+    # Only of these types is repr() known to be short and free of side effects.
     return repr(key) if isinstance(key, int | float | str) else f"in {type(key).__module__}"
 
 
@@ -319,17 +319,17 @@ def _of_torch_node(value: object, where: str) -> Container | None:
 
 def _of_jax_node(value: object, where: str) -> Container | None:
     tree_util = sys.modules.get("jax.tree_util")
-    # JAX that has no `is_tree_node` yet does not mind what it is asked to flatten; younger ones warn about iterators.
+    # Older versions of JAX without `is_tree_node` flatten any value; newer ones warn about iterators.
     if tree_util is None or not getattr(tree_util, "is_tree_node", lambda _kind: True)(type(value)):
         return None
     pairs, structure = tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
-    if any(not path for path, _ in pairs):  # a leaf of JAX's: its path is empty
+    if any(not path for path, _ in pairs):  # JAX treats `value` as a leaf: the path is empty
         return None
     return _of_node([path[0] for path, _ in pairs], [child for _, child in pairs], structure.unflatten, where)
 
 
 def _of_node(entries: Iterable[object], children: Sequence[object], rebuild: Callable[[list[object]], object], where: str) -> Container:
-    """A registered node as a list where its registry only counts its children, otherwise as a dict."""
+    """A registered node: a list if its registry only numbers the children, otherwise a dict."""
     entries = list(entries)
     if children and all(entry is None or hasattr(entry, "idx") or type(entry).__name__ == "FlattenedIndexKey" for entry in entries):
         return Container("list", range(len(children)), children, rebuild)
@@ -353,7 +353,7 @@ def _plain_key(entry: object) -> PathKey:
 
 
 class StateOwner(ABC):
-    """The owner of a whole state, as `shardckpt.TrainState` is: all that saving and restoring know of it."""
+    """The interface of an object that owns a complete state, such as `shardckpt.TrainState`, for saving and restoring."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -361,7 +361,7 @@ class StateOwner(ABC):
 
     @abstractmethod
     def arranged(self, tree: Node, wanted: Callable[[str], bool]) -> Node:
-        """A stored state in the form that `state_dict` has.
+        """Convert a stored state to the form that `state_dict` returns.
 
         Args:
             tree: the stored state.
@@ -370,20 +370,20 @@ class StateOwner(ABC):
 
     @abstractmethod
     def like(self, tree: Node, tensor: Callable[[str], Any], wanted: Callable[[str], bool], world: Callable[[], World]) -> dict[str, Any]:
-        """What to restore a stored state into, so that `load_state_dict` can take the result.
+        """The state to restore a stored one into, so that `load_state_dict` accepts the result.
 
         Args:
-            tree: what `arranged` returned.
-            tensor: the record of a stored tensor, by its name.
+            tree: the result of `arranged`.
+            tensor: returns the record of a stored tensor, by its name.
             wanted: whether a name is to be restored.
-            world: which process this is, of how many; asked where other processes saved.
+            world: returns this process's number and the number of processes; called if other processes saved.
         """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what was restored into `like`."""
+        """Load the state that was restored into `like`."""
 
 
 def plain_state(state: Any) -> Any:
-    """The plain containers of a state: those that a `StateOwner` collects, and any other state as it is."""
+    """The plain containers of a state: a `StateOwner` collects its own; any other state is returned unchanged."""
     return state.state_dict() if isinstance(state, StateOwner) else state

@@ -1,22 +1,22 @@
-"""Leaves that are no tensors, as JSON: exactly, and back.
+"""Exact JSON encoding of leaves that are not tensors, and decoding.
 
-What JSON has, stands for itself; everything else is an object with one key that begins with "$". Strict JSON: no NaN
+A value that JSON has is written as itself; any other is an object with one key that begins with "$". The JSON is strict: no NaN
 or Infinity tokens, no integer that another language would round, no lone surrogates.
 
     null, true, false          None, bool
-    42                         int, below 2^53 in size          {"$int": "-1f"} in hex beyond that
+    42                         int, absolute value below 2^53   {"$int": "-1f"} in hex beyond that
     0.001, 1e-08, 1.0          float, always with a fraction or an exponent
     {"$float": "7ff8…"}        float that is not finite: its 64 bits in hex, a NaN's payload included
-    {"$complex": [re, im]}     complex; both written as floats are
-    "text"                     str; one that begins with "$" gets another "$" in front
+    {"$complex": [re, im]}     complex; both parts are written like floats
+    "text"                     str; if it begins with "$", another "$" comes first
     {"$str": "6ced…"}          str with surrogates: its UTF-8 in hex, each surrogate as three bytes
     {"$bytes": "…"}            bytes, base64
     {"$numpy": ["int8", "ff"]} numpy or ml_dtypes scalar: dtype and little-endian bytes in hex; datetime64[unit],
                                timedelta64[unit], str (UTF-8) and bytes likewise
     {"$torch.dtype": "int8"}, {"$torch.device": "cuda:0"}, {"$torch.Size": [2, 3]}
 
-Decoding believes nothing: every surprise is a FormatError. A leaf of a registered type (`register_leaf`) is a tree of
-its own and belongs to `shardckpt.state`; this module keeps the register.
+Decoding trusts no input: anything unexpected is a FormatError. A leaf of a registered type (`register_leaf`) is encoded as a
+tree by `shardckpt.state.flatten`; this module keeps the register.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
-"""What `json.dumps` takes; ours never holds a NaN or an infinity."""
+"""Values that `json.dumps` accepts; in this package they never contain a NaN or an infinity."""
 
 T = TypeVar("T")
 
@@ -52,14 +52,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LeafType:
-    """A type that somebody registered with `register_leaf`."""
+    """A type registered with `register_leaf`."""
 
     type: type
-    """Exactly this type; subclasses are registered by themselves."""
+    """The exact type; subclasses need their own registration."""
     name: str
-    """What checkpoints call it, for ever."""
+    """Name of the type in checkpoints; it must never change."""
     encode: Callable[[Any], object]
-    """The object as a tree of small leaves, dicts, lists and tuples."""
+    """Returns the object as a tree of small leaves, dicts, lists and tuples."""
     decode: Callable[[Any], object]
     """The inverse of `encode`."""
 
@@ -71,16 +71,16 @@ _BY_NAME: dict[str, LeafType] = {}
 def register_leaf(type: type[T], *, name: str, encode: Callable[[T], object], decode: Callable[[Any], T]) -> None:  # noqa: A002
     """Let objects of exactly this type be leaves of a state.
 
-    Registering a type again replaces its functions, and so does a new definition of the same class.
+    Registering a type again, or a new definition of the same class, replaces its functions.
 
     Args:
-        type: the class; neither one that is stored anyway nor a container.
-        name: what checkpoints call it, e.g. `"mypackage.Schedule"`. Whoever restores registers the same name.
-        encode: gives a tree of small leaves, dicts, lists, tuples and bytes that says everything about the object.
-        decode: gives an equal object from such a tree. It may come from a checkpoint that somebody else made.
+        type: the class; neither one that can be stored anyway nor a container.
+        name: name of the type in checkpoints, e.g. `"mypackage.Schedule"`. A program that restores must register the same name.
+        encode: returns a tree of small leaves, dicts, lists, tuples and bytes that describes the object completely.
+        decode: returns an equal object from such a tree. The tree may come from a checkpoint of another author.
 
     Raises:
-        OptionError: the name is taken by another type, or the type needs no registration.
+        OptionError: the name belongs to another type, or the type needs no registration.
     """
     if not isinstance(name, str) or not name:
         raise OptionError(f"register_leaf({type.__qualname__}): name= takes a text that is not empty, not {name!r}.")
@@ -102,10 +102,10 @@ def leaf_type(value: object) -> LeafType | None:
 
 
 def leaf_type_named(name: str, where: str) -> LeafType:
-    """The registration under that name.
+    """The registration under a name.
 
     Raises:
-        FormatError: there is none; it says which one the leaf `where` needs.
+        FormatError: there is none; the message names the registration that the leaf `where` needs.
     """
     found = _BY_NAME.get(name)
     if found is None:
@@ -120,19 +120,19 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_small(value: object) -> bool:
-    """Whether `encode` writes it. Subclasses of these types are none of them: they would come back as something else."""
+    """Whether `encode` can write a value. Subclasses of its types do not count: they would come back as another class."""
     return type(value) in _ENCODERS or isinstance(value, np.generic) or _torch_kind(value) is not None
 
 
 def encode(value: object, where: str) -> JSON:
-    """A small leaf as JSON.
+    """Encode a small leaf as JSON.
 
     Args:
-        value: a leaf of which `is_small` is true.
+        value: a leaf for which `is_small` is true.
         where: its name, for messages.
 
     Raises:
-        LeafError: a numpy scalar whose dtype cannot be stored.
+        LeafError: the dtype of a numpy scalar cannot be stored.
     """
     encoder = _ENCODERS.get(type(value))
     if encoder is not None:
@@ -167,7 +167,7 @@ def _itself(value: bool | None) -> JSON:
 
 
 def encode_text(value: str) -> JSON:
-    """A str, as leaf or as key."""
+    """Encode a str, as leaf or as key."""
     if value.isascii() or not _SURROGATE.search(value):
         return "$" + value if value.startswith("$") else value
     return {"$str": value.encode("utf-8", "surrogatepass").hex()}
@@ -182,11 +182,11 @@ _ENCODERS: dict[type, Callable[[Any], JSON]] = {
     str: encode_text,
     bytes: _encode_bytes,
 }
-"""By exact type."""
+"""Encoders by exact type."""
 
 
 def _torch_kind(value: object) -> str | None:
-    """`dtype`, `device` or `Size`, without importing torch: whoever holds one has imported it."""
+    """`dtype`, `device` or `Size`, without importing torch: if such an object exists, torch is imported."""
     torch = sys.modules.get("torch")
     if torch is None or not type(value).__module__.startswith("torch"):
         return None
@@ -197,14 +197,14 @@ def _torch_kind(value: object) -> str | None:
 
 
 def decode(node: JSON, where: str) -> object:
-    """The small leaf that JSON says.
+    """Decode a small leaf from JSON.
 
     Args:
-        node: what `encode` returned, or what somebody else wrote.
+        node: the result of `encode`, or any other JSON.
         where: the leaf's name, for messages.
 
     Raises:
-        FormatError: no small leaf is written so.
+        FormatError: the JSON is not a small leaf.
         MissingExtraError: the leaf is torch's, and torch is not installed.
     """
     try:
@@ -216,10 +216,10 @@ def decode(node: JSON, where: str) -> object:
 
 
 def decode_text(node: JSON, where: str) -> str:
-    """A str, as leaf or as key.
+    """Decode a str, as leaf or as key.
 
     Raises:
-        FormatError: no str is written so.
+        FormatError: the JSON is not a str.
     """
     value = decode(node, where)
     if type(value) is not str:
@@ -228,7 +228,7 @@ def decode_text(node: JSON, where: str) -> str:
 
 
 def _refused(node: object, where: str) -> FormatError:
-    # Never its repr: that of a hostile node may be endless.
+    # Never use the node's repr: for a hostile node it may be endless.
     what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
     return FormatError(
         f"{shown(where)}: this {shortened(str(what), _SHOWN)!r} is not how a leaf is written; "
@@ -364,19 +364,19 @@ _DECODERS: dict[str, Callable[[object], object]] = {
 }
 
 TAGS = frozenset(_DECODERS)
-"""The keys that mark an object of JSON as a small leaf."""
+"""The keys that mark a JSON object as a small leaf."""
 
 
 # --- showing --------------------------------------------------------------------------------------------------------
 
 
 def describe(node: JSON, where: str) -> tuple[str, str]:
-    """The kind of a small leaf, and its value on a few characters, for people.
+    """The kind of a small leaf and a short text of its value, for display.
 
-    Torch is not needed to look at torch's leaves.
+    Torch is not needed for torch's leaves.
 
     Raises:
-        FormatError: no small leaf is written so.
+        FormatError: the JSON is not a small leaf.
     """
     if isinstance(node, dict) and len(node) == 1:
         ((tag, content),) = node.items()
@@ -397,4 +397,4 @@ def describe(node: JSON, where: str) -> tuple[str, str]:
 
 
 _SHOWN = 60
-"""Characters of a leaf that people are shown."""
+"""Most characters of a leaf in a display or message."""

@@ -3,15 +3,15 @@
 Both trees are walked side by side, paired by typed key (0 and "0" are two keys) and in sequences by index, before
 anything is read:
 
-1. A tensor in `like` takes the stored tensor at its place, whichever name that one is stored under.
-2. A small leaf in `like` is replaced by the stored one, of whatever type that is.
-3. A `PerProcess` in `like` takes the value that one process stored at its place; which one, the caller says.
-4. A container takes any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
-   tuples by index. `like`'s class wins.
-5. Anything else at one place is a structure mismatch, and so are tensors whose elements mean different things. What
-   only one side has, be it an empty container, is a missing or unexpected name.
+1. A tensor in `like` receives the stored tensor at its place, under whatever name that is stored.
+2. A small leaf in `like` is replaced by the stored one, of any type.
+3. A `PerProcess` in `like` receives the value that one process stored at its place; the caller chooses the process.
+4. A container matches any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
+   tuples by index. The result has `like`'s class.
+5. Anything else at one place is a structure mismatch, and so are tensors whose elements mean different things. A leaf or
+   empty container that only one side has is a missing or unexpected name.
 
-The walk leaves a tree of steps behind, and `Matched.build` follows it with the values that were read.
+The walk produces a tree of steps, and `Matched.build` runs it with the values that were read.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ _Step = Callable[[Mapping[str, object]], object]
 """Builds one place of the new state from the values by name."""
 
 _LISTED = 10
-"""Names of each sort that a message lists."""
+"""Most names of each sort in a message."""
 _WRAP = "wrap it there: shardckpt.PerProcess(…)"
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A `like` laid beside a tree document."""
+    """The match of a `like` with a tree document."""
 
     tensors: dict[str, list[tuple[str, Any]]]
-    """Per stored tensor that is needed, in tree order of `like`: the names in `like` that want it, with their leaves."""
+    """Stored tensor that is needed → the names in `like` that receive it, with their leaves; in tree order of `like`."""
     missing: list[str] = field(default_factory=list)
     """Names in `like` that are not stored and keep `like`'s values; empty unless `strict=False`."""
     unexpected: list[str] = field(default_factory=list)
-    """Stored names that `like` has no place for; empty unless `strict=False`."""
+    """Stored names without a place in `like`; empty unless `strict=False`."""
     per_process: dict[str, PerProcess] = field(default_factory=dict)
-    """The `PerProcess` leaves of `like` that want a value, by name, in tree order of `like`."""
+    """The `PerProcess` leaves of `like` that need a value, by name, in tree order of `like`."""
     _step: _Step = field(kw_only=True, repr=False)
 
     def build(self, values: Mapping[str, object]) -> Any:
-        """A new state of `like`'s own containers around stored values; `like` stays as it is.
+        """Build a new state of `like`'s own containers around stored values; `like` is not changed.
 
         Args:
             values: for every name of `like` in `tensors`, the tensor that goes there; for every name in
@@ -65,7 +65,7 @@ class Matched:
         return self._step(values)
 
     def skipped(self) -> str:
-        """What `strict=False` left alone, for people."""
+        """A text about the names that `strict=False` skipped."""
         kept = f"; {_count(self.missing)} only in `like`, left unchanged: {_listed(self.missing, [])}" if self.missing else ""
         left = f"; {_count(self.unexpected)} only in the checkpoint, not read: {_listed(self.unexpected, [])}" if self.unexpected else ""
         return f"{kept}{left}".removeprefix("; ") + "."
@@ -80,24 +80,24 @@ def match(
     strict: bool = True,
     meaning: Meaning | None = None,
 ) -> Matched:
-    """Lay `like` beside a tree document, and check that one fits the other.
+    """Match `like` with a tree document, and check that they fit.
 
     Args:
         like: a state whose tensor leaves say where tensors go.
         tree: the document.
-        is_tensor: whether a value is a tensor leaf, or something else that a tensor can go into. Asked first.
-        only: which names to restore. Whatever it does not ask for keeps `like`'s value, or is not looked at.
+        is_tensor: whether a value is a tensor leaf, or another object that a tensor can go into. Called first.
+        only: selects the names to restore. At any other name, `like`'s value stays and the stored one is ignored.
         strict: whether names that only one side has are an error. Otherwise `like`'s value stays, or the stored one
-            is not looked at.
-        meaning: what the elements of a tensor leaf of `like` are to its framework; None not to compare that with what
-            is stored.
+            is ignored.
+        meaning: returns the meaning of the elements of a tensor leaf of `like` to its framework; None: do not compare
+            meanings.
 
     Raises:
-        NamesMismatchError: names missing from the checkpoint, or that `like` has no place for.
-        StructureMismatchError: a tensor, a small leaf, a PerProcess and a container that ought to be the same thing,
-            or tensors of different meaning.
+        NamesMismatchError: names are missing from the checkpoint, or have no place in `like`.
+        StructureMismatchError: a tensor, a small leaf, a PerProcess or a container stands opposite another of these kinds,
+            or tensors have different meanings.
         LeafError: `like` has a value that no state can have.
-        FormatError: the document is none.
+        FormatError: the document is invalid.
         MissingExtraError: a leaf is torch's, and torch is not installed.
     """
     root = parse(tree)
@@ -109,20 +109,20 @@ def match(
 
 
 class _Walk:
-    """What one walk of both trees has seen so far."""
+    """The state of one walk of both trees."""
 
     def __init__(self, root: Node, is_tensor: Callable[[object], bool], selected: Callable[[str], bool], meaning: Meaning | None) -> None:
         self.is_tensor = is_tensor
         self.selected = selected
         self.meaning = meaning
         self.meanings = {} if meaning is None else {leaf.name: leaf.meaning for leaf in leaves_of(root) if isinstance(leaf, Tensor)}
-        """By stored name."""
+        """Meaning by stored name."""
         self.tensors: dict[str, list[tuple[str, Any]]] = {}
         self.per_process: dict[str, PerProcess] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
-    # A place that both sides have. It is called what the checkpoint calls it.
+    # A place that both sides have. Its name is the checkpoint's.
 
     def visit(self, value: object, node: Node, depth: int) -> _Step:
         if self.is_tensor(value):
@@ -135,7 +135,7 @@ class _Walk:
         if not self.any_selected(node):
             return _keep(value)
         if not _is_leaf(value):
-            container_of(value, node.name)  # knows better what is wrong, where a key is
+            container_of(value, node.name)  # raises a more precise error for an invalid key
             raise unsupported(value, node.name)
         if isinstance(node, Small | Custom):
             return _keep(decode_leaf(node))
@@ -209,7 +209,7 @@ class _Walk:
         return _keep(value)
 
     def any_selected(self, node: Node) -> bool:
-        """Whether `only` asks for a place, or for anything below it."""
+        """Whether `only` selects a place, or anything below it."""
         return self.selected(node.name) or any(self.selected(leaf.name) for leaf in leaves_of(node))
 
     def names_mismatch(self) -> NamesMismatchError:
@@ -222,7 +222,7 @@ class _Walk:
 
 
 def _ends(node: Node) -> Iterator[Node]:
-    """Where a tree ends, in order: leaves and empty containers."""
+    """The ends of a tree, in order: leaves and empty containers."""
     if isinstance(node, Branch) and node.children:
         for child in node.children:
             yield from _ends(child)
@@ -241,7 +241,7 @@ def _is_leaf(value: object) -> bool:
 
 
 def _taken_apart(value: object, name: str) -> Container | None:
-    """A container's parts. What only looks like one is kept whole, or refused where a choice of names asks for it."""
+    """Split a container. None for a leaf, and for a value that fails to split: it is kept, or refused if `only` selects it."""
     try:
         return None if _is_leaf(value) else container_of(value, name)
     except LeafError:
@@ -276,7 +276,7 @@ def _count(found: list[str]) -> str:
 
 
 def _listed(found: list[str], others: list[str]) -> str:
-    # Suggestions come from what the other side has too much of: a name that both have is no candidate.
+    # Suggestions come from the names that only the other side has: a name that both have is no candidate.
     same_text = set(others)
     shown_names = []
     for name in found[:_LISTED]:

@@ -1,15 +1,15 @@
 """Names of places in a state, and the paths under which their arrays are stored.
 
-A *name* is for people and for JSON: the keys on the way to a leaf, joined with "/", each rendered so that no two
+A *name* is for people and for JSON: the keys that lead to a leaf, joined with "/", each rendered so that no two
 places of one state share a name (`component_names`).
 
     ~   → ~0        an empty key       → ~e
     /   → ~1        a lone surrogate   → ~u and its four hex digits
     a key that is no string → its text (`0`, `True`, `None`), and "~" after it where a string key beside it reads the same
 
-An *array path* is for storages, which are choosier: RFC 3986's unreserved characters only, in components of at most
+An *array path* is for storages, which accept less: RFC 3986's unreserved characters only, in components of at most
 200 bytes, none of which is `.`, `..` or `zarr.json`, begins with `__` (reserved by zarr v3), `.` or `~`, or ends with
-a dot. `array_path` escapes any string at all into that, and `name_of_array_path` is its exact inverse:
+a dot. `array_path` escapes any string into such a path, and `name_of_array_path` is its exact inverse:
 
     any other character     → its UTF-8 bytes, each as "=" and two hex digits (URLs, shells and globs leave "=" alone)
     an empty component      → =-
@@ -26,18 +26,18 @@ from functools import lru_cache
 from shardckpt.errors import FormatError, OptionError
 
 PathKey = str | int | bool | None
-"""A key on the way to a leaf: a dict's own, with its type, or an index into a sequence."""
+"""A key of a container: a dict's key, with its type, or an index into a sequence."""
 
 Only = str | Sequence[str] | Callable[[str], bool]
-"""Which names: a pattern, several, or a function."""
+"""A selection of names: a pattern, several patterns, or a function."""
 
 _UNSAFE_IN_NAME = re.compile("[~/\ud800-\udfff]")
 _LARGEST_DECIMAL = 10**20
-"""Beyond it an integer key reads in hex: Python converts long integers to decimal in quadratic time, or not at all."""
+"""Larger integer keys are written in hex: Python converts long integers to decimal in quadratic time, or not at all."""
 
 
 def component_names(keys: Sequence[PathKey]) -> list[str]:
-    """The components that the keys of one container have in names.
+    """The name components of the keys of one container.
 
     >>> component_names(["a/b", "", "0", 0, True])
     ['a~1b', '~e', '0', '0~', 'True']
@@ -58,7 +58,7 @@ def _other_component(key: int | bool | None, strings: set[str]) -> str:
 
 
 def child_name(parent: str, component: str) -> str:
-    """The name of a child; the state itself is called "" and no component is empty.
+    """The name of a child; the state itself has the name "", and no component is empty.
 
     >>> child_name(child_name("", "model"), "w")
     'model/w'
@@ -67,7 +67,7 @@ def child_name(parent: str, component: str) -> str:
 
 
 def shown(name: str) -> str:
-    """A name as messages show it: quoted, on a bounded number of characters, and in words for the state itself.
+    """A name for messages: quoted, at most about 300 characters, and in words for the state itself.
 
     >>> shown("model/w"), shown("")
     ("'model/w'", 'The state itself')
@@ -84,20 +84,20 @@ _SHOWN = 300
 
 _COMPONENT = r"(?!__)(?!zarr\.json(?:/|$))[A-Za-z0-9_-](?:[A-Za-z0-9._~-]{0,188}[A-Za-z0-9_~-])?"
 _PLAIN = re.compile(_COMPONENT, re.ASCII | re.IGNORECASE)
-"""Components that are their own path."""
+"""Components that need no escape."""
 _PLAIN_NAME = re.compile(f"{_COMPONENT}(?:/{_COMPONENT})*", re.ASCII | re.IGNORECASE)
-"""Names of such components, as nearly all are."""
+"""Names of which no component needs an escape, which are nearly all."""
 _ESCAPED = re.compile(r"(?:[A-Za-z0-9._~-]|=[0-9A-F]{2})+", re.ASCII)
 _SAFE = re.compile(r"[A-Za-z0-9._~-]", re.ASCII)
 _LONGEST = 190
-"""Bytes of a component before it is cut; what is added afterwards keeps it below 200."""
+"""Bytes of a component before it is split; the later additions keep it below 200."""
 
 
 def array_path(name: str) -> str:
-    """The path, relative to the group that holds all arrays, of the array called `name`.
+    """The path of the array called `name`, relative to the group that holds all arrays.
 
-    Any string has a path and different strings have different ones. (Paths may still differ in case only, and a
-    storage may limit their whole length: 1,024 bytes on GCS and S3.)
+    Any string has a path, and different strings have different paths. (Paths may differ in case only, and a storage may
+    limit the length of a path: 1,024 bytes on GCS and S3.)
 
     >>> array_path("model/layers.0.weight")
     'model/layers.0.weight'
@@ -110,9 +110,9 @@ def array_path(name: str) -> str:
 
 
 def piece_path(name: str, shape: Sequence[int], start: Sequence[int]) -> str:
-    """Where a piece of a tensor is stored, if it is stored in pieces. No tensor's `array_path` ends so.
+    """The path of a piece of a tensor that is stored in pieces. No tensor's `array_path` has such an ending.
 
-    A piece goes by the row-major position of its first element, which every process knows of its own pieces.
+    The path contains the row-major position of the piece's first element, which every process knows of its own pieces.
 
     >>> piece_path("model/w", (4, 6), (2, 3))
     'model/w=p15'
@@ -143,7 +143,7 @@ def _escaped(character: str) -> str:
 
 
 def _guarded(tokens: list[str]) -> str:
-    """One piece, without the beginnings and endings that some storage or zarr itself gives a meaning."""
+    """One component, with beginnings and endings escaped that a storage or zarr reserves."""
     if tokens[-1] == ".":
         tokens[-1] = _escaped(".")
     if tokens[0] in {".", "~"} or tokens[:2] == ["_", "_"] or "".join(tokens).lower() == "zarr.json":
@@ -155,7 +155,7 @@ def name_of_array_path(path: str) -> str:
     """The name whose `array_path` is `path`.
 
     Raises:
-        FormatError: `array_path` gives no such path.
+        FormatError: `path` is not the `array_path` of any name.
     """
     name = "/".join(_unescape(part, path) for part in path.replace("=/", "").split("/"))
     if array_path(name) != path:
@@ -179,11 +179,11 @@ def _unescape(component: str, path: str) -> str:
 
 
 def matches(pattern: Only, name: str) -> bool:
-    """Whether `name` is among those that `pattern` asks for.
+    """Whether `pattern` selects `name`.
 
     In a pattern `*` stands for any characters within one component and `**` for any characters at all; a component
-    that is just `**` stands for any number of components, none included. `?` is one character within a component
-    and `[ab]`, `[!ab]` are sets of them. A sequence of patterns asks for what any of them does.
+    that is just `**` stands for any number of components, including none. `?` is one character within a component
+    and `[ab]`, `[!ab]` are sets of characters. A sequence of patterns selects the names that any of them selects.
 
     >>> matches("model/layers.*.weight", "model/layers.0.weight"), matches("model/*", "model/a/b")
     (True, False)
@@ -197,7 +197,7 @@ def matches(pattern: Only, name: str) -> bool:
 
 
 def selector(only: Only | None) -> Callable[[str], bool]:
-    """The function that says of a name whether `only` asks for it; None asks for everything.
+    """A function that returns whether `only` selects a name; None selects all names.
 
     Raises:
         OptionError: `only` is neither text, a sequence of texts nor a function.
@@ -224,10 +224,10 @@ _GLOB = re.compile(
 
 @lru_cache(maxsize=1024)
 def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """The regular expression that matches, as a whole, the names that a pattern asks for; see `matches`.
+    """A regular expression that fully matches the names that a pattern selects; see `matches`.
 
     Raises:
-        OptionError: `pattern` is none.
+        OptionError: `pattern` is not a valid pattern.
     """
     try:
         return re.compile("".join(map(_regex_of, _GLOB.finditer(pattern))), re.DOTALL)
@@ -257,9 +257,9 @@ _COMPARED = 200
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that reads most like `name`, or None where none does.
+    """The candidate that is most similar to `name`, or None if none is similar.
 
-    Comparing texts well is slow, so a shortlist comes first: those with the most characters in common at both ends.
+    A good comparison of texts is slow, so a shortlist comes first: the candidates with the most characters in common at both ends.
     """
     backwards = name[::-1]
 
@@ -279,13 +279,13 @@ def _common_start(one: str, other: str) -> int:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The end of a message about a name that is not there: " (did you mean …?)", or nothing."""
+    """The end of a message about a missing name: " (did you mean …?)", or empty."""
     found = nearest(name, candidates)
     return "" if found is None else f" (did you mean {found!r}?)"
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sorts names with numbers in them as people do.
+    """Sort key that orders numbers inside names by value.
 
     >>> sorted(["10", "9", "step-2"], key=natural_key)
     ['9', '10', 'step-2']

@@ -1,6 +1,6 @@
-"""numpy and ml_dtypes scalars as JSON, to the bit.
+"""Bit-exact JSON encoding of numpy and ml_dtypes scalars.
 
-As two texts: its dtype, and its bytes in little-endian order in hex. The dtype is one that tensors can have
+A scalar is written as two texts: its dtype, and its bytes in little-endian order in hex. The dtype is one that tensors can have
 (`shardckpt.layout.dtypes`), `datetime64[unit]` or `timedelta64[unit]`, or `str` (UTF-8, surrogates as three bytes each) or
 `bytes`, of any length.
 """
@@ -24,13 +24,13 @@ __all__ = ["decode_scalar", "encode_scalar", "from_hex"]
 
 
 def encode_scalar(value: np.generic, where: str) -> list[Any]:
-    """The two texts of a scalar.
+    """Encode a scalar as two texts.
 
     >>> encode_scalar(np.float32(1), "lr")
     ['float32', '0000803f']
 
     Raises:
-        LeafError: no tensor could have its dtype; `where` names the leaf.
+        LeafError: tensors cannot have the scalar's dtype; `where` names the leaf.
     """
     if isinstance(value, np.str_):
         return ["str", str(value).encode("utf-8", "surrogatepass").hex()]
@@ -47,11 +47,11 @@ def encode_scalar(value: np.generic, where: str) -> list[Any]:
 
 
 def decode_scalar(content: object) -> np.generic:
-    """The scalar of two texts.
+    """Decode a scalar from two texts.
 
     Raises:
-        ValueError: no scalar is written so.
-        DtypeError: its dtype is not known.
+        ValueError: the content is not an encoded scalar.
+        DtypeError: its dtype is unknown.
     """
     if not isinstance(content, list) or len(content) != 2 or not isinstance(content[0], str):
         raise ValueError
@@ -61,7 +61,7 @@ def decode_scalar(content: object) -> np.generic:
     if name == "bytes":
         return np.bytes_(data)
     scalar = _time(np.dtype(name), data) if _TIME.fullmatch(name) else _number(dtypes.by_name(name).numpy, data)
-    # A bool of 2, say, is none: only what comes out as it went in is a value.
+    # Bytes that do not encode to themselves again, such as a bool of 2, are invalid.
     if encode_scalar(scalar, "") != content:
         raise ValueError
     return scalar
@@ -87,7 +87,7 @@ def _only(values: Sequence[Any] | np.ndarray[Any, Any]) -> Any:
 
 
 def _swapped(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The same bytes in little-endian order (ml_dtypes have no other dtype to say so, hence bytewise)."""
+    """The same bytes in little-endian order. They are swapped as bytes, because ml_dtypes have no dtypes of another byte order."""
     if sys.byteorder == "little":
         return array
     part = array.dtype.itemsize // (2 if array.dtype.kind in "cW" else 1)
@@ -98,7 +98,7 @@ _HEX = re.compile(r"(?:[0-9a-f]{2})*", re.ASCII)
 
 
 def from_hex(content: object) -> bytes:
-    """Bytes of a text in lower-case hex without gaps; ValueError for anything else."""
+    """Decode lower-case hex without gaps; ValueError for anything else."""
     if not isinstance(content, str) or not _HEX.fullmatch(content):
         raise ValueError
     return bytes.fromhex(content)

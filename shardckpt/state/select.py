@@ -1,8 +1,8 @@
-"""Selecting names: the tree document of the part of a state that they make up.
+"""Selecting names: the tree document of the selected part of a state.
 
-What is left out is not there, and neither are containers in which nothing is left. All other names stay what they are. A
-list or tuple that has lost an item is a dict from index to item, as `unflatten` has it. Of tied names of which the first is
-left out, the first that is left becomes the tensor itself.
+Names that are not selected are left out, and so are containers without any selected leaf. All other names stay the same. A
+list or tuple that has lost an item becomes a dict from index to item, as in `unflatten`. If the stored name of a tied tensor is left
+out, the first selected of its names becomes the tensor.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["select"]
 
 
 def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str]]:
-    """The part of a state that some names are.
+    """Select a part of a state.
 
     Args:
-        tree: the document of the whole state.
-        only: which names are wanted.
+        tree: the document of the complete state.
+        only: whether a name is selected.
 
     Returns:
-        The document of that part, and for each of its tensors the name that it is stored under in the whole; both are empty
-        where nothing is wanted.
+        The document of the selected part, and for each of its tensors the name under which it is stored in the complete state; both
+        are empty if nothing is selected.
     """
     root = parse(tree)
     meaning = {leaf.name: leaf.meaning for leaf in leaves_of(root) if isinstance(leaf, Tensor)}

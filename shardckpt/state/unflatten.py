@@ -1,7 +1,7 @@
-"""A state put together again from tensors and a tree document, as plain dicts, lists and tuples.
+"""Rebuilding a state from tensors and a tree document, as plain dicts, lists and tuples.
 
-From the root down, leaves by their names and containers by their form. With a choice of names, what it leaves out is
-not there, and neither are containers in which nothing is left.
+The state is built from the root down, leaves by their names and containers by their form. Names that are not selected are left out,
+and so are containers in which nothing is left.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["assemble", "decode_leaf", "unflatten"]
 
 
 def decode_leaf(leaf: Small | Custom) -> object:
-    """The value of a leaf that is no tensor.
+    """Decode a leaf that is not a tensor.
 
     Raises:
-        FormatError: it is not written as leaves are, its type is not registered, or its registered decode function
-            does not take what is stored.
+        FormatError: the leaf is invalid, its type is not registered, or its registered decode function fails on the stored
+            content.
         MissingExtraError: the leaf is torch's, and torch is not installed.
     """
     if isinstance(leaf, Small):
@@ -46,30 +46,30 @@ def decode_leaf(leaf: Small | Custom) -> object:
 
 
 def unflatten(tree: Tree, tensors: Mapping[str, Any], only: Callable[[str], bool] | None = None) -> Any:
-    """Put a state together again, of plain dicts, lists and tuples.
+    """Rebuild a state, of plain dicts, lists and tuples.
 
-    With `only`, what it does not ask for is left out, and so are containers with nothing left in them. A list or
-    tuple from which an item is missing comes back as a dict from index to item, so that every item keeps its key. A
-    container that was stored empty is there if `only` asks for its own name.
+    Names that `only` does not select are left out, and so are containers with nothing left in them. A list or tuple from
+    which an item is missing comes back as a dict from index to item, so that every item keeps its key. A container that was
+    stored empty is there if `only` selects its own name.
 
     Args:
         tree: the document.
         tensors: values by name, at least those of `stored_names(tree, only)` and `per_process_names(tree, only)`.
-            Tied names share one value. What tensors mean is not looked at.
-        only: which names are wanted; None for all.
+            Tied names share one value. Meanings of tensors are ignored.
+        only: whether a name is selected; None: all.
 
     Returns:
-        The state; an empty dict where `only` asks for nothing in it.
+        The state; an empty dict if `only` selects nothing in it.
 
     Raises:
-        FormatError: the document is none, or names a tensor that `tensors` lacks.
+        FormatError: the document is invalid, or names a tensor that `tensors` lacks.
         MissingExtraError: a leaf is torch's, and torch is not installed.
     """
     return assemble(parse(tree), tensors, only)
 
 
 def assemble(node: Node, tensors: Mapping[str, Any], only: Callable[[str], bool] | None = None) -> Any:
-    """`unflatten`, of a document that is parsed already."""
+    """`unflatten` for a parsed document."""
     state = _Builder(tensors, only).build(node)
     return {} if state is _LEFT_OUT else state
 
@@ -78,7 +78,7 @@ _LEFT_OUT = object()
 
 
 class _Builder:
-    """Puts plain containers together from nodes."""
+    """Builds plain containers from nodes."""
 
     def __init__(self, tensors: Mapping[str, Any], only: Callable[[str], bool] | None) -> None:
         self.tensors = tensors

@@ -1,20 +1,20 @@
-"""The tree of the whole job's state, joined from the trees of its processes.
+"""The tree of a job's complete state, merged from the trees of its processes.
 
 Processes of one job may hold different parts of a state (pipeline stages, a loader on some of them). Their documents
-are laid over each other, all at once, from the root down. At each place, among those documents that have it:
+are merged, all at once, from the root down. At each place, among those documents that have it:
 
-1. Dicts are merged by typed key: the keys of the lowest process first, then those that are new, as they are met.
-   Lists and tuples have to be of one length, and are merged item by item.
-2. Everything else has to be the same in all: a tensor of one meaning, the same tie, an equal small leaf, a PerProcess.
-   A place that only one document has is taken as it is.
-3. Names stay what they are. A tensor was written under the name that its own process gave it, so keys that go by one
+1. Dicts are merged by typed key: the keys of the lowest process first, then new keys in the order of the processes.
+   Lists and tuples must have equal lengths, and are merged item by item.
+2. Everything else must be equal in all: a tensor of one meaning, the same tie, an equal small leaf, a PerProcess.
+   A place that only one document has is copied.
+3. Names do not change. A tensor was written under the name that its own process gave it, so keys that have the same
    name (0 on one process, "0" on another) are refused, although one dict could have both.
 
-Ties need no more than that. A process that says a name is tied has the tensor it is tied to as well, so the union has
-it. A process to which that name is a tensor of its own, because it lacks the other name or has the two apart,
-disagrees: two tensors were stored where others restore one. Names that no process has together are two tensors.
+Ties need no further rule. A process in which a name is tied has the stored tensor as well, so the union has it. In
+another process the same name may be a separate tensor, because that process lacks the stored name or does not tie the two.
+These processes disagree: two tensors were stored where others restore one. Two names that are tied in no process are two tensors.
 
-Every node is looked at once, and only where documents meet is anything compared.
+Every node is visited once, and nodes are compared only where documents meet.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 __all__ = ["union"]
 
 _SHOWN = 80
-"""Characters of a value that a message shows."""
+"""Most characters of a value in a message."""
 
 
 def union(trees: Sequence[tuple[Sequence[int], JSON]]) -> JSON:
-    """The tree document of all processes together.
+    """Merge the tree documents of all processes.
 
     >>> union([([0, 1], {"step": 3, "first": "$tensor"}), ([2], {"last": "$tensor", "step": 3})])
     {'step': 3, 'first': '$tensor', 'last': '$tensor'}
 
     Args:
         trees: the distinct documents, at least one, each with the ascending numbers of the processes that have it;
-            ordered by the lowest of these.
+            ordered by the lowest of these numbers.
 
     Raises:
-        CommitError: two processes say different things of one place; it names the place, what they say and who.
-        FormatError: one of several documents is none. A single one is returned as it is.
+        CommitError: two processes disagree about a place; the message names the place, the values and the processes.
+        FormatError: one of several documents is invalid. A single document is returned unchecked.
     """
     if len(trees) == 1:
         return trees[0][1]
@@ -62,17 +62,17 @@ def union(trees: Sequence[tuple[Sequence[int], JSON]]) -> JSON:
 
 
 _Said = tuple[int, Node]
-"""A document by its position, and what it has at some place."""
+"""Position of a document, and its node at some place."""
 
 
 class _Union:
-    """Lays documents over each other."""
+    """Merges documents."""
 
     def __init__(self, processes: Sequence[Sequence[int]]) -> None:
         self.processes = processes
 
     def merge(self, said: list[_Said]) -> Node:
-        """What all documents that have a place, at least one, say about it."""
+        """The merged node of a place, from the one or more documents that have it."""
         first = said[0][1]
         if len(said) == 1:
             return first
@@ -94,7 +94,7 @@ class _Union:
         return Branch(first.name, first.form, [key for _, key in found], [self.merge(below) for below in found.values()])
 
     def check_keys(self, name: str, found: dict[_Key, list[_Said]]) -> None:
-        """Refuse two keys of different type that one dict, or one set of names, has no room for."""
+        """Refuse two keys of different types that are equal in a dict, or have the same name."""
         taken: dict[object, _Key] = {}
         for key, below in found.items():
             # To a dict 1 and True are one key; 0 and "0" have one name, unless their own dict has both.
@@ -113,7 +113,7 @@ class _Union:
         return CommitError(f"{shown(one.name)} is {' and '.join(said)}{others}; {_advice(one, other)}. Nothing was published.")
 
     def who(self, said: list[_Said]) -> str:
-        """The processes of some documents."""
+        """The processes of some documents, for messages."""
         return numbered("process", sorted({process for i, _ in said for process in self.processes[i]}))
 
 
@@ -122,14 +122,14 @@ _Key = tuple[type, "PathKey"]
 
 
 def _essence(node: Node) -> object:
-    """Equal for nodes that can be one; whether containers can, their children say as well."""
+    """A value that is equal for nodes that can be merged; children of containers are compared separately."""
     if isinstance(node, Branch):
         return node.form, None if node.form == "dict" else len(node.children)
     if isinstance(node, Tensor):
         return Tensor, node.meaning
     if isinstance(node, Tied):
         return Tied, node.stored
-    # As text, because to Python's == the leaves 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    # Compared as text, because in Python the leaves 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     return type(node), json.dumps(write(node))
 
 

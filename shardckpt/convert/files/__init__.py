@@ -1,1 +1,1 @@
-"""Files that appear whole or not at all, on a local disk or in a bucket. Begin with `destination`."""
+"""Files that appear complete or not at all, on a local disk or in a bucket. Begin with `destination`."""

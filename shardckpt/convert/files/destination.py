@@ -1,7 +1,7 @@
 """The interface of a place that exported files are written to; nobody sees a file before it is complete.
 
-A `Destination` is given what to write, batch by batch. `begin` says how far an earlier call came, if it did the same; nothing is under
-its final name before `publish`. `local_files` is one of them.
+A `Destination` receives bytes batch by batch. `begin` returns how much of the same plan an earlier call has written. No file has its
+final name before `publish`. `local_files` is one implementation.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ __all__ = ["Destination", "FileWrite", "WritePlan"]
 
 @dataclass(frozen=True, slots=True)
 class FileWrite:
-    """Bytes that lie side by side in a file."""
+    """Contiguous bytes of a file."""
 
     file: int
-    """Its number."""
+    """Number of the file."""
     offset: int
-    """Of the first of them."""
+    """Offset of the first byte in the file."""
     data: memoryview
-    """Good until the call that they are given to returns."""
+    """The bytes; valid until the call that receives them returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What will be written."""
+    """The files and blocks that will be written."""
 
     identity: bytes
-    """32 bytes that differ if anything does: source, files, blocks and their order."""
+    """32 bytes that change with the source, the files, the blocks or their order."""
     sizes: Sequence[int]
     """Bytes of each file."""
     blocks: Callable[[], Iterator[Sequence[tuple[str, int, int, int]]]]
-    """All blocks in the order in which they are written, each with its runs of bytes: what it holds (for messages), file, offset and
-    length. Headers are in no block."""
+    """All blocks in the order of writing. Each block has runs of bytes: tensor name (for messages), file, offset and length. Headers are
+    in no block."""
 
 
 class Destination(Protocol):
-    """Where some files are written. For one thread."""
+    """A place where files are written. For one thread."""
 
     @property
     def in_order(self) -> bool:
@@ -50,19 +50,19 @@ class Destination(Protocol):
 
     @property
     def memory(self) -> int:
-        """Bytes of buffers that it keeps."""
+        """Bytes of buffers that the destination keeps."""
         ...
 
     def begin(self, plan: WritePlan) -> int:
-        """Take up the work.
+        """Start the plan, or continue an earlier call of the same plan.
 
         Returns:
-            How many blocks an earlier call that was interrupted has written, and are durable: the first ones of the plan. Headers
-            are written anew; one that must be in order leaves out what it has.
+            Number of blocks, the first ones of the plan, that an earlier, interrupted call has made durable. Headers are written again; a
+            destination that must be written in order skips the bytes that it has.
 
         Raises:
-            AlreadyExistsError: a file is there, and is not to be replaced.
-            StorageError: it cannot be written to, there is no room, or somebody else is writing the same.
+            AlreadyExistsError: a file exists, and may not be replaced.
+            StorageError: the place cannot be written to, has no room, or another process is writing the same files.
         """
         ...
 
@@ -70,39 +70,39 @@ class Destination(Protocol):
         """Write some bytes, in the order of the blocks.
 
         Raises:
-            StorageError: it failed.
+            StorageError: the write failed.
         """
         ...
 
     def wrote(self, checks: Sequence[int]) -> None:
-        """Take note of the blocks that are written since the last call.
+        """Record the blocks that were written since the last call.
 
         Args:
-            checks: crc32c of each.
+            checks: crc32c of each block.
 
         Raises:
-            StorageError: what was written before could not be made durable.
+            StorageError: earlier writes could not be made durable.
         """
         ...
 
     def finish(self, *, verify: bool) -> None:
-        """Make everything durable, and read it back if that is wanted.
+        """Make everything durable, and with `verify` read it back.
 
         Raises:
-            CorruptionError: it does not read back as it was written.
+            CorruptionError: the bytes read back differ from the bytes written.
             StorageError: it failed.
         """
         ...
 
     def publish(self) -> None:
-        """Give the files their names, the last of them last.
+        """Give the files their names, in order, so that the last file appears last.
 
         Raises:
-            AlreadyExistsError: somebody else has put a file there meanwhile.
+            AlreadyExistsError: another process has put a file there meanwhile.
             StorageError: it failed.
         """
         ...
 
     def abort(self, *, keep: bool) -> None:
-        """Give up; `keep` leaves what a later call can go on with, if there is anything."""
+        """Stop; `keep` leaves the written files so that a later call can continue."""
         ...

@@ -1,7 +1,7 @@
 """A file or directory that takes its final name only when it is complete.
 
-It is written beside its place, under a hidden name of its own, made durable, and renamed. What a killed export has left there is
-removed by the next export to that place: whoever writes holds a lock on it (flock(2)), which ends with the process.
+It is written beside its place, under a hidden temporary name, made durable, and renamed. Each writer holds a lock on its draft
+(flock(2)), which ends with the process; so the next export to that place can remove the drafts that a killed export has left.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ __all__ = ["Draft"]
 
 _SUFFIX = ".partial"
 _REPLACED = ".replaced"
-"""What a directory is called from when its successor is about to take its name, until that has it."""
+"""Suffix of an old directory while its successor takes its name."""
 _RANDOM_BYTES = 4
 
 
 class Draft:
-    """A file or directory on its way; `publish` or `abandon` ends it."""
+    """A file or directory in progress; `publish` or `abandon` ends it."""
 
     def __init__(self, location: Location, *, overwrite: bool, nbytes: int, marks: Collection[str] | None = None) -> None:
-        """Make an empty one.
+        """Make an empty draft.
 
         Args:
-            location: where it is to be.
-            overwrite: whether it may take the place of what is there.
-            nbytes: that it will have, about.
-            marks: it is a directory, and with `overwrite` takes the place of an empty one, or one with a file of such a name, only;
-                None: it is a file.
+            location: the final place.
+            overwrite: whether the draft may replace an existing file or directory.
+            nbytes: approximate bytes of the finished draft.
+            marks: None for a file. For a directory: names of files of which an existing directory must have one, or be empty, before
+                `overwrite` replaces it.
 
         Raises:
-            OptionError: that is no place on a local disk.
-            AlreadyExistsError: something is there, and may not be replaced.
-            StorageError: there is no room, or no right to write there.
+            OptionError: the location is not on a local disk.
+            AlreadyExistsError: something exists there, and may not be replaced.
+            StorageError: there is no room, or no permission to write there.
         """
         if location.local is None:
             raise OptionError(
@@ -76,15 +76,15 @@ class Draft:
 
     @property
     def fd(self) -> int:
-        """The file, open to be read and written; or the directory."""
+        """File descriptor of the file, open for reading and writing, or of the directory."""
         return self._fd
 
     def publish(self) -> None:
-        """Give it its name. Its contents are durable; a directory's files are, and the names of those in it become so.
+        """Give the draft its final name, after making it durable. The files inside a directory must be durable already.
 
         Raises:
-            AlreadyExistsError: somebody else was faster.
-            StorageError: it cannot be done.
+            AlreadyExistsError: another process has published there first.
+            StorageError: the rename failed.
         """
         with storage_errors("publish", self.final):
             os.fsync(self._fd)
@@ -99,14 +99,14 @@ class Draft:
             os.close(self._fd)
 
     def abandon(self) -> None:
-        """Remove it."""
+        """Remove the draft."""
         self._remove(self.path)
         with suppress(OSError):
             os.close(self._fd)
 
     def _link(self) -> None:
         try:
-            os.link(self.path, self.final)  # a rename would replace what somebody else has put there meanwhile
+            os.link(self.path, self.final)  # a rename would replace a file that another process has put there meanwhile
         except FileExistsError:
             raise self._taken() from None
         except OSError as e:
@@ -150,9 +150,9 @@ class Draft:
         return AlreadyExistsError(f"{self.final} is there already; choose another place, or replace it with overwrite=True.")
 
     def _remove_leftovers(self) -> None:
-        """Remove drafts of writers that are gone, and what a directory was replaced by; bring back what was to be, and was not."""
+        """Remove drafts and replaced directories of dead writers; restore a replaced directory whose successor never took the name."""
         named = re.compile(re.escape(f".{self.final.name}.") + f"[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
-        for entry in sorted(self.final.parent.iterdir()):  # a draft comes before what it was to replace
+        for entry in sorted(self.final.parent.iterdir()):  # a draft sorts before the directory that it replaces
             if not named.fullmatch(entry.stem) or entry.suffix not in (_SUFFIX, _REPLACED) or _is_locked(entry.with_suffix(_SUFFIX)):
                 continue
             if entry.suffix == _REPLACED and not os.path.lexists(self.final):
@@ -171,7 +171,7 @@ class Draft:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether somebody is at work on it."""
+    """Whether a running writer has the file locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -1,16 +1,16 @@
-"""Files on a local disk that appear whole or not at all, and that a killed writer can go on with.
+"""Files on a local disk that appear complete or not at all, and that continue after a writer was killed.
 
     <directory>/.<last name>.partial/
-        notes      how far it is (`notes`)
+        notes      log of the progress (`notes`)
         0 1 …      the files
 
-1. `begin`: files of an earlier call that did the same are taken up where its notes end; others go. The disk has to have the room.
-2. `write`: bytes go to their place, neighbours in one call. After every `_NOTE_BYTES` another thread makes durable what there is, and
-   notes it, while writing goes on. So a killed writer loses little more than that.
-3. `finish`: all is durable, and compared with its checksums.
-4. `publish`: each file gets its name by a link, which fails where there is one of that name, or takes its place by a rename if it is
-   to be replaced; the last name comes last. Then the directory of partial files goes. A writer that is killed meanwhile is gone on
-   with, too.
+1. `begin`: if the notes belong to the same plan, writing continues where they end; files of other plans are removed. The disk must
+   have the room.
+2. `write`: adjacent bytes are written in one call. After every `_NOTE_BYTES` another thread makes the written bytes durable and
+   records them, while writing continues. So a killed writer loses little more than `_NOTE_BYTES`.
+3. `finish`: everything is made durable, and compared with its checksums.
+4. `publish`: each file gets its name by a hard link, which fails if the name exists, or by a rename if it may replace a file; the
+   last name comes last. Then the directory of partial files is removed. A later call can also continue an interrupted `publish`.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ if TYPE_CHECKING:
 __all__ = ["LocalFiles"]
 
 _NOTE_BYTES = 256 << 20
-"""Bytes after which what was written is made durable and noted."""
+"""Bytes after which written data is made durable and recorded."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""What a file system says that has no links; there, between looking and renaming, somebody else's file may be replaced."""
+"""Errors of file systems without hard links. There, a file that another process creates between the check and the rename may be
+replaced."""
 _READ_BYTES = 256 << 10
-"""Bytes that are read back at a time, by each thread: they are still in its cache when their checksum is computed."""
+"""Bytes that each thread reads back at a time: they are still in the CPU's cache when the checksum is computed."""
 _CHECKED_AT_ONCE = 4096
-"""Blocks of which is planned at a time where they lie."""
+"""Blocks that are planned and verified at a time."""
 
 
 class LocalFiles:
-    """Some files of one directory; see `Destination`."""
+    """Files of one directory; see `Destination`."""
 
     in_order = False
     memory = 0
 
     def __init__(self, directory: Path, names: Sequence[str], *, overwrite: bool, obsolete: Sequence[str] = ()) -> None:
-        """Write files of those names; the last one says that all are there. `obsolete`: files that go when these come."""
+        """Prepare to write files of these names; the last one appears last. `obsolete`: files that are removed when the new ones appear."""
         self._directory = directory
         self._paths = [directory / name for name in names]
         self._partial = directory / f".{names[-1]}.partial"
@@ -71,7 +72,7 @@ class LocalFiles:
         self._noted = 0
         self._unnoted = 0
         self._named = False
-        """Whether the files have their names already, and only partial ones are left to be removed."""
+        """Whether the files have their final names, and only partial files are left to remove."""
         self._file = -1
         self._fd = -1
         self._noting: Future[None] | None = None
@@ -99,10 +100,10 @@ class LocalFiles:
         return self._noted
 
     def _start_anew(self) -> None:
-        """Remove what is of another plan, and make files of the sizes that they will have."""
+        """Remove files of another plan, and create files of the final sizes."""
         assert self._notes is not None
         self._remove(all_but="notes")
-        self._refuse_to_replace()  # a file that an earlier plan has named is nobody's work in progress any more
+        self._refuse_to_replace()  # a file that an earlier plan has named no longer counts as work in progress
         for number, nbytes in enumerate(self._plan.sizes):
             with storage_errors("create", self._at(number)), self._at(number).open("xb") as file:
                 file.truncate(nbytes)
@@ -161,7 +162,7 @@ class LocalFiles:
         self._close()
         if self._notes is not None:
             if not (keep and self._noted):
-                with suppress(StorageError):  # the error that made the caller give up is the one to tell
+                with suppress(StorageError):  # the caller reports the error that made it abort
                     self._remove()
             self._notes.close()
 
@@ -169,7 +170,7 @@ class LocalFiles:
         return self._partial / str(number)
 
     def _is_ours(self, number: int) -> bool:
-        """Whether a file has its name already."""
+        """Whether a file has its final name."""
         try:
             return self._at(number).samefile(self._paths[number])
         except FileNotFoundError:
@@ -183,7 +184,7 @@ class LocalFiles:
             raise AlreadyExistsError(f"{there} is there already; choose another name, or replace it with overwrite=True.")
 
     def _check_space(self) -> None:
-        """Refuse files for which there is no room."""
+        """Raise StorageError if the disk has no room for the files."""
         with storage_errors("look at", self._partial):
             held = sum(512 * self._at(number).stat().st_blocks for number in range(len(self._paths)))
         free, needed = free_bytes(Store.open(self._partial)), sum(self._plan.sizes) - held
@@ -194,7 +195,7 @@ class LocalFiles:
             )
 
     def _put(self, file: int, offset: int, stop: int, run: Sequence[memoryview]) -> None:
-        """Write what lies side by side."""
+        """Write adjacent buffers at an offset of a file."""
         if not run:
             return
         if file != self._file:
@@ -226,7 +227,7 @@ class LocalFiles:
             os.close(fd)
 
     def _note(self) -> None:
-        """Make what was written durable, and note it, in another thread; what came before is durable when the file changes."""
+        """Make the current file durable and record its blocks, in another thread; earlier files became durable when the file changed."""
         self._settle()
         assert self._notes is not None
         notes, fd, path, checks = self._notes, self._fd, self._at(self._file), self._checks[self._noted :]
@@ -240,13 +241,13 @@ class LocalFiles:
         self._noted, self._unnoted = len(self._checks), 0
 
     def _settle(self) -> None:
-        """Wait for the note that is being taken."""
+        """Wait for the note that is being written."""
         noting, self._noting = self._noting, None
         if noting is not None:
             noting.result()
 
     def _verify(self) -> None:
-        """Compare all blocks with their checksums, in several threads."""
+        """Compare all blocks with their checksums, on several threads."""
         fds, memory = dict[int, int](), local()
 
         def check(blocks: Sequence[tuple[Sequence[tuple[str, int, int, int]], int]]) -> None:
@@ -273,9 +274,9 @@ class LocalFiles:
                 os.close(fd)
 
     def _name_all(self) -> None:
-        """Give all files their names, where they have not got them yet."""
+        """Give all files their names, except those that have them."""
         last = len(self._paths) - 1
-        changing = [self._paths[last]] if self._overwrite and last and not self._is_ours(last) else []  # what it names
+        changing = [self._paths[last]] if self._overwrite and last and not self._is_ours(last) else []  # the last file names the others
         for path in (*changing, *self._obsolete):
             with storage_errors("remove", path):
                 path.unlink(missing_ok=True)
@@ -287,7 +288,7 @@ class LocalFiles:
                     sync_directory(self._directory)
 
     def _name(self, number: int, path: Path) -> None:
-        """Give a file its name, and keep the one that it has."""
+        """Give a file its final name; it keeps the partial one."""
         other = self._partial / f"{number}.new"
         with storage_errors("name", path):
             try:
@@ -306,7 +307,7 @@ class LocalFiles:
                 self._at(number).rename(path)
 
     def _remove(self, all_but: str | None = None) -> None:
-        """Remove partial files."""
+        """Remove the partial files."""
         with storage_errors("remove", self._partial):
             for path in sorted(self._partial.iterdir(), key=lambda path: path.name == "notes"):
                 if path.name != all_but:
@@ -316,7 +317,7 @@ class LocalFiles:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a file; None where there is none."""
+    """Size of a file in bytes; None if it does not exist."""
     try:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -324,12 +325,12 @@ def _size(path: Path) -> int | None:
 
 
 def _checksum(fds: Mapping[int, int], runs: Sequence[tuple[str, int, int, int]], buffer: memoryview) -> int | None:
-    """crc32c of what lies in some runs of bytes, read into a buffer; None: a file ends before them."""
+    """crc32c of some runs of bytes, read through a buffer; None: a file ends before them."""
     found = 0
     for _, file, offset, length in runs:
         at, end = offset, offset + length
         while at < end:
-            got = os.preadv(fds[file], [buffer[: end - at]], at)  # a file system may give less than is asked for, and go on
+            got = os.preadv(fds[file], [buffer[: end - at]], at)  # a file system may return fewer bytes than requested
             if not got:
                 return None
             found = crc32c.crc32c(buffer[:got], found)

@@ -1,9 +1,9 @@
 """A log of how far a file is written, with checksums, by which an export that was killed is continued.
 
-A file of notes lies beside it. It begins with the plan's identity; each note adds the crc32c of the blocks that have become durable
-since the last one, in the order of writing; a note of none says that the files have their names. A note that is cut off, or that was
-never durable itself, does not agree with its own checksum, and counts for nothing: blocks are written again. The file is locked while
-its writer lives.
+The log lies beside the files. It begins with the plan's identity. Each note adds the crc32c of the blocks that became durable since
+the last note, in the order of writing; an empty note says that the files have their final names. A note that was truncated, or never
+became durable, does not match its own checksum and is ignored: its blocks are written again. The writer holds a lock on the log while
+it lives.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _WORD = 4
 
 
 class Notes:
-    """The notes of one writer, who has them locked until `close`."""
+    """The log of one writer, locked until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Open and lock them; they are made where there are none.
+        """Open and lock the log; create it if it does not exist.
 
         Raises:
-            StorageError: somebody else has them locked, or they cannot be opened.
+            StorageError: another process holds the lock, or the log cannot be opened.
         """
         self._path = path
         while True:
@@ -51,12 +51,12 @@ class Notes:
             except OSError as e:
                 self.close()
                 raise StorageError(f"cannot lock {path}: {e}; choose a place on a file system that has locks.") from e
-            self.close()  # who held it before has removed it
+            self.close()  # the previous holder of the lock has removed the file
 
     def read(self, identity: bytes) -> tuple[list[int], bool] | None:
-        """The checksums of all durable blocks, and whether the files have their names. What is cut off goes.
+        """Read the checksums of all durable blocks, and whether the files have their names; truncate an incomplete note.
 
-        None where the notes are of another plan, or there are none.
+        Returns None if the log is empty or belongs to another plan.
         """
         with storage_errors("read", self._path):
             data = np.fromfile(self._path, np.uint8)
@@ -77,21 +77,21 @@ class Notes:
         return found, named
 
     def begin(self, identity: bytes) -> None:
-        """Forget all notes, and begin those of a plan."""
+        """Discard all notes, and begin the log of a plan."""
         with storage_errors("write", self._path):
             os.ftruncate(self._fd, 0)
             os.lseek(self._fd, 0, os.SEEK_SET)
             self._append(identity)
 
     def add(self, checks: Sequence[int]) -> None:
-        """Note blocks that are durable; none: that the files have their names."""
+        """Record durable blocks; an empty list records that the files have their names."""
         note = np.array([len(checks), *checks], "<u4").tobytes()
         with storage_errors("write", self._path):
             self._append(note + crc32c.crc32c(note).to_bytes(_WORD, "little"))
             os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Unlock them."""
+        """Release the lock and close the log."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

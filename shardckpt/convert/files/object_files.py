@@ -1,14 +1,15 @@
-"""Files of an export on an object store, written one after another, that a killed writer can go on with.
+"""Exported files on an object store, written one after another, that continue after a writer was killed.
 
-Each file is an `ObjectTarget`: bytes from front to back, visible when it is finished, gone on with from where the service has it.
+Each file is an `ObjectTarget`: it is written from front to back, becomes visible when it is finished, and continues from the bytes that
+the service has.
 
-1. One file becomes visible when it is published. Of several, each data file does when the next one begins, and the one that names them all
-   comes last: without it, readers find no model. It goes first where a model is replaced.
-2. A small object, `.<last name>.export.json`, says which files an export has begun. Since nothing was there when it began (what is replaced
-   goes first), those of them that are there are its own: the same export goes on after them, another one removes them. The object goes at
-   the end.
+1. A single file becomes visible when it is published. Of several files, each data file becomes visible when the next one begins; the
+   file that names them all comes last, and without it readers find no model. If a model is replaced, that file is deleted first.
+2. A small object, `.<last name>.export.json`, lists the files that an export has begun. Replaced files are deleted before the export
+   begins, so the listed files that exist belong to it: the same export continues after them, another export removes them. The object
+   is deleted at the end.
 
-What has arrived is compared with what was sent by the service's own checksums, part by part, so nothing is read back.
+The service compares the received bytes with its own checksums, part by part, so nothing is read back.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ __all__ = ["ObjectFiles", "begun"]
 
 
 class ObjectFiles:
-    """Some files below one place; see `Destination`."""
+    """Files below one location; see `Destination`."""
 
     in_order = True
 
     def __init__(self, directory: Location, names: Sequence[str], *, overwrite: bool, memory: int, obsolete: Sequence[str] = ()) -> None:
-        """Write files of those names; the last one says that all are there.
+        """Prepare to write files of these names; the last one appears last.
 
         Args:
-            directory: where to.
-            names: of the files.
-            overwrite: whether they may replace what is there.
+            directory: the destination.
+            names: names of the files.
+            overwrite: whether they may replace existing files.
             memory: bytes for buffers.
-            obsolete: files that go before the last one comes.
+            obsolete: files to delete before the last file appears.
         """
         self.memory = memory
         self._directory = directory
@@ -54,7 +55,7 @@ class ObjectFiles:
         self._store = Store.open(directory)
         self._note = _note_of(names[-1])
         self._finished = 0
-        """Files that are visible."""
+        """Number of files that are visible."""
         self._target: ObjectTarget | None = None
 
     def begin(self, plan: WritePlan) -> int:
@@ -81,10 +82,10 @@ class ObjectFiles:
                 target.write_at(write.offset + there, write.data[there:])
 
     def wrote(self, checks: Sequence[int]) -> None:
-        """See `Destination`. The service knows how far each file is."""
+        """See `Destination`. The service knows the progress of each file."""
 
     def finish(self, *, verify: bool) -> None:
-        """See `Destination`. Every part was verified as it arrived."""
+        """See `Destination`. The service verified every part on arrival."""
 
     def publish(self) -> None:
         """See `Destination`."""
@@ -99,7 +100,7 @@ class ObjectFiles:
     def abort(self, *, keep: bool) -> None:
         """See `Destination`."""
         target, self._target = self._target, None
-        with suppress(ShardckptError):  # the error that made the caller give up is the one to tell
+        with suppress(ShardckptError):  # the caller reports the error that made it abort
             if keep and target is not None:
                 target.close()
             elif target is not None:
@@ -110,7 +111,7 @@ class ObjectFiles:
                     self._store.delete(name)
 
     def _opened(self, number: int) -> ObjectTarget:
-        """The file of that number; those before it are finished."""
+        """Open the file of this number, after finishing those before it."""
         while self._finished < number:
             if self._target is None:
                 self._target = self._open(self._finished)
@@ -142,7 +143,7 @@ class ObjectFiles:
         return sha256(self._plan.identity + number.to_bytes(4, "little")).hexdigest()
 
     def _take_up(self) -> None:
-        """Go on after the files that an earlier call has finished, or make room."""
+        """Continue after the files that an earlier call has finished, or remove the files of another one."""
         digest, named = _noted(self._store, self._note)
         if digest == self._digest(0):
             for name, size in zip(named, self._plan.sizes, strict=False):
@@ -151,7 +152,7 @@ class ObjectFiles:
                 self._finished += 1
             return
         if named and self._store.exists(self._names[-1]):
-            named = []  # that export came to its end
+            named = []  # that export was complete
         for name in [] if self._overwrite else self._names:
             if name not in named and self._store.exists(name):
                 raise AlreadyExistsError(
@@ -163,19 +164,19 @@ class ObjectFiles:
 
 
 def begun(directory: Location, last: str) -> list[str]:
-    """The files that an export has begun there that never came to its end, which is the file `last`."""
+    """Files that an incomplete export has begun there; `last` is the file that would complete it."""
     store = Store.open(directory)
     _, named = _noted(store, _note_of(last))
     return named if named and not store.exists(last) else []
 
 
 def _note_of(last: str) -> str:
-    """The name of the object that says how far an export is."""
+    """Name of the object that records an export's progress."""
     return f".{last}.export.json"
 
 
 def _noted(store: Store, key: str) -> tuple[str, list[str]]:
-    """The digest of the export that wrote the note, and the files that it has begun; empty if there is none."""
+    """Digest of the export that wrote the note, and the files that it has begun; both empty if there is no note."""
     found, _ = store.read_versioned(key)
     if found is not None:
         with suppress(FormatError):

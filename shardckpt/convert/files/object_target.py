@@ -1,16 +1,16 @@
 """Exported files on an object store: where they are uploaded, and how an interrupted upload is continued.
 
-A file on an object store can be written from its beginning to its end only, and is there when it is finished. So a target takes
-bytes in order. While they are on their way an object beside the target, `.<name>.upload.json`, says what another process needs:
+A file on an object store can be written only from its beginning to its end, and exists only when it is finished. So a target accepts
+bytes in order. During the upload an object beside the target, `.<name>.upload.json`, records the state that another process needs:
 
-1. `open` looks for it. If it is about the same bytes (`digest`), that upload is gone on with, from `resume_at`; if it is about others,
-   that upload is ended. Another one is begun then, and written down before any byte is sent.
-2. Each 256 MiB it is written down how far the upload is, where the service does not keep that itself.
-3. `finish` publishes, and removes the object; so does `abort`. A process that is killed between the two is followed by one that finds
-   the target finished. `close` leaves the upload to be gone on with.
+1. `open` looks for this object. If it is about the same bytes (`digest`), that upload continues from `resume_at`; if it is about
+   others, that upload is aborted. A new upload is recorded before any byte is sent.
+2. After every 256 MiB the progress is recorded, where the service does not keep it itself.
+3. `finish` publishes the file and deletes the object; `abort` deletes it, too. If a process is killed between these two steps, the
+   next one finds the target finished. `close` leaves the upload, so that it can continue.
 
-Two processes that write the same bytes to one place at the same time share the upload, and either may finish it. One that comes with other
-bytes ends the upload of the first, which says so.
+Two processes that write the same bytes to one place at the same time share the upload, and either may finish it. A process with other
+bytes aborts the upload of the first, which then reports this.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ if TYPE_CHECKING:
 __all__ = ["ObjectTarget", "abandon", "upload_note"]
 
 SAVE_EVERY = 256 << 20
-"""Bytes after which it is written down how far an upload is."""
+"""Bytes after which an upload's progress is recorded."""
 
 
 def upload_note(name: str) -> str:
-    """The name of the object beside a target that says how to go on with it; no tool takes it for a part of a model."""
+    """Name of the object beside a target that records its upload; no tool mistakes it for a part of a model."""
     return f".{name}.upload.json"
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What the object beside a target says."""
+    """The contents of the object beside a target."""
 
     digest: str
-    """Of the bytes that are written."""
+    """Digest of the bytes that are written."""
     state: UploadState
 
     def seal(self) -> bytes:
-        """As `read` takes it."""
+        """Serialize the note for `read`."""
         return seal({"digest": self.digest, **self.state.to_json()})
 
     @classmethod
     def read(cls, store: Store, key: str) -> tuple[Self | None, bytes]:
-        """What is there, None if there is nothing, or nothing that can be read; and the generation to hand to `replace`."""
+        """Read the note, None if there is none that can be read; and the generation to pass to `replace`."""
         found, generation = store.read_versioned(key)
         if found is not None:
             with suppress(FormatError):
@@ -66,10 +66,10 @@ class _Note:
 
 
 def abandon(place: Location) -> None:
-    """End whatever upload of a file is under way, and remove what was sent of it.
+    """Abort the upload of a file, if there is one, and remove the bytes that were sent.
 
     Raises:
-        MissingExtraError: what the object store needs is not installed.
+        MissingExtraError: a package that the object store needs is not installed.
         StorageError: the storage failed.
     """
     above = place.parent
@@ -96,19 +96,19 @@ class ObjectTarget:
 
     @classmethod
     def open(cls, place: Location, *, nbytes: int, digest: str, overwrite: bool, memory_limit: int) -> Self:
-        """Begin to write a file, or go on where another process has stopped.
+        """Begin to write a file, or continue where another process has stopped.
 
         Args:
-            place: of the file, below a bucket.
-            nbytes: of the whole file.
-            digest: equal where the bytes of the whole file are.
-            overwrite: whether it may replace what is there when it is finished.
+            place: the file, below a bucket.
+            nbytes: bytes of the complete file.
+            digest: digest of the complete file; equal for equal bytes.
+            overwrite: whether the finished file may replace an existing one.
             memory_limit: bytes for buffers.
 
         Raises:
-            AlreadyExistsError: there is such an object, and it may not be replaced.
-            BudgetError: buffers for a file of this size need more.
-            MissingExtraError: what the object store needs is not installed.
+            AlreadyExistsError: the object exists, and may not be replaced.
+            BudgetError: buffers for a file of this size need more than `memory_limit`.
+            MissingExtraError: a package that the object store needs is not installed.
             StorageError: the storage failed, or another process begins to write the file at the same moment.
         """
         part_bytes = part_size(nbytes, memory_limit)
@@ -137,7 +137,7 @@ class ObjectTarget:
 
     @property
     def resume_at(self) -> int:
-        """The offset of the first byte to write; what comes before it was written by another process."""
+        """Offset of the first byte to write; another process wrote the bytes before it."""
         return self._nbytes if self._upload.published else self._upload.resume_at
 
     @property
@@ -151,10 +151,10 @@ class ObjectTarget:
         return self._upload.memory
 
     def write_at(self, offset: int, data: Data) -> None:
-        """Write the bytes that follow; the buffer is the caller's again when this returns.
+        """Write the next bytes; the caller may reuse the buffer when this returns.
 
         Raises:
-            StorageError: the storage failed, perhaps with bytes that were written earlier, or another process has taken over.
+            StorageError: the storage failed, perhaps with bytes that were written earlier, or another process has replaced this upload.
         """
         view = byte_view(data)
         assert offset == self._written, f"bytes at {offset}, where those at {self._written} are next"
@@ -165,12 +165,12 @@ class ObjectTarget:
             self._save()
 
     def finish(self) -> None:
-        """Publish the file: it is there as a whole when this returns.
+        """Publish the file: it is complete and visible when this returns.
 
         Raises:
-            AlreadyExistsError: somebody has written the object meanwhile, and it may not be replaced. Nothing of this one is left.
-            CommitError: not all of it was written.
-            CorruptionError: what has arrived is not what was written.
+            AlreadyExistsError: another process has written the object meanwhile, and it may not be replaced. Nothing of this file is left.
+            CommitError: not all bytes were written.
+            CorruptionError: the bytes that arrived differ from the bytes written.
             StorageError: the storage failed.
         """
         if self._written != self._nbytes:
@@ -183,7 +183,7 @@ class ObjectTarget:
         self._forget()
 
     def abort(self) -> None:
-        """Leave nothing.
+        """Remove everything that was sent.
 
         Raises:
             StorageError: the storage failed.
@@ -192,10 +192,10 @@ class ObjectTarget:
         self._forget()
 
     def close(self) -> None:
-        """Stop, and leave what was sent to be gone on with."""
+        """Stop, and leave the sent bytes so that another process can continue."""
         self._upload.close()
         if self._upload.state.summed > self._noted and not self._upload.published:
-            with suppress(StorageError):  # most likely it is closed because of one; what was written down before still holds
+            with suppress(StorageError):  # `close` usually follows a StorageError; the last record is still valid
                 self._save()
 
     def __enter__(self) -> Self:
@@ -203,11 +203,11 @@ class ObjectTarget:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close it."""
+        """Close the target."""
         self.close()
 
     def _save(self) -> None:
-        """Write down how far the upload is."""
+        """Record the upload's progress."""
         state = self._upload.state
         note, generation = _Note.read(self._store, self._key)
         ours = note is not None and note.state.token == state.token
@@ -216,7 +216,7 @@ class ObjectTarget:
         self._noted = state.summed
 
     def _forget(self) -> None:
-        """Remove what was written down, unless it is somebody else's."""
+        """Delete the record, unless it belongs to another process's upload."""
         note, _ = _Note.read(self._store, self._key)
         if note is not None and note.state.token == self._upload.state.token:
             self._store.delete(self._key)

@@ -1,4 +1,4 @@
-"""Is what was written to files what they give back?"""
+"""Verification of written files: read them back and compare checksums."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 __all__ = ["WrittenRun", "read_back"]
 
 _READ_BYTES = 4 << 20
-"""Bytes that are read at a time, by each thread."""
+"""Bytes that each thread reads at a time."""
 _AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenRun:
-    """Bytes that were written side by side."""
+    """Contiguous bytes that were written to a file."""
 
     name: str
-    """What they are, for messages."""
+    """Name of the content, for messages."""
     path: Path
     offset: int
     length: int
     checksum: int
-    """Of what was written."""
+    """Checksum of the written bytes."""
 
 
 def read_back(parts: Iterable[WrittenRun], checksum: Callable[[bytes, int], int]) -> None:
-    """Compare files with what was written to them.
+    """Compare files with the bytes that were written to them.
 
     Args:
-        parts: of the files; durable.
-        checksum: of bytes, given that of the bytes before them.
+        parts: runs of the files; they must be durable.
+        checksum: computes a checksum of bytes, given the checksum of the bytes before them.
 
     Raises:
-        CorruptionError: a part is not what was written.
-        StorageError: it cannot be read.
+        CorruptionError: a run differs from the bytes written.
+        StorageError: a file cannot be read.
     """
 
     def check(part: WrittenRun) -> None:

@@ -1,1 +1,1 @@
-"""Names: which tensors are written, what they are called, made of what, in which dtype. Begin with `choose`."""
+"""Selection and naming of the tensors to write: their names, sources and dtypes. Begin with `choose`."""

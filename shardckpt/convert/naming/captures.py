@@ -1,12 +1,12 @@
-"""The wildcards in the patterns of a mapping, and the names that are built from what they match.
+"""The wildcards in the patterns of a mapping, and the names that are built from their matches.
 
-A pattern finds names and makes them: what its wildcards stood for in one name is put into another.
+A pattern matches names and builds names: the captures of its wildcards in one name are inserted into another.
 
     *         one part of a name: any characters but "." and "/"
-    **        any characters at all, none included
-    {layer}   one part of a name as well, which goes by that word wherever it is in the patterns of a rule
+    **        any characters at all, including none
+    {layer}   one part of a name, too, which is identified by this word in all patterns of a rule
 
-`*` and `**` go by their order: the first in one pattern is the first in all others.
+`*` and `**` are identified by their order: the first in one pattern is the first in all others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Captures", "NamePattern"]
 
 Captures = dict[str, str]
-"""What wildcards stood for: by their number among `*` and `**`, as text, or by their word."""
+"""Wildcard → the text that it captured. The key is the wildcard's number among `*` and `**`, as text, or its word."""
 
 _WILDCARD = re.compile(r"(?P<all>\*\*+)|(?P<one>\*)|\{(?P<word>[^{}]*)\}")
 
@@ -40,19 +40,19 @@ class NamePattern:
     'h.3.q_proj'
 
     Raises:
-        OptionError: it is none.
+        OptionError: the text is not a valid pattern.
     """
 
     text: str
     keys: tuple[str, ...] = field(init=False, compare=False)
-    """Of its wildcards, in order, each once."""
+    """Keys of its wildcards, in order, each once."""
     _literals: tuple[str, ...] = field(init=False, compare=False, repr=False)
     _between: tuple[str, ...] = field(init=False, compare=False, repr=False)
-    """The key of the wildcard after each literal but the last."""
+    """Key of the wildcard after each literal except the last."""
     _regex: re.Pattern[str] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse what is no text, or has braces that hold no word."""
+        """Refuse a pattern that is not text, and braces without a word."""
         if not isinstance(self.text, str) or not self.text:
             raise OptionError(f"{excerpt(self.text)} is no pattern of names; give text such as 'layers.*.weight'.")
         literals: list[str] = []
@@ -75,17 +75,17 @@ class NamePattern:
         object.__setattr__(self, "_regex", re.compile(regex + re.escape(literals[-1]), re.DOTALL))
 
     def match(self, name: str) -> Captures | None:
-        """What the wildcards stand for in a name; None: the pattern does not mean it."""
+        """The captures of the wildcards in a name; None: the pattern does not match."""
         if not (name.startswith(self._literals[0]) and name.endswith(self._literals[-1])):
-            return None  # most patterns mean few names, and most of the others end so
+            return None  # a quick test: a pattern matches few names
         found = self._regex.fullmatch(name)
         return None if found is None else dict(zip(self.keys, found.groups(), strict=True))
 
     def fill(self, captures: Mapping[str, str]) -> str:
-        """The name in which the wildcards stand for that."""
+        """The name with the captures in place of the wildcards."""
         filled = (literal + captures[key] for literal, key in zip(self._literals, self._between, strict=False))
         return "".join(filled) + self._literals[-1]
 
     def __str__(self) -> str:
-        """As it was written."""
+        """The text of the pattern."""
         return self.text

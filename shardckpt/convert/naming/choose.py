@@ -1,10 +1,10 @@
-"""Choosing what is written: tensors, their names, sources and dtypes. The same steps for exports and imports.
+"""Choosing the output: tensors, their names, sources and dtypes. The same steps for exports and imports.
 
-1. `include` and `exclude` choose tensors, by the names that they have where they come from.
-2. Names change: `strip_prefix`, `rename_file`, `rename` (`renaming`). On the way out the keys of nested containers are joined with ".".
-3. Of tied names one is kept (`ties`).
-4. `mapping` makes tensors of several, or several of one (`mapping`), and `add_prefix` goes in front of all names.
-5. `dtype` converts, by the names that there are now.
+1. `include` and `exclude` select tensors, by their names in the source.
+2. Names change: `strip_prefix`, `rename_file`, `rename` (`renaming`). For an export the keys of nested containers are joined with ".".
+3. One name of each tied tensor is kept (`ties`).
+4. `mapping` joins or splits tensors (`mapping`), and `add_prefix` is put in front of all names.
+5. `dtype` converts, by the new names.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ Patterns: TypeAlias = "str | Sequence[str] | None"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameOptions:
-    """What a caller of export and import says of names, made of what, and dtypes. Files are read when outputs are asked for."""
+    """Options of export and import for names, sources and dtypes of tensors. Files are read in `outputs_of`."""
 
     include: Patterns = None
-    """The names that are taken: a pattern, or several; None: all."""
+    """The names to select: a pattern, or several; None: all."""
     exclude: Patterns = None
-    """Of those, the names that are not."""
+    """The selected names to leave out."""
     strip_prefix: str | None = None
-    """What names begin with, and shall not any more."""
+    """A prefix to remove from names."""
     rename: str | Sequence[str] = ()
     """`s/regex/replacement/`, one or several, in order."""
     rename_file: str | os.PathLike[str] | None = None
     """JSON, TOML or YAML: old name → new name, or null."""
     mapping: str | os.PathLike[str] | Mapping | None = None
-    """A mapping, its file, or the name of one that comes along."""
+    """A mapping, its file, or the name of a built-in one."""
     invert: bool = False
-    """Read the mapping the other way: from its `to` to its `from`."""
+    """Read the mapping from its `to` to its `from`."""
     add_prefix: str = ""
-    """What all names begin with in the end."""
+    """A prefix to add to all names at the end."""
     dtype: str | Named[str, str] | None = None
-    """Name of a dtype, or pattern of new names → dtype, of which the first that matches counts (`dtype_rules`)."""
+    """Name of a dtype, or pattern of new names → dtype, of which the first that matches applies (`dtype_rules`)."""
     ties: tied.Ties = "auto"
-    """What becomes of tied names (`ties`)."""
+    """Treatment of tied names (`ties`)."""
     config: str | os.PathLike[str] | None = None
     """The model's `config.json`: numbers that mappings name, and whether embeddings are tied."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without reading files."""
+        """Check everything that needs no files."""
         for what, patterns in (("include", self.include), ("exclude", self.exclude)):
             if callable(patterns):
                 raise OptionError(f"{what}: give patterns of names, as text.")
@@ -93,33 +93,33 @@ class NameOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What is to be written."""
+    """The tensors to write, with their names."""
 
     tensors: tuple[OutputTensor, ...]
-    """In the order of the state that they come from."""
+    """In the order of the source state."""
     tied: Named[str, str]
     """Names that are not written → the output that is the same tensor."""
     notes: tuple[str, ...]
-    """What was left out or doubled, a line each, for people."""
+    """Messages about tensors that were left out or duplicated, a line each."""
     renamed: Named[str, str]
-    """By the names in the source, the new names of what was taken, before a mapping; of an import those of small leaves, too."""
+    """Selected name in the source → new name, before a mapping; for an import, small leaves are included."""
     conversions: tuple[ConvertedSubtree, ...]
-    """How many tensors `dtype` converts and leaves, by subtree of the new names."""
+    """Tensors that `dtype` converts and leaves, counted by subtree of the new names."""
 
 
 def outputs_of(structure: Structure, options: NameOptions, where: str, *, importing: bool = False) -> Outputs:
-    """What is to be written of a checkpoint, or of another format's.
+    """The outputs of a checkpoint, shardckpt's or a foreign one.
 
     Args:
-        structure: what there is.
-        options: what is wanted of it.
-        where: the checkpoint's place, for messages.
-        importing: whether names become those of a state: "/" stays the border of its containers.
+        structure: structure of the source.
+        options: selection and naming.
+        where: location of the checkpoint, for messages.
+        importing: whether the new names belong to a state: then "/" still separates its containers.
 
     Raises:
         OptionError: a file cannot be read, or a rule matches nothing.
         NamesMismatchError: nothing is selected, a part is missing, or two tensors would have one name.
-        ShapeMismatchError, DtypeMismatchError: tensors that a rule does not suit.
+        ShapeMismatchError, DtypeMismatchError: tensors do not fit a rule.
     """
     stored = _selected(structure, options, where)
     leaves = _selected_leaves(structure, options) if importing else []
@@ -150,7 +150,7 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
 
 
 def _selected(structure: Structure, options: NameOptions, where: str) -> dict[str, str]:
-    """The names that are taken, and the tensor that each is stored as."""
+    """Selected name → name under which the tensor is stored."""
     further = alias_map(structure.tree)
     taken_by = _taken_by(options)
     names = {name: name for name in structure.tensors} | further
@@ -164,12 +164,12 @@ def _selected(structure: Structure, options: NameOptions, where: str) -> dict[st
 
 
 def _selected_leaves(structure: Structure, options: NameOptions) -> list[str]:
-    """The small leaves and empty containers that are taken."""
+    """The selected small leaves and empty containers."""
     return list(filter(_taken_by(options), end_names(structure.tree)))
 
 
 def _taken_by(options: NameOptions) -> Callable[[str], bool]:
-    """Whether a name is taken."""
+    """A function that returns whether a name is selected."""
     included = selector(options.include)
     excluded = selector(() if options.exclude is None else options.exclude)
     return lambda name: included(name) and not excluded(name)
@@ -181,7 +181,7 @@ def _renaming(options: NameOptions) -> Renaming:
 
 
 def mapping_of(options: NameOptions) -> Mapping:
-    """The mapping that is asked for; one without rules where none is."""
+    """The mapping of the options; an empty one if there is none."""
     given = options.mapping
     if given is None:
         return Mapping()
@@ -191,7 +191,7 @@ def mapping_of(options: NameOptions) -> Mapping:
 
 
 def _are_tied(options: NameOptions) -> bool | None:
-    """Whether the model ties its embeddings, where that is known."""
+    """Whether the model ties its embeddings; None if unknown."""
     tie = None if options.config is None else read_config(options.config)[1].get("tie_word_embeddings")
     return tie if isinstance(tie, bool) else None
 
@@ -205,7 +205,7 @@ def _notes(
     *,
     importing: bool,
 ) -> Iterator[str]:
-    """What people should know, a line each."""
+    """Messages for the user, a line each."""
     leaves = leaf_names(structure.tree)
     if leaves and not importing:
         others = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""

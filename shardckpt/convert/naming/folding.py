@@ -1,8 +1,8 @@
-"""Folding: tensors whose heads have a dimension of their own, written without it.
+"""Folding: tensors whose heads have a separate dimension, written without it.
 
-JAX's models keep projections as (width, heads, width of a head) where torch's have (heads · width of a head, width). In row-major order
-a dimension of `count · n` is the same elements as two of `count` and `n`; a box of one is a box of the other only within one of
-`count`. So a view that lies in several of them becomes one view for each.
+JAX's models have projections of shape (width, heads, head width); torch's have (heads · head width, width). In row-major order
+a dimension of `count · n` has the same elements as two of `count` and `n`. But a box of one is a box of the other only within one
+index of `count`. So a view across several of these indices becomes one view for each.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ["Unfold"]
 
 @dataclass(frozen=True, slots=True)
 class Unfold:
-    """Dimension `axis` as two, of `count` and of what is left."""
+    """Dimension `axis` as two dimensions: `count`, and the remaining factor."""
 
     axis: int
-    """Of the tensor with one dimension, from the end where it is negative; the two are this one and the one after it."""
+    """Dimension of the folded tensor, from the end if negative; unfolded, it becomes this dimension and the next."""
     count: int
 
     def _at(self, rank: int) -> int | None:
-        """`axis` in a tensor of that rank, with one dimension."""
+        """`axis` as a non-negative index in a folded tensor of that rank; None if out of range."""
         return self.axis % rank if -rank <= self.axis < rank else None
 
     def folded(self, tensor: TensorRecord) -> TensorRecord | None:
-        """A tensor with the two dimensions as one; None where it has not these two."""
+        """A tensor with the two dimensions folded into one; None if it does not have them."""
         shape = tensor.shape
         at = self._at(len(shape) - 1)
         if at is None or shape[at] != self.count:
@@ -42,7 +42,7 @@ class Unfold:
         return replace(tensor, shape=(*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :]))
 
     def output(self, folded: OutputTensor) -> OutputTensor | None:
-        """An output with the two dimensions, of one that has them as one; None where that cannot be divided."""
+        """An output with the dimension unfolded into two; None if it is not divisible."""
         at = self._at(len(folded.shape))
         if at is None or folded.shape[at] % self.count:
             return None
@@ -61,7 +61,7 @@ class Unfold:
         return replace(folded, shape=(*folded.shape[:at], self.count, width, *folded.shape[at + 1 :]), sources=tuple(views))
 
     def reading(self, output: OutputTensor, tensor: TensorRecord) -> OutputTensor:
-        """An output of a tensor with the two dimensions, given what it would be if they were one."""
+        """An output that reads an unfolded tensor, from the output that would read the folded one."""
         at = self._at(len(tensor.shape) - 1)
         assert at is not None, "`folded` has been asked before"
         width = tensor.shape[at + 1]
@@ -81,7 +81,7 @@ class Unfold:
 
 
 def _within(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    """A range, cut at the multiples of a width."""
+    """A range, split at the multiples of a width."""
     while start < stop:
         end = min(stop, (start // width + 1) * width)
         yield start, end

@@ -1,11 +1,11 @@
-"""Applying a mapping: tensors that are made of several, or several that are made of one.
+"""Applying a mapping: outputs that are joined from several tensors or split from one.
 
-A `Mapping` is an ordered list of rules (`mapping_rule`) over names. Each tensor goes to the first rule that means it; those that none
-means stay what they are. Nothing is read: what comes out says which elements of which tensors make each output.
+A `Mapping` is an ordered list of rules (`mapping_rule`) over names. The first rule that matches a tensor uses it; tensors without a
+matching rule stay the same. Nothing is read: the result lists the elements of tensors from which each output is made.
 
     mapping = read_mapping("megatron.toml")              # mapping_file
-    outputs = mapping.outputs(structure.tensors)         # on the way out
-    outputs = mapping.inverse().outputs(theirs)          # on the way in
+    outputs = mapping.outputs(structure.tensors)         # export
+    outputs = mapping.inverse().outputs(theirs)          # import
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ __all__ = ["Mapping"]
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """Rules by which tensors are made of others."""
+    """Rules that make tensors from others."""
 
     rules: tuple[MappingRule, ...] = ()
 
     def inverse(self) -> Mapping:
-        """The mapping the other way.
+        """The mapping in the other direction.
 
         Raises:
-            OptionError: a rule does not say enough for that.
+            OptionError: a rule lacks the sizes that its inverse needs.
         """
         return Mapping(tuple(rule.inverse() for rule in self.rules))
 
     def outputs(self, tensors: Named[str, TensorRecord]) -> tuple[OutputTensor, ...]:
-        """What the tensors become, in the order of the first tensor of each.
+        """The outputs of the tensors, each at the position of its first tensor.
 
         Args:
-            tensors: by name, as the rules mean them; the views name them as their records do.
+            tensors: tensors by the names that the rules match; the views use the names in the records.
 
         Raises:
-            OptionError: a rule means nothing: it is misspelt.
+            OptionError: a rule matches nothing, so it is probably misspelt.
             NamesMismatchError: a part is missing, or two outputs have the same name.
-            ShapeMismatchError, DtypeMismatchError: parts do not fit together, or a tensor cannot be cut so.
+            ShapeMismatchError, DtypeMismatchError: parts do not fit together, or a tensor cannot be split as requested.
         """
         left = dict(tensors)
         made: dict[str, list[OutputTensor]] = {}
@@ -73,12 +73,12 @@ class Mapping:
 
 
 def _merged(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
-    """What a rule makes of parts: the names that it uses, and the outputs."""
+    """The merges of a rule: the names that each uses, and its outputs."""
     groups: dict[tuple[str, ...], tuple[Captures, set[str]]] = {}
     for name in tensors:
         captures = next((found for part in rule.parts if (found := part.match(name)) is not None), None)
         index = "" if captures is None or rule.counted is None else captures[rule.counted]
-        if captures is not None and (rule.counted is None or index.isdecimal()):  # an expert that is called "shared" is not counted
+        if captures is not None and (rule.counted is None or index.isdecimal()):  # for instance, an expert called "shared" is not counted
             groups.setdefault(tuple(captures[key] for key in rule.whole.keys), (captures, set()))[1].add(index)
     for captures, counted in groups.values():
         whole, names = rule.whole.fill(captures), _part_names(rule, captures, len(counted))
@@ -92,7 +92,7 @@ def _merged(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tu
 
 
 def _split(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
-    """What a rule makes of wholes."""
+    """The splits of a rule: the name that each uses, and its outputs."""
     for name, tensor in tensors.items():
         captures = rule.whole.match(name)
         if captures is not None:
@@ -100,7 +100,7 @@ def _split(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tup
 
 
 def _part_names(rule: MappingRule, captures: Captures, count: int) -> list[list[str]]:
-    """Per index the names of the parts."""
+    """The names of the parts, per index."""
     key = rule.counted
     if key is None:
         return [[part.fill(captures) for part in rule.parts]]

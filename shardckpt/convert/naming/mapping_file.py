@@ -1,21 +1,21 @@
 """Parser of mapping files: TOML, or the same in YAML, with a table `map` per rule, in order.
 
-    [values]                                # optional: numbers that rules may name instead; what a model's config.json says goes first
+    [values]                                # optional: numbers that rules use by name; values of a model's config.json override them
     num_attention_heads = 32
 
     [[map]]
     from = ["layers.*.q_proj", "layers.*.k_proj", "layers.*.v_proj"]     # several: they are merged
     to = "h.*.qkv"                          # one name or several; if `from` is one and `to` several, it is split
-    axis = 0                                # of the one: along which the several lie; 0 unless told otherwise
-    ratio = [4, 1, 1]                       # or sizes = [4096, 1024, 1024]: how long they are; when splitting, equal unless told otherwise
-    interleave = 8                          # they lie in turn, in so many groups
-    stack = 0                               # of the one: counts what only the several have a wildcard for
-    transpose = true                        # or [1, 0]: per dimension of what is made (but `stack`), the dimension it was
+    axis = 0                                # dimension of the one along which the several lie; default 0
+    ratio = [4, 1, 1]                       # or sizes = [4096, 1024, 1024]: lengths along `axis`; equal by default when splitting
+    interleave = 8                          # the several alternate, in this many groups
+    stack = 0                               # dimension of the one that counts the wildcard which only the several have
+    transpose = true                        # or [1, 0]: for each dimension of the result (except `stack`), its source dimension
     rotary = {heads = "num_attention_heads", to = "pairs"}               # rows of heads, reordered; or to = "halves"
-    unfold = {axis = 1, count = "num_attention_heads"}                   # of the one: this dimension is two there
+    unfold = {axis = 1, count = "num_attention_heads"}                   # this dimension is two dimensions in the one
     optional = true                         # may match nothing
 
-All keys but `from` and `to` may be missing, and no others may be there.
+All keys but `from` and `to` are optional, and no others are allowed.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ Values = Named[str, int]
 
 
 def read_mapping(source: str | os.PathLike[str], values: Values | None = None) -> Mapping:
-    """The mapping that a file says.
+    """Read a mapping file, or a built-in mapping.
 
     Args:
-        source: its name ends with .toml, .yaml or .yml; or one of `PRESETS`.
-        values: numbers that its rules name, as of `config_values`.
+        source: a file whose name ends with .toml, .yaml or .yml; or one of `PRESETS`.
+        values: numbers that its rules use by name, as from `config_values`.
 
     Raises:
-        OptionError: it cannot be read, or says what cannot be; names the file and the rule.
+        OptionError: it cannot be read or is invalid; the message names the file and the rule.
     """
     if isinstance(source, str) and source in PRESETS:
         where = f"mapping {source}"
@@ -75,7 +75,7 @@ def read_mapping(source: str | os.PathLike[str], values: Values | None = None) -
 
 
 def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
-    """The numbers in a model's configuration; the numbers of heads by one name each, whatever the model calls them.
+    """The integers in a model's configuration; the numbers of heads have the same names for all models.
 
     Args:
         path: `config.json`, or the directory that has it.
@@ -84,7 +84,7 @@ def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
         OptionError: it cannot be read.
     """
     _, config = read_config(path)
-    text = config.get("text_config")  # of a model that reads more than text
+    text = config.get("text_config")  # of a multimodal model
     config = {**config, **text} if isinstance(text, dict) else config
     heads = head_counts(config)
     named = {} if heads is None else {"num_attention_heads": heads.query, "num_key_value_heads": heads.key_value}
@@ -92,15 +92,15 @@ def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def parse_mapping(doc: Any, where: str, values: Values | None = None) -> Mapping:
-    """The mapping that a document says.
+    """Parse the document of a mapping file.
 
     Args:
-        doc: as TOML or YAML has it.
+        doc: the document, as parsed from TOML or YAML.
         where: the file, for messages.
-        values: numbers that its rules name.
+        values: numbers that its rules use by name.
 
     Raises:
-        OptionError: it says what cannot be; names the rule.
+        OptionError: the document is invalid; the message names the rule.
     """
     _refuse_others(doc, _TOP, where)
     own = doc.get("values", {})
@@ -121,7 +121,7 @@ def _refuse_others(doc: Any, keys: tuple[str, ...], where: str) -> None:
 
 
 class _Rule:
-    """One table of a file, being read."""
+    """Parser of one table of a file."""
 
     def __init__(self, doc: Any, where: str, values: Values) -> None:
         _refuse_others(doc, _KEYS, where)
@@ -173,7 +173,7 @@ class _Rule:
         return tuple(self._number(n, key) for n in value), key == "sizes"
 
     def _number(self, value: Any, key: str) -> int:
-        """A positive number, or the value of that name."""
+        """A positive number, given as itself or by name."""
         if isinstance(value, str):
             if value not in self._values:
                 self._refuse(

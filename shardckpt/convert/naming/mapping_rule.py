@@ -1,13 +1,13 @@
-"""A mapping rule: one tensor made of several, or several cut out of one; it works both ways.
+"""A mapping rule: one tensor merged from several, or several split from one; it works in both directions.
 
-A rule has *parts* and a *whole*, and goes from the parts to the whole (it merges) or back (it splits). Both are the same picture:
+A rule has *parts* and a *whole*, and goes from the parts to the whole (it merges) or back (it splits). Both directions share one model:
 
-1. Each part has its dimensions in the whole's order (`permutation`).
-2. Parts of one index lie along `axis`: concatenated, or in turn, group by group (`runs`).
-3. Where parts have an index that the whole has not, such as the number of an expert, index i is at i along one more dimension, `stack`.
-4. One dimension of the whole may be made two (`unfold`).
+1. The dimensions of each part are permuted into the whole's order (`permutation`).
+2. Parts of one index lie along `axis`: concatenated, or interleaved, group by group (`runs`).
+3. If parts have an index that the whole lacks, such as the number of an expert, index i is at i along one more dimension, `stack`.
+4. One dimension of the whole may be unfolded into two (`unfold`).
 
-So what goes where follows from shapes alone, and the inverse of a rule is the same rule, the other way.
+So shapes alone determine the place of each element, and the inverse of a rule is the same rule in the other direction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["MappingRule"]
 _Part = TypeVar("_Part")
 Dims = tuple[int, ...]
 _WHOLE = [ElementRun(0, 0, 0, 0)]
-"""Of what is not cut; its numbers are not looked at."""
+"""Runs of a whole that is not cut along an axis; the numbers are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,30 +43,30 @@ class MappingRule:
     parts: tuple[NamePattern, ...]
     whole: NamePattern
     merges: bool
-    """From the parts to the whole; else from the whole to the parts."""
+    """Whether the rule goes from the parts to the whole; otherwise from the whole to the parts."""
     axis: int = 0
-    """The whole's dimension along which parts of one index lie; from the end where it is negative."""
+    """The whole's dimension along which parts of one index lie; from the end if negative."""
     stack: int | None = None
-    """The whole's dimension that counts the index which the parts have and it has not; or the parts, if they have none."""
+    """The whole's dimension that counts the index which only the parts have; or, without such an index, that counts the parts."""
     shares: tuple[int, ...] | None = None
-    """Per part its elements along `axis`, or its proportion of them; None: whatever there is, of a rule that merges."""
+    """Elements of each part along `axis`, or their ratio; None, in a rule that merges: any sizes."""
     exact: bool = False
-    """Whether `shares` are numbers of elements."""
+    """Whether `shares` are numbers of elements; otherwise ratios."""
     groups: int = 1
-    """How often each part has its turn along `axis`."""
+    """Number of interleaved groups along `axis`; 1: the parts are concatenated."""
     permutation: tuple[int, ...] | Literal["reverse"] | None = None
-    """Per dimension of the whole without `stack`, the part's dimension; "reverse": in reverse order; None: as they are."""
+    """For each dimension of the whole without `stack`, the part's dimension; "reverse": in reverse order; None: the same order."""
     rotary: Rotary | None = None
-    """Rows of heads that are put in another order."""
+    """Reordering of the rows of heads."""
     unfold: Unfold | None = None
-    """A dimension of the whole that is two in the end; `axis` and `stack` count without the second."""
+    """A dimension of the whole that is unfolded into two; `axis` and `stack` count without the second."""
     optional: bool = False
-    """Whether it may match nothing."""
+    """Whether the rule may match nothing."""
     origin: str
-    """The rule as messages name it: file and number."""
+    """File and number of the rule, for messages."""
 
     def __post_init__(self) -> None:
-        """Refuse rules that cannot be read, and those that say what has no meaning."""
+        """Refuse invalid rules, and options without effect."""
         self._check_names()
         if self.stack is not None and self.counted is None and len(self.parts) == 1:
             self._refuse("stack: there is nothing to stack; write {expert} into the name of what is counted")
@@ -80,7 +80,7 @@ class MappingRule:
             object.__setattr__(self, "shares", (1,) * len(self.parts))
 
     def _check_names(self) -> None:
-        """Refuse names of which one side does not follow from the other."""
+        """Refuse names unless those of one side determine those of the other."""
         for part in self.parts:
             if set(part.keys) != set(self.parts[0].keys):
                 self._refuse(f"{part} and {self.parts[0]} have different wildcards; give them the same")
@@ -97,7 +97,7 @@ class MappingRule:
 
     @property
     def counted(self) -> str | None:
-        """The key of the wildcard that is stacked, if one is."""
+        """Key of the wildcard that is stacked, or None."""
         return next((key for key in self.parts[0].keys if key not in self.whole.keys), None)
 
     @property
@@ -107,14 +107,14 @@ class MappingRule:
 
     @property
     def cuts(self) -> bool:
-        """Whether the whole's `axis` is more than one run."""
+        """Whether the whole's `axis` has more than one run."""
         return self.concatenates or self.rotary is not None
 
     def inverse(self) -> MappingRule:
-        """The rule the other way.
+        """The rule in the other direction.
 
         Raises:
-            OptionError: that would have to guess how long the parts are.
+            OptionError: the sizes of the parts are not given.
         """
         if self.merges and self.concatenates and self.shares is None:
             self._refuse(
@@ -125,14 +125,14 @@ class MappingRule:
     # --- parts → whole ----------------------------------------------------------------------------------------------
 
     def merged(self, name: str, members: Sequence[Sequence[TensorRecord]]) -> OutputTensor:
-        """The whole of some parts.
+        """Merge parts into the whole.
 
         Args:
-            name: of the whole.
-            members: per index that is stacked (or once), the parts in order.
+            name: name of the whole.
+            members: for each stacked index (or once), the parts in order.
 
         Raises:
-            ShapeMismatchError: they do not fit together.
+            ShapeMismatchError: the parts do not fit together.
         """
         rows = self._by_index(members)
         first = rows[0][0]
@@ -166,10 +166,10 @@ class MappingRule:
     # --- whole → parts ----------------------------------------------------------------------------------------------
 
     def length(self, whole: TensorRecord) -> int:
-        """How many there are of what is stacked in a whole; 1 where nothing is.
+        """The number of stacked indices in a whole; 1 without `stack`.
 
         Raises:
-            ShapeMismatchError: it has too few dimensions.
+            ShapeMismatchError: the whole has too few dimensions.
         """
         shape = self._folded(whole).shape
         stack, _ = self._places(len(shape), whole)
@@ -178,14 +178,14 @@ class MappingRule:
         return 1 if stack is None else shape[stack]
 
     def split(self, whole: TensorRecord, names: Sequence[Sequence[str]]) -> list[OutputTensor]:
-        """The parts of a whole.
+        """Split a whole into its parts.
 
         Args:
             whole: the tensor.
-            names: of the parts, as `merged` has the parts themselves.
+            names: names of the parts, arranged like the parts in `merged`.
 
         Raises:
-            ShapeMismatchError: it cannot be cut so.
+            ShapeMismatchError: the whole cannot be split as requested.
         """
         unfolded, whole, rows = whole, self._folded(whole), self._by_index(names)
         stack, axis = self._places(len(whole.shape), whole)
@@ -219,7 +219,7 @@ class MappingRule:
     # --- shapes -----------------------------------------------------------------------------------------------------
 
     def _folded(self, whole: TensorRecord) -> TensorRecord:
-        """The whole without the dimension that `unfold` has made of another."""
+        """The whole with the unfolded dimensions folded into one again."""
         found = whole if self.unfold is None else self.unfold.folded(whole)
         if found is None:
             assert self.unfold is not None
@@ -228,7 +228,7 @@ class MappingRule:
         return found
 
     def _places(self, rank: int, tensor: TensorRecord) -> tuple[int | None, int | None]:
-        """`stack` as a dimension of the whole, and `axis` as one of the whole without it; None where there is none."""
+        """`stack` as a dimension of the whole, and `axis` as a dimension of the whole without `stack`; None for one that is not used."""
         places = []
         for what, d, needed in (("stack", self.stack, self.stack is not None), ("axis", self.axis, self.cuts)):
             if needed and d is not None and not -rank <= d < rank:
@@ -244,7 +244,7 @@ class MappingRule:
         return stack, axis
 
     def _order(self, rank: int, tensor: TensorRecord) -> tuple[int, ...]:
-        """Per dimension of the whole without `stack`, the part's."""
+        """For each dimension of the whole without `stack`, the part's dimension."""
         if self.permutation is None:
             return tuple(range(rank))
         if self.permutation == "reverse":
@@ -261,7 +261,7 @@ class MappingRule:
         return _ordered(tensor.shape, order)
 
     def _check_alike(self, rows: Sequence[Sequence[TensorRecord]], shapes: Sequence[Sequence[Dims]], axis: int | None) -> None:
-        """Refuse parts that differ in dtype, from the same part of another index, or from others in a dimension that is not `axis`."""
+        """Refuse parts that differ in dtype, in shape across indices, or in shape along a dimension other than `axis`."""
         first = rows[0][0]
         for row, made in zip(rows, shapes, strict=True):
             for tensor, shape, model in zip(row, made, shapes[0], strict=True):
@@ -288,7 +288,7 @@ class MappingRule:
             self._mismatch(f"the parts of {shown(name)} have {list(sizes)} along dimension {self.axis}; {what} is {list(self.shares)}")
 
     def _sizes(self, total: int, whole: TensorRecord) -> list[int]:
-        """The parts' lengths along the axis of a whole."""
+        """Lengths of the parts along the axis of a whole."""
         if self.shares is None:
             return [total]
         share, where = sum(self.shares), f"{shown(whole.name)} of shape {whole.shape} has {total} along dimension {self.axis}"
@@ -310,13 +310,13 @@ class MappingRule:
         return list(runs_in_turn(sizes, self.groups if any(sizes) else 1))
 
     def _by_index(self, rows: Sequence[Sequence[_Part]]) -> Sequence[Sequence[_Part]]:
-        """Parts by the index that is stacked; where it is the parts themselves that are, each is one."""
+        """Parts grouped by stacked index; if the parts themselves are stacked, each is a group."""
         return rows if self.counted is not None or self.stack is None else [[part] for row in rows for part in row]
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        """The rule for people."""
+        """The rule, for messages."""
         parts = ", ".join(map(str, self.parts))
         return f"{self.origin} ({parts} → {self.whole})" if self.merges else f"{self.origin} ({self.whole} → {parts})"
 
@@ -328,12 +328,12 @@ class MappingRule:
 
 
 def _written(key: str) -> str:
-    """A wildcard as it is written."""
+    """A wildcard for messages."""
     return "one of its *" if key.isdecimal() else f"{{{key}}}"
 
 
 def _cut(box: Box, d: int, start: int, length: int) -> Box:
-    """Some elements of one dimension of a box that starts at 0 there."""
+    """A box cut to a range of one dimension, in which it starts at 0."""
     return Box((*box.start[:d], start, *box.start[d + 1 :]), (*box.stop[:d], start + length, *box.stop[d + 1 :]))
 
 

@@ -1,10 +1,10 @@
-"""The state that follows when leaves have other names.
+"""The state that results when leaves get other names.
 
 1. The containers of the old state are the skeleton. Small leaves and empty containers that keep their names stay in it.
-2. Every other leaf goes to where its new name says. What is there of the way keeps its keys, with their types. Containers that move
-   with what is in them keep their kind and their keys: those whose components a new name and the old one have in common at the end. The
-   rest of the way is dicts, with texts for keys.
-3. A container from which everything went is not there. A list that has lost an item is a dict from index to item, as in `state.select`.
+2. Every other leaf moves to the place of its new name. Containers that exist on the path keep their keys, with the types of these. If a
+   new name and the old one end with the same components, the containers of these components move with the leaf, and keep their kind and
+   keys. The rest of the path consists of dicts with text keys.
+3. A container that lost all its contents is removed. A list that has lost an item is a dict from index to item, as in `state.select`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _PLAIN = {"0": "~", "1": "/", "e": ""}
 
 
 def renamed_state(tree: Tree, tensors: Mapping[str, object], leaves: Mapping[str, str], origins: Mapping[str, str] | None = None) -> Any:
-    """Plain containers with those tensors and leaves in them.
+    """Plain containers that hold the given tensors and leaves.
 
     Args:
         tree: the old state.
-        tensors: what is to be a leaf, by its name in the new state.
-        leaves: small leaves and empty containers that are to be there, by their names in the old state: their new names.
-        origins: the old names of tensors that have one, by their new names.
+        tensors: name in the new state → tensor leaf.
+        leaves: name in the old state → new name, for the small leaves and empty containers to keep.
+        origins: new name of a tensor → old name, if it has one.
 
     Raises:
-        NamesMismatchError: a leaf would lie where something else does, or has no name.
+        NamesMismatchError: another leaf has the place of a leaf, or a leaf has no name.
     """
     node = parse(tree)
     root = _skeleton(node, lambda name: leaves.get(name) == name) if isinstance(node, Branch) else _Container("dict")
@@ -61,7 +61,7 @@ def end_names(tree: Tree) -> list[str]:
 
 
 def _ends(node: Node, way: tuple[tuple[str, Branch], ...]) -> Iterator[tuple[Node, tuple[tuple[str, Branch], ...]]]:
-    """Leaves and empty containers, with the components of their names and the containers that these are keys in."""
+    """Leaves and empty containers, each with the components of its name and the container of each component."""
     if not isinstance(node, Branch) or not node.children:
         yield node, way
         return
@@ -73,11 +73,11 @@ def _ends(node: Node, way: tuple[tuple[str, Branch], ...]) -> Iterator[tuple[Nod
 class _Container:
     form: Form
     keys: dict[str, PathKey] = field(default_factory=dict)
-    """By what they are called in names."""
+    """Component of a name → key."""
     children: dict[str, object] = field(default_factory=dict)
-    """Containers and leaves, likewise. Where nothing is any more, there is a key still."""
+    """Component of a name → container or leaf. A component without a child may still have a key."""
     stays: bool = False
-    """Whether it is there even if nothing is in it."""
+    """Whether the container is kept if it is empty."""
 
 
 def _skeleton(branch: Branch, wanted: Callable[[str], bool]) -> _Container:
@@ -98,7 +98,7 @@ def _small(leaf: Node) -> object:
 
 
 def _put(root: _Container, name: str, tensor: object, way: Sequence[tuple[str, Branch]]) -> None:
-    """Put a leaf where its name says, given the way that led to it in the old state."""
+    """Put a leaf at the place of its name, given its path in the old state."""
     components = name.split("/")
     if not all(components):
         raise NamesMismatchError(f"{shown(name)}: slashes are between keys; none may be empty. Rename it otherwise.")
@@ -123,12 +123,12 @@ def _put(root: _Container, name: str, tensor: object, way: Sequence[tuple[str, B
 
 
 def _like(branch: Branch) -> _Container:
-    """A container of that kind and with those keys, with nothing in it yet."""
+    """An empty container of the same kind and keys."""
     return _Container(branch.form, dict(zip(component_names(branch.keys), branch.keys, strict=True)))
 
 
 def _key(component: str, form: Form) -> PathKey:
-    """The key of a component that was not there."""
+    """The key of a new component."""
     if form != "dict" and component.isdecimal() and str(int(component)) == component:
         return int(component)
     return _ESCAPED.sub(lambda found: _PLAIN[found[1]] if found[1] else chr(int(found[2], 16)), component)
@@ -139,8 +139,8 @@ def _is_gone(container: _Container) -> bool:
 
 
 def _state(container: _Container) -> Any:
-    """The container as Python has it."""
-    there = {name: container.children[name] for name in container.keys if name in container.children}  # in the order of before
+    """The container as a plain Python container."""
+    there = {name: container.children[name] for name in container.keys if name in container.children}  # in the old order
     left = {name: child for name, child in there.items() if not (isinstance(child, _Container) and _is_gone(child))}
     found = {container.keys[name]: _state(child) if isinstance(child, _Container) else child for name, child in left.items()}
     if len(found) != len(left):

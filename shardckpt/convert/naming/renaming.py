@@ -1,11 +1,11 @@
 """Renaming: a tensor's name in the other format, derived from the checkpoint's step by step.
 
-1. By default the keys on the way to it, joined with ".": `model/layers.0/w` is `model.layers.0.w`. (On the way in names stay.)
-2. `strip_prefix`: what a name begins with goes.
-3. A file with old and new names, or null for what is left out. Old names are those of the checkpoint, or what 1 and 2 make of them.
+1. By default the keys that lead to it are joined with ".": `model/layers.0/w` is `model.layers.0.w`. (For an import names stay.)
+2. `strip_prefix` removes a prefix.
+3. A file maps old names to new names, or to null to leave a tensor out. Old names are those of the checkpoint, or the results of 1 and 2.
 4. `s/regex/replacement/`, one after the other (`substitution`).
 
-A step that changes nothing is an error, as it is misspelt; so are two tensors of one name.
+A step that changes nothing is an error, because it is probably misspelt; so are two tensors of one name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLAIN = {"~0": "~", "~1": "/"}
 
 
 def dotted(name: str) -> str:
-    """The keys of a name joined with ".", each as it was before it was escaped.
+    """The keys of a name joined with ".", without escapes.
 
     >>> dotted("model/layers.0/w"), dotted("params/a~1b"), dotted("0~/w")
     ('model.layers.0.w', 'params.a/b', '0.w')
@@ -42,10 +42,10 @@ def dotted(name: str) -> str:
 
 
 def read_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
-    """Old names → new names, or None for what is left out, as a JSON, YAML or TOML file says (TOML has `false` for null).
+    """Read a JSON, YAML or TOML file of old names → new names, or None to leave a tensor out (TOML has `false` for null).
 
     Raises:
-        OptionError: it cannot be read, or says something else.
+        OptionError: the file cannot be read, or has other contents.
     """
     doc = read_file(path, "file of names", (".json", ".toml", ".yaml", ".yml"))
     if not isinstance(doc, Mapping):
@@ -60,31 +60,31 @@ def read_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Rules by which names change."""
+    """Rules that change names."""
 
     strip_prefix: str | None = None
-    """Such as "model/", or "model." which means the same; it is enough that some names begin so."""
+    """A prefix such as "model/", or "model.", which means the same; at least one name must have it."""
     names: Mapping[str, str | None] = field(default_factory=dict)
-    """Old names → new ones, or None."""
+    """Old name → new name, or None to leave the tensor out."""
     rules: tuple[Substitution, ...] = ()
     origin: str = "the file of names"
-    """Where `names` come from, for messages."""
+    """Origin of `names`, for messages."""
 
     def __post_init__(self) -> None:
-        """Refuse a prefix that is no text."""
+        """Refuse a prefix that is not text."""
         if self.strip_prefix is not None and (not isinstance(self.strip_prefix, str) or not self.strip_prefix):
             raise OptionError(f"strip_prefix={excerpt(self.strip_prefix)}: give what names begin with, such as 'model/'.")
 
     def apply(self, names: Iterable[str], *, keep_slashes: bool = False) -> dict[str, str]:
-        """The new name of each, by the old one, in order; what is left out is not there.
+        """Old name → new name, in order, without the names that are left out.
 
         Args:
-            names: of tensors.
-            keep_slashes: whether "/" stays what it is, as on the way in.
+            names: names of tensors.
+            keep_slashes: whether "/" is kept, as for an import.
 
         Raises:
-            OptionError: a rule that matches nothing.
-            NamesMismatchError: two tensors would have one name, or one would have none; names them.
+            OptionError: a rule matches nothing.
+            NamesMismatchError: two tensors would have one name, or one would have none; the message names them.
         """
         new = {name: name if keep_slashes else dotted(name) for name in names}
         self._strip(new)
@@ -113,7 +113,7 @@ class Renaming:
         new |= found
 
     def _look_up(self, new: dict[str, str]) -> None:
-        """Change the names that the file has, each once, and leave out those that it says nothing for."""
+        """Apply the file of names: rename each name that it lists once, and remove the names that it maps to None."""
         current = {name: old for old, name in new.items()}
         for given, wanted in self.names.items():
             old = given if given in new else current.get(given)

@@ -1,7 +1,7 @@
 """The elements of a fused dimension that belong to each of its parts.
 
-A *run* is as many elements as lie one behind the other in both. Parts that are concatenated have a run each; parts that lie in turn,
-group by group, have one per group; and the rows of heads that are stored for the other kind of rotary embedding have one per row.
+A *run* is a range of elements that is contiguous in both. Concatenated parts have one run each. Interleaved parts have one run per
+group. Rows of heads that are reordered for the other kind of rotary embedding have one run per row.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ __all__ = ["ElementRun", "Rotary", "runs_in_turn"]
 
 
 class ElementRun(NamedTuple):
-    """Elements that lie one behind the other in a part, and in the whole."""
+    """Elements that are contiguous in a part and in the whole."""
 
     part: int
     start: int
-    """In the part."""
+    """First element in the part."""
     place: int
-    """In the whole."""
+    """First element in the whole."""
     length: int
 
 
 def runs_in_turn(sizes: Sequence[int], groups: int) -> Iterator[ElementRun]:
-    """The runs of parts that lie in turn.
+    """The runs of interleaved parts.
 
     Args:
         sizes: elements of each part, multiples of `groups`.
-        groups: how often each part has its turn; 1: the parts are concatenated.
+        groups: number of groups; 1: the parts are concatenated.
 
     >>> [tuple(run) for run in runs_in_turn([4, 2], groups=2)]
     [(0, 0, 0, 2), (1, 0, 2, 1), (0, 2, 3, 2), (1, 1, 5, 1)]
@@ -49,23 +49,23 @@ def runs_in_turn(sizes: Sequence[int], groups: int) -> Iterator[ElementRun]:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The rows of each head in the other order.
+    """Reordering of the rows of each head for the other kind of rotary embedding.
 
-    Rotary embeddings turn two of a head's `d` rows together: `i` and `i + d/2` ("halves": transformers, Megatron), or `2i` and `2i + 1`
-    ("pairs": Meta's Llama, GPT-J). Who goes from one to the other moves the rows of the query and key projections.
+    Rotary embeddings rotate two of a head's `d` rows together: `i` and `i + d/2` ("halves": transformers, Megatron), or `2i` and `2i + 1`
+    ("pairs": Meta's Llama, GPT-J). A conversion between the two reorders the rows of the query and key projections.
     """
 
     heads: int
     pairs_in_whole: bool
-    """Whether it is the whole that has pairs, and the part that has halves, or the other way round."""
+    """Whether the whole has pairs and the part has halves; otherwise the reverse."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no number of heads."""
+        """Refuse an invalid number of heads."""
         if not isinstance(self.heads, int) or isinstance(self.heads, bool) or self.heads < 1:
             raise OptionError(f"rotary: {excerpt(self.heads)} is no number of heads.")
 
     def runs(self, size: int) -> Iterator[ElementRun]:
-        """Each row by itself; their number is a multiple of 2 · `heads`.
+        """One run per row; `size`, the number of rows, is a multiple of 2 · `heads`.
 
         >>> [(run.start, run.place) for run in Rotary(1, pairs_in_whole=True).runs(4)]
         [(0, 0), (1, 2), (2, 1), (3, 3)]

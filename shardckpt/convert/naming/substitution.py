@@ -1,8 +1,8 @@
-r"""What does `s/regex/replacement/` do to a name? What sed does to a line.
+r"""The `s/regex/replacement/` of a rename: a substitution in a name, as sed makes it in a line.
 
-s/^model\.//            the delimiter is whatever follows the s; a backslash before it makes it a character of the text
-s/\.w([13])\./.ff\1./   the regex is Python's (`re`); \1 … \9 in the replacement are its groups, & is all that it matched
-s/layer/block/gi        g: everywhere, not only where it is found first; i: whatever the case
+s/^model\.//            the character after the s is the delimiter; with a backslash before it, it is part of the text
+s/\.w([13])\./.ff\1./   the regex is Python's (`re`); \1 … \9 in the replacement are its groups, & is the complete match
+s/layer/block/gi        g: replace all matches, not only the first; i: ignore case
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from shardckpt.excerpt import excerpt
 __all__ = ["Substitution"]
 
 LONGEST = 1000
-"""Characters of a regex, and of a name that it is tried on: some expressions take time exponential in them."""
+"""Most characters of a substitution, and of a name that it is applied to: some expressions need time exponential in them."""
 _FLAGS = {"g": 0, "i": re.IGNORECASE}
 _REPLACED = re.compile(r"\\(\d)|\\(.)|(&)|([^\\&]+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Substitution:
-    r"""A substitution, read.
+    r"""A parsed substitution.
 
     >>> Substitution(r"s/^layers\.(\d+)/h.\1/").of("layers.3.w")
     'h.3.w'
 
     Raises:
-        OptionError: it is none.
+        OptionError: the text is not a valid substitution.
     """
 
     text: str
     _regex: re.Pattern[str] = field(init=False, repr=False, compare=False)
     _replacement: tuple[int | str, ...] = field(init=False, repr=False, compare=False)
-    """Numbers of groups, and texts."""
+    """Group numbers and texts of the replacement, in order."""
     _count: int = field(init=False, repr=False, compare=False)
-    """0: everywhere."""
+    """Most replacements in a name; 0: all."""
 
     def __post_init__(self) -> None:
-        """Read it."""
+        """Parse the text."""
         text = self.text
         if not isinstance(text, str) or len(text) < 2 or text[0] != "s" or text[1].isalnum() or text[1] in "\\\n ":
             raise OptionError(f"rename={excerpt(text)}: write it as sed does, s/regex/replacement/.")
@@ -56,7 +56,7 @@ class Substitution:
             raise OptionError(f"rename={excerpt(text)}: {odd[0]!r} is no flag, or there twice; there are g (everywhere) and i (any case).")
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of what may mean something else in a later Python
+                warnings.simplefilter("ignore", FutureWarning)  # about syntax that may change in a later Python
                 compiled = re.compile(regex, sum(_FLAGS[flag] for flag in flags))
         except (re.error, RecursionError, OverflowError) as error:
             raise OptionError(f"rename={excerpt(text)}: {excerpt(regex)} is no regular expression: {error}.") from error
@@ -69,7 +69,7 @@ class Substitution:
         object.__setattr__(self, "_count", 0 if "g" in flags else 1)
 
     def of(self, name: str) -> str | None:
-        """What becomes of a name; None where the regex is not found in it.
+        """The renamed name; None if the regex does not match.
 
         Raises:
             OptionError: the name is too long to be safe.
@@ -83,18 +83,18 @@ class Substitution:
         return "".join(token if isinstance(token, str) else found[token] or "" for token in self._replacement)
 
     def __str__(self) -> str:
-        """As it was written."""
+        """The text of the substitution."""
         return self.text
 
 
 def _parts(text: str, delimiter: str) -> list[str]:
-    """The text between delimiters that have no backslash before them."""
+    """The parts of a text between delimiters; a delimiter after a backslash does not count."""
     parts, escaped = [""], False
     for character in text:
         if character == delimiter and not escaped:
             parts.append("")
             continue
-        # A backslash before the delimiter has done its work; before anything else it is the regex's, or the replacement's.
+        # A backslash before the delimiter is removed; any other belongs to the regex or the replacement.
         parts[-1] = parts[-1][:-1] + character if escaped and character == delimiter else parts[-1] + character
         escaped = character == "\\" and not escaped
     return parts

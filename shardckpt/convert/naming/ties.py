@@ -1,13 +1,14 @@
-"""By which of its names is a tied tensor written?
+"""Choice of the name under which a tied tensor is written.
 
-Files for inference hold each tensor once. A model that is loaded ties its weights again, and looks for them by one name: the one
-that is not listed in transformers' `_tied_weights_keys` as tied to another. So in a group of names:
+Files for inference hold each tensor once. A model ties its weights again after loading, and looks for them under one name: the name
+that transformers' `_tied_weights_keys` does not list as tied to another. So in a group of names:
 
-1. A head's (`lm_head.weight`) is kept only where there is no other, and an encoder's or decoder's embedding only where none is shared.
-2. Of several that are left, the first in the state is kept.
+1. The name of a head (`lm_head.weight`) is kept only if there is no other, and the name of an encoder's or decoder's embedding only if
+   there is no shared embedding.
+2. If several names are left, the first in the state is kept.
 
-A model whose configuration says `tie_word_embeddings: false` does not tie again, and would not find what is left out: there,
-and where it is asked for, each name has its own copy.
+A model whose configuration says `tie_word_embeddings: false` does not tie again, and would not find tensors that are left out. For such a
+model, and on request, each name gets a separate copy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["TIED", "Ties", "resolve"]
 
 Ties = Literal["auto", "once", "copies"]
-"""What becomes of tied names: "once", a "copies" of each, or "auto": copies where the configuration says that nothing is tied."""
+"""Treatment of tied names: "once", "copies", or "auto": copies if the configuration says that nothing is tied."""
 
 TIED = tuple(
     re.compile(rf"(?:^|[./_])(?:{ends})\.(?:weight|bias)$")
@@ -35,24 +36,25 @@ TIED = tuple(
     )
 )
 """Ends of names that transformers' models (and Megatron's and Meta's) tie to another, as `_tied_weights_keys` of transformers 5 lists them:
-embeddings that one is shared with, the heads of a model, and what is inside a head. The later, the less it is kept."""
+embeddings that are tied to a shared one, the heads of a model, and weights inside a head. Earlier patterns are preferred."""
 
 
 def resolve(
     names: Mapping[str, str], ties: Ties = "auto", tie_word_embeddings: bool | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The names that are written.
+    """Choose the names that are written.
 
     Args:
-        names: the output's name → the stored tensor's, in the state's order.
-        ties: what becomes of tied ones.
-        tie_word_embeddings: what the model's configuration says of it; None: there is none.
+        names: output name → name of the stored tensor, in the state's order.
+        ties: treatment of tied names.
+        tie_word_embeddings: the setting in the model's configuration; None: unknown.
 
     Returns:
-        Those of `names` that are written, and by further names of tied ones the first, whether they are written or not.
+        The entries of `names` that are written; and further name of a tied tensor → its first name, whether the further name is
+        written or not.
 
     Raises:
-        OptionError: there is no such way.
+        OptionError: `ties` is invalid.
     """
     if ties not in ("auto", "once", "copies"):
         raise OptionError(f'ties={excerpt(ties)}: use "auto", "once" or "copies".')
@@ -66,5 +68,5 @@ def resolve(
 
 
 def _rank(name: str) -> int:
-    """The higher, the less it is to be kept."""
+    """Rank of a name in its group; the name of the lowest rank is kept."""
     return max((rank for rank, ends in enumerate(TIED, 1) if ends.search(name)), default=0)

@@ -1,7 +1,7 @@
-"""In blocks of which shape is a tensor stored where blocks are read whole, one by one?
+"""Shapes of blocks in files that are read block by block.
 
-Who loads it again has his own layout, most often the one that the tensor was saved in. So a block is a shard of that; where shards
-are small several, side by side, and where one is too large some of its rows, or planes.
+A reader has its own layout, most often the one that the tensor was saved in. So a block is a shard of the recorded layout, or several
+adjacent shards if they are small, or some rows or planes of a shard if it is too large.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["block_shape"]
 
 SMALLEST = 4 << 20
-"""Bytes to which shards are joined: below, a block costs more than its bytes."""
+"""Bytes to which shards are joined: a smaller block costs more than its bytes."""
 LARGEST = 32 << 20
 """Bytes above which a shard is cut."""
 
 
 def block_shape(tensor: TensorRecord, room: int) -> tuple[int, ...]:
-    """The shape of a block; those at the end of a dimension may be cut off.
+    """The shape of a block; blocks at the end of a dimension may be clipped.
 
     Args:
         tensor: its shape and layout, and the dtype in which it is written.
-        room: bytes in which several blocks have to fit.
+        room: bytes that must suffice for several blocks.
 
     Returns:
         One side per dimension, at least 1.
@@ -49,7 +49,7 @@ def block_shape(tensor: TensorRecord, room: int) -> tuple[int, ...]:
 
 
 def _shard(layout: StoredLayout | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the largest shard of a tensor; the tensor's own where it was not cut."""
+    """The shape of the largest shard of a tensor; the tensor's own shape without a layout."""
     if layout is None or prod(shape) == 0:
         return shape
     if isinstance(layout, Placements):
@@ -58,5 +58,5 @@ def _shard(layout: StoredLayout | None, shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def _part(side: int, most: int) -> int:
-    """A side of at most that many elements that divides another one, unless it would be much smaller."""
+    """The largest divisor of a side up to `most`; `most` itself if the divisor would be at most half of it."""
     return next((part for part in range(most, most // 2, -1) if side % part == 0), most)

@@ -1,16 +1,16 @@
-"""In which blocks is an output written to a file in which it lies row by row, so that each stored byte is read once?
+"""Blocks of an output for a file that holds it row by row, chosen so that each stored byte is read once.
 
-A block is written when all its elements are read, so the source's chunks that reach into it are in memory together with what else
-they hold: a slab.
+A block is written when all its elements are read. So all source chunks that overlap it are in memory together, including their other
+elements: a slab.
 
-1. The output is cut along its first dimension where parts of it meet that are stored apart (shards of different lengths, tensors that
-   are joined): each has a grid of chunks of its own.
-2. *Rows*: as many whole rows, or planes, as make `BLOCK_BYTES`; one run of bytes in the file. Where the source is cut in the dimension
+1. The output is cut along its first dimension where separately stored parts meet (shards of different lengths, tensors that are
+   joined). Each part has its own grid of chunks.
+2. *Rows*: as many complete rows, or planes, as make `BLOCK_BYTES`; one run of bytes in the file. If the source is cut in the dimension
    in which rows are counted, their number divides the source's side or is a multiple of it, so that slabs do not overlap.
-3. Where the slab of rows does not fit the room (chunks that are tall columns of a large matrix), and the file may be written in any
-   order, *blocks*: as tall as the source's chunks, and as long as the room is enough for. Each row of one is a run of bytes; it has
-   to have `LEAST_RUN`, since every run is a call of the system.
-4. Else rows all the same, and source chunks are read again for each slab.
+3. If the slab of rows does not fit the room (chunks that are tall columns of a large matrix), and the file may be written in any
+   order, *blocks*: as tall as the source's chunks, and as long as the room allows. Each row of a block is a run of bytes of at least
+   `LEAST_RUN`, since every run is a system call.
+4. Otherwise rows are used in spite of this, and source chunks are read again for each slab.
 
 Pure.
 """
@@ -38,32 +38,32 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_BYTES", "blocks", "grid", "rows", "runs"]
 
 BLOCK_BYTES = 4 << 20
-"""Bytes to which rows are joined to be written at once."""
+"""Bytes to which rows are joined for one write."""
 LEAST_RUN = 4 << 10
-"""Bytes that lie side by side in the file, at the least, where blocks are not whole rows."""
+"""Fewest contiguous bytes in the file, for blocks that are not complete rows."""
 _LEAST_PART = 1 << 20
-"""Bytes of the parts into which an output is cut, at the least."""
+"""Fewest bytes of the parts into which an output is cut."""
 
 
 def grid(output: OutputTensor, chunks: Sequence[int]) -> list[Piece]:
-    """One regular grid of blocks of that shape, cut off at the output's edges."""
+    """One regular grid of blocks of that shape, clipped at the output's edges."""
     return [Piece(output.name, (0,) * len(output.shape), output.shape, tuple(chunks))]
 
 
 def rows(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
-    """Blocks of whole rows, in row-major order.
+    """Blocks of complete rows, in row-major order.
 
     Args:
-        output: what is written; it has elements.
-        stored: the arrays that it is made of, in its own indices.
-        room: bytes that a block has at most.
+        output: the output; it has elements.
+        stored: the arrays from which it is made, in the output's indices.
+        room: most bytes of a block.
     """
     itemsize = output.dtype.itemsize
     return [Piece(*part, _rows(part[2], near, itemsize, room)) for part, near in _parts(output, stored)]
 
 
 def blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
-    """Whole rows, or blocks of parts of rows where those are read once and rows are not; as `rows`."""
+    """Blocks of complete rows, or of parts of rows where only these read each stored byte once; arguments as in `rows`."""
     itemsize, found = output.dtype.itemsize, []
     for (path, start, shape), near in _parts(output, stored):
         chunks = _rows(shape, near, itemsize, room)
@@ -75,19 +75,19 @@ def blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Pie
 
 
 def runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:
-    """Where the bytes of a box lie in a tensor that is one run of bytes, row by row.
+    """The runs of bytes of a box in a tensor that is one run of bytes, row by row.
 
     Args:
-        shape: the tensor's.
+        shape: shape of the tensor.
         box: one of its boxes, not empty.
         itemsize: bytes of an element.
 
     Returns:
-        (n,) the first byte of each part that lies side by side, in row-major order, and the bytes of each.
+        (n,) The first byte of each contiguous part, in row-major order, and the length of each part in bytes.
     """
-    if box.shape == tuple(shape):  # as those of most tensors are, by number
+    if box.shape == tuple(shape):  # true for most tensors
         return np.zeros(1, np.int64), prod(shape) * itemsize
-    # Of the last dimensions that are whole, and one more, a run is made.
+    # A run consists of the last dimensions that the box covers completely, and one more.
     along = max((d for d, n in enumerate(shape) if box.shape[d] < n), default=0)
     strides = [itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]
     offsets = np.array([sum(start * stride for start, stride in zip(box.start, strides, strict=True))], np.int64)
@@ -97,7 +97,7 @@ def runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int6
 
 
 def _parts(output: OutputTensor, stored: Sequence[Piece]) -> list[tuple[tuple[str, tuple[int, ...], tuple[int, ...]], list[Piece]]]:
-    """Path, start and shape of each part of an output that is stored apart along its first dimension, and what it is made of."""
+    """Path, start and shape of each part of an output that is stored separately along its first dimension, and its source arrays."""
     if not output.shape:
         return [((output.name, (), ()), list(stored))]
     n, spans = output.shape[0], sorted({(piece.start[0], piece.start[0] + piece.shape[0]) for piece in stored})
@@ -124,13 +124,13 @@ def _rows(shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int, room: 
 
 
 def _slab(shape: tuple[int, ...], chunks: tuple[int, ...], stored: Sequence[Piece]) -> int:
-    """Elements that are in memory together for a block of whole rows."""
+    """Elements that are in memory together for a block of complete rows."""
     split = next((d for d, n in enumerate(shape) if chunks[d] < n), 0)
     return prod(max(chunks[d], _tallest(stored, d, n)) if d <= split else n for d, n in enumerate(shape))
 
 
 def _blocks(whole: Piece, stored: Sequence[Piece], itemsize: int, room: int) -> list[Piece]:
-    """Arrays of blocks as tall as stored chunks, side by side along one dimension; or the given one, where they would be too narrow."""
+    """Arrays of blocks as tall as stored chunks, side by side along one dimension; or the given array, if they would be too narrow."""
     tall = [_tallest(stored, d, n) for d, n in enumerate(whole.shape)]
     along = len(tall) - 1
     while along and prod(tall[:along]) * prod(whole.shape[along:]) * itemsize <= room:
@@ -149,12 +149,12 @@ def _blocks(whole: Piece, stored: Sequence[Piece], itemsize: int, room: int) -> 
 
 
 def _tallest(stored: Sequence[Piece], d: int, n: int) -> int:
-    """The longest side of any stored chunk along a dimension of that length."""
+    """The longest side of any stored chunk along a dimension of length `n`."""
     return min(n, max(piece.chunks[d] for piece in stored))
 
 
 def _suited(most: int, length: int, sides: set[int]) -> int:
-    """At most so many indices of a dimension of that length, so that the source's chunks end where these do, if that can be."""
+    """At most `most` indices of a dimension of that length, aligned with the ends of the source's chunks if possible."""
     side = max(sides)
     if most == length or len(sides) > 1:
         return most
@@ -162,6 +162,6 @@ def _suited(most: int, length: int, sides: set[int]) -> int:
 
 
 def _divisor(side: int, most: int) -> int:
-    """The largest divisor of a side up to some number, unless that is a small part of it."""
+    """The largest divisor of a side up to `most`; `most` itself if the divisor would be a small part of it."""
     found = max((n for n in divisors(side) if n <= most), default=1)
     return found if 8 * found >= most else most

@@ -1,8 +1,8 @@
 """Outputs of an export: each is made of boxes of one or more tensors.
 
-An output is a tensor of another format's file, or whatever else is written. It is made of views: boxes of the checkpoint's tensors,
-perhaps transposed, each at its place (`plan.views`). Together they are the output, each element once. A plain export has one
-view per output; one that takes stacked layers apart, or joins projections into one matrix, has others.
+An output is a tensor of another format's file, or any other tensor that is written. It is made of views: boxes of the checkpoint's
+tensors, possibly transposed, each at its place (`plan.views`). Together the views cover the output, each element once. A plain export has
+one view per output; an export that splits stacked layers, or joins projections into one matrix, has others.
 
 Pure: nothing is read.
 """
@@ -33,15 +33,15 @@ class OutputTensor:
     """A tensor that is written."""
 
     name: str
-    """As it is called there."""
+    """Name in the output."""
     shape: tuple[int, ...]
     dtype: DType
-    """What its elements are converted to, where that is another one than the sources have."""
+    """Dtype to which the elements are converted, if the sources have another."""
     sources: tuple[View, ...]
-    """What it is made of."""
+    """The views from which it is made."""
 
     def __post_init__(self) -> None:
-        """Refuse views that are not the whole tensor, each element once."""
+        """Refuse views that do not cover the tensor, each element once."""
         odd = next((view for view in self.sources if len(view.start) != len(self.shape)), None)
         if odd is not None:
             raise ShapeMismatchError(
@@ -60,7 +60,7 @@ class OutputTensor:
 
 
 def identity(record: TensorRecord, name: str | None = None, dtype: DType | None = None) -> OutputTensor:
-    """A tensor as it is, under another name or in another dtype where one is given."""
+    """The output of an unchanged tensor, with another name or dtype if one is given."""
     view = View.whole(record.name, record.shape)
     return OutputTensor(record.name if name is None else name, record.shape, dtype or record.dtype, (view,))
 
@@ -69,11 +69,11 @@ def check(output: OutputTensor, tensors: Mapping[str, TensorRecord]) -> None:
     """Refuse an output that cannot be made of some tensors.
 
     Args:
-        output: what to make.
-        tensors: by name, all that its views name.
+        output: the output.
+        tensors: tensors by name; all that its views name.
 
     Raises:
-        ShapeMismatchError: a view lies outside its tensor; names both.
+        ShapeMismatchError: a view lies outside its tensor; the message names both.
         DtypeMismatchError: a tensor's elements cannot be converted.
     """
     for view in output.sources:

@@ -1,13 +1,13 @@
-"""Reading what outputs are made of, block by block, within a memory limit.
+"""Reading the sources of outputs, block by block, within a memory limit.
 
-1. The limit is shared out: what is being read (`reshard.memory`), what the writer keeps beside it, and two buffers of the same size,
-   the *room*: what is read next is filled while other blocks are written.
-2. The writer says in which blocks it wants each output: the chunks of one array, or of several.
-3. Each output is cut into steps of whole blocks, so that each stored chunk is read once where the room is enough (`reshard.cells`).
-   A writer that wants blocks in row-major order has them so, and stored chunks may then be read more often.
-4. Steps are read in a second thread while the writer has what was read before (`reshard.assembling`).
+1. The limit is divided: memory for reading (`reshard.memory`), for the writer's buffers, and for two buffers of equal size, the *room*:
+   one is filled while blocks of the other are written.
+2. The writer chooses the blocks of each output: the chunks of one array, or of several.
+3. Each output is cut into steps of complete blocks, so that each stored chunk is read once if the room suffices (`reshard.cells`).
+   A writer can request blocks in row-major order; stored chunks may then be read more often.
+4. A second thread reads steps while the writer processes earlier ones (`reshard.assembling`).
 
-The order of the blocks follows from the outputs, their blocks and the room, so a writer that is started again can leave out the first
+The outputs, their blocks and the room determine the order of the blocks, so a writer that is started again can skip the first
 ones (`Stream.read`).
 """
 
@@ -46,29 +46,29 @@ if TYPE_CHECKING:
 __all__ = ["Blocks", "OutputBlock", "Put", "Stream", "stream"]
 
 Blocks = Callable[[OutputTensor, Sequence[Piece], int], Sequence[Piece]]
-"""Says in which blocks an output is wanted, as the chunks of arrays that together are the output (`chunking.grid` where that is one):
-given the output, which has elements, the arrays that it is made of, as they lie in it, and the bytes that a block may have."""
+"""Chooses the blocks of an output, as the chunks of arrays that together are the output (`chunking.grid` for one array). Arguments:
+the output, which has elements; the arrays from which it is made, in the output's indices; the most bytes of a block."""
 Put = Callable[[OutputTensor, Box, "NDArray[Any]"], object]
-"""Is given a block: its output, its box in it, and its elements, in row-major order, as the dtype's storage type."""
+"""Receives a block: its output, its box in it, and its elements, in row-major order, as the dtype's storage type."""
 _BATCH = 16 << 20
-"""Bytes that are read at once from a local disk, where work can be cut that small: each batch is planned, and handed from thread to
-thread, which costs more than caches do for smaller ones."""
+"""Bytes of one read batch from a local disk, if work can be cut that small: each batch is planned and passed between threads, which
+costs more than smaller batches would gain from caches."""
 _OBJECT_BATCH = 32 << 20
-"""The same from an object store, of which several requests are made."""
+"""Bytes of one read batch from an object store, which consists of several requests."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputBlock:
-    """A part of an output, whole; its memory is good until the next blocks are asked for."""
+    """A complete block of an output; its memory is valid until the next blocks are requested."""
 
     output: OutputTensor
     box: Box
     elements: NDArray[Any]
-    """Of the box's shape, in row-major order, of the dtype's storage type."""
+    """Elements of the box's shape, in row-major order, of the dtype's storage type."""
 
 
 class Stream:
-    """Some outputs of a checkpoint, and how they are read."""
+    """Some outputs of a checkpoint, and the plan for reading them."""
 
     def __init__(
         self,
@@ -80,20 +80,20 @@ class Stream:
         beside: int = 0,
         in_order: bool = False,
     ) -> None:
-        """Plan; nothing is read.
+        """Plan the reads; nothing is read yet.
 
         Args:
-            checkpoint: where from; nothing of it has been read yet.
-            outputs: what to make.
-            blocks: in which blocks.
-            limit: bytes of buffers in all.
-            beside: bytes of them that the writer keeps.
-            in_order: whether the blocks of an output have to come in row-major order, rather than be read once.
+            checkpoint: the source; nothing of it has been read yet.
+            outputs: the outputs to make.
+            blocks: chooses the blocks of each output.
+            limit: bytes of all buffers.
+            beside: bytes of these that the writer keeps.
+            in_order: whether the blocks of an output must come in row-major order, even if chunks are then read more than once.
 
         Raises:
-            NamesMismatchError: an output is made of a tensor that is not there.
+            NamesMismatchError: a source tensor of an output does not exist.
             ShapeMismatchError, DtypeMismatchError: an output cannot be made of its tensors.
-            BudgetError: the limit is too low; names it, and what would do.
+            BudgetError: the limit is too low; the message names it, and a limit that suffices.
         """
         self.outputs = outputs
         self._checkpoint = checkpoint
@@ -132,24 +132,24 @@ class Stream:
 
     @property
     def grids(self) -> list[tuple[OutputTensor, Sequence[Piece]]]:
-        """The outputs that have elements, and the arrays of whose chunks each is made."""
+        """The outputs that have elements, and the arrays whose chunks are the blocks of each."""
         return [(output, target.pieces) for output, target, _ in self._targets]
 
     @cached_property
     def num_blocks(self) -> int:
-        """Of all outputs."""
+        """Number of blocks of all outputs."""
         return sum(piece.num_chunks for _, pieces in self.grids for piece in pieces)
 
     @property
     def read_bytes(self) -> int:
-        """Stored bytes that have been read so far."""
+        """Stored bytes read so far."""
         return self._checkpoint.stats.bytes_read
 
     def read(self, skip: int = 0) -> Generator[list[OutputBlock]]:
-        """All blocks, some at a time; whoever does not take all of them closes the iterator.
+        """Iterate over all blocks, some at a time; close the iterator unless it is exhausted.
 
         Args:
-            skip: how many blocks are not wanted: the first in the order in which they come. What is not needed for others is not read.
+            skip: number of blocks to skip, the first in the order of the blocks. Data that only these need is not read.
 
         Raises:
             CorruptionError, ReplacedError, StorageError: the checkpoint could not be read.
@@ -170,7 +170,7 @@ class Stream:
                 yield found[dropped:]
 
     def order(self) -> Iterator[tuple[OutputTensor, Box]]:
-        """Every block, in the order in which `read` has them; nothing is read."""
+        """Every block, in the order of `read`; nothing is read."""
         outputs = {id(target): output for output, target, _ in self._targets}
         for planned in self._steps():
             if planned.target.is_one_chunk:
@@ -214,9 +214,9 @@ def stream(
     beside: int = 0,
     in_order: bool = False,
 ) -> None:
-    """Make outputs of a checkpoint, and hand out each block once; see `Stream` for arguments and errors.
+    """Make outputs of a checkpoint, and pass each block to `put` once; see `Stream` for arguments and errors.
 
-    `put` is called in one thread, while what follows is read in others; what it is given is good during the call only.
+    `put` is called in one thread, while other threads read the next blocks; its arguments are valid during the call only.
     """
     with closing(Stream(checkpoint, outputs, blocks, limit=limit, beside=beside, in_order=in_order).read()) as batches:
         for batch in batches:
@@ -225,7 +225,7 @@ def stream(
 
 
 def _after(planned: Iterator[PlannedStep], skip: int) -> tuple[Iterator[PlannedStep], int]:
-    """The steps that are needed when so many blocks are not; and how many of the blocks that those make are not, either."""
+    """The steps that are needed after skipping `skip` blocks; and the number of blocks to drop from the results of these steps."""
     held: list[PlannedStep] = []
     while skip:
         step = next(planned, None)
@@ -244,5 +244,5 @@ def _after(planned: Iterator[PlannedStep], skip: int) -> tuple[Iterator[PlannedS
 
 def _chained(first: list[PlannedStep], then: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
     while first:
-        yield first.pop(0)  # which frees what each has planned
+        yield first.pop(0)  # frees the plan of each step
     yield from then

@@ -1,10 +1,11 @@
 """Parser of `.metadata`, the metadata file of torch.distributed.checkpoint.
 
-It is a pickle of a `Metadata` (torch/distributed/checkpoint/metadata.py, torch 2.1 to 2.9): per name either a tensor's dtype, shape and
-chunks, or that it is a few bytes; where in which file each of them lies; and, from the planner, where in the nested state each name was.
+It is a pickle of a `Metadata` (torch/distributed/checkpoint/metadata.py, torch 2.1 to 2.9). It has for each name either a tensor's
+dtype, shape and chunks, or the mark of a value stored as bytes; the file and offset of each of these; and, from the planner, the keys
+that lead to each name in the nested state.
 
-A pickle can run code, and this one is what DCP itself loads without a thought. It is read by `unpickle`, which runs nothing, and it
-may name nothing but `CLASSES`, what such a file consists of. Python's own machinery is not used, whoever trusts the file.
+A pickle can run code, and DCP itself loads this one without a check. Here `unpickle` reads it, which runs nothing, and it may name only
+`CLASSES`, the classes of such a file. Python's own unpickler is never used, even if the user trusts the file.
 """
 
 from __future__ import annotations
@@ -48,29 +49,29 @@ CLASSES = frozenset(
         ),
     )
 )
-"""All that such a pickle may name."""
+"""All names that such a pickle may contain."""
 
 
 LARGEST_ITEM = 16
-"""Bytes of an element."""
+"""Most bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpItem:
-    """Where one thing lies."""
+    """The place of one stored item."""
 
     file: str
-    """Relative to the directory."""
+    """Name of the file, relative to the directory."""
     offset: int
     length: int
     """Bytes."""
     transforms: tuple[str, ...] = ()
-    """What was done to the bytes, e.g. `stream.zstd/1`."""
+    """Transformations of the bytes, e.g. `stream.zstd/1`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpChunk:
-    """A box of a tensor, stored by itself."""
+    """A box of a tensor that is stored as one item."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -79,37 +80,37 @@ class DcpChunk:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor."""
+    """A tensor in the metadata."""
 
     shape: tuple[int, ...]
     dtype: str
-    """torch's name."""
+    """Name of the dtype in torch."""
     chunks: tuple[DcpChunk, ...]
-    """Each box once, without empty ones."""
+    """Each box once, without empty boxes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """All that is said."""
+    """The contents of a `.metadata` file."""
 
     tensors: dict[str, DcpTensor]
     bytes: dict[str, DcpItem]
-    """What is no tensor."""
+    """Values that are not tensors, by name."""
     paths: dict[str, tuple[str | int, ...]] | None
-    """Name → keys on the way to it, an int in a list; None: the state was flat. There may be names of which nothing is stored."""
+    """Name → keys that lead to it, an int in a list; None: the state was flat. Some names may have nothing stored."""
     flattened: dict[str, tuple[int, ...]]
-    """Megatron-Core up to 0.13: name → the tensor's own shape, where it is stored as flat runs of its tiles."""
+    """Megatron-Core up to 0.13: name → the tensor's own shape, if it is stored as flat runs of its tiles."""
 
 
 def parse_metadata(data: bytes, where: str) -> DcpMetadata:
-    """Read a `.metadata`.
+    """Parse a `.metadata` file.
 
     Args:
-        data: all of the file.
+        data: all bytes of the file.
         where: the file, for messages.
 
     Raises:
-        FormatError: it is none, or names classes that none of them has.
+        FormatError: it is not such a file, or names other classes.
     """
     root = unpickle(data, where, TABLE, only=CLASSES)
     try:
@@ -149,7 +150,7 @@ def _metadata(root: object) -> DcpMetadata:
 
 def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]) -> DcpTensor:
     properties = state["properties"]
-    # Of a TensorProperties the state is a tuple in newer versions, and a dict in the oldest.
+    # The state of a TensorProperties is a tuple in newer versions, and a dict in the oldest.
     said = properties.state if isinstance(properties, Instance) else None
     dtype = said[0] if type(said) is tuple and said else said.get("dtype") if type(said) is dict else None
     if type(dtype) is not Dtype:
@@ -164,7 +165,7 @@ def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple
         if len(start) != len(shape) or len(extent) != len(shape):
             raise ValueError(f"{name!r} of shape {shape} has a chunk of shape {extent} at {start}")
         if prod(extent) == 0:
-            continue  # a process that has none of the tensor says so
+            continue  # written by a process without a part of the tensor
         item = items.get((name, start))
         if item is None:
             raise ValueError(f"{name!r}: its chunk at {start} is stored nowhere")

@@ -1,9 +1,9 @@
 """Reader of the safetensors files that DCP's `HuggingFaceStorageWriter(save_distributed=True)` writes.
 
-    shard-00002-model-00001-of-00003.safetensors    what process 2 has of the tensors of the first of three files
+    shard-00002-model-00001-of-00003.safetensors    the parts that process 2 has of the tensors of the first of three files
 
-Each header says where in its tensor every part begins (`DCP_SHARDING_INFO`, torch/distributed/checkpoint/_hf_utils.py), and nothing how
-large the tensor is: as far as its parts reach. A process whose files are missing is noticed by its number, unless it is the last one.
+Each header gives the offset of every part in its tensor (`DCP_SHARDING_INFO`, torch/distributed/checkpoint/_hf_utils.py), but not the
+tensor's shape: it is computed from the parts. Missing files of a process are detected by its number, unless it is the last one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SAID = "DCP_SHARDING_INFO"
 
 
 def shard_files(names: Sequence[str]) -> list[str]:
-    """Those among the names in a directory."""
+    """The names of such files among the names in a directory."""
     return [name for name in names if _SHARD.fullmatch(name)]
 
 
@@ -52,11 +52,11 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
 
     Args:
         location: their directory.
-        names: theirs.
+        names: their names.
 
     Raises:
-        MissingDataError: a process has none.
-        FormatError: they make no sense, or their parts do not make the tensors; names the tensor.
+        MissingDataError: the files of a process are missing.
+        FormatError: a file is malformed, or parts do not cover a tensor; the message names the tensor.
         DtypeError: a tensor's dtype cannot be stored.
     """
     store = Store.open(location)

@@ -1,16 +1,17 @@
 """Reader of a directory of torch.distributed.checkpoint, without torch.
 
-1. `.metadata` says what there is (`dcp_metadata`). It is a pickle: who imports one says `trust_pickle=True`.
-2. Every file that it speaks of is looked for, up to the last byte that is needed.
-3. What is no tensor is a few bytes of `torch.save`, which are read; what of it cannot be stored is left behind and said (`plain_values`).
-4. Of each tensor one item is looked into, for the order in which its elements lie: that makes the chunks. Each item is a file
-   of `torch.save` inside the file: rows are read out of it by their place.
-5. The planner's paths make the nested state again, keys being text: DCP turns the integer keys of optimizers into text, and drops
+1. `.metadata` lists the contents (`dcp.metadata`). It is a pickle, so an import needs `trust_pickle=True`.
+2. Every file that it names must exist and reach the last byte that is needed.
+3. Values that are not tensors are small files of `torch.save`, and are read. Parts of them that cannot be stored are left behind, with a
+   note (`plain_values`).
+4. For each tensor one item is opened, to find the order of its elements, which determines the chunks. Each item is a file
+   of `torch.save` inside the file: rows are read from it by offset.
+5. The planner's paths rebuild the nested state, with text keys: DCP turns the integer keys of optimizers into text, and drops
    empty containers.
 
-Files that `HuggingFaceStorageWriter` left of each process are read by `dcp_safetensors`; they need no trust.
+Files that `HuggingFaceStorageWriter` wrote for each process are read by `dcp.shard_files`; they need no trust.
 
-DCP has no checksums. Those that torch's files have are checked where an item is read in one go.
+DCP has no checksums. The checksums in torch's files are checked where an item is read in one go.
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ __all__ = ["METADATA", "DcpState", "looks_like", "open_foreign", "read_state"]
 
 METADATA = ".metadata"
 _OF_OTHERS = ({"common.pt", "metadata.json"}, {".manager_metadata"})
-"""Files beside `.metadata` in what Megatron-Core and torch_xla make of DCP's directories, which have readers of their own."""
+"""Files beside `.metadata` in directories that Megatron-Core and torch_xla derive from DCP's, which have their own readers."""
 REMEMBERED = 4096
-"""Items of which it is remembered where their elements are: about 1 KiB each."""
+"""Most items whose parsed description is cached: about 1 KiB each."""
 REQUEST_BYTES = 8 << 20
-"""Bytes to which rows are joined to be read at once from an object store."""
+"""Bytes to which rows are joined for one read from an object store."""
 SHOWN = 50
-"""Names in a note."""
+"""Most names in a note."""
 
 
 def looks_like(location: Location) -> str | None:
-    """What was seen, in words; None: no such directory."""
+    """The signs of such a directory, in words; None: it is not one."""
     names = children(location)
     if any(marks <= set(names) for marks in _OF_OTHERS):
         return None
@@ -93,7 +94,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
     Raises:
         OptionError: `trust_pickle` is needed.
-        FormatError: it is none, or of a kind that is not read.
+        FormatError: it is not such a directory, or of an unsupported kind.
         MissingDataError, CorruptionError: a file is missing, or too short.
     """
     shards = shard_files(children(location))
@@ -104,7 +105,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
 
 def children(location: Location) -> list[str]:
-    """The names in a directory; none where there is no directory."""
+    """The names in a directory; an empty list if there is no directory."""
     store = Store.open(location)
     path = store.local_path("")
     return store.list_children() if path is None or path.is_dir() else []
@@ -112,27 +113,27 @@ def children(location: Location) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class DcpState:
-    """What a directory holds, open."""
+    """The contents of a directory, open."""
 
     leaves: dict[str, Any]
-    """By name: `PlacedTensor`s and plain values."""
+    """Name → `PlacedTensor` or plain value."""
     metadata: DcpMetadata
     absent: tuple[str, ...]
-    """Names that the writer's state had, and of which it stored nothing."""
+    """Names in the writer's state for which nothing was stored."""
     files: list[FileVersion]
-    """All that are read."""
+    """All files that are read."""
     notes: tuple[str, ...]
     where: str
-    """The metadata file."""
+    """Path of the metadata file, for messages."""
 
     def nested(self) -> Any:
-        """The state as it was."""
+        """The nested state."""
         left = [name for name in self.metadata.bytes if name not in self.leaves]
         return nested(self.leaves, self.metadata.paths, [*left, *self.absent], self.where)
 
 
 def read_state(store: Store, *, trust_pickle: bool) -> DcpState:
-    """Read all but the elements of tensors; raises what `open_foreign` does."""
+    """Read everything except the elements of tensors; raises the errors of `open_foreign`."""
     where = store.path_of(METADATA)
     if not store.exists(METADATA):
         raise FormatError(
@@ -176,7 +177,7 @@ def _refuse_transformed(items: Sequence[tuple[str, DcpItem]], store: Store) -> N
 
 
 def _files(items: Iterable[DcpItem], store: Store) -> dict[str, FileVersion]:
-    """The files that items lie in, by name; raises MissingDataError or CorruptionError for one that is not there, or too short."""
+    """The files of items, by name; raises MissingDataError or CorruptionError for a file that is missing or too short."""
     ends: dict[str, int] = {}
     for item in items:
         ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
@@ -192,13 +193,13 @@ def _files(items: Iterable[DcpItem], store: Store) -> dict[str, FileVersion]:
 
 
 def _value(name: str, item: DcpItem, opened: Callable[[DcpItem], TorchFile]) -> tuple[Any, list[str]]:
-    """What an item that is no tensor holds."""
+    """The value of an item that is not a tensor."""
     with _named(name):
         return plain(opened(item), name)
 
 
 def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile], nbytes: int) -> PlacedTensor:
-    """A tensor that knows where its elements are."""
+    """A tensor with the places of its elements."""
     with _named(name):
         dtype = by_name(tensor.dtype)
         places = [_Item(chunk.item, chunk.shape, opened) for chunk in tensor.chunks]
@@ -213,7 +214,7 @@ def _placed(name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile]
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Errors name the tensor or leaf."""
+    """Add the name of the tensor or leaf to errors."""
     try:
         yield
     except (CorruptionError, FormatError, DtypeError) as e:
@@ -221,7 +222,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _stored_as(dtype: DType) -> tuple[str, ...]:
-    """The dtypes of an item in which the bits of that dtype are: torch_xla hands out shards of unsigned integers as signed ones."""
+    """The dtypes of an item that can hold the bits of a dtype: torch_xla saves shards of unsigned integers as signed ones."""
     return (dtype.name, dtype.name.removeprefix("u"))
 
 
@@ -231,9 +232,9 @@ class _Item:
 
     item: DcpItem
     shape: tuple[int, ...]
-    """What the metadata say of it."""
+    """Shape of the item in the metadata."""
     opened: Callable[[DcpItem], TorchFile]
-    """Opens it, or remembers."""
+    """Opens the item; cached."""
 
     def tensor(self, dtype: DType) -> tuple[TorchFile, PickledTensor]:
         file = self.opened(self.item)

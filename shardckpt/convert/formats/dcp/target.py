@@ -1,16 +1,16 @@
 """Writer of a directory that torch.distributed.checkpoint loads.
 
-Such a directory has a file of items, each what `torch.save` writes of one block of a tensor or of one other value, and `.metadata`:
-the blocks of each tensor, where each item lies, and for each name the keys that lead to it in the state.
+Such a directory has a file of items, each the `torch.save` output of one block of a tensor or of one other value, and `.metadata`:
+the blocks of each tensor, the place of each item, and for each name the keys that lead to it in the state.
 
-1. DCP's own function flattens the state: dicts by their keys as text, and lists in which there is a tensor or a dict.
-2. Blocks are written as they come, in shards of the layout that was recorded where these are of a good size (`blocks`). Tied tensors
-   are written once, and named in `.metadata` as often as they have names.
-3. DCP's own writer writes `.metadata`, when all is durable. The directory takes its name after that.
+1. DCP's own function flattens the state: dicts by their keys as text, and lists that contain a tensor or a dict.
+2. Blocks are written as they arrive; they are shards of the recorded layout if these have a good size (`blocks`). Tied tensors
+   are written once, and listed in `.metadata` under each of their names.
+3. DCP's own writer writes `.metadata` when everything is durable. Then the directory takes its name.
 
-DCP does not look into tuples: those with tensors in them become lists. It stores nothing of an empty dict, and neither does this: an
-item for one makes `dcp.load` take the directory for one that was saved before torch 2.4. From a list with an empty dict in it DCP
-stores what `dcp_to_torch_save` cannot read, so such a list is refused.
+DCP does not look into tuples: tuples that contain tensors become lists. DCP stores nothing for an empty dict, and neither does this
+writer: with an item for an empty dict, `dcp.load` would mistake the directory for one from before torch 2.4. A list that contains an
+empty dict is refused: DCP would store it in a form that `dcp_to_torch_save` cannot read.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ __all__ = ["DcpDirectory"]
 
 METADATA = ".metadata"
 _FILE = "__0_0.distcp"
-"""What DCP calls the first file of the first rank."""
+"""DCP's name of the first file of the first rank."""
 _ITEM_BYTES = 2 << 10
-"""Bytes that torch.save adds to a block, about."""
+"""Approximate bytes that torch.save adds to a block."""
 
 
 class DcpDirectory(StateWriter):
-    """The directory, being written."""
+    """A directory that is being written."""
 
     def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
-        """Begin it.
+        """Begin a directory.
 
         Args:
-            structure: the state, its tensors of the dtypes in which they are written.
+            structure: the state; its tensors have the dtypes in which they are written.
             location: the directory.
-            overwrite: whether to replace a checkpoint of DCP that is there, when the new one is whole.
+            overwrite: whether to replace an existing checkpoint of DCP when the new one is complete.
 
         Raises:
-            DtypeError: a tensor of a dtype that torch has not, by name.
-            StructureMismatchError, NamesMismatchError: DCP has no names for what the state holds.
+            DtypeError: torch lacks the dtype of a tensor; the message names the tensor.
+            StructureMismatchError, NamesMismatchError: DCP has no names for parts of the state.
             MissingExtraError: torch is not installed.
-            AlreadyExistsError, OptionError, StorageError: it cannot be there.
+            AlreadyExistsError, OptionError, StorageError: the directory cannot be written at `location`.
         """
         self._dtypes = torch_dtypes(structure)
         self._tensors = structure.tensors
@@ -86,13 +86,13 @@ class DcpDirectory(StateWriter):
         tree = parse(structure.tree)
         left = left_out(tree, lambda _value: None)
         self.notes: list[str] = notes_of(tree, left)
-        """What is not there, or not as it was, in a line each."""
+        """Parts of the state that are left out or changed, a line each."""
         without = _without_tuples(tree, self.notes)
         check_text_keys(without, self._where, "DCP", tuples=False)
         self._flatten(without, left)
         nbytes = sum(tensor.nbytes + _ITEM_BYTES * (1 + tensor.nbytes // SMALLEST) for tensor in self._tensors.values())
         self._items: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {name: {} for name in self._tensors}
-        """Of each tensor the blocks that are written: first index → shape and place."""
+        """Tensor → its written blocks: index of the first element → shape and place."""
         self._parts: list[WrittenRun] = []
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks={METADATA})
         try:
@@ -103,7 +103,7 @@ class DcpDirectory(StateWriter):
             raise
 
     def blocks(self, output: OutputTensor, _stored: Sequence[Piece], room: int) -> Sequence[Piece]:
-        """A shard, several, or a part of one."""
+        """A grid of blocks: each is a shard, several shards, or a part of one."""
         return grid(output, block_shape(self._tensors[output.name], room))
 
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
@@ -113,7 +113,7 @@ class DcpDirectory(StateWriter):
         self._items[output.name][box.start] = box.shape, self._append(output.name, tensor_of(array, output.dtype))
 
     def complete(self) -> list[WrittenRun]:
-        """Write what is no tensor, and DCP's own metadata."""
+        """Write the values that are not tensors, and DCP's own metadata."""
         for name, tensor in self._tensors.items():
             if 0 in tensor.shape:
                 self._add_empty(name, tensor)
@@ -127,19 +127,19 @@ class DcpDirectory(StateWriter):
         return self._parts
 
     def check_tree(self) -> None:
-        """Compare the tree with what our reader of DCP finds."""
+        """Compare the tree with the one that shardckpt's reader of DCP finds."""
         leaves = [
             (self._paths[name], self._tensors[self._stored[id(value)]] if _is_tensor(value) else None) for name, value in self._flat.items()
         ]
         check_tree(leaves, open_foreign(parse_url(self._draft.path), trust_pickle=True).structure, self._where)
 
     def abort(self) -> None:
-        """Remove what is written."""
+        """Remove the written files."""
         self._file.close()
         super().abort()
 
     def _flatten(self, tree: Node, left: dict[str, str]) -> None:
-        """The state by DCP's names, with tensors without memory for those that are stored."""
+        """Flatten the state to DCP's names; the tensors in it have no memory."""
         import torch
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -166,7 +166,7 @@ class DcpDirectory(StateWriter):
                 )
 
     def _append(self, name: str, value: Any) -> Any:
-        """Write one item; its place."""
+        """Write one item; return its place."""
         import torch
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -183,14 +183,14 @@ class DcpDirectory(StateWriter):
         return place
 
     def _add_empty(self, name: str, tensor: TensorRecord) -> None:
-        """DCP writes one item of a tensor without elements, too."""
+        """Write the item of a tensor without elements; DCP writes one, too."""
         import torch
 
         place = self._append(name, torch.empty(tensor.shape, dtype=self._dtypes[name]))
         self._items[name] = {(0,) * len(tensor.shape): (tensor.shape, place)}
 
     def _write_metadata(self, values: dict[str, Any]) -> None:
-        """Have DCP write what it reads first."""
+        """Write `.metadata` with DCP's own writer."""
         import torch
         from torch.distributed.checkpoint import metadata as words
         from torch.distributed.checkpoint.storage import WriteResult
@@ -211,7 +211,7 @@ class DcpDirectory(StateWriter):
 
 
 class _SummedFile:
-    """A file that is written front to back, and the crc32c of what was written; as much of a file as torch.save wants."""
+    """A file that is written from front to back, with the crc32c of the written bytes; it has the file methods that torch.save calls."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb")
@@ -228,12 +228,12 @@ class _SummedFile:
         self._file.flush()
 
     def take_checksum(self) -> int:
-        """Of what was written since it was last asked for."""
+        """Return the checksum of the bytes written since the last call, and reset it."""
         crc, self._crc = self._crc, 0
         return crc
 
     def sync(self) -> None:
-        """Make everything durable, and close it."""
+        """Make the file durable, and close it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -243,7 +243,7 @@ class _SummedFile:
 
 
 def _metadata_writer(path: Path, final: Path) -> Any:
-    """DCP's writer of a directory that will be called otherwise."""
+    """DCP's writer for a directory that will get another name."""
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -272,7 +272,7 @@ def _items_of_lists(value: object, path: tuple[str | int, ...]) -> Iterator[tupl
 
 
 def _without_tuples(tree: Node, notes: list[str]) -> Node:
-    """The same state, with lists for tuples that have tensors in them."""
+    """The same state, with lists instead of tuples that contain tensors."""
     if not isinstance(tree, Branch):
         return tree
     children = [_without_tuples(child, notes) for child in tree.children]

@@ -1,15 +1,15 @@
 """Reader of checkpoints in Megatron-Core's `torch_dist` format.
 
-    metadata.json          says that it is one: {"sharded_backend": "torch_dist", …}
+    metadata.json          identifies the format: {"sharded_backend": "torch_dist", …}
     .metadata, *.distcp    a directory of torch.distributed.checkpoint: `ShardedTensor`s and `ShardedObject`s by their keys
-    common.pt              a file of torch.save: all else, of which every process has the same
+    common.pt              a file of torch.save: everything else, which is the same in every process
 
-(megatron/core/dist_checkpointing, 0.16.) Megatron's training script puts each into `<base>/iter_0000010/` and the number of the newest
-into `<base>/latest_checkpointed_iteration.txt`, by which it loads.
+(megatron/core/dist_checkpointing, 0.16.) Megatron's training script writes each checkpoint into `<base>/iter_0000010/` and the number of
+the newest into `<base>/latest_checkpointed_iteration.txt`, from which it loads.
 
-What comes of it is flat, as Megatron's keys are: a tensor is called by its key, with the layers as its first dimension where Megatron
-prepends such axes. An object `key/shard_0_2` is `shard_0_2` in a dict `key`, and what was in common.pt is in a dict `common`.
-Optimizer states that Megatron-Core up to 0.13 flattened are taken as they are stored.
+The resulting state is flat, like Megatron's keys: a tensor has the name of its key, with the layers as its first dimension if Megatron
+prepends such axes. An object `key/shard_0_2` becomes `shard_0_2` in a dict `key`, and the contents of common.pt become a dict `common`.
+Optimizer states that Megatron-Core up to 0.13 flattened are imported as they are stored.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 NEWEST = "latest_checkpointed_iteration.txt"
 LARGEST_COMMON = 1 << 28
-"""Bytes: Megatron puts no parameters there."""
+"""Most bytes of common.pt: Megatron puts no parameters there."""
 LONGEST_CONFIG = 1 << 16
-"""Bytes: it has a line."""
+"""Most bytes of metadata.json: it has one line."""
 
 
 def looks_like(location: Location) -> str | None:
-    """What was seen, in words; None: no such directory."""
+    """The signs of such a directory, in words; None: it is not one."""
     names = children(location)
     if CONFIG in names:
         backend = _backend(Store.open(location))
@@ -61,12 +61,12 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     """Open a checkpoint.
 
     Args:
-        location: its directory, or the one in which Megatron's training keeps them all: then the newest.
+        location: its directory, or the directory of all checkpoints of Megatron's training: then the newest is opened.
         trust_pickle: whether `.metadata`, a pickle, may be read.
 
     Raises:
         OptionError: `trust_pickle` is needed.
-        FormatError: it is none, or has another backend than `torch_dist`.
+        FormatError: it is not such a checkpoint, or has another backend than `torch_dist`.
         MissingDataError, CorruptionError: a file is missing, or too short.
     """
     notes = []
@@ -93,9 +93,9 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
 
 def _whole(state: DcpState, store: Store) -> tuple[Any, list[str]]:
-    """Sharded and common state together, and what is left behind of the latter."""
+    """Merge sharded and common state; also notes about the parts of the common state that are left behind."""
     objects = {name: _path(name) for name in state.metadata.bytes if _path(name)[0] not in state.metadata.tensors}
-    # A process has one object of a key; Megatron stores a list of those that it has.
+    # A process has one object of a key; Megatron stores a list of the process's objects.
     leaves = {
         name: leaf[0] if name in state.metadata.bytes and type(leaf) is list and len(leaf) == 1 else leaf
         for name, leaf in state.leaves.items()
@@ -114,13 +114,13 @@ def _whole(state: DcpState, store: Store) -> tuple[Any, list[str]]:
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Where a `ShardedObject` comes to be."""
+    """The path of a `ShardedObject` in the state."""
     key, slash, shard = name.rpartition("/")
     return (key, shard) if slash and shard.startswith("shard_") else (name,)
 
 
 def _backend(store: Store) -> str | None:
-    """What `metadata.json` says; None: it is not Megatron's."""
+    """The backend in `metadata.json`; None: the file is not Megatron's."""
     if not store.exists(CONFIG) or store.is_longer(CONFIG, LONGEST_CONFIG):
         return None
     try:

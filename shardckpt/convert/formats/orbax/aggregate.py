@@ -1,7 +1,7 @@
 """Parser of the file `checkpoint` (msgpack) of older Orbax checkpoints.
 
-The tree in msgpack, as flax writes it: dicts, lists, small values, arrays that were to be kept together in this file, and for
-each that has a place of its own a text with its name. (Orbax: `msgpack_utils.py`, `utils.py`.)
+The file is the tree in msgpack, as flax writes it: dicts, lists, small values, arrays that are kept together in this file, and
+placeholder texts with the names of arrays that are stored elsewhere. (Orbax: `msgpack_utils.py`, `utils.py`.)
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _CHUNKED = "__msgpack_chunked_array__"
 
 
 def read_aggregate(data: bytes, where: str) -> object:
-    """The tree: containers of arrays, small values, and a `Leaf` of the kind "Unknown" for what lies elsewhere.
+    """Parse the tree: containers of arrays, small values, and a `Leaf` of the kind "Unknown" for each array that is stored elsewhere.
 
     Args:
         data: the file.
         where: its name, for messages.
 
     Raises:
-        FormatError: it makes no sense.
+        FormatError: the file is malformed.
         MissingExtraError: msgpack is not installed.
     """
     try:
@@ -56,7 +56,7 @@ def read_aggregate(data: bytes, where: str) -> object:
 
 
 def _unpacked(node: Any) -> object:
-    """The tree with leaves for placeholders, and large arrays, which are written in parts, in one."""
+    """The tree with `Leaf`s in place of placeholders, and with the parts of large arrays joined."""
     if isinstance(node, dict):
         if _CHUNKED in node:
             shape, parts = ([found[str(i)] for i in range(len(found))] for found in (node["shape"], node["chunks"]))

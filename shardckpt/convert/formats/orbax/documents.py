@@ -1,20 +1,20 @@
 """The JSON documents of an Orbax checkpoint, as an export writes them.
 
 An Orbax checkpoint is a directory of zarr arrays, one for each tensor and each number of the state, and of JSON documents beside
-them (seen in what orbax-checkpoint 0.12 writes):
+them (as observed in the output of orbax-checkpoint 0.12):
 
-    _METADATA                    for each place in the state the keys that lead there, and what is there
-    _CHECKPOINT_METADATA         which of Orbax's handlers it is for, and when it was written
-    _sharding                    by array, in base64, the sharding with which it is restored when nobody names another one
+    _METADATA                    for each place in the state: the keys that lead there, and the type of its value
+    _CHECKPOINT_METADATA         Orbax's handler for the checkpoint, and the times when writing began and ended
+    _sharding                    by array, in base64, the sharding with which it is restored by default
     _strings.json                the texts of the state
-    array_metadatas/process_0    by array, which of JAX's random keys its elements are
-    commit_success.txt           it is whole
+    array_metadatas/process_0    by array, the kind of JAX's random keys in it, if any
+    commit_success.txt           marks the checkpoint as complete
 
-An array is called by its keys as text, joined with dots. `int` keys are text there, and lists and tuples are both lists. A container that
-loses all its leaves is an empty one.
+An array's name is its keys as text, joined with dots. `int` keys become text, and lists and tuples both become lists. A container that
+loses all its leaves becomes an empty one.
 
-A text is found by a JSON pointer (RFC 6901): its name with "/" before it. So a "/" in a key leads into an object, and a "~" in one stands
-before 0 or 1 only.
+A text is found by a JSON pointer (RFC 6901): its name with "/" before it. So a "/" in a key leads into an object, and a "~" in a key is
+valid only before 0 or 1.
 
 Pure: nodes in, JSON out.
 """
@@ -65,42 +65,42 @@ RESERVED = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "
 PROCESS_PART = re.compile(r"ocdbt\.process_\d+")
 """The directory of one process's arrays, until the save is finished."""
 _LEGACY_FILE = "checkpoint"
-"""A file in which old releases of Orbax stored small arrays; it opens what is called so as a file."""
+"""A file in which old releases of Orbax stored small arrays; Orbax opens anything of this name as a file."""
 _SEQUENCE, _DICT = 1, 2
 """Kinds of keys."""
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _LONGEST_NAME = 255
-"""Bytes of a directory's name."""
+"""Most bytes of a directory's name."""
 _NO_POINTER = re.compile(r"~0(?![01])|~u")
-"""In a leaf's name: a "~" or a lone surrogate in one of its keys that no JSON pointer can have."""
+"""Matches a leaf's name if one of its keys has a "~" or a lone surrogate that no JSON pointer can express."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _RANDOM_KEY = "jax.key:"
-"""What the meaning of a tensor of random keys begins with."""
+"""Prefix of the meaning of a tensor of random keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrbaxEntry:
-    """A place in the state where there is a tensor, a small leaf or nothing at all."""
+    """A place in the state: a tensor, a small leaf or an empty container."""
 
     keys: tuple[tuple[str, int], ...]
-    """On the way there: text and kind."""
+    """Text and kind of each key that leads to the place."""
     what: str
-    """Orbax's word for what is there."""
+    """Orbax's type name of the value."""
     tensor: str | None = None
-    """The name that the tensor there is stored under."""
+    """Stored name of the tensor at the place."""
     value: object = None
-    """The small leaf there."""
+    """The small leaf at the place."""
     key_kind: str | None = None
-    """Of random keys of JAX: which."""
+    """Kind of JAX's random keys in the tensor, if any."""
 
     @property
     def name(self) -> str:
-        """What the array is called."""
+        """Name of the array."""
         return ".".join(text for text, _ in self.keys)
 
     @property
     def path(self) -> tuple[str | int, ...]:
-        """The keys, those of lists and tuples as numbers."""
+        """The keys; keys of lists and tuples as numbers."""
         return tuple(int(text) if kind == _SEQUENCE else text for text, kind in self.keys)
 
 
@@ -109,13 +109,13 @@ def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRec
 
     Args:
         tree: the state.
-        left: names of small leaves that are left out. In lists None takes their place.
-        tensors: by name.
-        where: the checkpoint's place, for messages.
+        left: names of small leaves to leave out. In lists None replaces them.
+        tensors: tensors by name.
+        where: location of the checkpoint, for messages.
 
     Raises:
-        StructureMismatchError: the state is no dict, list or tuple with something in it.
-        NamesMismatchError: two arrays would have one name, or one that no directory can have.
+        StructureMismatchError: the state is not a dict, list or tuple with contents.
+        NamesMismatchError: two arrays would have one name, or a name that no directory can have.
     """
     check_text_keys(tree, where, "Orbax")
     meanings = {leaf.name: leaf.meaning for leaf in leaves_of(tree) if isinstance(leaf, Tensor)}
@@ -157,7 +157,7 @@ def _entries(
 
 
 def left_by_orbax(tree: Node) -> dict[str, str]:
-    """The leaves that Orbax has no place for, by name, with the reason."""
+    """The leaves that Orbax cannot store, by name, with the reason."""
     left = left_out(tree, _refused)
     texts = (leaf for leaf in leaves_of(tree) if isinstance(leaf, Small) and leaf.name not in left and _NO_POINTER.search(leaf.name))
     reason = "Orbax finds no text below a key with a lone surrogate, or a ~ that is not followed by 0 or 1"
@@ -165,7 +165,7 @@ def left_by_orbax(tree: Node) -> dict[str, str]:
 
 
 def _refused(value: object) -> str | None:
-    """Why Orbax has no place for a small leaf; None: it has."""
+    """The reason why Orbax cannot store a small leaf; None: it can."""
     if isinstance(value, str):
         return None if value.isascii() or not _SURROGATE.search(value) else "Orbax stores no text with lone surrogates"
     if value is None:
@@ -191,7 +191,7 @@ def _check_names(found: list[OrbaxEntry], where: str) -> None:
     for name in arrays:
         if name in stored:
             _check_directory(name, where)
-        # "a/b" lies in the directory of "a", where there are files of its own; of texts, in what "a" is.
+        # "a/b" lies in the directory of "a", beside the files of array "a"; the text "a/b" would lie inside the text "a".
         inside = "the directory of another array" if name in stored else "another text"
         if any(outer in (stored if name in stored else texts) for outer in _outer(name)):
             raise NamesMismatchError(f"{where}: {shown(name)} would lie in {inside}; export the two apart.")
@@ -215,7 +215,7 @@ def _outer(name: str) -> list[str]:
 
 
 def strings(found: list[OrbaxEntry]) -> dict[str, Any]:
-    """`_strings.json`."""
+    """The document `_strings.json`."""
     root: dict[str, Any] = {}
     for entry in found:
         if entry.what == "string":
@@ -228,9 +228,9 @@ def strings(found: list[OrbaxEntry]) -> dict[str, Any]:
 
 
 def sharding_json(tensor: TensorRecord) -> dict[str, Any] | None:
-    """The sharding of a tensor as Orbax writes a NamedSharding; None where JAX has none that says the same.
+    """The sharding of a tensor as Orbax writes a NamedSharding; None if JAX has no equal sharding.
 
-    JAX cuts a dimension into equal parts only. An array without a sharding is a numpy array to Orbax, unless it is told one.
+    JAX divides a dimension only into equal parts. Orbax restores an array without a sharding as a numpy array, unless the caller gives one.
     """
     layout = tensor.layout.as_sharding(tensor.shape) if isinstance(tensor.layout, Placements) else tensor.layout
     if not isinstance(layout, Sharding) or any(n % parts for n, parts in zip(tensor.shape, layout.parts(len(tensor.shape)), strict=True)):
@@ -250,7 +250,7 @@ def sharding_json(tensor: TensorRecord) -> dict[str, Any] | None:
 
 
 def shardings(found: list[OrbaxEntry], tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
-    """`_sharding`."""
+    """The document `_sharding`."""
     written = {}
     for entry in found:
         sharding = None if entry.tensor is None else sharding_json(tensors[entry.tensor])
@@ -260,7 +260,7 @@ def shardings(found: list[OrbaxEntry], tensors: Mapping[str, TensorRecord]) -> d
 
 
 def metadata(found: list[OrbaxEntry]) -> dict[str, Any]:
-    """`_METADATA`."""
+    """The document `_METADATA`."""
     tree = {}
     for entry in found:
         empty = entry.tensor is None and entry.what not in ("scalar", "string")
@@ -278,11 +278,11 @@ def metadata(found: list[OrbaxEntry]) -> dict[str, Any]:
 
 
 def array_metadatas(found: list[OrbaxEntry], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """`array_metadatas/process_0`.
+    """The document `array_metadatas/process_0`.
 
     Args:
         found: all places.
-        shapes: of the chunks, by stored name of a tensor.
+        shapes: chunk shape of each tensor, by stored name.
     """
     written = []
     for entry in found:
@@ -294,14 +294,14 @@ def array_metadatas(found: list[OrbaxEntry], shapes: Mapping[str, tuple[int, ...
 
 
 def checkpoint_metadata(found: list[OrbaxEntry], began: int, ended: int) -> dict[str, Any]:
-    """`_CHECKPOINT_METADATA`.
+    """The document `_CHECKPOINT_METADATA`.
 
     Args:
         found: all places.
-        began: when writing began, in nanoseconds since 1970.
-        ended: when it ended.
+        began: time when writing began, in nanoseconds since 1970.
+        ended: time when it ended.
     """
-    texts = any(entry.what == "string" for entry in found)  # which the handler for arrays refuses
+    texts = any(entry.what == "string" for entry in found)  # the standard handler refuses texts
     handler = "pytree_checkpoint_handler.PyTreeCheckpointHandler" if texts else "standard_checkpoint_handler.StandardCheckpointHandler"
     return {
         "item_handlers": _HANDLERS + handler,
@@ -314,5 +314,5 @@ def checkpoint_metadata(found: list[OrbaxEntry], began: int, ended: int) -> dict
 
 
 def scalar_dtype(value: object) -> DType:
-    """As what a small leaf is stored that is a number."""
+    """The dtype in which a number is stored."""
     return of_numpy(np.asarray(value).dtype)

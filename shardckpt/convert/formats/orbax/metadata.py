@@ -1,9 +1,9 @@
 """Parser of Orbax's metadata files: containers, leaves, and the layout of each array.
 
 `_METADATA` lists leaves by their paths: each key with its kind (of a sequence, or of a dict), and the leaf's type. A leaf's name,
-by which its array is stored, is its keys with dots between. Sequences are lists, unless the `value_metadata_tree` in the same
-file, which Orbax writes only when asked to, says tuple. `_sharding` and `array_metadatas/` hold, by name, the sharding and what
-elements mean. (Orbax 0.12.8: `metadata/tree.py`, `tree_rich_types.py`, `sharding.py`, `array_metadata_store.py`.)
+under which its array is stored, is its keys joined with dots. Sequences are lists, unless the `value_metadata_tree` in the same
+file, which Orbax writes only on request, says tuple. `_sharding` and `array_metadatas/` hold, by name, the sharding of arrays and the
+meaning of their elements. (Orbax 0.12.8: `metadata/tree.py`, `tree_rich_types.py`, `sharding.py`, `array_metadata_store.py`.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Leaf", "Metadata", "key_generators", "parse_json", "shardings"]
 _SEQUENCE, _DICT = 1, 2
 """Kinds of keys."""
 _MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What picking JSON apart raises where it is not what it should be."""
+"""Errors that taking malformed JSON apart can raise."""
 Path = tuple[str, ...]
 
 
@@ -37,17 +37,17 @@ class Leaf:
     """One leaf, as `_METADATA` lists it."""
 
     name: str
-    """What its array is called."""
+    """Name of its array."""
     kind: str
-    """Its `value_type`: "jax.Array", "np.ndarray", "scalar", "string"; "None", "Dict", "List" or "Tuple" of what is empty."""
+    """Its `value_type`: "jax.Array", "np.ndarray", "scalar", "string"; "None", "Dict", "List" or "Tuple" for an empty value."""
     path: Path = ()
     """Its keys."""
     sequences: tuple[bool, ...] = ()
-    """Whether each key is one of a sequence, else of a dict."""
+    """Whether each key belongs to a sequence; otherwise to a dict."""
 
     @classmethod
     def parse(cls, entry: Any) -> Leaf:
-        """Read an entry; raises one of `_MALFORMED` where it makes no sense."""
+        """Parse an entry; raises one of `_MALFORMED` if it is malformed."""
         keys = [(key["key"], key["key_type"]) for key in entry["key_metadata"]]
         kind = entry["value_metadata"]["value_type"]
         if not all(type(key) is str and which in {_SEQUENCE, _DICT} for key, which in keys) or type(kind) is not str:
@@ -65,20 +65,20 @@ class Metadata:
     tree: object
     """Dicts, lists and tuples of `Leaf`."""
     zarr3: bool
-    """Whether arrays are zarr v3, else v2."""
+    """Whether arrays are zarr v3; otherwise v2."""
     stores_all: bool
-    """Whether chunks that are equal to the fill value were stored, too, so that one that is missing has been lost."""
+    """Whether chunks equal to the fill value were stored, too, so that a missing chunk is a lost one."""
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Metadata:
-        """Read a file.
+        """Parse a file.
 
         Args:
             data: its bytes.
             where: its name, for messages.
 
         Raises:
-            FormatError: it makes no sense.
+            FormatError: the file is malformed.
         """
         doc = parse_json(data, where)
         try:
@@ -91,10 +91,10 @@ class Metadata:
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
-    """A JSON document.
+    """Parse a JSON document.
 
     Raises:
-        FormatError: it is none.
+        FormatError: the document is not valid JSON.
     """
     try:
         return json.loads(data)
@@ -103,11 +103,11 @@ def parse_json(data: bytes | str, where: str) -> Any:
 
 
 def _tree(leaves: list[Leaf], path: Path, tuples: frozenset[Path]) -> object:
-    """The container at a path, or the leaf, of all leaves at and below it."""
+    """The container or leaf at a path, from all leaves at and below it."""
     depth = len(path)
     groups: dict[str, list[Leaf]] = {}
     for leaf in leaves:
-        # One at the path itself, where there are others below it, says that the container was empty when it was first saved.
+        # A leaf at the path itself, beside others below it, means that the container was empty when it was first saved.
         if len(leaf.path) > depth:
             groups.setdefault(leaf.path[depth], []).append(leaf)
     if not groups:
@@ -126,7 +126,7 @@ def _tree(leaves: list[Leaf], path: Path, tuples: frozenset[Path]) -> object:
 
 
 def _tuples(node: Any, path: Path) -> Iterator[Path]:
-    """The paths of tuples in a `value_metadata_tree`. Named tuples are dicts of their fields, there and here."""
+    """The paths of tuples in a `value_metadata_tree`. Named tuples are dicts of their fields, in Orbax and here."""
     if len(path) > MAX_DEPTH:
         raise ValueError(f"a leaf in more than {MAX_DEPTH} containers")
     category = node.get("category") if isinstance(node, dict) else None
@@ -143,14 +143,14 @@ def _tuples(node: Any, path: Path) -> Iterator[Path]:
 
 
 def shardings(data: bytes, where: str) -> dict[str, Sharding]:
-    """Array name → its sharding, of a `_sharding` file, wherever that names a mesh: one device alone is none.
+    """Array name → sharding, from a `_sharding` file; only shardings over a mesh, so none for a single device.
 
     Raises:
-        FormatError: the file makes no sense.
+        FormatError: the file is malformed.
     """
     doc = parse_json(data, where)
     found: dict[str, Sharding] = {}
-    known: dict[str, Sharding | None] = {}  # one text says the same of many arrays
+    known: dict[str, Sharding | None] = {}  # many arrays have the same text
     try:
         for name, text in doc.items():
             if text not in known:
@@ -164,7 +164,7 @@ def shardings(data: bytes, where: str) -> dict[str, Sharding]:
 
 
 def _sharding(doc: dict[str, Any]) -> Sharding | None:
-    """A sharding, where it is one over a mesh that can be written as one of ours."""
+    """The sharding of a document; None unless it is over a mesh and can be expressed as a `Sharding`."""
     if doc.get("sharding_type") != "NamedSharding":
         return None
     devices = doc.get("device_mesh")
@@ -182,10 +182,10 @@ def _device_ids(nested: Any) -> list[int]:
 
 
 def key_generators(data: bytes, where: str) -> dict[str, str]:
-    """Array name → the generator whose random keys the array holds, of a file of `array_metadatas/`.
+    """Array name → generator of the random keys in the array, from a file of `array_metadatas/`.
 
     Raises:
-        FormatError: the file makes no sense.
+        FormatError: the file is malformed.
     """
     try:
         entries = [entry["array_metadata"] for entry in parse_json(data, where)["array_metadatas"]]

@@ -1,11 +1,11 @@
-"""Checkpoints of Orbax, read without Orbax and without JAX.
+"""Reader of Orbax checkpoints, without Orbax and without JAX.
 
-A checkpoint is a directory that holds a tree (`orbax_tree`), or *items* in directories of their own, each of which is a tree, a JSON
-document, or items again. The step directories of a `CheckpointManager` are such. A checkpoint's one item that
-nobody has named (`default`; `state` in Orbax's interface version 1) is the state itself; other items are members of the state.
+A checkpoint is a directory that holds a tree (`orbax.tree`), or *items* in subdirectories, each of which is a tree, a JSON
+document, or items again. The step directories of a `CheckpointManager` are such checkpoints. If a checkpoint has a single unnamed item
+(`default`; `state` in Orbax's interface version 1), this item is the state; otherwise the items are members of the state.
 
-What is not finished is refused: a directory says so by its name, or, where directories cannot be renamed (`gs://`, `s3://`), by the
-lack of a file that is written last.
+Unfinished checkpoints are refused: a directory is unfinished if its name says so, or, where directories cannot be renamed (`gs://`,
+`s3://`), if the file that is written last is missing.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 __all__ = ["looks_like", "open_foreign"]
 
 _STEP = "_CHECKPOINT_METADATA"
-"""In the directory of a checkpoint, whatever its items are."""
+"""File in the directory of every checkpoint, whatever its items are."""
 _STEP_V1 = "orbax.checkpoint"
-"""Likewise, of Orbax's interface version 1."""
+"""The same file in Orbax's interface version 1."""
 _FINISHED = "commit_success.txt"
 _UNFINISHED = ".orbax-checkpoint-tmp"
-"""In the name of a directory that is still being written."""
+"""Part of the name of a directory that is still being written."""
 _JSON = "metadata"
 _METRICS = "metrics"
-"""The item of a `CheckpointManager` with what it chooses the best step by: JSON in a file of the same name."""
+"""The item of a `CheckpointManager` with the metrics by which it chooses the best step: JSON in a file of the same name."""
 _DEEPEST = 2
-"""Directories around an item: random keys are items of an item."""
+"""Most directories around an item: random keys are items of an item."""
 _STEP_NAME = re.compile(r"(?:.+_)?\d+/")
-"""Directories of a `CheckpointManager`: a step, with zeros or a prefix before it perhaps."""
+"""Directories of a `CheckpointManager`: a step, possibly with a prefix or leading zeros."""
 _MOST_STEPS = 20
-"""That a message names."""
+"""Most steps in a message."""
 _MOST_ITEMS = 50
-"""Directories of a checkpoint without a file of its own that are looked into, to tell it."""
+"""Most subdirectories that are searched to detect a checkpoint without a file of its own."""
 _MSGPACK_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
-"""First bytes of a dict in msgpack. TensorFlow calls a text file `checkpoint`, too."""
+"""First bytes of a dict in msgpack. TensorFlow has a text file named `checkpoint`, too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,11 +70,11 @@ class _Orbax:
     metadata: Mapping[str, Any]
     notes: Sequence[str]
     elements: Mapping[str, Elements]
-    """By tensor."""
+    """Tensor name → its elements."""
     format: str = "orbax"
 
     def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
-        """See `Foreign`. What lies in zarr arrays is encoded."""
+        """See `Foreign`. None: chunks of zarr arrays are encoded."""
         del tensor, piece
         return None
 
@@ -84,7 +84,7 @@ class _Orbax:
 
 
 def looks_like(location: Location) -> str | None:
-    """What an Orbax checkpoint, or a directory of them, was told by; None: there is none."""
+    """The signs of an Orbax checkpoint, or of a directory of them, in words; None: there are none."""
     if location.local is not None and not location.local.is_dir():
         return None
     place = Store.open(location)
@@ -105,7 +105,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
     """Open an Orbax checkpoint: a tree, a checkpoint of items, or one step of a `CheckpointManager`.
 
     Raises:
-        FormatError: it makes no sense, or has several steps, of which one is to be named.
+        FormatError: it is malformed, or has several steps; give the path of one step.
         UncommittedError: it was not finished, or is still being written.
         CorruptionError, MissingDataError: files are damaged or missing.
         DtypeError: an array's elements cannot be stored.
@@ -134,10 +134,10 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
 
 
 def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> object:
-    """What lies at a place: a tree, JSON, or a dict of items; None: nothing that is known."""
+    """The contents of a place: a tree, JSON, or a dict of items; None: nothing known."""
     names = place.list_children()
     if depth and _STEP in names:
-        return None  # a checkpoint of its own that lies beside others
+        return None  # a separate checkpoint beside others
     if METADATA in names or MSGPACK in names:
         return read_tree(place, names, sources, notes)
     if _JSON in names:
@@ -147,7 +147,7 @@ def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> objec
         if _is_unfinished(name):
             raise UncommittedError(f"{place}/{name} was not finished, or is still being written; import another step.")
         if not depth and name == _METRICS and place.exists(f"{_METRICS}/{_METRICS}"):
-            continue  # they are metadata
+            continue  # metrics become metadata
         item = _item(place.sub(name), sources, notes, depth + 1)
         if item is None:
             notes.append(f"{place}/{name} is left behind: it is neither a tree nor JSON.")
@@ -157,7 +157,7 @@ def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> objec
 
 
 def _is_checkpoint(place: Store, names: list[str]) -> bool:
-    """Whether a place itself, not one below it, is told to be a checkpoint or a tree by its files."""
+    """Whether the files of the place itself, not below it, show a checkpoint or a tree."""
     if METADATA in names or _STEP in names or _STEP_V1 in names:
         return True
     return MSGPACK in names and place.is_longer(MSGPACK, 0) and place.read(MSGPACK, 0, 1)[0] in _MSGPACK_MAPS
@@ -179,13 +179,13 @@ def _is_unfinished(name: str) -> bool:
 
 
 def _check_finished(place: Store, names: list[str]) -> None:
-    """Raise UncommittedError where saving has not ended."""
+    """Raise UncommittedError if the checkpoint was not finished."""
     where = place.location
     if _is_unfinished(where.name):
         raise UncommittedError(f"{where} was not finished, or is still being written; import another step.")
     if where.bucket is None or _FINISHED in names or not _is_checkpoint(place, names):
         return
-    above = where.parent  # an item has the file, or else the checkpoint that it is of
+    above = where.parent  # the file is in the item's directory or in its checkpoint's
     if above is None or not Store.open(above).exists(_FINISHED):
         raise UncommittedError(
             f"{where} was not finished, or is still being written: {_FINISHED} is missing. Import another step; or write an empty file of "
@@ -194,7 +194,7 @@ def _check_finished(place: Store, names: list[str]) -> None:
 
 
 def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
-    """What the checkpoint says of itself besides: its users' own, and metrics."""
+    """Further metadata of the checkpoint: custom metadata of its users, and metrics."""
     found: dict[str, Any] = {}
     if _STEP in names:
         doc = parse_json(place.read(_STEP), place.path_of(_STEP))
@@ -206,12 +206,12 @@ def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
 
 
 def _identity(place: Store) -> str:
-    """A digest over the names of all files and when they were written; raises StorageError for what is no file."""
+    """A digest over the names and modification times of all files; raises StorageError for a pipe or device."""
     digest = hashlib.sha256(str(place).encode())
     for key, time in sorted(modification_times(place)):
         path = place.local_path(key)
         if path is not None and path.exists() and not path.is_file() and not path.is_dir():
             raise StorageError(f"{path} is no file, but a pipe or device, which TensorStore would wait for; remove it.")
-        # memory:// keeps no times
+        # memory:// has no modification times, so the contents are hashed
         digest.update(place.read(key) if place.location.scheme == "memory" else f"{key} {time!r}\n".encode())
     return digest.hexdigest()

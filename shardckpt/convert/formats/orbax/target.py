@@ -1,9 +1,9 @@
 """Writer of a checkpoint that Orbax restores.
 
-1. `orbax_documents` says what is where. Numbers of the state are arrays without dimensions.
-2. Each block is a chunk of a zarr v3 array: a shard of the recorded layout where these are of a good size (`blocks`). It is written
-   with its checksum, which Orbax does not know of and TensorStore checks. A tied tensor is written once for each of its names.
-3. When all is durable, the documents are written, and the directory takes its name.
+1. `orbax.documents` determines the arrays and documents. Numbers of the state are arrays without dimensions.
+2. Each block is a chunk of a zarr v3 array: a shard of the recorded layout if shards have a good size (`blocks`). It is written
+   with its checksum, which Orbax ignores and TensorStore checks. A tied tensor is written once for each of its names.
+3. When everything is durable, the documents are written, and the directory takes its name.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ __all__ = ["OrbaxDirectory"]
 
 
 class OrbaxDirectory(StateWriter):
-    """The checkpoint, being written."""
+    """A checkpoint that is being written."""
 
     memory = LARGEST
-    """A chunk with its checksum."""
+    """Bytes of buffers: a chunk with its checksum."""
 
     def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
-        """Begin it.
+        """Begin a checkpoint.
 
         Args:
-            structure: the state, its tensors of the dtypes in which they are written.
+            structure: the state; its tensors have the dtypes in which they are written.
             location: the directory.
-            overwrite: whether to replace a checkpoint of Orbax that is there, when the new one is whole.
+            overwrite: whether to replace an existing checkpoint of Orbax when the new one is complete.
 
         Raises:
-            DtypeError: a tensor of a dtype that TensorStore has not, by name.
-            StructureMismatchError, NamesMismatchError: Orbax has no names for what the state holds.
-            AlreadyExistsError, OptionError, StorageError: it cannot be there.
+            DtypeError: TensorStore lacks the dtype of a tensor; the message names the tensor.
+            StructureMismatchError, NamesMismatchError: Orbax has no names for parts of the state.
+            AlreadyExistsError, OptionError, StorageError: the directory cannot be written at `location`.
         """
         self._began = time.time_ns()
         self._tensors = structure.tensors
         tree = parse(structure.tree)
         left = documents.left_by_orbax(tree)
         self.notes: list[str] = notes_of(tree, left, keys=True)
-        """What is not there, or not as it was, in a line each."""
+        """Parts of the state that are left out or changed, a line each."""
         self._entries = documents.entries(tree, left, self._tensors, str(location))
         if any(entry.what == "string" for entry in self._entries):
             self.notes.append(
@@ -77,13 +77,13 @@ class OrbaxDirectory(StateWriter):
             )
         self._refuse_bits()
         self._arrays: dict[str, list[str]] = {name: [] for name in self._tensors}
-        """By stored name, what the arrays of a tensor are called."""
+        """Stored name of a tensor → names of its arrays."""
         for entry in self._entries:
             if entry.tensor is not None:
                 self._arrays[entry.tensor].append(entry.name)
         self._chunks = {name: tuple(max(1, n) for n in tensor.shape) for name, tensor in self._tensors.items()}
         self._missing = dict.fromkeys(self._tensors, 0)
-        """Chunks that are still to be written."""
+        """Number of chunks not yet written, by tensor."""
         self._parts: list[WrittenRun] = []
         nbytes = sum(tensor.nbytes * len(self._arrays[name]) for name, tensor in self._tensors.items())
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks=documents.RESERVED)
@@ -94,7 +94,7 @@ class OrbaxDirectory(StateWriter):
             raise
 
     def blocks(self, output: OutputTensor, _stored: Sequence[Piece], room: int) -> Sequence[Piece]:
-        """A shard, several, or a part of one."""
+        """A grid of blocks: each is a shard, several shards, or a part of one."""
         self._chunks[output.name] = block_shape(self._tensors[output.name], room)
         pieces = grid(output, self._chunks[output.name])
         self._missing[output.name] = pieces[0].num_chunks
@@ -128,12 +128,12 @@ class OrbaxDirectory(StateWriter):
         return self._parts
 
     def check_tree(self) -> None:
-        """Compare the tree with what our reader of Orbax finds."""
+        """Compare the tree with the one that shardckpt's reader of Orbax finds."""
         leaves = [(entry.path, None if entry.tensor is None else self._tensors[entry.tensor]) for entry in self._entries]
         check_tree(leaves, open_foreign(parse_url(self._draft.path)).structure, str(self._draft.final))
 
     def abort(self) -> None:
-        """Remove what is written."""
+        """Remove the written files."""
         self._writer.abort()
         super().abort()
 

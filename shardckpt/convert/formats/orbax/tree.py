@@ -1,10 +1,10 @@
 """Reader of one tree of an Orbax checkpoint.
 
-1. `_METADATA` says which leaves there are (`orbax_metadata`); in older checkpoints the msgpack file `checkpoint` does, or holds the
-   values of some of them (`orbax_aggregate`).
-2. Arrays lie in one OCDBT database (`manifest.ocdbt`) or each in a directory of its own, as zarr v2 or v3. They become tensors.
+1. `_METADATA` lists the leaves (`orbax.metadata`). In older checkpoints the msgpack file `checkpoint` lists them, or holds the
+   values of some of them (`orbax.aggregate`).
+2. Arrays lie in one OCDBT database (`manifest.ocdbt`) or each in its own directory, as zarr v2 or v3. They become tensors.
 3. Scalars are arrays without dimensions, too; they and texts (`_strings.json`) are small leaves, and are read at once.
-4. `_sharding` and `array_metadatas/` say how an array was laid out, and of which generator random keys are.
+4. `_sharding` and `array_metadatas/` hold the layout of arrays, and the generator of random keys.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ MSGPACK = "checkpoint"
 _MANIFEST = "manifest.ocdbt"
 _STRINGS = "_strings.json"
 _EMPTY: dict[str, Callable[[], object]] = {"None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple, "NamedTuple": lambda: None}
-"""Types of leaves that are nothing but that; an empty named tuple is None to Orbax, too."""
+"""Types of leaves without contents; Orbax, too, reads an empty named tuple as None."""
 
 
 class Elements(Protocol):
-    """Where a tensor's elements are."""
+    """The source of a tensor's elements."""
 
     def read(self, box: Box) -> NDArray[Any]:
-        """Those of a box."""
+        """Read the elements of a box."""
         ...
 
 
@@ -62,7 +62,7 @@ Sources = dict[ForeignTensor, Elements]
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Elements in memory, of a file that is read as a whole."""
+    """Elements in memory, from a file that is read completely."""
 
     array: NDArray[Any]
 
@@ -72,11 +72,11 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Elements in an array, as long as the tree is the one that it was: a save writes its metadata anew, whatever else it does."""
+    """Elements in an array. A read fails if the tree's metadata file has changed: every save writes this file again."""
 
     array: ForeignArray
     tree: FileVersion
-    """The file that describes the tree."""
+    """The metadata file of the tree."""
 
     def read(self, box: Box) -> NDArray[Any]:
         try:
@@ -86,18 +86,18 @@ class _Stored:
 
 
 def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]) -> object:
-    """The tree at a place: containers, small leaves and tensors.
+    """Read the tree at a place: containers, small leaves and tensors.
 
     Args:
         place: its directory.
-        names: what is in it.
-        sources: where the elements of each tensor are; they are added.
-        notes: what was seen; it is added.
+        names: the names in this directory.
+        sources: the source of each tensor's elements is added here.
+        notes: messages are added here.
 
     Raises:
-        FormatError, CorruptionError, MissingDataError: files make no sense, or are missing.
+        FormatError, CorruptionError, MissingDataError: files are malformed or missing.
         DtypeError: an array's elements cannot be stored.
-        UncommittedError: it was not finished.
+        UncommittedError: the save was not finished.
     """
     version = FileVersion(place, METADATA if METADATA in names else MSGPACK)
     tree, zarr3, stores_all = _described(place, names)
@@ -137,7 +137,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
 
 
 def _described(place: Store, names: list[str]) -> tuple[object, bool, bool]:
-    """The tree, whose leaves are `Leaf`, or values of the msgpack file; whether arrays are zarr v3; whether all chunks were stored."""
+    """The tree of `Leaf`s or values of the msgpack file; whether arrays are zarr v3; whether all chunks were stored."""
     aggregate = read_aggregate(place.read(MSGPACK), place.path_of(MSGPACK)) if MSGPACK in names else None
     if METADATA not in names:
         return aggregate, False, False
@@ -175,14 +175,14 @@ def _tensor(
 
 
 def _scalar(array: ForeignArray) -> object:
-    """The one element of an array, as Python has it; Orbax gives no other."""
+    """The only element of an array, as a Python value, as in Orbax."""
     if array.shape:
         raise FormatError(f"{array.place}: a scalar is stored as an array of shape {array.shape}; restore it from a copy.")
     return array.read(Box((), ())).item()
 
 
 def _strings(place: Store, names: Iterable[str]) -> dict[str, object]:
-    """Texts by name. Orbax takes a name for a JSON pointer (RFC 6901)."""
+    """Texts by name. Orbax treats a name as a JSON pointer (RFC 6901)."""
     wanted = list(names)
     where = place.path_of(_STRINGS)
     doc = parse_json(place.read(_STRINGS), where) if wanted else None
@@ -198,7 +198,7 @@ def _strings(place: Store, names: Iterable[str]) -> dict[str, object]:
 
 
 def _generators(place: Store) -> dict[str, str]:
-    """Array name → the generator whose random keys it holds, as any process has said it."""
+    """Array name → generator of the random keys in it, from the files of all processes."""
     found: dict[str, str] = {}
     for name in place.list_children("array_metadatas/"):
         key = f"array_metadatas/{name}"
@@ -207,7 +207,7 @@ def _generators(place: Store) -> dict[str, str]:
 
 
 def _leaves(node: object) -> Iterator[Leaf]:
-    """What lies elsewhere, of a tree."""
+    """The `Leaf`s of a tree: values that are stored elsewhere."""
     if isinstance(node, Leaf):
         yield node
     elif isinstance(node, (dict, list, tuple)):
@@ -216,7 +216,7 @@ def _leaves(node: object) -> Iterator[Leaf]:
 
 
 def _mapped(node: object, value: Callable[[object], object]) -> object:
-    """The same containers, with other leaves."""
+    """The same containers with each leaf replaced by `value(leaf)`."""
     if isinstance(node, dict):
         return {key: _mapped(child, value) for key, child in node.items()}
     if isinstance(node, (list, tuple)):

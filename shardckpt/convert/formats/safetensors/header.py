@@ -1,14 +1,14 @@
-"""Parser of the header of a safetensors file; it believes nothing that the file's size does not confirm.
+"""Parser of the header of a safetensors file; it trusts nothing that the file's size does not confirm.
 
-A file is 8 bytes with the header's length N (little-endian), N bytes of JSON, and the elements of all tensors:
+A file consists of 8 bytes with the header's length N (little-endian), N bytes of JSON, and the elements of all tensors:
 
     {"__metadata__": {text: text}, name: {"dtype": "BF16", "shape": [4, 6], "data_offsets": [0, 48]}, …}
 
-1. N is at most 100 MB, and the header is one JSON object in UTF-8, perhaps with blanks around it.
-2. No key comes twice: the format forbids it, and readers would not agree on which of the two counts.
-3. Each tensor has as many bytes as its dtype and shape say; together they are the rest of the file, each byte once, without a gap.
+1. N is at most 100 MB, and the header is one JSON object in UTF-8, possibly with blanks around it.
+2. No key occurs twice: the format forbids it, and readers would disagree about which entry counts.
+3. Each tensor has the size of its dtype and shape; together the tensors fill the rest of the file, each byte once, without a gap.
 
-These are the rules of the reference implementation (`Metadata::validate` in safetensors/src/tensor.rs), but for the second, which it
+These are the rules of the reference implementation (`Metadata::validate` in safetensors/src/tensor.rs), except the second, which it
 does not check.
 """
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["LENGTH_BYTES", "Header", "HeaderTensor", "header_bytes", "parse_header"]
 
 LENGTH_BYTES = 8
-"""Bytes that say how long the header is."""
+"""Bytes of the header's length."""
 LARGEST_HEADER = 100_000_000
-"""Bytes, as in the reference implementation."""
+"""Most bytes of a header, as in the reference implementation."""
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _DTYPES = {
@@ -53,9 +53,9 @@ _DTYPES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-"""The format's names of dtypes → ours."""
+"""Dtype names of the format → names in shardckpt."""
 _PACKED = ("F4", "F6_E2M3", "F6_E3M2")
-"""Those of which several elements share a byte."""
+"""Dtypes in which several elements share a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class HeaderTensor:
     dtype: DType
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def stop(self) -> int:
@@ -75,21 +75,21 @@ class HeaderTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header says."""
+    """The contents of a header."""
 
     tensors: Mapping[str, HeaderTensor]
-    """By name, in the order of the header."""
+    """Tensors by name, in the order of the header."""
     metadata: Mapping[str, str]
-    """What the writer wanted to say besides."""
+    """Further texts of the writer."""
     nbytes: int
-    """Of the whole file."""
+    """Bytes of the complete file."""
 
 
 def header_bytes(length: bytes, where: str) -> int:
-    """How many bytes the header has, by the first bytes of a file.
+    """Length of the header in bytes, from the first bytes of a file.
 
     Raises:
-        FormatError: that is no safetensors file.
+        FormatError: the file is not a safetensors file.
     """
     nbytes = int.from_bytes(length, "little")
     if len(length) != LENGTH_BYTES or not 2 <= nbytes <= LARGEST_HEADER:
@@ -101,14 +101,14 @@ def header_bytes(length: bytes, where: str) -> int:
 
 
 def parse_header(raw: bytes, where: str) -> Header:
-    """Read a header.
+    """Parse a header.
 
     Args:
         raw: its bytes.
         where: the file, for messages.
 
     Raises:
-        FormatError: it makes no sense; names the tensor.
+        FormatError: it is malformed; the message names the tensor.
         DtypeError: a tensor's dtype cannot be stored.
     """
     try:

@@ -1,6 +1,6 @@
 """The small files beside a Hugging Face model's weights, which an import keeps as metadata and an export writes back.
 
-Without `config.json` nothing that Hugging Face's libraries know loads the weights.
+Without `config.json` Hugging Face's libraries cannot load the weights.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["CONFIGS", "config_files", "without_others"]
 
 CONFIGS = ("config.json", "generation_config.json")
-"""Their names, and those of the metadata."""
+"""Names of these files, and of the metadata entries that keep them."""
 
 
 def config_files(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, bytes]:
-    """The files that are written, by name.
+    """The files to write, by name.
 
     Args:
-        metadata: of the checkpoint.
-        config: what takes the place of its `config.json`; None: nothing does.
+        metadata: metadata of the checkpoint.
+        config: replaces the checkpoint's `config.json`; None: no replacement.
     """
     kept = {name: metadata[name] for name in CONFIGS if isinstance(metadata.get(name), dict)}
     if config is not None:
@@ -36,15 +36,15 @@ def config_files(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) 
 
 
 def without_others(files: Mapping[str, bytes], directory: Location, last: str) -> tuple[dict[str, bytes], list[str]]:
-    """Leave out the files that somebody else has put there already.
+    """Leave out the files that exist already and were not written by this export.
 
     Args:
-        files: by name.
-        directory: where they go.
-        last: the file that an export to that place writes last; what it has begun is its own.
+        files: contents by name.
+        directory: their destination.
+        last: the file that an export to that place writes last; files of an incomplete export are its own.
 
     Returns:
-        Those that are written, and the names of the others.
+        The files to write, and the names of the others.
     """
     store = Store.open(directory)
     if directory.local is not None:

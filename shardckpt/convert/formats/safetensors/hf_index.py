@@ -1,11 +1,11 @@
 """Splitting tensors among files, and the index of them, as Hugging Face's `save_pretrained` does it.
 
-1. Tensors go in order into one file after the other; a file is full where the next tensor would make it longer than allowed.
-2. A tensor that is longer by itself has a file of its own, and the file begun before it goes on behind it.
-3. One file is `model.safetensors`; several are `model-00001-of-00002.safetensors` and so on, and `model.safetensors.index.json`
-   says which tensor is in which.
+1. Tensors fill one file after the other, in order; a new file begins where the next tensor would exceed the size limit.
+2. A tensor that alone exceeds the limit gets its own file, and the file begun before it continues after it.
+3. A single file is `model.safetensors`; several are `model-00001-of-00002.safetensors` and so on, and `model.safetensors.index.json`
+   lists the file of each tensor.
 
-The rule is that of `huggingface_hub.split_torch_state_dict_into_shards`, the index that of `transformers`.
+The split follows `huggingface_hub.split_torch_state_dict_into_shards`, the index follows `transformers`.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX
 
 
 def is_of_a_model(name: str) -> bool:
-    """Whether a file is called as a model's files are. Readers take what they find of them in a directory: there is room for one model."""
+    """Whether a file has a name of a model's files. Readers load every such file in a directory, so a directory holds one model."""
     return _NAMES.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Tensors, dealt out to files."""
+    """The distribution of tensors over files."""
 
     files: Mapping[str, tuple[str, ...]]
-    """The names of the tensors in each, by the name of the file, in order."""
+    """File name → names of its tensors, in order."""
     total_size: int
     """Bytes of all tensors' elements."""
 
     @property
     def weight_map(self) -> dict[str, str]:
-        """The file that each tensor is in."""
+        """Tensor name → the file that contains it."""
         return {name: file for file, names in self.files.items() for name in names}
 
     def index(self, total_parameters: int) -> str | None:
-        """The text of `INDEX`; None where there is one file, which needs none.
+        """The text of `INDEX`; None for a single file, which needs no index.
 
         Args:
-            total_parameters: elements of all tensors, tied ones once.
+            total_parameters: number of elements of all tensors, tied ones once.
         """
         if len(self.files) < 2:
             return None
@@ -59,14 +59,14 @@ class Split:
 
 
 def split(sizes: Mapping[str, int], max_shard_size: int | str | None = None) -> Split:
-    """Deal tensors out to files.
+    """Distribute tensors over files.
 
     Args:
         sizes: bytes of each tensor's elements, by name, in order.
         max_shard_size: bytes of elements in a file, or text: "5GB" (decimal, as everywhere at Hugging Face) or "5GiB". None: one file.
 
     Raises:
-        OptionError: it is no positive size.
+        OptionError: the size is not positive.
 
     >>> split({"a": 6, "b": 3, "c": 3}, 5).weight_map
     {'a': 'model-00001-of-00003.safetensors', 'b': 'model-00002-of-00003.safetensors', 'c': 'model-00003-of-00003.safetensors'}

@@ -1,12 +1,12 @@
 """The layout of a safetensors file that holds given tensors: its header, and the offset of each tensor.
 
     8 bytes    length of the header, little-endian
-    header     JSON: "__metadata__", and by name dtype, shape and the place in what follows; spaces fill it up to a multiple of 8 bytes
+    header     JSON: "__metadata__", and by name dtype, shape and offsets in the data; padded with spaces to a multiple of 8 bytes
     data       the tensors' elements, row-major and little-endian, one after another without gaps
 
-Tensors lie in the order in which safetensors' own writer puts them: by dtype, widest first (`DTYPES` backwards), then by name, code
-point by code point. So every tensor begins at a multiple of its element's size, and a file of ours and one of theirs are the same
-bytes. (https://github.com/huggingface/safetensors, `prepare` in `safetensors/src/tensor.rs`.)
+Tensors have the same order as in the output of safetensors' own writer: by dtype, widest first (`DTYPES` backwards), then by name, code
+point by code point. So every tensor begins at a multiple of its element's size, and both writers produce the same bytes.
+(https://github.com/huggingface/safetensors, `prepare` in `safetensors/src/tensor.rs`.)
 
 Pure.
 """
@@ -52,39 +52,39 @@ DTYPES = {
     "int64": "I64",
     "uint64": "U64",
 }
-"""Our names of the dtypes that a file can hold, and theirs, in the order of the format's own list. Its types of fewer than eight bits
-are packed, which ours are not."""
+"""Names in shardckpt of the dtypes that a file can hold → names in the format, in the order of the format's own list. The format's types
+of fewer than eight bits are left out: they are packed, and shardckpt's are not."""
 _ORDER = {name: i for i, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"
 LARGEST_HEADER = 100_000_000
-"""Bytes beyond which readers refuse a header."""
+"""Largest header in bytes that readers accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """One file."""
+    """The layout of one file."""
 
     header: bytes
-    """All that comes before the elements."""
+    """All bytes before the elements."""
     tensors: tuple[OutputTensor, ...]
-    """In the order in which they lie there."""
+    """Tensors in the order of the file."""
     offsets: tuple[int, ...]
-    """Of each the first byte, counted from the file's begin."""
+    """Offset of each tensor's first byte, from the beginning of the file."""
     nbytes: int
-    """Of the whole file."""
+    """Bytes of the complete file."""
 
 
 def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None = None) -> SafetensorsFile:
-    """The file that holds some tensors.
+    """Lay out a file for some tensors.
 
     Args:
-        tensors: in any order.
-        metadata: texts to put into the header besides "format", which says "pt".
+        tensors: tensors in any order.
+        metadata: texts for the header, in addition to "format", which is "pt".
 
     Raises:
-        DtypeError: one has a dtype that the format has not; names the tensor.
-        NamesMismatchError: one is called as the format calls the metadata, or not in Unicode; or two of them have one name.
-        OptionError: the metadata is no dict of text to text; or the header would be too long for readers.
+        DtypeError: the format lacks a tensor's dtype; the message names the tensor.
+        NamesMismatchError: a name is the format's name of the metadata, or is not Unicode; or two tensors have one name.
+        OptionError: the metadata is not a dict of text to text; or the header would be too long for readers.
     """
     for tensor in tensors:
         if tensor.dtype.name not in DTYPES:
@@ -121,10 +121,10 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
 
 
 def check_metadata(metadata: object) -> dict[str, str]:
-    """What a header may carry besides tensors.
+    """Check the metadata of a header, and sort it.
 
     Raises:
-        OptionError: no dict of text to text.
+        OptionError: it is not a dict of text to text.
     """
     found = {} if metadata is None else metadata
     if not isinstance(found, Mapping) or not all(isinstance(text, str) and _is_unicode(text) for pair in found.items() for text in pair):

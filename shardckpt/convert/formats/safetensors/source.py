@@ -1,12 +1,12 @@
-"""Safetensors: one file, or several with an index, as Hugging Face's libraries write them.
+"""Reader of safetensors: one file, or several with an index, as Hugging Face's libraries write them.
 
-What a place is taken for:
+A place is recognised as:
 
-1. A file that begins as a safetensors file does; or an index, `*.safetensors.index.json`, beside the files that it names.
-2. A directory with a `model.safetensors`, which is what `from_pretrained` takes first; else with one index,
-   `model.safetensors.index.json` before others; else with one `*.safetensors` file.
+1. A file that begins like a safetensors file; or an index, `*.safetensors.index.json`, beside the files that it names.
+2. A directory with a `model.safetensors`, which `from_pretrained` prefers; otherwise with one index,
+   `model.safetensors.index.json` before others; otherwise with one `*.safetensors` file.
 
-The state is one dict, from the names as they are in the files. Of an index every tensor has to be in the file that it says, and in
+The state is one dict with the names of the files. Every tensor of an index must be in the file that the index names, and in
 no other. `config.json` and `generation_config.json` beside the weights, and the files' own `__metadata__`, become metadata.
 """
 
@@ -46,15 +46,15 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _MODEL = "model"
 _LARGEST_CONFIG = 256 << 10
-"""Bytes of such a file that is kept: it goes into every record."""
+"""Most bytes of a config file that is kept: it goes into every record."""
 _LARGEST_INDEX = 100_000_000
-"""Bytes, as of a header."""
+"""Most bytes of an index, as of a header."""
 _REQUEST_BYTES = 8 << 20
-"""Bytes to which rows are joined to be read at once from an object store."""
+"""Bytes to which rows are joined for one read from an object store."""
 
 
 def looks_like(location: Location) -> str | None:
-    """What was seen of safetensors files there, in words; None: nothing."""
+    """The signs of safetensors files at a location, in words; None: there are none."""
     file = file_at(location)
     if file is None:
         found = [name for name in _names(Store.open(location)) if name.endswith((SUFFIX, INDEX_SUFFIX))]
@@ -72,16 +72,16 @@ def looks_like(location: Location) -> str | None:
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> SafetensorsFiles:
-    """Read the headers of all files.
+    """Open all files and read their headers.
 
     Args:
         location: a file, an index, or a directory.
-        trust_pickle: there is none here.
+        trust_pickle: ignored: the format has no pickles.
 
     Raises:
-        FormatError: a file makes no sense, or index and files contradict each other; names the tensor.
-        MissingDataError: a file that the index names is not there.
-        OptionError: there are several, and nothing says which is meant.
+        FormatError: a file is malformed, or index and files contradict each other; the message names the tensor.
+        MissingDataError: a file that the index names is missing.
+        OptionError: there are several models, and no rule chooses one.
         DtypeError: a tensor's dtype cannot be stored.
         StorageError: the storage failed or refused.
     """
@@ -133,7 +133,7 @@ class SafetensorsFiles:
         return StoredRun(Span(version, stored.start, stored.stop), None)
 
     def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
-        """See `Foreign`. A box of whole chunks is one run of bytes."""
+        """See `Foreign`. A box of complete chunks is one run of bytes."""
         first = 0
         for i, n in zip(box.start, tensor.shape, strict=True):
             first = first * n + i
@@ -145,7 +145,7 @@ class SafetensorsFiles:
         return np.frombuffer(raw, tensor.dtype.storage).reshape(box.shape)
 
     def _open(self, name: str) -> tuple[FileVersion, Header]:
-        """A file's version and header; its length agrees with that."""
+        """Version and header of a file, whose length is checked against the header."""
         version = FileVersion(self._store, name)
         where = str(version)
         try:
@@ -158,7 +158,7 @@ class SafetensorsFiles:
         return version, header
 
     def _config(self, name: str) -> Any:
-        """A small JSON file beside the weights; None where it is not one."""
+        """A small JSON file beside the weights; None if it is not valid JSON or too large."""
         try:
             return parse_json(FileVersion(self._store, name).read_whole(_LARGEST_CONFIG))
         except (ValueError, FormatError):
@@ -171,7 +171,7 @@ def _foreign(stored: HeaderTensor, rows: int) -> ForeignTensor:
 
 
 def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
-    """Raise FormatError unless every tensor is in the file that the index says, and in no other."""
+    """Raise FormatError unless every tensor is in the file that the index names, and in no other."""
     for file, header in headers.items():
         for name in header.tensors:
             if weight_map.get(name) != file:
@@ -185,7 +185,7 @@ def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str
 
 
 def _weight_map(index: FileVersion) -> Mapping[str, str]:
-    """By tensor the file that has it."""
+    """Tensor name → the file that contains it."""
     where = str(index)
     raw = index.read_whole(_LARGEST_INDEX)
     try:
@@ -202,7 +202,7 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
 
 
 def _main(names: Sequence[str], store: Store) -> str:
-    """Of the names in a directory, the file or index that is the model."""
+    """The file or index of the model, among the names in a directory."""
     if _MODEL + SUFFIX in names:
         return _MODEL + SUFFIX
     for suffix in (INDEX_SUFFIX, SUFFIX):
@@ -217,7 +217,7 @@ def _main(names: Sequence[str], store: Store) -> str:
 
 
 def _metadata(headers: Mapping[str, Header], configs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the files say besides: once, where they agree, else file by file."""
+    """Further texts of the files: once if the files agree, otherwise file by file."""
     said = {file: dict(header.metadata) for file, header in headers.items()}
     first, *others = said.values()
     agreed = first if all(other == first for other in others) else {file: one for file, one in said.items() if one}
@@ -225,5 +225,5 @@ def _metadata(headers: Mapping[str, Header], configs: Mapping[str, Any]) -> dict
 
 
 def _names(store: Store) -> list[str]:
-    """Files in a directory."""
+    """Names of the files in a directory."""
     return [name for name in store.list_children() if not name.endswith("/")]

@@ -1,9 +1,9 @@
-"""Writing a checkpoint's tensors as safetensors files: every byte once, at its place.
+"""Writing a checkpoint's tensors as safetensors files: every byte once, at its offset.
 
-1. `safetensors_layout` says what each file looks like; `chunking` in which blocks its tensors are written.
-2. Blocks come from `streaming` and go to a `Destination`, with their checksums. An earlier call that did the same and was interrupted
-   is gone on with.
-3. When everything is durable, and was read back, the files get their names; what names other files comes last.
+1. `safetensors.layout` computes the layout of each file; `chunking` the blocks in which its tensors are written.
+2. Blocks come from `streaming` and go to a `Destination`, with their checksums. An interrupted earlier call with the same plan is
+   continued.
+3. When everything is durable and verified, the files get their names; the index, which names other files, comes last.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["FilesWritten", "write_safetensors"]
 
 @dataclass(frozen=True, slots=True)
 class FilesWritten:
-    """What writing files took."""
+    """Byte counts of a call that wrote files."""
 
     read_bytes: int
-    """Stored bytes that were read."""
+    """Stored bytes that this call read."""
     written_bytes: int
-    """That were written, headers among them."""
+    """Bytes that this call wrote, including headers."""
     resumed_bytes: int
-    """Of elements that an earlier call had written."""
+    """Bytes of elements that an earlier, interrupted call had written."""
 
 
 def write_safetensors(
@@ -60,18 +60,18 @@ def write_safetensors(
     """Write files, and publish them.
 
     Args:
-        checkpoint: where from; nothing of it has been read yet.
-        files: what they hold.
-        destination: where to; it has a name for each of `first`, of `files`, and for `last`.
+        checkpoint: the source; nothing of it has been read yet.
+        files: layouts of the files.
+        destination: the destination; it has a name for each of `first`, of `files`, and for `last`.
         limit: bytes of buffers.
-        verify: read back what was written.
-        first: what is in small files that come before the others.
-        last: what is in the file that names the others; None: there is none.
-        progress: called with bytes of elements that are written, and in all.
+        verify: read back the written bytes.
+        first: contents of small files that come before the others.
+        last: contents of the index; None: there is none.
+        progress: called with the bytes of elements written so far, and the total.
 
     Raises:
         ShapeMismatchError, DtypeMismatchError, NamesMismatchError, BudgetError: as in `Stream`.
-        CorruptionError, ReplacedError: the checkpoint could not be read, or what was written not read back.
+        CorruptionError, ReplacedError: the checkpoint could not be read, or the written bytes do not read back.
         AlreadyExistsError, StorageError: as in `Destination`.
     """
     how = rows if destination.in_order else blocks
@@ -117,13 +117,13 @@ def write_safetensors(
         destination.finish(verify=verify)
         destination.publish()
     except BaseException as e:
-        destination.abort(keep=not begun or isinstance(e, StorageError) or not isinstance(e, Exception))  # what can be gone on with
+        destination.abort(keep=not begun or isinstance(e, StorageError) or not isinstance(e, Exception))  # a later call continues
         raise
     return FilesWritten(stream.read_bytes, written + sum(write.data.nbytes for write in left), resumed)
 
 
 class _Placed:
-    """Where outputs lie in files."""
+    """The places of outputs in files."""
 
     def __init__(self, files: Sequence[SafetensorsFile], first: int) -> None:
         self._at = {
@@ -133,7 +133,7 @@ class _Placed:
         }
 
     def runs(self, name: str, box: Box) -> Iterator[tuple[int, int, int]]:
-        """File, offset and bytes of each part of a box that lies side by side there, in row-major order."""
+        """File, offset and length of each contiguous part of a box, in row-major order."""
         file, begin, shape, itemsize = self._at[name]
         offsets, length = runs(shape, box, itemsize)
         for offset in (begin + offsets).tolist():
@@ -141,7 +141,7 @@ class _Placed:
 
 
 def _identity(checkpoint: Checkpoint, stream: Stream, headers: Sequence[bytes], flags: Sequence[bool]) -> bytes:
-    """A digest of all that decides which bytes are written, and in which order."""
+    """A digest of everything that determines the written bytes and their order."""
     digest = hashlib.sha256()
     decided = [__version__, str(checkpoint.location), checkpoint.record.attempt, stream.room, *flags]
     digest.update(json.dumps(decided).encode())

@@ -1,7 +1,7 @@
 """The CRC-32 of bytes that were written in parts, in any order.
 
-A CRC is a remainder of polynomials over GF(2), so that of two parts side by side is that of the first, times x to the number of bits
-of the second, plus that of the second: no byte is read again. (zlib's `crc32_combine`, which Python does not offer.)
+A CRC is a remainder of polynomials over GF(2). So the CRC of two adjacent parts is the CRC of the first, times x to the power of the
+number of bits of the second, plus the CRC of the second: no byte is read again. (zlib's `crc32_combine`, which Python does not offer.)
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 __all__ = ["combine"]
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, as zip files and zlib have it: bit-reversed, so the highest bit is the coefficient of 1."""
+"""Polynomial of CRC-32, as in zip files and zlib: bit-reversed, so the highest bit is the coefficient of 1."""
 _ONE = 1 << 31
 
 
 def combine(parts: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32 of parts side by side.
+    """The CRC-32 of adjacent parts.
 
     Args:
-        parts: in order, the CRC-32 of each and its length in bytes.
+        parts: in order, the CRC-32 of each part and its length in bytes.
 
     >>> import zlib
     >>> combine([(zlib.crc32(b"check"), 5), (zlib.crc32(b"point"), 5)]) == zlib.crc32(b"checkpoint")
@@ -37,7 +37,7 @@ def combine(parts: Iterable[tuple[int, int]]) -> int:
 
 @lru_cache(maxsize=64)
 def _shift(nbytes: int) -> int:
-    """The power of x to so many bits, modulo the polynomial."""
+    """The polynomial x to the power of the number of bits in `nbytes` bytes, modulo `_POLYNOMIAL`."""
     result, power = _ONE, _ONE >> 8  # x^0, x^8
     while nbytes:
         if nbytes & 1:

@@ -1,14 +1,14 @@
 """Reader of a file of `torch.save`: the places of its tensors.
 
-Such a file is a zip archive, nothing in it compressed: `data.pkl` is the pickle of the state, and each storage is an entry `data/<key>`
-(torch/serialization.py; since torch 1.6). It may be a whole file, or lie in one with others, as in those of DCP.
+Such a file is a zip archive without compression: `data.pkl` is the pickle of the state, and each storage is an entry `data/<key>`
+(torch/serialization.py; since torch 1.6). It may be a separate file, or a span of a larger one, as in DCP's files.
 
 1. Its last and first bytes are read once: they hold the list of entries, and nearly always the pickle and the first headers.
 2. `unpickle` reads the pickle without running it.
-3. Where an entry's bytes begin follows from a header before them, whose length the list does not tell.
+3. The header before an entry determines where the entry's bytes begin; the list of entries does not have the header's length.
 
-The list has a CRC-32 of each entry, which torch does not look at; here the pickle's is checked, and those of storages can be. It is 0
-where they were switched off (`torch.serialization.set_crc32_options`).
+The list has a CRC-32 of each entry, which torch does not check. Here the pickle's CRC-32 is checked, and `StoredRun.check` can check
+a storage's. It is 0 if checksums were switched off (`torch.serialization.set_crc32_options`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WINDOW = 1 << 12
 """Bytes that are read at once at either end."""
 _SIGNATURE = b"PK\x03\x04"
 _HEADER = struct.Struct("<4s22sHH")
-"""Of an entry, before its name: signature, what the list says as well, and the lengths of the name and of what comes after it."""
+"""Header of an entry, before its name: signature, fields that the list repeats, and the lengths of the name and the extra field."""
 
 
 _UTF8 = 0x800
@@ -50,19 +50,19 @@ class TorchFile:
     """A file of `torch.save`, open. Safe to use from several threads."""
 
     state: object
-    """What was saved: containers, leaves, `StoredTensor`s and `Instance`s."""
+    """The saved state: containers, leaves, `PickledTensor`s and `Instance`s."""
     pickle_bytes: int
-    """Length of the pickle that describes it."""
+    """Length of the state's pickle."""
     span: Span
-    """All of it."""
+    """All bytes of the file."""
     _storages: Mapping[str, zipfile.ZipInfo]
 
     def storage(self, storage: Storage) -> StoredRun:
-        """Where a storage lies.
+        """The stored run of a storage.
 
         Raises:
             FormatError: there is no such entry.
-            CorruptionError, MissingDataError: the file ends before.
+            CorruptionError, MissingDataError: the file ends before the entry's header.
         """
         info = self._storages.get(storage.key)
         if info is None:
@@ -74,7 +74,7 @@ class TorchFile:
 
 
 def is_torch_file(beginning: bytes) -> bool:
-    """Whether a file with these first bytes may be one of `torch.save`."""
+    """Whether a file with these first bytes may be a file of `torch.save`."""
     return beginning.startswith(_SIGNATURE)
 
 
@@ -83,12 +83,12 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
 
     Args:
         span: the file.
-        table: what stands for what the pickle names.
-        only: the names that it may contain; None: any.
+        table: replacements of the names in the pickle.
+        only: the names that the pickle may contain; None: any.
 
     Raises:
-        FormatError: it is no such file, or makes no sense.
-        CorruptionError: its pickle is not what was written.
+        FormatError: it is not such a file, or is malformed.
+        CorruptionError: its pickle fails its checksum.
         MissingDataError, StorageError: it cannot be read.
     """
     window = _Ends(span)
@@ -132,7 +132,7 @@ def _content(window: _Ends, info: zipfile.ZipInfo) -> bytes:
 
 
 def _start(span: Span, info: zipfile.ZipInfo, head: bytes) -> int:
-    """Where the bytes of an entry begin."""
+    """Offset of an entry's bytes."""
     called = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437", "replace")
     at, stop = info.header_offset, info.header_offset + _HEADER.size
     header = head[at : stop + len(called)] if at >= 0 and stop + len(called) <= len(head) else bytes(span.read(at, stop + len(called)))
@@ -145,7 +145,7 @@ def _start(span: Span, info: zipfile.ZipInfo, head: bytes) -> int:
 
 
 class _Ends(io.RawIOBase):
-    """A span as a file; its first and last bytes are read once."""
+    """A span as a file object; its first and last bytes are read once."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
@@ -162,7 +162,7 @@ class _Ends(io.RawIOBase):
         return bytes(self.span.read(max(0, len(self.span) - WINDOW), len(self.span)))
 
     def part(self, start: int, stop: int) -> bytes:
-        """Some of its bytes."""
+        """Read a range of its bytes."""
         if stop <= len(self.head):
             return self.head[start:stop]
         before = len(self.span) - len(self.tail)

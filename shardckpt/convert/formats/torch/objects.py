@@ -1,9 +1,9 @@
 """The objects in torch's pickles.
 
-`torch.save` writes a state as a pickle in which each tensor is a call of `torch._utils._rebuild_tensor_v2` (or a relative of it)
-on a storage, an offset, a shape and strides, and each storage a reference to a run of bytes elsewhere in the file. `TABLE` makes of
-them what is said here, with neither torch nor a byte of the storages. The calls are those of torch's own `weights_only` unpickler
-(torch/_weights_only_unpickler.py, 2.9), less what is no plain tensor.
+`torch.save` writes a state as a pickle in which each tensor is a call of `torch._utils._rebuild_tensor_v2` (or a similar function)
+on a storage, an offset, a shape and strides, and each storage is a reference to a run of bytes elsewhere in the file. `TABLE` turns
+them into the classes of this module, without torch and without reading the storages. The calls are those that torch's own
+`weights_only` unpickler accepts (torch/_weights_only_unpickler.py, 2.9), except those for anything but plain tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = (
     *("float4_e2m1fn_x2", "qint8", "qint32", "quint8", "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 )
-"""torch's names. Those of the last two lines are no dtypes that can be stored, and are known for the sake of the message."""
+"""Dtype names of torch. Dtypes in the last two lines cannot be stored; they are listed so that messages can name them."""
 _STORAGES = {
     "Bool": "bool",
     "Byte": "uint8",
@@ -54,7 +54,7 @@ class Dtype:
     """A `torch.dtype`."""
 
     name: str
-    """As torch prints it, without `torch.`."""
+    """Name as torch prints it, without `torch.`."""
 
     def __str__(self) -> str:
         return f"torch.{self.name}"
@@ -65,7 +65,7 @@ class StorageKind:
     """A class of storages."""
 
     dtype: Dtype | None
-    """None: bytes of any dtype."""
+    """Dtype of the elements; None: bytes of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class Storage:
     key: str
     """Its name in the file."""
     dtype: Dtype | None
-    """None: it is counted in bytes, and the tensor says what they are."""
+    """Dtype of the elements; None: the storage is counted in bytes, and the tensor has the dtype."""
     count: int
-    """Elements."""
+    """Number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +87,20 @@ class PickledTensor:
     storage: Storage
     dtype: Dtype
     offset: int
-    """Elements of the storage before the first of its own."""
+    """Number of the storage's elements before the tensor's first."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements."""
+    """Strides in elements."""
 
     def __post_init__(self) -> None:
-        """Refuse what can be no tensor."""
+        """Refuse invalid shapes, strides and offsets."""
         numbers = (self.offset, *self.shape, *self.strides)
         if len(self.shape) != len(self.strides) or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError(f"a tensor of shape {self.shape}, strides {self.strides} and offset {self.offset}")
 
 
 def storage_of(reference: object) -> Storage:
-    """The storage that a pickle refers to: ("storage", kind, key, device, elements)."""
+    """The storage of a pickle's reference: ("storage", kind, key, device, elements)."""
     if type(reference) is tuple and len(reference) == 5:
         what, kind, key, _device, count = reference
         if what == "storage" and type(kind) is StorageKind and type(key) is str and type(count) is int and count >= 0:
@@ -122,7 +122,7 @@ def _tensor(
         raise TypeError("a tensor of something that is no storage")
     if metadata:
         raise ValueError("a tensor that is to be conjugated or negated when it is used: resolve_conj() and resolve_neg() it before saving")
-    return PickledTensor(storage, dtype, offset, shape, strides)  # type: ignore[arg-type]  # it looks for itself
+    return PickledTensor(storage, dtype, offset, shape, strides)  # type: ignore[arg-type]  # PickledTensor checks the types
 
 
 def _tensor_v2(
@@ -188,4 +188,4 @@ TABLE: Mapping[str, object] = MappingProxyType(
         "builtins.bytes": Build(_bytes),
     }
 )
-"""What stands for the names in torch's pickles (`unpickle`)."""
+"""Replacements of the names in torch's pickles (`unpickle`)."""

@@ -1,8 +1,8 @@
-"""Files of `torch.save` and `xm.save`: one, or those that a Hugging Face directory has (`pytorch_model.bin`), read without torch.
+"""Files of `torch.save` and `xm.save`: a single file, or those of a Hugging Face directory (`pytorch_model.bin`), read without torch.
 
-1. A file holds a state, or one tensor (`torch_states`). Tensors are read from where they lie in it: the file is never read as a whole.
-2. A directory has `pytorch_model.bin`, or several files and `pytorch_model.bin.index.json`, which says which tensor is in which. The
-   state then is one dict of all of them.
+1. A file holds a state, or one tensor (`torch.states`). Tensors are read by their offsets in it: the complete file is never read.
+2. A directory has `pytorch_model.bin`, or several files and `pytorch_model.bin.index.json`, which names the file of each tensor. The
+   state is then one dict of all tensors.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["beginning", "looks_like", "open_foreign", "span_of"]
 _BIN, _INDEX_SUFFIX = "pytorch_model.bin", ".bin.index.json"
 _LARGEST_INDEX = 100_000_000
 _BEGINNING = 512
-"""Bytes by which a file is told."""
+"""First bytes of a file by which its format is detected."""
 _BEFORE_1_6 = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
-"""The pickle of a number that torch.save wrote first before it wrote zip archives, and still does when it is asked to."""
+"""The pickle of a magic number at the start of the format before torch 1.6, which torch.save still writes on request."""
 
 
 def looks_like(location: Location) -> str | None:
-    """What was seen of files of `torch.save` there, in words; None: nothing."""
+    """The signs of files of `torch.save` at a location, in words; None: there are none."""
     file = file_at(location)
     if file is None:
         names = [] if location.local is not None and not location.local.is_dir() else Store.open(location).list_children()
@@ -59,13 +59,14 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
     Args:
         location: a file, an index, or a directory.
-        trust_pickle: makes no difference: nothing in the pickles is run.
+        trust_pickle: ignored: nothing in the pickles is run.
 
     Raises:
-        FormatError: a file makes no sense, is in torch's format before 1.6, or holds what cannot be stored; or files and index disagree.
-        MissingDataError: a file that the index names is not there.
+        FormatError: a file is malformed, is in torch's format before 1.6, or holds something that cannot be stored; or files and
+            index disagree.
+        MissingDataError: a file that the index names is missing.
         NotFoundError: there is no such file in the directory.
-        CorruptionError, StorageError: a file is cut off, or cannot be read.
+        CorruptionError, StorageError: a file is truncated, or cannot be read.
     """
     del trust_pickle
     file = file_at(location)
@@ -91,13 +92,13 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
 
 def span_of(file: FileVersion, nbytes: int | None = None) -> Span:
-    """All of a file, of so many bytes where that is known."""
+    """All bytes of a file; `nbytes` is its size if that is known."""
     length = sizes(file.store, file.key).get(file.key, 0) if nbytes is None else nbytes
     return Span(file, 0, length)
 
 
 def beginning(file: FileVersion) -> bytes:
-    """The first bytes of a file, or all that it has."""
+    """The first bytes of a file, or all if it is short."""
     span = span_of(file)
     return bytes(span.read(0, min(_BEGINNING, len(span))))
 
@@ -112,12 +113,12 @@ def _opened(file: FileVersion) -> TorchFile:
 
 
 def _is_old(head: bytes) -> bool:
-    """Whether a file is one of torch's pickles after each other, or one of its tar archives, which are older still."""
+    """Whether a file is a sequence of torch's pickles, or one of its even older tar archives."""
     return head.startswith(_BEFORE_1_6) or (head[257:262] == b"ustar" and head.startswith((b"sys_info\0", b"storages\0", b"pickle\0")))
 
 
 def _weight_map(index: FileVersion) -> Mapping[str, str]:
-    """Tensor → file, of an index."""
+    """Tensor → file, from an index."""
     try:
         doc = parse_json(index.read_whole(_LARGEST_INDEX))
         weight_map: Mapping[str, str] = doc["weight_map"]

@@ -1,8 +1,8 @@
-"""The state in a file of `torch.save`, and whether it may be read.
+"""The state in a file of `torch.save`, and the check whether it may be read.
 
-What may be in it is what `torch.load(weights_only=True)` takes, and is looked at in the same spirit, by names; but nothing that the
-pickle says is run either way (`unpickling`). A file with anything else is refused, as is one with a tensor that cannot be stored:
-nothing is left out of a state.
+A file may contain the names that `torch.load(weights_only=True)` accepts; they are checked in the same way, but nothing in the
+pickle is ever run (`unpickling`). A file with any other name is refused, and so is a file with a tensor that cannot be stored:
+no part of a state is left out.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["open_state_file", "state_in"]
 
 
 _BUILTINS = ("builtins", "__builtin__")
-"""What Python's module is called in pickles of protocol 3 and later, and before."""
+"""Names of Python's module of built-in types in pickles of protocol 3 and later, and of earlier ones."""
 
 
 def _of_type(rebuild: object, _type: object, arguments: object, _attributes: object) -> object:
-    """A tensor with attributes of Python's: torch._tensor._rebuild_from_type_v2."""
+    """A tensor with Python attributes: torch._tensor._rebuild_from_type_v2."""
     if type(rebuild) is not Build or type(arguments) is not tuple:
         raise TypeError("a tensor that is made by something else")
     return rebuild.function(*arguments)
@@ -47,7 +47,7 @@ def _complex(real: object, imaginary: object) -> complex:
 
 
 def _lazy_too(name: str) -> Build:
-    """What makes a tensor, and says of one that torch is to conjugate or negate whenever it is used that it is such."""
+    """A builder of tensors that returns a `_LAZY` instance for a tensor that torch conjugates or negates on use."""
     build = TABLE[name]
     assert isinstance(build, Build)
 
@@ -60,7 +60,7 @@ def _lazy_too(name: str) -> Build:
 
 _LAZY = "a lazy view"
 _METADATA = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
-"""Which argument says so."""
+"""Index of the argument that marks such tensors."""
 _TABLE: Mapping[str, object] = MappingProxyType(
     {
         **TABLE,
@@ -80,7 +80,7 @@ _UNSTORABLE = {
     "torch._utils._rebuild_wrapper_subclass": "a tensor of a class of its own: save the tensors that it consists of",
     "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves through numpy: move it to the CPU first",
 }
-"""Kinds of tensors, and what to do instead."""
+"""Kinds of tensors that cannot be stored, with advice for messages."""
 _NAMES = frozenset(
     {
         *_TABLE,
@@ -93,7 +93,7 @@ _NAMES = frozenset(
         *(f"{module}.{name}" for module in _BUILTINS for name in ("dict", "float", "int", "list")),  # of a defaultdict
     }
 )
-"""What a pickle may name: the values that `plain` knows, and what is refused in better words than as a name."""
+"""Names that a pickle may contain: of values that `plain` knows, and of values that are refused with a better message."""
 
 
 def _unstorable(value: Instance) -> object:
@@ -105,10 +105,10 @@ def open_state_file(span: Span, names: frozenset[str] = frozenset()) -> TorchFil
 
     Args:
         span: the file.
-        names: what its pickle may name besides.
+        names: further names that its pickle may contain.
 
     Raises:
-        FormatError: it is none, is damaged, or its pickle names something else.
+        FormatError: it is not such a file, is damaged, or its pickle contains another name.
         CorruptionError, MissingDataError, StorageError: it cannot be read.
     """
     return open_torch_file(span, _TABLE, _NAMES | names)
@@ -118,10 +118,10 @@ def state_in(file: TorchFile, known: Mapping[str, Callable[[Instance], object]] 
     """The state: plain containers, small leaves and `PlacedTensor`s.
 
     Args:
-        file: as `open_state_file` opened it.
-        known: what else stands for a small leaf or a tensor, by its name in the pickle.
+        file: a file from `open_state_file`.
+        known: name in the pickle → function that returns the small leaf or tensor for an instance of that name.
 
     Raises:
-        FormatError: a part of it cannot be stored; names it.
+        FormatError: a part of the state cannot be stored; the message names it.
     """
     return whole(file, {**dict.fromkeys(_UNSTORABLE, _unstorable), **(known or {})})

@@ -3,13 +3,14 @@
 Such a file is a zip archive of uncompressed records: a description of the state, and the bytes of each tensor, row-major, at a
 multiple of 64 bytes.
 
-1. torch.save itself writes the file, of tensors without memory, and leaves out their bytes (`skip_data`): the description is
+1. torch.save itself writes the file, for tensors without memory, and leaves out their bytes (`skip_data`). So the description is
    torch's own, and every tensor has its place. Tied tensors are one record.
-2. Blocks then go to where they belong, in any order.
-3. What torch did not know is the records' CRC-32. It checks none, others do: they follow from those of what was written (`crc32`).
+2. Then blocks are written at their offsets, in any order.
+3. torch could not compute the CRC-32 of the records. torch does not check it, but other readers do, so it is computed from the CRCs of
+   the written parts (`crc32`).
 4. The file is made durable, and takes its name.
 
-`weights_only` takes no numpy scalars: they become Python's numbers, of the same value.
+`weights_only` accepts no numpy scalars: they become Python numbers of the same value.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ if TYPE_CHECKING:
 __all__ = ["TorchFileWriter", "torch_dtypes"]
 
 _RECORD_BYTES = 512
-"""Bytes of a record's headers and alignment, and of what describes its tensor, about."""
+"""Approximate bytes of a record's headers and alignment, and of its tensor's description."""
 _LONGEST_INT = 255
-"""Bytes of an int that `weights_only` reads."""
+"""Bytes of the longest int that `weights_only` reads."""
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")
 _DESCRIPTOR = b"PK\x07\x08"
@@ -68,42 +69,42 @@ class _Record:
     """The record of one tensor in the archive."""
 
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     nbytes: int
     crc_at: tuple[int, ...]
-    """Where its CRC-32 is written."""
+    """Offsets at which its CRC-32 is written."""
     written: int = 0
-    """Bytes."""
+    """Bytes written so far."""
     crc: int | None = None
-    """When all of it is written; that of nothing is 0."""
+    """CRC-32 of the complete record; None until it is complete; 0 for an empty one."""
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of what is written until then: first byte → CRC-32 and length."""
+    """Parts written so far: offset in the record → CRC-32 and length."""
 
 
 class TorchFileWriter(StateWriter):
-    """The file, being written."""
+    """A file that is being written."""
 
     checksum = staticmethod(zlib.crc32)
 
     def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
-        """Lay it out.
+        """Lay out the file.
 
         Args:
-            structure: the state, its tensors of the dtypes in which they are written.
+            structure: the state; its tensors have the dtypes in which they are written.
             location: the file.
-            overwrite: whether to replace one that is there, when the new one is whole.
+            overwrite: whether to replace an existing file when the new one is complete.
 
         Raises:
-            DtypeError: a tensor of a dtype that torch has not, by name.
+            DtypeError: torch lacks the dtype of a tensor; the message names the tensor.
             MissingExtraError: torch is not installed, or too old.
-            AlreadyExistsError, OptionError, StorageError: it cannot be there.
-            BudgetError: this process may not have as many addresses as the largest tensor has bytes.
+            AlreadyExistsError, OptionError, StorageError: the file cannot be written at `location`.
+            BudgetError: the process may not reserve address space of the size of the largest tensor.
         """
         tree = parse(structure.tree)
         dtypes = torch_dtypes(structure)
         left = left_out(tree, _refused)
         self.notes: list[str] = notes_of(tree, left)
-        """What is not there, or not as it was, in a line each."""
+        """Parts of the state that are left out or changed, a line each."""
         self._tensors = structure.tensors
         nbytes = sum(tensor.nbytes + _RECORD_BYTES for tensor in self._tensors.values())
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes)
@@ -115,7 +116,7 @@ class TorchFileWriter(StateWriter):
             raise
 
     def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:
-        """As they lie in the file, so that each stored byte is read once."""
+        """Blocks that read each stored byte once."""
         return blocks(output, stored, room)
 
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
@@ -145,7 +146,7 @@ class TorchFileWriter(StateWriter):
         return [WrittenRun(name, self._draft.path, r.offset, r.nbytes, r.crc or 0) for name, r in self._records.items()]
 
     def _found(self, tree: Node) -> dict[str, _Record]:
-        """Where the records are. They are numbered as torch.save came across their tensors."""
+        """The records by tensor name. torch.save numbers them in the order in which it met their tensors."""
         stored = dict.fromkeys(leaf.stored for leaf in leaves_of(tree) if isinstance(leaf, Tensor | Tied))
         by_number = _records(self._draft)
         found = {name: by_number[number] for number, name in enumerate(stored)}
@@ -157,7 +158,7 @@ def torch_dtypes(structure: Structure) -> dict[str, Any]:
     """The torch dtype of every tensor.
 
     Raises:
-        DtypeError: torch has none such; names the tensor.
+        DtypeError: torch lacks a dtype; the message names the tensor.
         MissingExtraError: torch is not installed.
     """
     try:
@@ -174,7 +175,7 @@ def torch_dtypes(structure: Structure) -> dict[str, Any]:
 
 
 def _refused(value: object) -> str | None:
-    """Why torch.load(weights_only=True) would not read a small leaf."""
+    """The reason why torch.load(weights_only=True) would not read a small leaf; None: it reads the leaf."""
     if value == b"" and isinstance(value, bytes):
         return "torch.load(weights_only=True) reads no empty bytes"
     if isinstance(value, int) and value.bit_length() >= 8 * _LONGEST_INT:
@@ -185,22 +186,22 @@ def _refused(value: object) -> str | None:
 
 
 def _write_without_data(draft: Draft, tree: Node, structure: Structure, dtypes: dict[str, Any], left: dict[str, str]) -> None:
-    """Have torch write all but the tensors' bytes."""
+    """Write everything except the tensors' bytes, with torch.save."""
     import torch
 
     if not hasattr(torch.serialization, "skip_data"):
         raise MissingExtraError(f"torch {torch.__version__} cannot write a file without having all of it in memory; install 2.6 or later.")
     state = _of_python(unflatten(tree, _without_memory(structure, dtypes), lambda name: name not in left))
-    # To a path torch.save would write the name that the file has for now.
+    # torch.save would store the file's temporary name if it got a path.
     with storage_errors("write", draft.final), draft.path.open("wb") as file, torch.serialization.skip_data():
         torch.save(state, file)
 
 
 def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, Any]:
-    """Tensors over addresses that have no memory behind them as long as nobody reads there, each with a storage of its own.
+    """Tensors over address ranges without memory behind them, as long as nobody reads there; each has its own storage.
 
-    One range of addresses per dtype: torch.save refuses storages of two dtypes at one address. (Its own `FakeTensor` would do, too, and
-    takes seconds to import.)
+    There is one address range per dtype, because torch.save refuses storages of two dtypes at one address. (torch's own `FakeTensor` would
+    work, too, but takes seconds to import.)
     """
     import torch
 
@@ -217,13 +218,13 @@ def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, A
                 ranges[dtype] = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
             except OSError as e:
                 raise BudgetError(f"{shown(name)}: no {largest} addresses are free, none of them used ({e}); raise `ulimit -v`.") from e
-        with warnings.catch_warnings(action="ignore"):  # that they cannot be written to
+        with warnings.catch_warnings(action="ignore"):  # torch warns that these tensors cannot be written to
             found[name] = torch.frombuffer(ranges[dtype], dtype=dtype, count=prod(tensor.shape)).reshape(tensor.shape)
     return found
 
 
 def _of_python(value: object) -> object:
-    """The same with Python's numbers for numpy's."""
+    """The same value with Python's numbers instead of numpy's."""
     if isinstance(value, dict):
         return {key: _of_python(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):

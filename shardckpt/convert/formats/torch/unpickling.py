@@ -3,16 +3,16 @@
 A pickle is a program for a small stack machine, and Python's own machine lets it do anything: one instruction names any object of
 any module, which is imported, and another calls it. `unpickle` is another machine for the same programs.
 
-1. Numbers, texts, bytes, tuples, lists and dicts are built, as everywhere.
-2. What a program names is never looked up in a module. It is a `Name`, a text, or what the caller's table holds under that text.
-3. What a program calls is not called, unless the caller's table holds a `Build` under its name: a function of ours. Anything else
-   gives an `Instance`, a note of what would have been called with what. An object's state is noted there as well, and nowhere else.
-4. `only` says which names a program may contain at all. One that names another is refused as soon as it does.
+1. Numbers, texts, bytes, tuples, lists and dicts are built as usual.
+2. A name in the program is never looked up in a module. It becomes a `Name`, which is a text, or its entry in the caller's table.
+3. A call in the program is not executed, unless the caller's table has a `Build`, a function of this package, under that name. Any other
+   call becomes an `Instance`, a record of the name and the arguments. The state of an object is recorded there as well, and nowhere else.
+4. `only` limits the names that a program may contain. A program is refused as soon as it uses another name.
 
-So nothing that a pickle says can import, call or change anything; at worst it wastes time and memory in proportion to its size.
+So no pickle can import, call or change anything; at worst it wastes time and memory in proportion to its size.
 (Python's own machine, restricted by `find_class`, can still be made to set attributes of allowed classes, and to fill memory by
 a large number in a few bytes.) The instructions are those that protocols 2 to 5 write for such objects; any other is an error.
-https://github.com/python/cpython/blob/3.11/Lib/pickletools.py says what each of them does.
+https://github.com/python/cpython/blob/3.11/Lib/pickletools.py documents each of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEWEST_PROTOCOL = 5
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a pickle names and nobody has looked up."""
+    """A name in a pickle that was not looked up."""
 
     text: str
     """Module and qualified name, with a dot between."""
@@ -45,23 +45,23 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A function that stands for what a pickle would call."""
+    """A function that replaces a call in a pickle."""
 
     function: Callable[..., object]
-    """Takes what the pickle gives. Whatever it raises is an error of the pickle's."""
+    """Receives the pickle's arguments. Any exception that it raises counts as an error in the pickle."""
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """What a pickle would have made by calling something; a class, mostly."""
+    """A record of a call in a pickle; mostly of a class."""
 
     name: str
-    """What it would have called."""
+    """Name of the called function or class."""
     arguments: tuple[object, ...]
     state: object = None
-    """What it would then have told the object of its state: its attributes by name, mostly."""
+    """State that the pickle gives the object: mostly its attributes by name."""
     items: dict[object, object] = field(default_factory=dict)
-    """Where it is a dict of its own class: the items."""
+    """Items, if the object is a dict of its own class."""
 
 
 def unpickle(
@@ -72,18 +72,18 @@ def unpickle(
     only: Container[str] | None = None,
     persistent: Callable[[object], object] | None = None,
 ) -> object:
-    """The object that a pickle describes, and that nothing but this module and the functions in `table` have made.
+    """The object that a pickle describes, made only by this module and the functions in `table`.
 
     Args:
-        data: the pickle; what comes after its end is ignored.
+        data: the pickle; bytes after its end are ignored.
         where: the file, for messages.
-        table: what stands for what the pickle names.
-        only: the names that it may contain; None: any.
-        persistent: gives the objects that the pickle leaves to others, by what it says of them. Whatever it raises is an error of the
-            pickle's.
+        table: replacements of the names in the pickle.
+        only: the names that the pickle may contain; None: any.
+        persistent: returns the object for a persistent id in the pickle. Any exception that it raises counts as an error in the
+            pickle.
 
     Raises:
-        FormatError: it makes no sense, or names something else than `only` allows.
+        FormatError: the pickle is malformed, or contains a name that `only` does not allow.
     """
     machine = _Machine(memoryview(data), {} if table is None else table, only, persistent)
     try:
@@ -107,7 +107,7 @@ class _RefusedNameError(Exception):
 
 
 class _EndedError(Exception):
-    """The data end before the program does."""
+    """The data ends before the program does."""
 
 
 _INT = struct.Struct("<i")
@@ -118,7 +118,7 @@ _FLOAT = struct.Struct(">d")
 
 
 _KEYS = frozenset((str, int, bool, float, bytes, type(None), Name, Instance))
-"""What may be a key of a dict, or be in a tuple that is one."""
+"""Types that a key of a dict may have, or an item of a tuple that is a key."""
 
 
 class _Machine:
@@ -138,7 +138,7 @@ class _Machine:
         self.at = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        """Heights of the stack."""
+        """Heights of the stack at the marks."""
         self.memo: dict[int, object] = {}
 
     def run(self) -> object:
@@ -248,7 +248,7 @@ class _Machine:
             raise TypeError(f"a {type(target).__name__} is given items")
         for key in pairs[::2]:
             if type(key) not in _KEYS and not (type(key) is tuple and all(type(part) in _KEYS for part in key)):
-                raise TypeError(f"a {type(key).__name__} is a key")  # a nested tuple of any depth has a hash of that depth
+                raise TypeError(f"a {type(key).__name__} is a key")  # the hash of a nested tuple recurses as deep as its nesting
         items.update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def persistent_object(self) -> None:
@@ -272,7 +272,7 @@ def _long(m: _Machine, n: int) -> None:
 
 _INSTRUCTIONS: dict[int, Callable[[_Machine], object]] = {
     0x80: _Machine.check_protocol,
-    0x95: lambda m: m.take(8),  # the length of a frame, of which nothing follows for who has all of it
+    0x95: lambda m: m.take(8),  # the length of a frame, not needed when all data is in memory
     ord("("): lambda m: m.marks.append(len(m.stack)),
     ord("0"): _Machine.pop,
     ord("1"): _Machine.since_mark,

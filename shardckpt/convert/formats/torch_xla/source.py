@@ -1,11 +1,11 @@
 """Reader of a directory of torch_xla's `CheckpointManager`.
 
     <base>/<step>/.metadata, *.distcp    a directory of torch.distributed.checkpoint, by torch_xla's `SPMDSavePlanner`
-    <base>/<step>/.manager_metadata      written last: the step is whole
+    <base>/<step>/.manager_metadata      written last: marks the step as complete
 
-The planner (torch_xla 2.9, experimental/distributed_checkpoint) stores nothing of a sharded tensor of which several of its devices hold the
-same part, and says so to nobody (https://github.com/pytorch/xla/issues/7919). The state's paths still name it: that is how it is
-noticed here.
+If several devices hold the same part of a sharded tensor, the planner (torch_xla 2.9, experimental/distributed_checkpoint) silently
+stores nothing of this tensor (https://github.com/pytorch/xla/issues/7919). The state's paths still name it, so the loss is detected
+here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WRITTEN_LAST = ".manager_metadata"
 
 
 def looks_like(location: Location) -> str | None:
-    """What was seen, in words; None: no such directory."""
+    """The signs of such a directory, in words; None: it is not one."""
     names = children(location)
     if {METADATA, WRITTEN_LAST} <= set(names):
         return f"a step of torch_xla's CheckpointManager: {METADATA} and {WRITTEN_LAST}"
@@ -37,15 +37,15 @@ def looks_like(location: Location) -> str | None:
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
-    """Open a step, or a directory of which it is the only one.
+    """Open a step, or a directory with a single step.
 
     Args:
-        location: the step's directory, or the one that the `CheckpointManager` was given.
+        location: the step's directory, or the base directory of the `CheckpointManager`.
         trust_pickle: whether `.metadata`, a pickle, may be read.
 
     Raises:
         OptionError: `trust_pickle` is needed, or there are several steps.
-        NotFoundError: there is no such thing.
+        NotFoundError: there is no complete step.
         FormatError, MissingDataError, CorruptionError: as for a directory of DCP.
     """
     names = children(location)
@@ -67,6 +67,6 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
 
 def _steps(location: Location, names: list[str]) -> list[int]:
-    """The whole steps below a directory, ascending."""
+    """The complete steps below a directory, ascending."""
     steps = sorted(int(name[:-1]) for name in names if name.endswith("/") and name[:-1].isdecimal() and name.isascii())
     return [step for step in steps if {METADATA, WRITTEN_LAST} <= set(children(location.join(str(step))))]

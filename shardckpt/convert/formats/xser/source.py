@@ -1,10 +1,10 @@
-"""Reader of what torch_xla's `xser.save` writes, without torch and torch_xla.
+"""Reader of the files of torch_xla's `xser.save`, without torch and torch_xla.
 
     <path>                     torch.save of the state, in which each XLA tensor is a `TensorReference` with a number
     <path>.tensors/            beside it
         tensor_<number>.pt     torch.save of each of these tensors
 
-(torch_xla 2.9, utils/serialization.py.) `xser.load` runs the pickle; here nothing of it is run, and that class is known by name.
+(torch_xla 2.9, utils/serialization.py.) `xser.load` runs the pickle; this reader runs nothing, and recognises that class by its name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TENSOR = re.compile(r"tensor_(\d{1,18})\.pt")
 
 
 def looks_like(location: Location) -> str | None:
-    """What was seen of `xser.save` there, in words; None: nothing."""
+    """The signs of `xser.save` at a location, in words; None: there are none."""
     file = file_at(location)
     if file is None or not is_torch_file(beginning(file)):
         return None
@@ -49,14 +49,14 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     """Open the file and all files of tensors.
 
     Args:
-        location: the path that `xser.save` was given, not that of its `.tensors` directory.
-        trust_pickle: makes no difference: nothing in the pickles is run.
+        location: the path that `xser.save` was called with, not its `.tensors` directory.
+        trust_pickle: ignored: nothing in the pickles is run.
 
     Raises:
         NotFoundError: there is no such file.
-        FormatError: a file makes no sense, or holds what cannot be stored.
-        MissingDataError: the file of a tensor is not there.
-        CorruptionError, StorageError: a file is cut off, or cannot be read.
+        FormatError: a file is malformed, or holds something that cannot be stored.
+        MissingDataError: the file of a tensor is missing.
+        CorruptionError, StorageError: a file is truncated, or cannot be read.
     """
     del trust_pickle
     file = file_at(location)
@@ -76,7 +76,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
 
 def _referred(reference: Instance, tensors: dict[str, TorchFile], file: FileVersion, folder: str) -> object:
-    """The tensor that a reference means."""
+    """The tensor of a reference."""
     number = reference.state.get("tid") if isinstance(reference.state, dict) else None
     if type(number) is not int or number < 0:
         raise FormatError(f"is a reference to the tensor {excerpt(number)}, which is no number")
