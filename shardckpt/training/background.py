@@ -1,9 +1,9 @@
 """The background half of a manager: one save at a time, the deletions after it, and the failures of both.
 
 1. `begin` starts a save (`Saver`), which copies the state, and a thread that waits for its end. The interpreter waits
-for that thread before it shuts down (`ending`).
+   for that thread before it shuts down (`ending`).
 2. Just before a step is published, the committing process checks that no other job owns the root, and writes a pending
-rollback to the storage.
+   rollback to the storage.
 3. When the save has ended, the next one may begin. If the step was committed, the leader deletes the steps that are no longer kept.
 4. Failures are kept until the training thread asks for them: `raise_failures`.
 """

@@ -2,12 +2,12 @@
 
 1. Check that no other job has taken over the root (`job`).
 2. Ask the retention rule which live steps to keep. Five kinds of step stay in any case: the newest live step, the steps
-that this process is reading, pinned steps (the deletion itself finds the pins), the steps that running saves name as their
-base, and the bases of all existing steps (`skipping`). A base is deleted after the steps that name it.
+   that this process is reading, pinned steps (the deletion itself finds the pins), the steps that running saves name as their
+   base, and the bases of all existing steps (`skipping`). A base is deleted after the steps that name it.
 3. Superseded steps are deleted once training has passed them: until then a rollback can be undone.
 4. Each deletion replaces the commit record with a tombstone before it removes data, and removes the tombstone at the end
-(`commit.collect`). Leftovers of a killed process or of an earlier version (attempts without a checkpoint, tombstones) are
-collected once nothing has been written into them for a grace period.
+   (`commit.collect`). Leftovers of a killed process or of an earlier version (attempts without a checkpoint, tombstones) are
+   collected once nothing has been written into them for a grace period.
 
 A step whose deletion failed is tried again after each save.
 """

@@ -4,9 +4,9 @@ Every process answers by itself where the answer follows from step numbers alone
 between processes, so the leader (process 0) decides about those, for future steps:
 
 1. The leader announces a timeline (`timeline`) that reaches some steps ahead of its own step, and extends it before it
-reaches the end. A new save is placed at the first step beyond the timeline, which no process can have passed.
+   reaches the end. A new save is placed at the first step beyond the timeline, which no process can have passed.
 2. The other processes read the timeline (`peek`) when they reach a step beyond the part that they know, not at every step. A
-process ahead of the timeline waits, for a bounded time, until the leader has extended it.
+   process ahead of the timeline waits, for a bounded time, until the leader has extended it.
 3. A process that gets a notice of preemption announces it; the leader looks for such notices whenever it extends the timeline.
 
 The timeline reaches as many steps ahead as fit into `lead_time`, from 2 to 64. So a loop of slow steps reacts within a few

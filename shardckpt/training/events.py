@@ -11,7 +11,7 @@ A callback is any function of one event; it distinguishes events by class, as in
 
 1. Every event has the checkpoint's location (`url`) and the training step (`step`).
 2. `Events` passes each event to the log and then to every callback, one event at a time, in the order of emission.
-Most events come from a background thread: a slow callback delays the next save, never the training step.
+   Most events come from a background thread: a slow callback delays the next save, never the training step.
 3. An exception in a callback is logged with its traceback, and the save goes on: observing a checkpoint never loses one.
 """
 

@@ -8,10 +8,10 @@ A generator is restored exactly: its next numbers are the numbers that followed 
 among the saving processes
 
 1. takes over a generator that had the same state on all of them: such processes draw the same numbers on purpose (for
-dropout under tensor parallelism, say);
+   dropout under tensor parallelism, say);
 2. derives all other generators from process 0's state and its own process number, so that no two processes draw the same
-numbers, and a job that is resumed twice draws the same numbers both times. Under SPMD all processes run one program, so
-torch_xla's generator is process 0's.
+   numbers, and a job that is resumed twice draws the same numbers both times. Under SPMD all processes run one program, so
+   torch_xla's generator is process 0's.
 """
 
 from __future__ import annotations

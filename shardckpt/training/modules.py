@@ -1,14 +1,14 @@
 """A `torch.nn.Module` as named tensors whose names do not depend on its wrappers.
 
 1. Names are the names in the unwrapped module: the parts that DDP, `torch.compile`, activation checkpointing and torch_xla's
-FSDP add are removed, so that a checkpoint of a wrapped module fits any other wrapping.
+   FSDP add are removed, so that a checkpoint of a wrapped module fits any other wrapping.
 2. Values are the module's own Parameters and buffers, DTensors under FSDP2. They are restored in place. Tensors of torch_xla
-and of a module on the meta device are restored as new tensors, which go into the same Parameters, because an optimizer may
-hold these already.
+   and of a module on the meta device are restored as new tensors, which go into the same Parameters, because an optimizer may
+   hold these already.
 3. Where processes train copies of a module, each process has its own buffers (a BatchNorm's statistics), and the first
-process's buffers are the true ones. Under DDP that is rank 0 of its group, which sends them to the others before each step;
-for a module whose own parameters are DTensors (FSDP2) it is the first process of their mesh. The other processes leave these
-buffers out of their saves if they are small. All processes write large buffers together, so they must agree on them.
+   process's buffers are the true ones. Under DDP that is rank 0 of its group, which sends them to the others before each step;
+   for a module whose own parameters are DTensors (FSDP2) it is the first process of their mesh. The other processes leave these
+   buffers out of their saves if they are small. All processes write large buffers together, so they must agree on them.
 """
 
 from __future__ import annotations

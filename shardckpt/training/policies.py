@@ -4,7 +4,7 @@ A policy answers two questions at every step.
 
 1. `due(step, previous)` follows from step numbers alone. Every process answers it for itself, and all answers are equal.
 2. `wanted(moment)` depends on a clock, on a signal or on saves in flight, which differ between processes. Only the leader
-answers it, and announces the result for a later step (`shardckpt.training`); `by_leader` says whether it must be asked.
+   answers it, and announces the result for a later step (`shardckpt.training`); `by_leader` says whether it must be asked.
 
 Policies are values: compare them, print them, combine them with `any_of`. A class of your own derives from `Policy`.
 """

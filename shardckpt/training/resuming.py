@@ -1,11 +1,11 @@
 """The choice of the step to resume from: the same on all processes, even if steps are committed at the same time.
 
 1. The leader commits the complete attempts of an earlier run, lists the steps, and chooses the requested step or the latest
-live one. All processes learn the step and the attempt in its record (`Coordinator.agree`).
+   live one. All processes learn the step and the attempt in its record (`Coordinator.agree`).
 2. Each process restores the step, and all exchange the outcome (`Coordinator.share`): no process continues before all have
-their state, so that nothing is deleted under a slow process.
+   their state, so that nothing is deleted under a slow process.
 3. If one of them found damage, and fallback is allowed, all try the step before, in the same manner. Otherwise all raise,
-including the processes that could read the step.
+   including the processes that could read the step.
 
 Nothing is written except commits that were due. The fact that later steps are superseded is kept in memory, and written to
 the storage with the first save (`CheckpointManager`): a restore alone changes nothing.

@@ -9,7 +9,7 @@ Saving uses `state_dict()`: a dict with an entry for each object, by its keyword
 1. makes a `like` for the stored state (`TrainState.like`), in which every object has placed its own tensors;
 2. restores into it as into any other `like`;
 3. passes the result to `load_state_dict`: modules first, then their optimizers, then the other objects in the order in
-which they were given, and random number generators last, because the others may draw from them.
+   which they were given, and random number generators last, because the others may draw from them.
 
 All checks run before an object changes. If an object then refuses its state, the objects before it have changed already,
 and the error names it.

@@ -6,14 +6,14 @@
 Saving
 1. DCP flattens the state, plans, and lets the processes communicate, as it always does.
 2. `write_data` rebuilds the nested state (DCP has turned keys into text and dropped empty containers) and passes it to
-`shardckpt.save`. The result is an ordinary checkpoint, with every tensor's layout.
+   `shardckpt.save`. The result is an ordinary checkpoint, with every tensor's layout.
 3. Values that DCP would pickle must be plain: leaves that shardckpt stores, in lists, tuples and dicts. Anything else is refused by name.
 
 Loading
 1. DCP's own function flattens the stored tree, with a placeholder for each tensor. So a checkpoint that `shardckpt.save`
-made of the same state has the same names.
+   made of the same state has the same names.
 2. DCP sees every tensor as one chunk. Its planner then asks for boxes of complete tensors: exactly the chunks that these
-boxes touch are read, each once, into place.
+   boxes touch are read, each once, into place.
 3. A dtype that differs is an error, where DCP's own readers convert silently. A tensor in the place of a plain value is one, too.
 
 DCP raises a `CheckpointException` on all ranks; the `ShardckptError`s are in its `failures`, by rank.

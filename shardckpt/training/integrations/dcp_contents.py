@@ -2,7 +2,7 @@
 
 1. A placeholder stands in the stored tree for each tensor, and for each value that every process has separately.
 2. DCP's own function flattens the tree: dicts by their keys as text, and lists that contain a tensor or a dict. Anything that
-it does not split is a plain value.
+   it does not split is a plain value.
 3. DCP sees every tensor as one chunk, whatever its stored chunks are. A box of it is read into a sink.
 """
 

@@ -7,17 +7,17 @@
 Saving: model, optimizer, scheduler, random number generators and the Trainer's own state, as with `shardckpt.train_state`.
 1. At a save point (`save_strategy`, `save_steps`) the callback cancels the Trainer's own, pickled, checkpoint.
 2. The callback saves before the next step begins. By then the Trainer's state includes the logs and evaluations of the step,
-and the batch of the next step has been drawn, so that the generators are as the next step needs them.
+   and the batch of the next step has been drawn, so that the generators are as the next step needs them.
 3. The save goes on in the background; the end of the training waits for it.
 4. `save_strategy="best"` decides after all callbacks have run, so it is set to "no" during training, and the callback saves
-when the best metric has changed.
+   when the best metric has changed.
 5. With `load_best_model_at_end` the best saved step is kept, and its weights are restored at the end.
 
 When an exception leaves `train`, the save in flight is finished and the manager closed if `resume` was called; otherwise call `close`.
 
 Resuming
 1. `resume` writes the Trainer's state of the latest step into a directory, and nothing else. From it `train` gets the step count
-and the number of batches to skip. `train` would also look for weights there; `resume` disables that.
+   and the number of batches to skip. `train` would also look for weights there; `resume` disables that.
 2. When the model is on its devices and the optimizer exists, the callback restores everything in place.
 3. The generators are restored once more where the Trainer does the same: after the batches are skipped.
 

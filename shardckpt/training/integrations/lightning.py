@@ -5,10 +5,10 @@ alone saves the checkpoint, in the background: training goes on when the tensors
 calls at its end), the next save and a load wait for the save, and raise its error, once.
 
 1. The dict is made plain: Lightning's and torch's own dict classes become dicts. Any other value that would have to be pickled
-is refused by name; mostly it is a hyperparameter: `save_hyperparameters(ignore=…)`.
+   is refused by name; mostly it is a hyperparameter: `save_hyperparameters(ignore=…)`.
 2. A checkpoint that Lightning removes is deleted when the latest save is committed, and stays if that save fails or if the
-checkpoint is pinned. Its directory goes too, tombstone included: Lightning gives a later checkpoint another name if the path
-exists, and only this process saves there.
+   checkpoint is pinned. Its directory goes too, tombstone included: Lightning gives a later checkpoint another name if the path
+   exists, and only this process saves there.
 3. Functions in a scheduler's state are dropped: `LRScheduler.load_state_dict` keeps the functions of the scheduler that it loads into.
 4. Strategies that shard the model do not save through plugins, so a `Trainer` with such a strategy is refused when it is made.
 
