@@ -2,7 +2,7 @@
 
 There is one module per framework, each with the same functions: `matches`, `accepts`, `settle`, `identity`, `sources`, `target`. A
 framework's module is imported when a leaf of it occurs, and a leaf can only occur if the program has imported the
-framework: so a state without torch, torch_xla or jax leaves imports none of them. `saving` and `restoring` import this
+framework: so a state without torch, torch_xla or jax leaves imports none of them. `writing` and `reading` import this
 package; it imports the pure core.
 """
 

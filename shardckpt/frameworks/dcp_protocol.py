@@ -132,7 +132,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: 
 
 def _shards(name: str, leaf: Any) -> _Shards:
     """Query a leaf's shards."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex  # imported by whoever makes such tensors to save them
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # a program with such tensors has imported it already
 
     sizes = {tuple(item.tensor_data.size) for item in leaf.__create_write_items__(name, leaf)} or {tuple(leaf.shape)}
     if len(sizes) > 1:

@@ -59,7 +59,7 @@ def matches(leaf: object) -> bool:
 
 
 def accepts(wanted: Target) -> bool:
-    """Whether the target has a JAX sharding, or a shardckpt sharding that cannot be meant for torch_xla, which is not imported."""
+    """Whether the target has a JAX sharding, or, if torch_xla is not imported, a shardckpt sharding."""
     ours = isinstance(wanted.sharding, Sharding | OpSharding) and "torch_xla" not in sys.modules
     return ours or isinstance(wanted.sharding, jax.sharding.Sharding)
 

@@ -63,7 +63,7 @@ def choose_value(values: Mapping[int, object], leaf: PerProcess, name: str, *, s
         world: the number of this process, and of all processes.
 
     Raises:
-        MismatchError: no process number matches, and `leaf` has no `choose`.
+        MismatchError: another number of processes saved, or this process saved no value; and `leaf` has no `choose`.
     """
     if saved == world.processes and world.process in values:
         return values[world.process]

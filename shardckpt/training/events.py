@@ -75,7 +75,7 @@ class _Event:
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         raise NotImplementedError
 
 
@@ -85,7 +85,7 @@ class SaveStarted(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return "save begins"
 
 
@@ -100,7 +100,7 @@ class SaveStaged(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"{file_size(self.nbytes)} copied, training waited {self.seconds:.3f} s"
 
 
@@ -113,7 +113,7 @@ class SaveCommitted(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"committed after {self.report.total_s:.2f} s, {file_size(self.report.stored_bytes)} by this process"
 
 
@@ -127,7 +127,7 @@ class SaveFailed(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"save failed: {type(self.error).__name__}: {self.error}"
 
 
@@ -141,7 +141,7 @@ class SaveSkipped(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"save skipped: {self.reason}"
 
 
@@ -151,7 +151,7 @@ class StepDeleted(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return "deleted"
 
 
@@ -165,7 +165,7 @@ class PreemptionNoticed(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"preemption noticed ({self.source})"
 
 
@@ -175,7 +175,7 @@ class RestoreStarted(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return "restore begins"
 
 
@@ -190,7 +190,7 @@ class RestoreFinished(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"restored in {self.seconds:.2f} s, from a checkpoint of {file_size(self.nbytes)}"
 
 
@@ -204,7 +204,7 @@ class RestoreFailed(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"restore failed: {type(self.error).__name__}: {self.error}"
 
 
@@ -218,7 +218,7 @@ class FellBack(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"cannot be restored, an earlier step is tried: {self.reason}"
 
 
@@ -232,7 +232,7 @@ class Retried(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"{self.times} requests to the storage had to be made again"
 
 
@@ -250,7 +250,7 @@ class Progressed(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"{self.doing}: {file_size(self.done)} of {file_size(self.total)}"
 
 

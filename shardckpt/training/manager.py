@@ -353,7 +353,7 @@ class CheckpointManager(RunSteps):
         """Finish the work in flight, free the buffers, restore signal handlers. Closing again does nothing.
 
         Raises:
-            ShardckptError: a save failed; a StorageError: the last deletions failed.
+            ShardckptError: a save failed; or, as a StorageError, the last deletions failed.
         """
         if self._closed:
             return

@@ -110,7 +110,7 @@ class EverySteps(Policy):
         _whole(self.n, "EverySteps(n", 1)
 
     def due(self, step: int, previous: int | None) -> bool:
-        """Whether a multiple was reached."""
+        """Whether a multiple of `n` was reached."""
         if previous is None:
             return step > 0 and step % self.n == 0
         return step // self.n > max(previous, 0) // self.n
@@ -134,7 +134,7 @@ class AtSteps(Policy):
         object.__setattr__(self, "steps", tuple(sorted(set(steps))))
 
     def due(self, step: int, previous: int | None) -> bool:
-        """Whether one of them was reached."""
+        """Whether one of the steps was reached."""
         assert isinstance(self.steps, tuple)
         if previous is None:
             return step in self.steps
@@ -146,7 +146,7 @@ class EverySeconds(Policy):
     """Save whenever this much time has passed since the last save was decided, by the leader's clock."""
 
     seconds: float
-    """More than 0."""
+    """Seconds, more than 0."""
 
     def __post_init__(self) -> None:
         """Check the seconds."""

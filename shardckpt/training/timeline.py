@@ -80,7 +80,7 @@ class Timeline:
         return any(w.save and previous < w.start <= step for w in self.windows)
 
     def window(self, step: int) -> Window:
-        """The window of a step that is decided."""
+        """The window of a decided step."""
         return next(w for w in self.windows if step <= w.until)
 
     def to_json(self) -> dict[str, Any]:

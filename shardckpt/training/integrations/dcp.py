@@ -144,7 +144,7 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether shardckpt can store there."""
+        """Whether the id is a place that shardckpt can store to."""
         return _is_url(checkpoint_id)
 
 
@@ -261,7 +261,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether shardckpt can read there."""
+        """Whether the id is a place that shardckpt can read from."""
         return _is_url(checkpoint_id)
 
     def _opened(self) -> DcpContents:

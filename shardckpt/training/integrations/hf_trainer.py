@@ -116,7 +116,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._own.load_state_dict(found.state["trainer"].value)
         self._directory = TemporaryDirectory(prefix="shardckpt-")
         TrainerState(**self._own.state).save_to_json(str(Path(self._directory.name, _STATE)))
-        # This is the only use of the Trainer outside its callback interface: without it the Trainer refuses a directory without weights.
+        # No callback can do this: without it the Trainer refuses a directory without weights.
         trainer._load_from_checkpoint = lambda *_args, **_kwargs: None  # noqa: SLF001
         return self._directory.name
 

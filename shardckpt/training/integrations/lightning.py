@@ -151,7 +151,7 @@ class ShardckptIO(CheckpointIO):
 
 
 def _remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint with its directory. A pinned checkpoint stays, and so does anything else. A symbolic link alone is removed."""
+    """Remove a checkpoint with its directory, or only the link to it. Pinned checkpoints stay, and so do paths without a checkpoint."""
     place = parse(path)
     if place.local is not None and place.local.is_symlink():
         place.local.unlink()
