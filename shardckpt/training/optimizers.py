@@ -13,7 +13,7 @@ Restoring
 2. A group gets the settings that its parameters had when they were saved. They may come from several groups, if those
    had equal settings.
 3. `load_state_dict` then takes everything, in the optimizer's own numbers. It converts state to the parameter's dtype; state
-   of another dtype (float32 moments of a bfloat16 parameter) is converted back afterwards.
+   of another dtype (float32 moments of a bfloat16 parameter) is then put back unchanged.
 
 State that torch or DCP has stored in another form (`optimizer_forms`) is first converted to this one. Numbers in it are
 positions in the optimizer, so its groups must be as long as the stored ones.
