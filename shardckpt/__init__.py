@@ -5,7 +5,7 @@
     shardckpt.save("run/100", state)                     # any mesh, any partition spec
     state = shardckpt.restore("run/100", like=state)     # any other
 
-This is the whole public interface. Names are loaded when they are first used, so that importing the package costs
+This is the public interface in full. Names are loaded when they are first used, so that importing the package costs
 nothing: not even numpy is imported.
 """
 
@@ -111,11 +111,11 @@ _HOME = {
     "save_async": "writing.saver",
     "train_state": "training",
 }
-"""The module that each name comes from."""
+"""The module of each public name."""
 
 
 def __getattr__(name: str) -> object:
-    """Import what `name` stands for, once."""
+    """Import the object with a public name, once."""
     if name not in _HOME:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
     from importlib import import_module
@@ -131,7 +131,7 @@ def __getattr__(name: str) -> object:
             f"shardckpt.{name} cannot be used: Python is ending and starts no threads any more ({e}). "
             f"Save and read before the program ends, not in a function that `atexit` calls."
         ) from e
-    value = globals()[name] = home if _HOME[name] == name else getattr(home, name)  # a package that can be called is itself
+    value = globals()[name] = home if _HOME[name] == name else getattr(home, name)  # a callable package is the object itself
     return value
 
 

@@ -1,13 +1,13 @@
-"""Everything shardckpt raises on purpose.
+"""All errors that shardckpt raises on purpose.
 
 ```
 ShardckptError
-├── UrlError                 (ValueError)          "url"               not a place we can store to
+├── UrlError                 (ValueError)          "url"               not a place to store to
 ├── NotFoundError            (FileNotFoundError)   "not-found"         no committed checkpoint there
 │   ├── UncommittedError                           "uncommitted"       an attempt that was never committed
 │   └── ReplacedError                              "replaced"          replaced or deleted while it was read
 ├── AlreadyExistsError       (FileExistsError)     "exists"            a committed checkpoint is there already
-├── FormatError              (ValueError)          "format"            not a record that this reader understands
+├── FormatError              (ValueError)          "format"            a record that this reader does not understand
 │   └── VersionError                               "version"           written by a newer major version
 ├── CorruptionError          (ValueError)          "corrupt"           stored bytes are not what was written
 │   └── MissingDataError                           "missing-data"      stored bytes are gone
@@ -16,20 +16,20 @@ ShardckptError
 │   ├── StructureMismatchError                     "structure"         same names, other containers or leaf kinds
 │   ├── ShapeMismatchError                         "shape"
 │   └── DtypeMismatchError                         "dtype"
-├── ShardingError            (ValueError)          "sharding"          a mesh, spec or OpSharding that cannot be
+├── ShardingError            (ValueError)          "sharding"          an invalid mesh, spec or OpSharding
 ├── LeafError                (TypeError)           "leaf"              a leaf that cannot be stored
 │   └── DtypeError                                 "unsupported-dtype" a dtype that cannot be stored
-├── OptionError              (ValueError)          "option"            an option that cannot be
-├── BudgetError              (ValueError)          "memory"            does not fit the memory limit, or there is none
-├── CommitError              (RuntimeError)        "commit"            the attempt is not whole: nothing published
+├── OptionError              (ValueError)          "option"            an option with an invalid value
+├── BudgetError              (ValueError)          "memory"            the memory limit is too small, or no memory is left
+├── CommitError              (RuntimeError)        "commit"            the attempt is incomplete: nothing published
 ├── OtherJobError            (RuntimeError)        "other-job"         another live job saves to the same root
-├── CoordinationError        (TimeoutError)        "coordination"      processes of the job that do not answer
-├── StorageError             (OSError)             "storage"           the storage said no
+├── CoordinationError        (TimeoutError)        "coordination"      processes of the job do not answer
+├── StorageError             (OSError)             "storage"           the storage refused or failed
 └── MissingExtraError        (ImportError)         "extra"             an optional dependency is not installed
 ```
 
-Every message names the tensor and the file or url, says what was expected and what was found, and what
-to do next. `code` is stable: the command line maps it to `--json` output and to an exit status.
+Every message names the tensor and the file or url, and says what was expected, what was found, and what to do next. `code`
+is stable: the command line maps it to `--json` output and to an exit status.
 """
 
 from __future__ import annotations
@@ -74,53 +74,53 @@ T = TypeVar("T")
 
 
 class ShardckptError(Exception):
-    """The root: `except ShardckptError` catches all that is raised on purpose."""
+    """The base of all errors: `except ShardckptError` catches every error that is raised on purpose."""
 
     code: ClassVar[str] = "error"
 
     def __str__(self) -> str:
-        # OSError and its kin format two arguments as "[Errno …]"; ours is always one sentence.
+        # OSError and its subclasses format two arguments as "[Errno …]"; our errors always have one sentence.
         return str(self.args[0]) if self.args else self.code
 
 
 class UrlError(ShardckptError, ValueError):
-    """A url that names no place we can store to."""
+    """A url that is not a place to store to."""
 
     code = "url"
 
 
 class NotFoundError(ShardckptError, FileNotFoundError):
-    """No committed checkpoint at that url."""
+    """No committed checkpoint at the url."""
 
     code = "not-found"
 
 
 class UncommittedError(NotFoundError):
-    """A save was begun there and never committed."""
+    """A save was begun at the url and never committed."""
 
     code = "uncommitted"
 
 
 class ReplacedError(NotFoundError):
-    """The checkpoint that was open has been replaced or deleted while it was read."""
+    """The open checkpoint was replaced or deleted while it was read."""
 
     code = "replaced"
 
 
 class AlreadyExistsError(ShardckptError, FileExistsError):
-    """A committed checkpoint is there already; `overwrite=True` replaces it."""
+    """A committed checkpoint exists already; `overwrite=True` replaces it."""
 
     code = "exists"
 
 
 class FormatError(ShardckptError, ValueError):
-    """Metadata that this reader cannot make sense of, or whose digest does not agree."""
+    """Metadata that this reader does not understand, or whose digest does not match."""
 
     code = "format"
 
 
 class VersionError(FormatError):
-    """Written by a newer major version of the format."""
+    """Metadata written by a newer major version of the format."""
 
     code = "version"
 
@@ -144,25 +144,25 @@ class MismatchError(ShardckptError, ValueError):
 
 
 class NamesMismatchError(MismatchError):
-    """Names that are missing from the checkpoint, or that nobody asked for."""
+    """Names that are missing from the checkpoint, or that were not requested."""
 
     code = "names"
 
 
 class StructureMismatchError(MismatchError):
-    """The same name is another kind of container or leaf."""
+    """A name has another kind of container or leaf than requested."""
 
     code = "structure"
 
 
 class ShapeMismatchError(MismatchError):
-    """The same name has another shape."""
+    """A name has another shape than requested."""
 
     code = "shape"
 
 
 class DtypeMismatchError(MismatchError):
-    """The same name has another dtype, and `cast=True` was not given."""
+    """A name has another dtype than requested, and `cast=True` was not given."""
 
     code = "dtype"
 
@@ -186,37 +186,37 @@ class DtypeError(LeafError):
 
 
 class OptionError(ShardckptError, ValueError):
-    """An option with a value that cannot be."""
+    """An option with an invalid value."""
 
     code = "option"
 
 
 class BudgetError(ShardckptError, ValueError):
-    """What was asked for cannot be done within the memory limit."""
+    """The operation cannot be done within the memory limit, or the system has no more memory."""
 
     code = "memory"
 
 
 class CommitError(ShardckptError, RuntimeError):
-    """The attempt is not whole, so nothing was published."""
+    """The attempt is incomplete, so nothing was published."""
 
     code = "commit"
 
 
 class OtherJobError(ShardckptError, RuntimeError):
-    """Another live job saves to the same root, so that this one publishes nothing there any more."""
+    """Another live job saves to the same root, so this one no longer publishes there."""
 
     code = "other-job"
 
 
 class CoordinationError(ShardckptError, TimeoutError):
-    """Processes of the job do not answer each other, so nothing can be agreed on; or this one was forked from one of them."""
+    """Processes of the job do not answer each other, so they cannot agree; or this process was forked from one of them."""
 
     code = "coordination"
 
 
 class StorageError(ShardckptError, OSError):
-    """The storage refused, or failed, an operation."""
+    """The storage refused an operation, or failed."""
 
     code = "storage"
 
@@ -228,13 +228,13 @@ class MissingExtraError(ShardckptError, ImportError):
 
 
 def by_code(code: object) -> type[ShardckptError]:
-    """The class with a code, as another process has told it; a CoordinationError where there is none."""
+    """The class with a code that another process has sent; CoordinationError if no class has it."""
     kinds = (globals()[name] for name in __all__)
     return next((kind for kind in kinds if kind.code == code), CoordinationError)
 
 
 def out_of_memory_is_typed(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function raise BudgetError where the system gives this process no memory."""
+    """Decorate a function to raise BudgetError when the system gives this process no memory."""
 
     @wraps(function)
     def typed(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,7 +1,7 @@
-"""As much of a value as an error message can take, whatever the value is.
+"""Short texts of values for error messages, safe for any value.
 
-What a checkpoint or a caller hands us may be long, deep or a number of a million digits; the message that
-refuses it must still be short, and making it must not raise.
+A value from a checkpoint or a caller may be long, deep or a number of a million digits. The message that refuses it must still be
+short, and the code that makes it must not raise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
 
 
 def excerpt(value: object, limit: int = 120) -> str:
-    """The value's repr, at most `limit` characters of it.
+    """The value's repr, truncated to `limit` characters.
 
     >>> excerpt(list(range(100)))
     '[0, 1, 2, 3, 4, 5, 6, 7, ...]'
@@ -34,7 +34,7 @@ def excerpt(value: object, limit: int = 120) -> str:
 
 
 def shortened(text: str, limit: int = 120) -> str:
-    """The text, cut off where it has more than `limit` characters.
+    """The text, truncated to `limit` characters.
 
     >>> shortened("a long story", 7)
     'a long…'
@@ -43,7 +43,7 @@ def shortened(text: str, limit: int = 120) -> str:
 
 
 def few(names: Sequence[str], most: int = 5) -> str:
-    """Some names, the first of them by themselves.
+    """The first names, and the number of the others.
 
     >>> few(["a", "b", "c", "d"], 2)
     'a, b and 2 more'
@@ -53,7 +53,7 @@ def few(names: Sequence[str], most: int = 5) -> str:
 
 
 def numbered(what: str, numbers: Sequence[int]) -> str:
-    """Hosts or processes by their ascending numbers, for people.
+    """Hosts or processes by their ascending numbers, as text for people.
 
     >>> numbered("host", [0, 1, 2, 5]), numbered("process", [3])
     ('hosts 0-2, 5', 'process 3')
@@ -70,7 +70,7 @@ def numbered(what: str, numbers: Sequence[int]) -> str:
 
 
 def given(**arguments: object) -> str:
-    """Arguments of a call that were given, for a message that is about them.
+    """The arguments of a call that were given, for a message about them.
 
     >>> given(include=["model/**"], exclude=None)
     "include=['model/**']"
@@ -79,7 +79,7 @@ def given(**arguments: object) -> str:
 
 
 def file_size(nbytes: int) -> str:
-    """Bytes in the largest binary unit below.
+    """Bytes in the largest fitting binary unit.
 
     >>> file_size(0), file_size(1536), file_size(13 << 30)
     ('0 B', '1.5 KiB', '13 GiB')
@@ -94,7 +94,7 @@ def file_size(nbytes: int) -> str:
 
 
 def mebibytes_above(nbytes: int) -> str:
-    """A memory limit that is enough for so many bytes, in whole MiB.
+    """A memory limit that is enough for this many bytes, in whole MiB.
 
     >>> mebibytes_above(8 << 20), mebibytes_above((8 << 20) + 1)
     ('8 MiB', '9 MiB')

@@ -1,4 +1,4 @@
-"""The options of a save, checked where they are made."""
+"""The options of a save, checked when they are created."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_MEMORY_LIMIT", "SaveOptions", "check_flag", "checked_options", "parse_bytes"]
 
 DEFAULT_MEMORY_LIMIT = 1 << 30
-"""Host bytes that a save or restore uses beyond the state itself, unless told otherwise."""
+"""Default of the host bytes that a save or restore uses beyond the state itself."""
 LEAST_MEMORY_LIMIT = 16 << 20
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
@@ -31,31 +31,31 @@ class SaveOptions:
     """Options of `shardckpt.save`."""
 
     layout: Literal["packed", "zarr"] = "packed"
-    """"packed": chunks in a few large data files (OCDBT). "zarr": every chunk an object in a plain zarr group."""
+    """"packed": chunks in a few large data files (OCDBT). "zarr": every chunk is an object in a plain zarr group."""
     compression: Literal["zstd"] | None = None
-    """Trained weights hardly compress: None is the default."""
+    """Compression of chunks; None by default, because trained weights hardly compress."""
     shardings: Mapping[str, Layout] = field(default_factory=dict)
-    """Name pattern → layout: plain tensors whose names match are chunked and recorded as if they were laid out so."""
+    """Name pattern → layout: plain tensors with matching names are chunked and recorded as if they had this layout."""
     host_tensors: Literal["replicated", "local"] = "replicated"
     """Plain tensors (CPU `torch.Tensor`, ndarray) of 64 KiB or more in a job of several processes. "replicated": all processes
-    have the same; they write it together, and some of its elements are compared. "local": only the process that writes it has
-    it. Smaller ones may be on any processes, and are compared where several have them."""
+    have the same tensor; they write it together, and compare some of its elements. "local": only the process that writes it has
+    it. Smaller tensors may be on any processes, and are compared if several have them."""
     reduce_partial: bool = False
-    """Save the sum (or whatever the placement says) of DTensors that are Partial, which takes a collective of all
-    processes of their mesh; otherwise they are a LeafError."""
+    """Save the sum (or the other reduction of the placement) of DTensors that are Partial, which needs a collective of all
+    processes of their mesh; otherwise such a tensor is a LeafError."""
     commit_timeout: float = 600.0
-    """Seconds for which the process that commits waits for the other hosts, and they for it."""
+    """Seconds that the committing process waits for the other hosts, and these for it."""
     overwrite: bool = False
-    """Replace a committed checkpoint, atomically; otherwise that is an AlreadyExistsError."""
+    """Replace a committed checkpoint, atomically; otherwise an existing one is an AlreadyExistsError."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
     """Bytes, or a string such as "512MiB": host memory for staging and for chunks on their way to storage."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Any JSON object, kept with the checkpoint: `shardckpt.open(url).metadata`."""
     base: str | os.PathLike[str] | None = None
-    """Path or url of a checkpoint, in the same kind of storage, that holds what is skipped. It has to stay there."""
+    """Path or url of a checkpoint, in the same kind of storage, that holds the skipped tensors. It must stay there."""
     skip: str | Sequence[str] = ()
-    """Name patterns: tensors whose names match are neither copied nor written, but recorded as lying in the base, whose tensors of
-    those names have to have the same shape and dtype. That their elements are equal is taken for granted: skip what is frozen."""
+    """Name patterns: tensors with matching names are neither copied nor written, but recorded as lying in the base. The base's tensors
+    of these names must have the same shape and dtype. Equal elements are assumed, not checked: skip only frozen tensors."""
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -94,10 +94,10 @@ class SaveOptions:
 
 
 def checked_options(options: SaveOptions | None, skip: str | Sequence[str] | None = None) -> SaveOptions:
-    """What a caller gave as `options`, or all that is the default; with `skip`, where that is given too.
+    """A caller's `options`, or the defaults; with `skip` replaced if it is given.
 
     Raises:
-        OptionError: neither None nor options; or what cannot be skipped.
+        OptionError: `options` is neither None nor a SaveOptions; or `skip` is invalid.
     """
     options = SaveOptions() if options is None else options
     if not isinstance(options, SaveOptions):
@@ -106,13 +106,13 @@ def checked_options(options: SaveOptions | None, skip: str | Sequence[str] | Non
 
 
 def parse_bytes(value: int | str, what: str) -> int:
-    """A number of bytes, given as such or as text.
+    """A number of bytes, from an int or from text.
 
     >>> parse_bytes("512MiB", "memory_limit"), parse_bytes("1.5 GB", "memory_limit")
     (536870912, 1500000000)
 
     Raises:
-        OptionError: neither a whole number nor such a text; names the option, `what`.
+        OptionError: neither a whole number nor a valid text; names the option, `what`.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -126,7 +126,7 @@ def parse_bytes(value: int | str, what: str) -> int:
 
 
 def check_flag(value: object, what: str) -> None:
-    """Refuse what only counts as true or false: "no" would be true.
+    """Refuse a value that is not a bool, because a text such as "no" would count as true.
 
     Raises:
         OptionError: not a bool; names the option, `what`.
@@ -136,7 +136,7 @@ def check_flag(value: object, what: str) -> None:
 
 
 def _patterns(skip: object, base: object) -> tuple[str, ...]:
-    """What is to be skipped, as patterns."""
+    """The patterns of `skip`, checked."""
     if base is not None and not isinstance(base, str) and not hasattr(base, "__fspath__"):
         raise OptionError(f"SaveOptions(base={excerpt(base)}): give the path or url of a checkpoint.")
     patterns = (skip,) if isinstance(skip, str) else skip
@@ -148,13 +148,13 @@ def _patterns(skip: object, base: object) -> tuple[str, ...]:
 
 
 def _check_shardings(shardings: object) -> None:
-    """Refuse what is no mapping of patterns to layouts."""
+    """Refuse anything but a mapping of patterns to layouts."""
     if not isinstance(shardings, Mapping):
         raise OptionError(f"SaveOptions(shardings=…): a {type(shardings).__name__} is no mapping; give a dict of pattern → layout.")
     for pattern, layout in shardings.items():
         if not isinstance(pattern, str):
             raise OptionError(f"SaveOptions(shardings=…): the key {excerpt(pattern)} is no pattern; give text that names are matched with.")
-        # By what both kinds have: importing them here would import numpy.
+        # Checked by an attribute of both kinds: importing them here would import numpy.
         if not hasattr(layout, "device_boxes"):
             raise OptionError(
                 f"SaveOptions(shardings=…): {pattern!r} has a {type(layout).__name__}; give a shardckpt Sharding or OpSharding."

@@ -1,9 +1,9 @@
-"""The command line: typer commands that ask the library and show the answer.
+"""The command line: typer commands that call the library and print the results.
 
-No logic lives here. A command parses its arguments, calls the library, and turns what comes back into text for
-people (`screen`, `text`, `picture`) or one JSON document for programs. Nothing may import this package.
+No logic lives here. A command parses its arguments, calls the library, and turns the result into text for people (`screen`,
+`text`, `picture`) or into one JSON document for programs. No other package may import this one.
 
-Modules that commands need are imported when the command runs, so that `--help` and shell completion are quick.
+Modules that a command needs are imported when it runs, so that `--help` and shell completion are fast.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ def main() -> int:
         from shardckpt.cli.app import app
 
         return int(app(standalone_mode=False))
-    except KeyboardInterrupt:  # while modules were imported; later ones are seen to by `exits`
+    except KeyboardInterrupt:  # while modules were imported; `exits` handles later ones
         return 130

@@ -20,10 +20,10 @@ __all__ = ["app"]
 
 
 class _Documented:
-    """Help that ends with the address of the documentation."""
+    """Mixin for help that ends with the address of the documentation."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the epilog of the command, if it has one, and the address."""
+        """Write the command's epilog, if any, and the address."""
         super().format_epilog(ctx, formatter)  # type: ignore[misc]
         url = project_url("Documentation")
         if url is not None:
@@ -32,11 +32,11 @@ class _Documented:
 
 
 class _Command(_Documented, TyperCommand):
-    """One command."""
+    """A command whose help ends with the documentation's address."""
 
 
 class _Group(_Documented, TyperGroup):
-    """Reports errors our way, also where a test runner calls it."""
+    """The command group; it reports errors through `exits`, also when a test runner calls it."""
 
     def main(
         self,
@@ -50,7 +50,7 @@ class _Group(_Documented, TyperGroup):
         given = sys.argv[1:] if args is None else list(args)
 
         def action() -> int | None:
-            # Not standalone: errors come here, and `typer.Exit` as the status.
+            # With standalone_mode=False errors are raised here, and `typer.Exit` becomes the status.
             status: int | None = super(_Group, self).main(
                 given, prog_name or "shardckpt", complete_var, standalone_mode=False, windows_expand_args=windows_expand_args, **extra
             )

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 __all__ = ["device_list"]
 
 MOST_RUNS = 4
-"""Runs of consecutive ids that are read at a glance."""
+"""Most runs of consecutive ids that are listed."""
 
 
 def device_list(device_ids: ArrayLike, most: int = 16) -> str:
-    """Device ids on about `most` characters; without loss where they follow a pattern.
+    """Device ids in about `most` characters; complete where they follow a pattern.
 
     >>> device_list([3]), device_list([0, 1, 2, 3]), device_list([0, 8])
     ('3', '0–3', '0,8')
@@ -26,8 +26,8 @@ def device_list(device_ids: ArrayLike, most: int = 16) -> str:
     ('0…23 (6)', '14287 devices')
 
     Args:
-        device_ids: In any order, each once.
-        most: Characters.
+        device_ids: The ids in any order, each once.
+        most: Number of characters.
     """
     ids = np.sort(np.asarray(device_ids, np.int64).reshape(-1))
     if not len(ids):

@@ -1,4 +1,4 @@
-"""`shardckpt diff`: do two checkpoints hold the same?"""
+"""`shardckpt diff`: comparison of two checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["diff"]
 
 MOST_LINES = 50
-"""Lines of one section that are shown to a person; --json has all."""
+"""Most lines of a section in the text output; --json has all."""
 
 
 def diff(
@@ -106,7 +106,7 @@ def _lines(screen: Screen, comparison: Comparison, *, structure: bool, layout: b
 
 
 def _section(screen: Screen, title: str, style: str, rows: Sequence[Sequence[Cell]]) -> Iterator[str]:
-    """A heading and rows below it, or nothing where there are none."""
+    """A heading and its rows, or nothing if there are no rows."""
     if not rows:
         return
     yield screen.paint(f"{title} ({len(rows):,})", style)

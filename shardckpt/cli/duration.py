@@ -1,4 +1,4 @@
-"""Lengths of time as people write and read them. Pure, and quick to import."""
+"""Durations as text, parsed and formatted. Pure, and fast to import."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|min|h|d)?\s*", re.ASC
 
 
 def parse_duration(text: str, what: str) -> float:
-    """Seconds, of text such as "24h", "30min" or "1.5 d"; only 0 needs no unit.
+    """Seconds from text such as "24h", "30min" or "1.5 d"; only 0 needs no unit.
 
     >>> parse_duration("24h", "--grace"), parse_duration("0", "--grace")
     (86400.0, 0.0)
 
     Raises:
-        OptionError: it is no such text; names the option, `what`.
+        OptionError: the text is invalid; names the option, `what`.
     """
     match = _DURATION.fullmatch(text)
     if match is None or (match[2] is None and float(match[1])):
@@ -28,7 +28,7 @@ def parse_duration(text: str, what: str) -> float:
 
 
 def duration_text(seconds: float) -> str:
-    """The time in the largest unit of which there are two or more, cut off.
+    """The duration in the largest unit of which it has at least two, rounded down.
 
     >>> duration_text(3), duration_text(150), duration_text(24 * 3600), duration_text(60 * 3600)
     ('3 s', '2 min', '24 h', '2 d')

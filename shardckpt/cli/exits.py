@@ -1,7 +1,7 @@
-"""Reporting errors: one line for people or one JSON document, and an exit status.
+"""Error reports (one line for people or one JSON document) and exit statuses.
 
-Statuses are part of the interface (docs/cli.md): 0 and 1 are answers (all is well; it differs, it is damaged), from 2
-on nothing was answered.
+Statuses are part of the interface (docs/cli.md): 0 and 1 are answers (all is well; checkpoints differ or are damaged); from 2 on
+there is no answer.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ STATUS = {
     "error": 70,
     "internal": 70,
 }
-"""Error code → exit status. Codes are those of `shardckpt.errors`, and two of the command line's own."""
+"""Exit status of each error code: the codes of `shardckpt.errors`, and two codes of the command line (usage, internal)."""
 
 INTERRUPTED = 130
 READER_GONE = 141
-"""What the shell reports of a command that a closed pipe ended: 128 + SIGPIPE."""
+"""The shell's status for a command that a closed pipe ended: 128 + SIGPIPE."""
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
-"""click's, or typer's own: newer typers carry their click within."""
+"""click's class, or typer's own: newer typers include click."""
 
 
 class ReaderGoneError(Exception):
-    """Whoever read our output has closed it."""
+    """The reader of our output has closed it."""
 
 
 def run(action: Callable[[], int | None], *, as_json: bool) -> int:
-    """Run a command, and report what it raises.
+    """Run a command, and report its errors.
 
     Args:
         action: The command; returns its exit status, None for 0.
-        as_json: Whether errors are written as JSON to standard output.
+        as_json: Whether to write errors as JSON to standard output.
 
     Returns:
         The exit status.
@@ -97,7 +97,7 @@ def _answer(action: Callable[[], int | None], *, as_json: bool) -> int:
         return _report(e.code, with_options(str(e)), as_json=as_json)
     except _UsageError as e:
         return _report("usage", e.format_message(), as_json=as_json)
-    except Exception as e:  # noqa: BLE001  (a mistake of ours: who reports it needs the traceback)
+    except Exception as e:  # noqa: BLE001  (a bug of shardckpt: its report needs the traceback)
         for line in traceback.format_exc().splitlines():
             print(visible(line), file=sys.stderr)
         what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
@@ -107,7 +107,7 @@ def _answer(action: Callable[[], int | None], *, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def going_on_later(how: str) -> Iterator[None]:
-    """Say on standard error, when Ctrl-C ends the block, that `how` the work is gone on with."""
+    """Print to standard error, when Ctrl-C ends the block, `how` the work can be continued."""
     try:
         yield
     except KeyboardInterrupt:
@@ -116,7 +116,7 @@ def going_on_later(how: str) -> Iterator[None]:
 
 
 def _report(code: str, message: str, *, as_json: bool) -> int:
-    """Tell of an error, and return the exit status that goes with it."""
+    """Report an error, and return its exit status."""
     if as_json:
         from shardckpt.cli.screen import write_json
 
@@ -127,6 +127,6 @@ def _report(code: str, message: str, *, as_json: bool) -> int:
 
 
 def _forget_stdout() -> None:
-    """Let nothing that is still buffered complain when Python exits."""
+    """Redirect standard output to the null device, so that buffered text causes no error when Python exits."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

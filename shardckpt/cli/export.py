@@ -1,4 +1,4 @@
-"""`shardckpt export`: a checkpoint, written as another format."""
+"""`shardckpt export`: a checkpoint written in another format."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["export"]
 
 _NAMED = 5
-"""Notes that are shown."""
+"""Most notes in the text output."""
 
 
 def export(

@@ -1,4 +1,4 @@
-"""`shardckpt gc` and `shardckpt rm`: getting rid of unfinished saves, and of checkpoints."""
+"""`shardckpt gc` and `shardckpt rm`: removal of unfinished saves, and of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["gc", "rm"]
 
 _FAILED = 6
-"""Exit status where the storage refused something."""
+"""Exit status if the storage refused a deletion."""
 Grace = Annotated[str, typer.Option("--grace", metavar="TIME", help="How long nothing may have been written into what goes.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 
@@ -80,7 +80,7 @@ def rm(
 
 
 def _end(found: Sequence[Collected]) -> None:
-    """Exit as the storage's failures, if there were any, have it."""
+    """Exit with the status for storage failures, if there were any."""
     if any(one.outcome == "failed" for one in found):
         raise typer.Exit(_FAILED)
 
@@ -114,6 +114,6 @@ def _lines(screen: Screen, found: Sequence[Collected], removed: str) -> Iterator
 
 
 def _place(one: Collected) -> str:
-    """The checkpoint's name and the attempt's."""
+    """The name of the checkpoint, and of the attempt."""
     name = PurePosixPath(one.location.path).name
     return name if one.attempt is None else f"{name}/{one.attempt}"

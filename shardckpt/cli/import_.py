@@ -1,4 +1,4 @@
-"""`shardckpt import`: a checkpoint of another format, written as one of shardckpt's."""
+"""`shardckpt import`: a checkpoint of another format written as a shardckpt checkpoint."""
 
 from __future__ import annotations
 

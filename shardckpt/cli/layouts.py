@@ -1,4 +1,4 @@
-"""Meshes, specs and layouts in words."""
+"""Meshes, specs and layouts as text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["layout_text", "mesh_text", "op_sharding_text", "spec_text"]
 
 LONGEST_OP_SHARDING = 200
-"""Characters: the listed OpSharding of a large mesh goes on for pages."""
+"""Most characters: the listed OpSharding of a large mesh would fill pages."""
 
 
 def layout_text(layout: StoredLayout | None) -> str:
-    """A layout: the spec and the mesh, or the OpSharding where there is no spec; None is plain."""
+    """A layout: its spec and mesh, or its OpSharding if it has no spec; "plain" for None."""
     from shardckpt.layout.op_sharding import OpSharding
 
     if layout is None:
@@ -29,7 +29,7 @@ def layout_text(layout: StoredLayout | None) -> str:
 
 
 def spec_text(layout: StoredLayout | None) -> str:
-    """The spec, or what there is in its place."""
+    """The spec, or its substitute: placements, an OpSharding, or "plain"."""
     from shardckpt.layout.placements import Placements
     from shardckpt.layout.sharding import Sharding
 
@@ -46,7 +46,7 @@ def spec_text(layout: StoredLayout | None) -> str:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """A mesh: its axes with their sizes, and its devices where they do not simply count from 0."""
+    """A mesh: its axes with their sizes, and its devices unless they count from 0."""
     axes = visible(" × ".join(f"{name}={size}" for name, size in mesh.axis_sizes.items())) or "one device"
     if mesh.is_arange:
         return axes
@@ -56,7 +56,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def op_sharding_text(layout: Layout, ndim: int) -> str:
-    """The OpSharding as XLA writes it, cut off where it is very long."""
+    """The OpSharding in XLA's notation, truncated if it is very long."""
     from shardckpt.layout.sharding import Sharding
 
     return shortened((layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo(), LONGEST_OP_SHARDING)

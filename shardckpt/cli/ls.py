@@ -22,7 +22,7 @@ __all__ = ["ls"]
 
 _GAP = 3
 _LEAST_ROOM = _LONGEST_METRICS = 40
-"""Characters; --json has all."""
+"""Characters; --json is complete."""
 
 
 def ls(
@@ -88,7 +88,7 @@ def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[s
 
 
 def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:
-    """A checkpoint."""
+    """The table row of a checkpoint."""
     created = "" if entry.created is None else entry.created.replace("T", " ").removesuffix("+00:00")
     cells = [
         Cell(visible(entry.name), "bold"),
@@ -102,7 +102,7 @@ def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:
 
 
 def _rows_of_none(entry: CatalogEntry, columns: int, room: int) -> Iterator[list[Cell]]:
-    """Rows of an entry that is no checkpoint: its name, then the reason, folded into lines of `room` characters."""
+    """Rows of an entry that is no checkpoint: its name, and the reason wrapped into lines of `room` characters."""
     from textwrap import wrap
 
     why = _progress(entry) if entry.state == "uncommitted" else visible(entry.reason or "")
@@ -112,13 +112,13 @@ def _rows_of_none(entry: CatalogEntry, columns: int, room: int) -> Iterator[list
 
 
 def _metrics(entry: CatalogEntry) -> str:
-    """The metrics of a step, as many as are read at a glance."""
+    """The metrics of a step, truncated to a readable length."""
     shown = [f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in entry.metrics.items()]
     return visible(shortened(" ".join(shown), _LONGEST_METRICS))
 
 
 def _progress(entry: CatalogEntry) -> str:
-    """How far an attempt has come."""
+    """The progress of an attempt."""
     if not entry.finished or entry.hosts is None:
         facts = ["no host has finished"]
     elif entry.finished < entry.hosts:
@@ -131,7 +131,7 @@ def _progress(entry: CatalogEntry) -> str:
 
 
 def _state(entry: CatalogEntry) -> str:
-    """What is to be said of a checkpoint; nothing of one that is like most."""
+    """Notable facts about a checkpoint; empty for most."""
     from shardckpt.format.structure import BESIDE
 
     said = (entry.superseded and "superseded", entry.pinned and "pinned")

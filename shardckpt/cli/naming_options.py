@@ -33,5 +33,5 @@ Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="Th
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Those options that were given, for a call that has defaults of its own."""
+    """The options that were given, for a call that has defaults of its own."""
     return {name: value for name, value in options.items() if value}

@@ -1,4 +1,4 @@
-"""Opening what a command is given, with a hint where that is a checkpoint of another format."""
+"""Opening of a command's checkpoint, with a hint if it is a checkpoint of another format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def open_checkpoint(url: str) -> Checkpoint:
     """Open a checkpoint.
 
     Raises:
-        NotFoundError: there is none; names `shardckpt import` where another format is there.
+        NotFoundError: there is none; the message suggests `shardckpt import` if another format is there.
     """
     from shardckpt.reading.checkpoint import open as opened
 
@@ -28,10 +28,10 @@ def open_checkpoint(url: str) -> Checkpoint:
 
 @contextmanager
 def suggesting_import(url: str) -> Iterator[None]:
-    """Name `shardckpt import` where no checkpoint was found, and one of another format is there.
+    """Suggest `shardckpt import` if the block finds no checkpoint, and one of another format is there.
 
     Raises:
-        NotFoundError: in place of what was raised inside.
+        NotFoundError: replaces the block's error.
     """
     from shardckpt.convert.detect import detect
     from shardckpt.errors import NotFoundError, ShardckptError, StorageError
@@ -43,7 +43,7 @@ def suggesting_import(url: str) -> Iterator[None]:
         try:
             location = parse(url)
             found = detect(location)
-        except ShardckptError:  # nothing there is known: what was raised says more
+        except ShardckptError:  # nothing known is there: the block's error is more helpful
             raise e from None
         command = f"shardckpt import {quote(url)} DST"
         raise NotFoundError(

@@ -1,7 +1,7 @@
-"""Messages of the library in the words of the command line: `only=['a']` is `--only a` there.
+"""Messages of the library with the command line's options: `only=['a']` becomes `--only a`.
 
-The library's messages name the arguments of its functions, which is right for those who call them. This is the one place
-that knows which option each argument comes from.
+The library's messages name the arguments of its functions, which is right for its callers. Only this module knows the option of
+each argument.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SAME = """
 """
 OPTIONS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()}
 OPTIONS |= {"compression": "--compress", "from_": "--from", "rules": "--rule"}
-"""Argument → option."""
+"""The option of each argument."""
 
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _VALUE = rf"{_QUOTED}|\[[^\]]*\]|\{{[^}}]*\}}|\([^)]*\)|…|True|-?[\d.,]*\d(?:[ ]?(?:B|[KMGT]iB)\b)?"
@@ -31,7 +31,7 @@ _PATTERN = re.compile(
 
 
 def with_options(message: str) -> str:
-    """The message with options in place of the arguments of Python.
+    """The message with command-line options instead of Python arguments.
 
     >>> with_options("run/1: only=['a b', 'c'] selects none of its names")
     "run/1: --only 'a b' --only c selects none of its names"
@@ -46,7 +46,7 @@ def with_options(message: str) -> str:
 
 
 def _in_options(found: re.Match[str]) -> str:
-    """An option with its value as it is typed; alone where the message does not say the value."""
+    """An option with its value as it is typed, or the option alone if the message has no value."""
     if found["name"] is None:
         return found[0]
     option, text = OPTIONS[found["name"]], found["value"]
@@ -54,13 +54,13 @@ def _in_options(found: re.Match[str]) -> str:
         return option
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):  # it was cut short, or is a size
+    except (ValueError, SyntaxError):  # it was truncated, or is a size
         return f"{option} {text}"
     return " ".join(f"{option} {quote(one)}" for one in _typed(value))
 
 
 def _typed(value: object) -> list[str]:
-    """A value as texts, each for an option of its own."""
+    """A value as texts, one for each repetition of the option."""
     if isinstance(value, dict):
         return [f"{key}={one}" for key, one in value.items()]
     if isinstance(value, tuple):  # worker 0 of 8

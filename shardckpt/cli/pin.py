@@ -1,4 +1,4 @@
-"""`shardckpt pin` and `shardckpt unpin`: checkpoints that are not to be deleted."""
+"""`shardckpt pin` and `shardckpt unpin`: protection of checkpoints from deletion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses of the project, as the installed package's metadata has them (`[project.urls]` of pyproject.toml)."""
+"""Addresses of the project, from the installed package's metadata (`[project.urls]` of pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["project_url"]
 
 
 def project_url(label: str) -> str | None:
-    """The address with a label, such as "Documentation"; None where the package is not installed or names none."""
+    """The address with a label, such as "Documentation"; None if the package is not installed or has no such address."""
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:

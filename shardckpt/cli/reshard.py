@@ -1,4 +1,4 @@
-"""`shardckpt reshard`: a checkpoint written anew, as it suits another layout."""
+"""`shardckpt reshard`: a checkpoint rewritten for another layout."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["document", "lines", "reshard"]
 
 COMMIT = "commit"
-"""In place of a source: not to reshard, but to commit what workers have written."""
+"""A source argument that means: commit the workers' output instead of resharding."""
 
 
 def reshard(
@@ -120,7 +120,7 @@ def document(report: ReshardReport) -> dict[str, Any]:
 
 
 def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:
-    """A report for people; `done` is the word for it."""
+    """A report as text; `done` is the verb of its first line."""
     rate = f", {file_size(round(report.nbytes / report.seconds))}/s" if report.committed and not report.done_before else ""
     before = f", {report.done_before:,} done before" if report.done_before else ""
     share = "" if report.committed else "a worker's share of "

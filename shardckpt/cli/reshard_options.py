@@ -57,7 +57,7 @@ Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read back wh
 
 
 def parse_rules(rule: list[str] | None, file: str | None, preset: str | None, hf_config: str | None) -> Rules | None:
-    """All rules in the order in which they count: those of the command line, of the file, of the preset; None: there are none."""
+    """All rules in order of precedence: from the command line, from the file, from the preset; None if there are none."""
     from shardckpt.reshard.rules import Rules
 
     found = [Rules.parse(rule)] if rule else []
@@ -73,10 +73,10 @@ def parse_rules(rule: list[str] | None, file: str | None, preset: str | None, hf
 
 
 def parse_dtypes(texts: list[str] | None) -> dict[str, str] | None:
-    """What `--dtype` says: pattern → dtype; a dtype alone is for what no pattern matches (`reshard.dtype_rules`).
+    """The value of `--dtype`: pattern → dtype; a dtype alone applies to tensors that no pattern matches (`reshard.dtype_rules`).
 
     Raises:
-        OptionError: one pattern, or none, twice.
+        OptionError: a pattern, or a dtype alone, is given twice.
     """
     if not texts:
         return None
@@ -88,10 +88,10 @@ def parse_dtypes(texts: list[str] | None) -> dict[str, str] | None:
 
 
 def parse_worker(text: str | None) -> tuple[int, int] | None:
-    """What `--worker` says.
+    """The worker's number and the number of workers, from `--worker`.
 
     Raises:
-        OptionError: not two numbers, or the first is not less than the second.
+        OptionError: the text is not two numbers, or the first is not less than the second.
     """
     if text is None:
         return None

@@ -1,8 +1,8 @@
 """The output of commands: text on a terminal, or JSON for programs.
 
-rich knows the terminal: its width, its colours, NO_COLOR and FORCE_COLOR. Lines are written past rich's own printing,
-which would lay out and wrap every one of them anew and take minutes for a checkpoint of 100,000 tensors. It is imported
-when something is shown: help, completion and JSON do without.
+rich detects the terminal: its width, its colours, NO_COLOR and FORCE_COLOR. Lines are not written with rich's own printing, which
+would lay out and wrap each of them again and take minutes for a checkpoint of 100,000 tensors. rich is imported when
+text is shown: help, completion and JSON do not need it.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _ASCII = str.maketrans(
         "█": "#",
     }
 )
-"""Our own signs where the terminal speaks no Unicode; everything else is escaped there."""
+"""ASCII replacements of our own signs, for terminals without Unicode; all other characters are escaped there."""
 
 _COLORS = {"standard": "STANDARD", "256": "EIGHT_BIT", "truecolor": "TRUECOLOR"}
-"""What a Console calls its colours → the name of rich's ColorSystem."""
+"""The name of rich's ColorSystem for each colour system of a Console."""
 
 
 class Cell(NamedTuple):
     """A text in one style."""
 
     text: str
-    """Printable, on one line."""
+    """Printable text on one line."""
     style: str = ""
-    """In rich's words: "bold", "dim", "green"; empty for plain."""
+    """A rich style: "bold", "dim", "green"; empty for plain."""
     right: bool = False
-    """Whether it stands at the right of its column."""
+    """Whether the text is aligned to the right of its column."""
 
 
 class Screen:
-    """Standard output, as wide and as colourful as it is."""
+    """Standard output with its width and colours."""
 
     def __init__(self) -> None:
         from rich.color import ColorSystem
@@ -65,23 +65,23 @@ class Screen:
 
         console = Console()
         self.width = console.width
-        """Columns; 80 where nobody says."""
+        """Width in columns; 80 if unknown."""
         colors = _COLORS.get(console.color_system or "") if console.is_terminal and not console.no_color else None
         self._colors = None if colors is None else ColorSystem[colors]
         self._ascii = not console.encoding.lower().startswith("utf")
 
     def paint(self, text: str, style: str) -> str:
-        """The text in a style, where there are colours."""
+        """The text in a style, if there are colours."""
         return _style(style).render(text, color_system=self._colors) if style and self._colors is not None else text
 
     def show(self, lines: Iterable[str]) -> None:
-        """Write lines that were painted; they are to be seen at once."""
+        """Write painted lines, and flush."""
         for line in lines:
             _write((line.translate(_ASCII).encode("ascii", "backslashreplace").decode() if self._ascii else line) + "\n")
         _write("", flush=True)
 
     def rows(self, rows: Iterable[Sequence[Cell]], widths: Sequence[int], gap: int = 2) -> Iterator[str]:
-        """Rows of cells in columns of those widths; what follows a cell that is too long starts on a new line."""
+        """Rows of cells in columns of these widths; the cells after a too long one start on a new line."""
         from rich.cells import cell_len
 
         for row in rows:
@@ -100,7 +100,7 @@ class Screen:
             yield "".join(line)
 
     def table(self, rows: Sequence[Sequence[Cell]], gap: int = 2) -> Iterator[str]:
-        """Rows of cells in columns as wide as their widest cell, but for the first, which may have to do with less."""
+        """Rows of cells in columns as wide as their widest cell; only the first column may be narrower."""
         widths = column_widths(rows)
         others = sum(widths[1:]) + gap * len(widths[1:])
         widths[0] = min(widths[0], max(self.width - others, self.width // 3))
@@ -108,7 +108,7 @@ class Screen:
 
 
 def column_widths(rows: Sequence[Sequence[Cell]]) -> list[int]:
-    """The width of every column. A cell with nothing after it in its row may stand out at the right."""
+    """The width of every column. A cell without cells after it in its row may be wider."""
     from rich.cells import cell_len
 
     widths = [0] * len(rows[0])
@@ -121,7 +121,7 @@ def column_widths(rows: Sequence[Sequence[Cell]]) -> list[int]:
 
 
 def pad(text: str, width: int) -> str:
-    """The text in the middle of `width` columns."""
+    """The text centred in `width` columns."""
     from rich.cells import cell_len
 
     left = max(0, width - cell_len(text)) // 2
@@ -129,16 +129,16 @@ def pad(text: str, width: int) -> str:
 
 
 def write_json(document: dict[str, Any]) -> None:
-    """Write the one document of a command, in ASCII: on one line for a program, indented for a person."""
+    """Write the JSON document of a command, in ASCII: on one line for a program, indented on a terminal."""
     _write(json.dumps(document, indent=2 if sys.stdout.isatty() else None, allow_nan=False) + "\n")
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on standard error for the time of the block, or None where that is no terminal.
+    """Show a progress bar on standard error during the block; None if standard error is no terminal.
 
     Yields:
-        A function to be called with how much is done and how much there is in all.
+        A function to call with the amount done and the total amount.
     """
     from rich.progress import TaskProgressColumn, TimeRemainingColumn
 
@@ -148,7 +148,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
 @contextmanager
 def transfer_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """The same for bytes, with the rate."""
+    """Show a progress bar for bytes, with the rate, like `progress_bar`."""
     from shardckpt.training.progress import transfer_columns
 
     with _bar(what, *transfer_columns()) as progress:
@@ -168,7 +168,7 @@ def _bar(what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], N
     task = progress.add_task(what, total=None)
 
     def show(done: int, total: int) -> None:
-        progress.start()  # only now: while it is on the screen, it takes what is written to standard output for its own
+        progress.start()  # not earlier: while the bar is shown, rich captures text written to standard output
         progress.update(task, completed=done, total=total)
 
     try:
@@ -190,5 +190,5 @@ def _write(text: str, *, flush: bool = False) -> None:
         if flush:
             sys.stdout.flush()
     except BrokenPipeError as e:
-        # As no OSError: typer would take it for its own and end with status 1, which means something here.
+        # Not an OSError: typer would handle it and end with status 1, which has another meaning here.
         raise ReaderGoneError from e

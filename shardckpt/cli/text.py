@@ -1,8 +1,7 @@
-"""Names and numbers as people read them. Pure, and quick to import.
+"""Names and numbers as text for people. Pure, and fast to import.
 
-Names, metadata and messages may come out of a checkpoint that somebody else made. `visible` stands between them and
-the terminal: after it there is nothing left that moves a cursor, changes a colour or reverses the direction of
-writing. Nothing is ever printed through rich's markup.
+Names, metadata and messages may come from another person's checkpoint. `visible` makes them safe for the terminal: its result
+cannot move the cursor, change a colour or reverse the direction of writing. No text is ever printed through rich's markup.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MOST_SUBTREES = 8
 
 
 def conversion_lines(conversions: Sequence[ConvertedSubtree]) -> Iterator[str]:
-    """What `--dtype` converts and leaves, a line for each subtree."""
+    """The subtrees that `--dtype` converts or leaves, one line each."""
     for one in conversions[:_MOST_SUBTREES]:
         yield f"dtype     {visible(str(one))}"
     if len(conversions) > _MOST_SUBTREES:
@@ -30,7 +29,7 @@ def conversion_lines(conversions: Sequence[ConvertedSubtree]) -> Iterator[str]:
 
 
 def visible(text: str) -> str:
-    r"""The text on one line, with what is not printable escaped as in Python.
+    r"""The text on one line, with unprintable characters escaped as in Python.
 
     >>> print(visible("größe\n\x1b[2J\u202e"))
     größe\n\x1b[2J\u202e
@@ -50,7 +49,7 @@ def count(n: int, noun: str) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape.
+    """A shape as text.
 
     >>> shape_text((4096, 11008)), shape_text(())
     ('4096×11008', 'scalar')
@@ -59,5 +58,5 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def index_range(start: int, stop: int) -> str:
-    """A half-open range, as numpy writes it."""
+    """A half-open range in numpy's notation."""
     return f"{start}:{stop}"

@@ -1,4 +1,4 @@
-"""A tensor as the grid of tiles that a layout cuts it into, for those who draw it."""
+"""A tensor as the grid of tiles that a layout cuts it into, for drawings."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["Bins", "Tiles", "bins", "tiles_of"]
 
 Bins = list[tuple[int, int]]
-"""Half-open ranges of tiles along one dimension that are drawn as one."""
+"""Half-open ranges of tiles along one dimension; each range is drawn as one cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A tensor's tiles and who has them."""
+    """A tensor's tiles and the devices that hold them."""
 
     shape: tuple[int, ...]
     tile: tuple[int, ...]
-    """Shape of a whole tile."""
+    """Shape of a complete tile."""
     used: tuple[int, ...]
-    """Tiles per dimension with elements in them."""
+    """Number of tiles with elements, per dimension."""
     devices: NDArray[np.int64]
     """(*parts, replicas) device ids, ascending within a tile."""
 
@@ -44,10 +44,10 @@ class Tiles:
 
 
 def tiles_of(layout: Layout, shape: tuple[int, ...]) -> Tiles:
-    """The tiles of a tensor of that shape.
+    """The tiles of a tensor with a given shape.
 
     Raises:
-        ShardingError: the layout does not suit it, or does not say where data is.
+        ShardingError: the layout does not fit the shape, or does not determine where data is.
     """
     tiling = layout.tiling(len(shape))
     tile = tile_shape(shape, tiling.parts)
@@ -60,7 +60,7 @@ def tiles_of(layout: Layout, shape: tuple[int, ...]) -> Tiles:
 
 
 def bins(extent: int, most: int) -> Bins:
-    """Tiles one by one where they are few enough; otherwise those in the middle together.
+    """Ranges of one tile each if they are few enough; otherwise the tiles in the middle share one range.
 
     >>> bins(3, 4), bins(9, 4)
     ([(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 8), (8, 9)])

@@ -1,4 +1,4 @@
-"""`shardckpt verify`: is everything as it was written?"""
+"""`shardckpt verify`: comparison of all chunks with their checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 MOST_LINES = 100
-"""Damaged places that are shown to a person; --json has all."""
+"""Most damaged places in the text output; --json has all."""
 
 
 def verify(

@@ -1,8 +1,8 @@
-"""Leaves of a state, whichever framework they belong to: tensors in, boxes and host arrays out, and back.
+"""Leaves of a state in any framework: tensors to boxes and host arrays, and back.
 
-One module per framework, each of the same shape: `matches`, `accepts`, `settle`, `identity`, `sources`, `target`. A
-framework's module is imported when a leaf of it turns up, and a leaf can only turn up if the program has imported the
-framework: nothing here imports torch, torch_xla or jax for a state without them. `saving` and `restoring` import this
+There is one module per framework, each with the same functions: `matches`, `accepts`, `settle`, `identity`, `sources`, `target`. A
+framework's module is imported when a leaf of it occurs, and a leaf can only occur if the program has imported the
+framework: so a state without torch, torch_xla or jax leaves imports none of them. `writing` and `reading` import this
 package; it imports the pure core.
 """
 
@@ -37,12 +37,12 @@ _ADAPTERS = {
     "jax": "jax",
     "numpy": "numpy",
 }
-"""The module that a program must have imported to have leaves of each. They are asked in this order: torch_xla's sharded
-tensors are DTensors too, and all of these are torch's."""
+"""The module that a program must have imported before it can have leaves of each adapter. The adapters are asked in this order:
+torch_xla's sharded tensors are DTensors too, and all of these are torch tensors."""
 
 
 class _Adapter(Protocol):
-    """What each framework's module has."""
+    """The interface of each framework's module."""
 
     def matches(self, leaf: object) -> bool: ...
     def accepts(self, wanted: Target) -> bool: ...
@@ -58,18 +58,18 @@ def is_tensor(leaf: object) -> bool:
 
 
 def identity(leaf: object) -> Hashable | None:
-    """Equal for tensor leaves that are the same memory seen the same way (tied weights), as long as both are alive.
+    """A key that is equal for tensor leaves over the same memory in the same form (tied weights), as long as both are alive.
 
-    None for a leaf that shares nothing, and for values that are no tensors.
+    None for a leaf that shares nothing, and for values that are not tensors.
     """
     adapter = None if isinstance(leaf, Target) else _adapter(leaf)
     return None if adapter is None else adapter.identity(leaf)
 
 
 def meaning(leaf: object) -> str | EllipsisType | None:
-    """What a tensor leaf's elements stand for beyond their dtype, such as the keys of one of JAX's generators.
+    """Meaning of a tensor leaf's elements beyond their dtype, such as the keys of a JAX generator.
 
-    Mostly nothing; `...` for a Target, which does not say.
+    None for most leaves; `...` for a Target, which does not know.
     """
     if isinstance(leaf, Target):
         return ...
@@ -78,9 +78,9 @@ def meaning(leaf: object) -> str | EllipsisType | None:
 
 
 def settle(leaves: Iterable[object]) -> None:
-    """Compute the pending leaves whose layout is not known before, in one program per framework.
+    """Compute the pending leaves whose layout is unknown before, in one program per framework.
 
-    Call it before `target` on many leaves, which otherwise runs a program per such leaf. (`sources` computes all that is pending.)
+    Call it before `target` on many leaves: otherwise `target` runs a program per such leaf. (`sources` computes all pending leaves.)
     """
     pending: dict[str, list[object]] = {}
     for leaf in leaves:
@@ -92,10 +92,10 @@ def settle(leaves: Iterable[object]) -> None:
 
 
 def reduce_partial(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves, with partial values of DTensors reduced, which cannot be saved as they are.
+    """The leaves, with partial values of DTensors reduced, because these cannot be saved directly.
 
-    A collective for each of them, in the order of their names: every rank of their meshes must call it, with the same
-    leaves. Everything else here is between a process and its own tensors.
+    It runs a collective for each partial leaf, in the order of their names: every rank of their meshes must call it with the same
+    leaves. All other functions here involve only one process and its own tensors.
     """
     dtensors = {name: leaf for name, leaf in leaves.items() if _framework(leaf) == "dtensor"}
     module: Any = _module("dtensor") if dtensors else None
@@ -103,16 +103,16 @@ def reduce_partial(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sources(leaves: Mapping[str, object], world: World = ALONE, *, unread: Container[str] = ()) -> dict[str, Source]:
-    """Tensor leaves to be saved, by name, in the same order.
+    """Sources of the tensor leaves to save, by name, in the same order.
 
     Args:
-        leaves: by name.
+        leaves: the leaves by name.
         world: this process and the others, whose devices hold the leaves too.
-        unread: names of leaves whose elements nobody will fetch: they may be meta tensors.
+        unread: names of leaves whose elements are not fetched: they may be meta tensors.
 
     Raises:
-        LeafError: a leaf that cannot be stored, by name.
-        ShardingError: a layout that does not say where data is, by name.
+        LeafError: a leaf cannot be stored, by name.
+        ShardingError: a layout does not determine where data is, by name.
     """
     groups: dict[str, dict[str, object]] = {}
     for name, leaf in leaves.items():
@@ -126,16 +126,16 @@ def sources(leaves: Mapping[str, object], world: World = ALONE, *, unread: Conta
 
 
 def source(name: str, leaf: object, world: World = ALONE) -> Source:
-    """One tensor leaf to be saved; many are cheaper together, with `sources`."""
+    """Source of one tensor leaf to save; for many leaves `sources` is cheaper."""
     return sources({name: leaf}, world)[name]
 
 
 def fetch(sources: Sequence[Source], wanted: Sequence[Sequence[int]] | None = None) -> list[list[Array]]:
-    """The elements of many sources: per source, one host array per wanted box. Frameworks copy theirs in few calls.
+    """The elements of many sources: for each source, one host array per requested box. Frameworks copy theirs in few calls.
 
     Args:
         sources: leaves of any frameworks.
-        wanted: per source the positions of the boxes to copy; None: all boxes of all.
+        wanted: for each source, the positions of the boxes to copy; None: all boxes of all sources.
     """
     if wanted is None:
         wanted = [range(len(source.boxes)) for source in sources]
@@ -150,24 +150,24 @@ def fetch(sources: Sequence[Source], wanted: Sequence[Sequence[int]] | None = No
 
 
 def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sink:
-    """Where a stored tensor goes.
+    """The sink for a stored tensor.
 
     Args:
         name: for messages.
-        leaf: what `like` has at its place: a tensor or a `Target`. Its shape and dtype are the sink's; whether they
-            may differ from the stored ones, the caller decides.
-        shape: as stored, in elements, for a `Target` that says none.
-        dtype: as stored, likewise.
+        leaf: the leaf of `like`: a tensor or a `Target`. The sink has its shape and dtype; the caller decides whether they
+            may differ from the stored ones.
+        shape: the stored shape, in elements, for a `Target` without a shape.
+        dtype: the stored dtype, for a `Target` without a dtype.
 
     Raises:
-        LeafError: nothing can be restored into this leaf, or by what is imported.
-        ShardingError: a sharding that does not fit the tensor or this process's devices.
+        LeafError: nothing can be restored into this leaf, or only by a framework that is not imported.
+        ShardingError: a sharding does not fit the tensor or this process's devices.
     """
     return _module(_required(name, leaf, "restored")).target(name, leaf, shape, dtype)
 
 
 def _framework(leaf: object) -> str | None:
-    for framework, needed in _ADAPTERS.items():  # no generator: it is asked several times of each leaf
+    for framework, needed in _ADAPTERS.items():  # not a generator, for speed: every leaf is looked up several times
         if needed in sys.modules and _module(framework).matches(leaf):
             return framework
     return None
@@ -200,6 +200,6 @@ def _required(name: str, leaf: object, done: str) -> str:
 
 @cache
 def _module(framework: str) -> _Adapter:
-    """A framework's module. Remembered when its import is over: `sys.modules` has it earlier, half made, for other threads to find."""
+    """A framework's module, cached after its import: during the import, `sys.modules` shows other threads an incomplete module."""
     module: Any = import_module(f"{__name__}.{framework}")
     return module  # type: ignore[no-any-return]

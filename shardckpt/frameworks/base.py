@@ -1,9 +1,8 @@
 """The interface to a framework's tensors: sources to save from, sinks to restore into.
 
-A leaf to be saved becomes a `Source`: shape, dtype, layout, and the boxes of it that this process holds. A leaf to be
-restored into becomes a `Sink`: the boxes that this process needs, memory to read them into or the shapes of the
-buffers that it wants to be lent, and what to do with them once they are full. `Target` is the leaf for users who have
-no tensor to show: it names a sharding.
+A leaf to save becomes a `Source`: shape, dtype, layout, and the boxes that this process holds. A leaf to restore into
+becomes a `Sink`: the boxes that this process needs, its memory for them or the shapes of the buffers to lend it, and a
+function that takes the filled buffers. Users without a tensor pass a `Target` as the leaf: it names a sharding.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["Array", "Sink", "Source", "Target", "dtype_of", "whole"]
 
 Array: TypeAlias = "NDArray[Any]"
-"""A host array of the logical dtype, numpy's or ml_dtypes'."""
+"""A host array of the logical dtype, with a dtype of numpy or ml_dtypes."""
 
 
 class Source(Protocol):
-    """A tensor leaf to be saved."""
+    """A tensor leaf to save."""
 
     @property
     def name(self) -> str:
@@ -43,45 +42,45 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, in elements."""
+        """Shape of the complete tensor, in elements."""
 
     @property
     def dtype(self) -> DType:
-        """Of its elements."""
+        """Dtype of the elements."""
 
     @property
     def layout(self) -> Layout | Placements | None:
-        """How it is laid out over devices; None for a plain host tensor."""
+        """Layout over devices; None for a plain host tensor."""
 
     @property
     def boxes(self) -> BoxArray:
-        """The distinct boxes that this process holds, each once and none of them empty."""
+        """The distinct, non-empty boxes that this process holds, each once."""
 
     @property
     def holders(self) -> list[tuple[int, ...]] | None:
-        """Per box the processes that hold it, ascending; None for a plain host tensor, of which nobody knows."""
+        """For each box the processes that hold it, ascending; None for a plain host tensor, whose holders are unknown."""
 
     @property
     def own_pieces(self) -> bool:
-        """Whether this process knows its own boxes only, so that each is stored as an array of its own."""
+        """Whether this process knows only its own boxes, so that each is stored as an array of its own."""
 
     @property
     def staged_bytes(self) -> int:
-        """Host bytes that fetching this leaf by itself takes at its peak; 0 where the arrays are views of the leaf."""
+        """Peak host bytes of fetching this leaf alone; 0 where the arrays are views of the leaf."""
 
     @property
     def private(self) -> bool:
-        """Whether what is fetched of it is a copy that nobody else has: one per box, with nothing besides in its memory."""
+        """Whether fetched arrays are copies that nobody else holds: one per box, each alone in its memory."""
 
     @classmethod
     def fetch(cls, sources: Sequence[Self], wanted: Sequence[Sequence[int]]) -> list[list[Array]]:
-        """The elements of many leaves of this class: per source, one array per box that is wanted of it.
+        """The elements of many leaves of this class: for each source, one array per requested box.
 
         The arrays may be views of the leaves: read them before the leaves change.
 
         Args:
             sources: the leaves.
-            wanted: per source the positions of boxes among its `boxes`.
+            wanted: for each source, the positions of the requested boxes in its `boxes`.
         """
 
 
@@ -90,74 +89,73 @@ class Sink(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, in elements."""
+        """Shape of the complete tensor, in elements."""
 
     @property
     def dtype(self) -> DType:
-        """Of its elements."""
+        """Dtype of the elements."""
 
     @property
     def boxes(self) -> BoxArray:
-        """The distinct boxes that this process needs, each once and none of them empty."""
+        """The distinct, non-empty boxes that this process needs, each once."""
 
     @property
     def buffer_shapes(self) -> list[tuple[int, ...]]:
-        """Per box, the shape of the host buffer to be filled: the box's own, or the padded tile of a device shard."""
+        """For each box, the shape of the host buffer to fill: the box's shape, or the padded tile of a device shard."""
 
     @property
     def destinations(self) -> list[Array] | None:
-        """Writable views, one per box, to be filled where they are, strided ones too; None: the caller lends buffers."""
+        """Writable views, possibly strided, one per box, to fill in place; None: the caller lends buffers."""
 
     @property
     def adopts(self) -> bool:
-        """Whether the buffers become memory of the leaf: the caller makes them for this sink alone, and never lends them again."""
+        """Whether the buffers become memory of the leaf: the caller makes them for this sink alone, and does not reuse them."""
 
     @property
     def tie_key(self) -> Hashable:
-        """Equal for sinks that may share one restored leaf, where the tensor was one when it was saved."""
+        """A key that is equal for sinks that may share one restored leaf, if the tensor was one when it was saved."""
 
     @property
     def placing_bytes(self) -> int:
-        """Host bytes that `place` takes at its peak, beyond the buffers."""
+        """Peak host bytes of `place`, beyond the buffers."""
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
-        """The processes that want the same boxes of it as this one, itself among them, ascending; None where that is not known.
+        """The processes that need the same boxes as this one, itself included, ascending; None if unknown.
 
-        For what is said of it to be true, all processes restore into leaves of the same layouts; whoever relies on it makes
-        sure that they do.
+        The answer is true only if all processes restore into leaves of the same layouts; the caller must ensure that.
 
         Args:
             world: this process and the others.
         """
 
     def place(self, buffers: Sequence[Array]) -> object:
-        """The restored leaf.
+        """Make the restored leaf.
 
         Args:
-            buffers: `destinations` once they are filled; or buffers of the logical dtype, each of its
-                `buffer_shapes` with the elements of its box in the low corner. What lies outside the box is
-                overwritten. When this returns, they may be lent to others, unless the sink `adopts` them.
+            buffers: the filled `destinations`; or buffers of the logical dtype with `buffer_shapes`, each with the elements
+                of its box in the low corner. Elements outside the box are overwritten. After the call the buffers may be
+                reused, unless the sink `adopts` them.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to restore a tensor to, for a `like` that has no tensor to show.
+    """A restore target for a `like` that has no tensor: a sharding, a shape and a dtype.
 
     >>> Target(dtype="bfloat16").dtype
     dtype(bfloat16)
     """
 
     sharding: object = None
-    """A shardckpt `Sharding` or `OpSharding`, or what torch_xla has (a `ShardingSpec`, or a pair of its `Mesh` and a
-    partition spec), or a sharding of JAX. None: a numpy array, the whole tensor."""
+    """A shardckpt `Sharding` or `OpSharding`, a torch_xla `ShardingSpec` or pair of its `Mesh` and a partition spec, or a JAX
+    sharding. None: a numpy array with the complete tensor."""
     shape: tuple[int, ...] | None = None
-    """The shape that is expected, in elements; None: as stored."""
+    """The expected shape, in elements; None: as stored."""
     dtype: object = None
-    """The dtype that is wanted, of numpy, ml_dtypes, torch or JAX, or its name; None: as stored."""
+    """The requested dtype, of numpy, ml_dtypes, torch or JAX, or its name; None: as stored."""
 
     def __post_init__(self) -> None:
-        """Bring shape and dtype into their one form."""
+        """Normalize shape and dtype."""
         if self.shape is not None:
             try:
                 shape = tuple(int(n) for n in self.shape)
@@ -175,14 +173,14 @@ class Target:
 
 
 def dtype_of(dtype: object) -> DType:
-    """The dtype that a user means.
+    """The `DType` for a user's dtype.
 
     Args:
         dtype: a `DType`, a numpy, ml_dtypes or JAX dtype or scalar type, a torch dtype, or a name.
 
     Raises:
-        DtypeError: it cannot be stored.
-        OptionError: it is no dtype at all.
+        DtypeError: the dtype cannot be stored.
+        OptionError: the value is not a dtype.
     """
     if isinstance(dtype, DType):
         return dtype
@@ -198,7 +196,7 @@ def dtype_of(dtype: object) -> DType:
 
 @lru_cache(maxsize=1024)
 def whole(shape: tuple[int, ...]) -> BoxArray:
-    """The one box of a tensor that is held whole; none where it has no elements. Of all tensors of that shape: not to be changed."""
+    """The single box of an unsharded tensor; none if it has no elements. All tensors of the shape share it: do not change it."""
     boxes = BoxArray.of([Box.full(shape)] if prod(shape) else [], len(shape))
     for bound in (boxes.start, boxes.stop):
         bound.flags.writeable = False

@@ -1,9 +1,9 @@
-"""Tensors that describe their shards themselves, by the protocol of torch.distributed.checkpoint.
+"""Tensors that describe their own shards, by the protocol of torch.distributed.checkpoint.
 
-A tensor subclass with `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__` says which boxes of
-the whole tensor this process holds, and hands out a plain tensor for each; sharded embedding tables do so, and so does a
-DTensor around them. It says nothing of other processes. So each box is stored as an array of its own (`own_pieces`),
-by the process that has it; when all have said theirs, they must make the tensor exactly once.
+A tensor subclass with `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__` lists the boxes of
+the complete tensor that this process holds, and returns a plain tensor for each. Sharded embedding tables do so, and so does
+a DTensor around them. The tensor does not describe other processes. So each box is stored as an array of its own
+(`own_pieces`), by the process that has it; the boxes of all processes must cover the tensor exactly once.
 
 Shards are fetched as views where they are on the CPU, and restored in place on any device.
 """
@@ -35,7 +35,7 @@ _PROTOCOL = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_sh
 
 
 def matches(leaf: object) -> bool:
-    """Whether the leaf is a tensor that speaks the protocol."""
+    """Whether the leaf is a tensor that implements the protocol."""
     return isinstance(leaf, torch.Tensor) and _speaks(type(leaf))  # type: ignore[arg-type]  # a class is hashable
 
 
@@ -45,34 +45,34 @@ def _speaks(kind: type) -> bool:
 
 
 def accepts(wanted: Target) -> bool:  # noqa: ARG001 - every adapter has the same signatures
-    """A `Target` never asks for such a tensor: only the program knows how to make one."""
+    """False: a `Target` never requests such a tensor, because only the program knows how to make one."""
     return False
 
 
 def settle(leaves: Iterable[object]) -> None:
-    """Nothing is pending that shards would not wait for."""
+    """Do nothing: reading a shard waits for its pending computations."""
 
 
 def identity(leaf: object) -> Hashable | None:
-    """Equal for one and the same tensor; what its aliases share, only it knows."""
+    """A key that is equal for the same tensor object; only the tensor knows what its aliases share."""
     return "dcp_protocol", id(leaf)
 
 
 @dataclass(frozen=True, slots=True)
 class _Shards:
-    """What a leaf says of itself."""
+    """The shards that a leaf describes."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the complete tensor."""
     dtype: DType
     boxes: BoxArray
     tensors: tuple[Any, ...]
-    """One per box."""
+    """One tensor per box."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ProtocolSource:
-    """A tensor of which this process knows its own shards."""
+    """A tensor whose own shards this process knows."""
 
     name: str
     shards: _Shards
@@ -107,10 +107,10 @@ class _ProtocolSource:
 
 
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
-    """Sources of tensors that speak the protocol, by name.
+    """Sources of tensors that implement the protocol, by name.
 
     Raises:
-        LeafError: what a tensor says of its shards contradicts itself, or is nothing that can be stored; by name.
+        LeafError: a tensor's description of its shards contradicts itself, or cannot be stored; by name.
         DtypeError: elements that cannot be stored, by name.
     """
     return {name: _ProtocolSource(name, _shards(name, leaf), world.process) for name, leaf in leaves.items()}
@@ -131,8 +131,8 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: 
 
 
 def _shards(name: str, leaf: Any) -> _Shards:
-    """Ask a leaf for its shards."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex  # imported by whoever makes such tensors to save them
+    """Query a leaf's shards."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # a program with such tensors has imported it already
 
     sizes = {tuple(item.tensor_data.size) for item in leaf.__create_write_items__(name, leaf)} or {tuple(leaf.shape)}
     if len(sizes) > 1:

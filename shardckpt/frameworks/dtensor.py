@@ -1,23 +1,23 @@
-"""PyTorch's DTensor: each process in and out with what its own rank holds, without a collective.
+"""PyTorch's DTensor: each process saves and restores the data of its own rank, without a collective.
 
-Which boxes that is follows from mesh and placements (`shardckpt.layout.placements`), if the local tensor is what they say. Its
-shape is checked, and where it differs nothing is guessed. (One difference the shape does not always show: from a
-`_StridedShard` of a length that its parts do not divide, torch's own `distribute_tensor` and `full_tensor` make other shards
-than FSDP2 does. Here it means what FSDP2 means.)
+The boxes of a rank follow from mesh and placements (`shardckpt.layout.placements`), if the local tensor agrees with them. Its
+shape is checked, and a difference is an error. (The shape does not always show one difference: for a `_StridedShard` of a
+length that its parts do not divide, torch's own `distribute_tensor` and `full_tensor` make other shards than FSDP2 does.
+This module uses FSDP2's meaning.)
 
 Saving
-1. Where the boxes are those of a `Sharding`, that is the layout, so that other frameworks understand it, too; elsewhere it
-   is the `Placements` themselves.
-2. A rank is a process, so who holds a box follows from the mesh. A rank outside the mesh holds nothing.
-3. FSDP2 lays what tensor parallelism leaves alone (norms) out over each rank's own slice of the mesh, so that every slice
-   has the whole tensor: it is one tensor, replicated along the dimensions that other leaves' meshes have besides (`_widened`).
-   That slices hold the same is taken on trust, as it is of `Replicate`.
-4. Boxes are views of the local tensor on the CPU, copies of any other device's.
+1. If the boxes are the boxes of a `Sharding`, the layout is that `Sharding`, so that other frameworks understand it, too;
+   otherwise it is the `Placements` themselves.
+2. A rank is a process, so the holders of a box follow from the mesh. A rank outside the mesh holds nothing.
+3. FSDP2 places parameters that tensor parallelism leaves alone (norms) on each rank's own slice of the mesh, so that every
+   slice has the complete tensor: it is one tensor, replicated along the other dimensions of the larger mesh (`_widened`).
+   As with `Replicate`, equal data in the slices is assumed, not checked.
+4. Boxes are views of the local tensor on the CPU, and copies on any other device.
 
-Restoring fills the local tensor in place, on whatever device; for meta tensors a new one, on the mesh's device.
+Restoring fills the local tensor in place, on any device. A meta tensor gets a new local tensor, on the mesh's device.
 
-Partial sums say nothing by themselves. They are refused, or reduced beforehand (`reduce_partial`): the only thing here that
-talks to other ranks.
+Partial sums have no meaning alone. They are refused, or reduced beforehand (`reduce_partial`): the only function here that
+communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["accepts", "from_device_mesh", "from_placements", "identity", "matche
 
 
 def matches(leaf: object) -> bool:
-    """Whether the leaf is a DTensor, but for those whose local tensor has shards of its own (`dcp_protocol`)."""
+    """Whether the leaf is a DTensor, except where its local tensor has shards of its own (`dcp_protocol`)."""
     return isinstance(leaf, DTensor) and not hasattr(leaf._local_tensor, "__create_chunk_list__")
 
 
@@ -65,13 +65,13 @@ def accepts(wanted: Target) -> bool:
 
 
 def settle(leaves: Iterable[object]) -> None:
-    """Nothing to start: a collective that still runs is waited for when its tensor is looked at."""
+    """Do nothing: reading a tensor waits for its running collective."""
 
 
 def identity(leaf: Any) -> Hashable | None:
-    """Equal for DTensors that see the same local memory in the same way, so for detached aliases of one parameter too.
+    """A key that is equal for DTensors over the same local memory in the same form, so for detached aliases of one parameter too.
 
-    Told by the memory's owner, not its address: a rank whose shard is empty must find the same tensors tied as others do.
+    It uses the memory's owner, not its address: a rank with an empty shard must find the same tensors tied as other ranks do.
     """
     local = leaf._local_tensor
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_meta or local.layout is not torch.strided or leaf.numel() == 0:
@@ -85,21 +85,21 @@ def identity(leaf: Any) -> Hashable | None:
 
 @lru_cache(maxsize=256)
 def from_device_mesh(mesh: DeviceMesh) -> Mesh:
-    """A mesh of ranks, with torch's names of its dimensions, or dim0, dim1, … where it has none."""
+    """The mesh of ranks, with torch's dimension names, or dim0, dim1, … if it has none."""
     names = mesh.mesh_dim_names or [f"dim{d}" for d in range(mesh.ndim)]
     return Mesh(tuple(mesh.shape), tuple(names), mesh.mesh.reshape(-1).tolist())
 
 
 def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> Placements:
-    """The same in our words.
+    """The shardckpt `Placements` of torch's placements.
 
     Args:
-        mesh: of the tensor.
-        placements: one of torch's per mesh dimension.
-        ndim: dimensions of the tensor, for those that are counted from the end.
+        mesh: the mesh of the tensor.
+        placements: torch's placements, one per mesh dimension.
+        ndim: number of dimensions of the tensor, for placements with negative dimensions.
 
     Raises:
-        ShardingError: one that does not say where data is.
+        ShardingError: a placement does not determine where data is.
     """
     names = from_device_mesh(mesh).axis_names
     ours = []
@@ -124,12 +124,12 @@ _cached_placements = lru_cache(maxsize=1024)(Placements)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What this rank holds of the tensors of one shape and layout."""
+    """The data that this rank holds of all tensors with one shape and layout."""
 
     layout: Sharding | Placements
     boxes: BoxArray
     places: BoxArray
-    """Where each of them lies in the local tensor."""
+    """The place of each box in the local tensor."""
     local_shape: tuple[int, ...] | None
     """None for a rank outside the mesh."""
     holders: list[tuple[int, ...]]
@@ -157,10 +157,10 @@ def _held_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tupl
 
 
 def _widened(meshes: Iterable[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:
-    """For each mesh the largest of those that it is a slice of, or itself.
+    """For each mesh the largest mesh that it is a slice of, or itself.
 
-    By a slice torch's own is meant, `mesh["dp"]`, of which every rank has one, with its own ranks in it. A mesh of some
-    ranks that was made by itself is no slice: all ranks know that one, and those outside hold nothing.
+    A slice means torch's `mesh["dp"]`: every rank has one, with its own ranks in it. A mesh of some ranks that was created
+    independently is no slice: all ranks know it, and the ranks outside it hold nothing.
     """
     distinct = sorted(set(meshes), key=lambda mesh: (-mesh.size(), mesh.mesh_dim_names or ()))
     return {mesh: next((wide for wide in distinct if _is_slice(mesh, wide)), mesh) for mesh in distinct}
@@ -178,7 +178,7 @@ def _is_slice(mesh: DeviceMesh, wide: DeviceMesh) -> bool:
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The mesh that this one was sliced out of, itself if out of none; None where torch does not say."""
+    """The mesh that this one was sliced from, or itself if from none; None if torch does not know."""
     module: Any = device_mesh
     if hasattr(mesh, "_get_root_mesh"):  # torch 2.10
         return mesh._get_root_mesh()
@@ -186,22 +186,22 @@ def _root(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def _over(wide: DeviceMesh, mesh: DeviceMesh, placements: Sequence[Any]) -> list[Any]:
-    """Placements over a mesh, said of one that it is a slice of."""
+    """Placements on the wide mesh, from the placements on a slice of it."""
     own = dict(zip(from_device_mesh(mesh).axis_names, placements, strict=True))
     return [own.get(name, Replicate()) for name in from_device_mesh(wide).axis_names]
 
 
 def _local(name: str, leaf: Any, wide: DeviceMesh | None = None) -> tuple[Any, _Held]:
-    """A leaf's local tensor, ready to be read, and what of the tensor it is.
+    """A leaf's local tensor, ready for reading, and the boxes of it.
 
     Args:
         name: for messages.
         leaf: a DTensor.
-        wide: the mesh to say it of, if not its own.
+        wide: the mesh to describe the boxes on, if it is not the leaf's own.
 
     Raises:
         LeafError: a kind of tensor that cannot be stored.
-        ShardingError: it does not say what of the tensor this rank holds.
+        ShardingError: it does not determine which data this rank holds.
     """
     if type(leaf) is not DTensor:
         raise LeafError(
@@ -229,7 +229,7 @@ def _inside(box: Box) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _DTensorSource:
-    """A DTensor to be saved."""
+    """A DTensor to save."""
 
     name: str
     shape: tuple[int, ...]
@@ -253,7 +253,7 @@ class _DTensorSource:
 
     @property
     def staged_bytes(self) -> int:
-        """A copy for what is not on the host, or has a conjugation or negation still to be done."""
+        """Bytes of a copy if the tensor is not on the host, or has a pending conjugation or negation; else 0."""
         return 0 if is_host_memory(self.local) else int(self.boxes.sizes().sum()) * self.dtype.itemsize
 
     @classmethod
@@ -270,7 +270,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     Raises:
         LeafError: a kind of tensor that cannot be stored, by name.
         DtypeError: elements that cannot be stored, by name.
-        ShardingError: placements that do not say where data is, or ranks that are not this job's processes, by name.
+        ShardingError: placements do not determine where data is, or ranks differ from this job's process numbers, by name.
     """
     found: dict[str, Source] = {}
     wide = _widened(leaf.device_mesh for leaf in leaves.values())
@@ -293,9 +293,9 @@ def _check_world(name: str, world: World) -> None:
 
 
 def reduce_partial(leaves: dict[str, Any]) -> dict[str, Any]:
-    """The leaves with partial values reduced, and replicated where they were partial; the others are left as they are.
+    """The leaves, with partial values reduced and replicated where they were partial; other leaves are unchanged.
 
-    A collective per partial leaf, in the order of their names.
+    It runs one collective per partial leaf, in the order of their names.
     """
     whole = dict(leaves)
     with torch.no_grad():
@@ -310,12 +310,12 @@ def reduce_partial(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
-    """A sink that fills the local tensor in place; for a meta tensor, or a `Target`, that of a new DTensor.
+    """A sink that fills the local tensor in place, or for a meta tensor or a `Target` the local tensor of a new DTensor.
 
     Raises:
-        LeafError: a kind of tensor that cannot be restored into, or one whose elements share memory.
+        LeafError: a kind of tensor that cannot be restored into, or whose elements share memory.
         DtypeError: torch has no such dtype.
-        ShardingError: placements that do not say where data is.
+        ShardingError: placements do not determine where data is.
     """
     tie_key: Hashable = ("in place", id(leaf))
     if isinstance(leaf, Target):
@@ -332,7 +332,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
 
 
 def _meta(name: str, wanted: Target, shape: tuple[int, ...], dtype: DType) -> Any:
-    """A meta DTensor as a target describes it."""
+    """A meta DTensor that matches a target."""
     shape, dtype = wanted.resolve(shape, dtype)
     kind = getattr(torch, dtype.name, None)
     if not isinstance(kind, torch.dtype):
@@ -341,7 +341,7 @@ def _meta(name: str, wanted: Target, shape: tuple[int, ...], dtype: DType) -> An
     mesh, placements = pair
     held = _held_of(name, mesh, placements, shape)
     whole = torch.empty(shape, dtype=kind, device="meta")
-    # Outside of the mesh from_local empties it; the shape of a scalar it takes from it on every rank.
+    # Outside of the mesh from_local empties the local tensor; it uses the shape of a scalar on every rank.
     local = torch.empty(shape if held.local_shape is None else held.local_shape, dtype=kind, device="meta")
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.size(), stride=whole.stride())
 

@@ -1,24 +1,24 @@
-"""JAX: arrays of any sharding, in and out shard by shard, without compiling anything.
+"""JAX: arrays of any sharding, saved and restored shard by shard, without compiling anything.
 
 Saving
-1. Of this process's shards one per distinct box is copied to the host, all of a call together, as transfers that
-   `jax.transfer_guard` knows to be meant. On CPU the host array is the shard itself.
-2. JAX keeps the host copy of an array for as long as the array lives. So what is copied is not the leaf's shard but
-   a new array over the same memory, which goes as soon as it is stored: numpy's where Python can look at that memory itself, else
-   JAX's, which takes thirty times as long to make.
+1. One of this process's shards per distinct box is copied to the host. All copies of a call are made together, as explicit
+   transfers for `jax.transfer_guard`. On CPU the host array is the shard itself.
+2. JAX keeps the host copy of an array for as long as the array lives. So the copy is made of a new array over the same memory,
+   which is freed as soon as it is stored: a numpy array where Python can access that memory itself, or else a JAX array, which takes
+   thirty times as long to create.
 
 Restoring
-1. A new array is built straight from the buffers of the boxes that the local devices hold, all of them in one call: no array of
-   the whole on the host, no program.
-2. On CPU JAX makes an array of the buffer itself where that is aligned. So it is given memory to keep (`adopts`), which replicas
-   share, and elements are read to where they stay. JAX writes to no such memory: who donates the array has it copied then.
-3. An array that was free to move stays so: restored for an uncommitted leaf it is uncommitted too, on that leaf's
-   device. Otherwise it could not be an argument beside arrays of a larger mesh.
+1. A new array is built directly from the buffers of the local devices' boxes, all of them in one call: the complete array is
+   never on the host, and no program runs.
+2. On CPU JAX uses an aligned buffer itself as the array's memory. So JAX gets memory to keep (`adopts`), which replicas share,
+   and elements are read directly to their final place. JAX never writes to such memory: if the array is donated, JAX copies it.
+3. An array that could be moved freely stays uncommitted: a restored array for an uncommitted leaf is uncommitted too, on that
+   leaf's device. Otherwise it could not be an argument beside arrays of a larger mesh.
 
-Arrays come back with a strong type, whatever the leaf's `weak_type`, and in the default layout in memory. Keys
-(`jax.random.key`) are stored as their words, see `jax_keys`.
+Restored arrays have a strong type, whatever the leaf's `weak_type`, and the default memory layout. Keys (`jax.random.key`) are
+stored as their words, see `jax_keys`.
 
-In a job of several JAX processes each does all this with its own devices alone: no call here waits for another process.
+In a job of several JAX processes each process handles its own devices alone: no call here waits for another process.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ _COPYING = frozenset(("tpu", "gpu", "cuda", "rocm"))
 
 
 def matches(leaf: object) -> bool:
-    """Whether the leaf is an array of JAX's, or stands for one; which can be stored, `sources` and `target` say."""
+    """Whether the leaf is a JAX array, or a placeholder of one; `sources` and `target` refuse kinds that cannot be stored."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
 def accepts(wanted: Target) -> bool:
-    """Whether the target says a sharding of JAX's, or ours where no torch_xla is imported that it may be meant for."""
+    """Whether the target has a JAX sharding, or, if torch_xla is not imported, a shardckpt sharding."""
     ours = isinstance(wanted.sharding, Sharding | OpSharding) and "torch_xla" not in sys.modules
     return ours or isinstance(wanted.sharding, jax.sharding.Sharding)
 
 
 def settle(leaves: Iterable[object]) -> None:
-    """Nothing is pending in JAX: computations that still run are waited for by the copy."""
+    """Do nothing: the copy waits for running computations."""
 
 
 def identity(leaf: Any) -> Hashable | None:
-    """Equal for one and the same array; arrays never change, so sharing memory means nothing."""
+    """A key that is equal for the same array object; arrays never change, so shared memory has no effect."""
     return ("jax", id(leaf)) if isinstance(leaf, jax.Array) else None
 
 
@@ -78,17 +78,17 @@ def identity(leaf: Any) -> Hashable | None:
 
 @dataclass(frozen=True, slots=True)
 class _JaxSource:
-    """An array to be saved."""
+    """An array to save."""
 
     name: str
     array: Any
     """The leaf, or the words of its keys."""
     dtype: DType
     layout: Layout | None
-    """None for an array that is uncommitted: it happens to be on some device."""
+    """None for an uncommitted array, whose device is arbitrary."""
     shards: JaxShards
     holders: list[tuple[int, ...]] | None
-    """None where each process has devices of its own, and for an array that is uncommitted."""
+    """None where each process has its own devices, and for an uncommitted array."""
     own_pieces: bool = False
     private: bool = False
 
@@ -102,7 +102,7 @@ class _JaxSource:
 
     @property
     def staged_bytes(self) -> int:
-        """Nothing on CPU, unless elements are packed: there they are spread out to one byte each."""
+        """0 on CPU, except for packed elements, which are unpacked to one byte each."""
         packed = jax.dtypes.itemsize_bits(self.dtype.numpy) < 8 * self.dtype.itemsize
         if not packed and all(device.platform == "cpu" for device in self.shards.devices):
             return 0
@@ -114,7 +114,7 @@ class _JaxSource:
         return fetched
 
     def distinct(self, wanted: Sequence[int]) -> list[Any]:
-        """Per wanted box, an array of its own over the memory of one local shard."""
+        """For each requested box, a separate array over the memory of one local shard."""
         _check_alive(self.name, self.array)
         held = {shard.device.id: shard.data for shard in self.array.addressable_shards}
         arrays: list[Any] = []
@@ -122,14 +122,14 @@ class _JaxSource:
         for k in wanted:
             device = holders[k]
             data = held[device]
-            if data.shape != self.shards.tile:  # JAX has no arrays cut unevenly
+            if data.shape != self.shards.tile:  # JAX has no unevenly cut arrays
                 raise ShardingError(
                     f"{shown(self.name)}: the shard on device {device} has shape {data.shape} and its sharding says "
                     f"{self.shards.tile}; save it with another sharding, after jax.device_put(leaf, sharding)."
                 )
             try:
                 arrays.append(np.asarray(memoryview(data)))
-            except BufferError:  # in memory that is no CPU's, of a dtype that is not numpy's own, or in an order of JAX's
+            except BufferError:  # memory of another device than a CPU, a dtype that numpy itself lacks, or another memory order
                 arrays.append(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
         return arrays
 
@@ -138,11 +138,10 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     """Sources of arrays, by name.
 
     Raises:
-        LeafError: a leaf without elements to store: deleted, traced, a ShapeDtypeStruct; or keys of a generator that
-            has no name; by name.
-        DtypeError: elements that cannot be stored, by name.
-        ShardingError: a sharding that does not say where data is, or devices of which the world says something else
-            than JAX does, by name.
+        LeafError: a leaf has no elements to store (deleted, traced, a ShapeDtypeStruct), or keys of an unnamed generator;
+            by name.
+        DtypeError: elements cannot be stored, by name.
+        ShardingError: a sharding does not determine where data is, or the world and JAX disagree about devices, by name.
     """
     found: dict[str, Source] = {}
     for name, leaf in leaves.items():
@@ -173,14 +172,14 @@ class _JaxSink:
 
     name: str
     shape: tuple[int, ...]
-    """Of what is stored: with the words of each key, where the array is to be one of keys."""
+    """Shape of the stored array: for an array of keys it includes the dimensions of the words."""
     dtype: DType
     sharding: Any
-    """Of the array."""
+    """Sharding of the array."""
     shards: JaxShards
     committed: bool
     keys: Any
-    """The array's dtype, where that is one of keys; else None."""
+    """The array's dtype if it has keys; else None."""
     tie_key: Hashable
     destinations: None = None
 
@@ -194,7 +193,7 @@ class _JaxSink:
 
     @property
     def placing_bytes(self) -> int:
-        """None beyond the arrays themselves: where a device is the host, it copies out of the aligned buffer as it is."""
+        """0: a device that is the host copies directly out of the aligned buffer."""
         return 0
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
@@ -203,13 +202,13 @@ class _JaxSink:
 
     @property
     def adopts(self) -> bool:
-        """On CPU, where `device_put` makes an array of an aligned buffer itself, whatever `may_alias` says."""
+        """True on CPU, where `device_put` uses an aligned buffer itself as the array's memory, whatever `may_alias` says."""
         return any(device.platform not in _COPYING for device in self.shards.devices)
 
     def place(self, buffers: Sequence[Array]) -> object:
         array = self._of_keys(buffers) if self.keys is not None else self._of_numbers(buffers)
         if not self.adopts:
-            jax.block_until_ready(array)  # only then are the buffers free again
+            jax.block_until_ready(array)  # the buffers are free only after that
         return array
 
     def _of_numbers(self, buffers: Sequence[Array]) -> Any:
@@ -217,7 +216,7 @@ class _JaxSink:
             (array,) = self._on_devices(buffers)
         else:
             at = dict(zip(map(tuple, self.boxes.start.tolist()), buffers, strict=True))
-            with jax.transfer_guard_host_to_device("allow"):  # it is meant, as any `device_put` is
+            with jax.transfer_guard_host_to_device("allow"):  # an explicit transfer, as any `device_put`
                 array = jax.make_array_from_callback(
                     self.shape,
                     self.sharding,
@@ -236,12 +235,12 @@ class _JaxSink:
             return keys_of(words[0], self.keys)
         shape = self.shape[: len(self.shape) - len(key_shape(self.keys))]
         on_device = dict(zip(self.shards.devices, words, strict=True))
-        # Unlike those of numbers, arrays of keys are put together in the order of the sharding's devices only.
+        # Unlike arrays of numbers, arrays of keys must be assembled in the order of the sharding's devices.
         keys = [keys_of(on_device[device], self.keys) for device in self.sharding.addressable_devices_indices_map(shape)]
         return jax.make_array_from_single_device_arrays(shape, self.sharding, keys, dtype=self.keys)
 
     def _on_devices(self, buffers: Sequence[Array]) -> list[Any]:
-        """Per device, an array of what it holds; one that is free to move, where this one is to be."""
+        """For each device, an array of its data; for an uncommitted array, one array on its device."""
         shards = [buffers[box] if box >= 0 else self._no_elements for box in self.shards.box_of.tolist()]
         if not self.committed:
             with jax.default_device(self.shards.devices[0]):
@@ -258,14 +257,14 @@ class _JaxSink:
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
-    """A sink that makes a new array in the leaf's sharding, or in the one that a `Target` says.
+    """A sink that makes a new array in the leaf's sharding, or in the sharding of a `Target`.
 
-    A ShapeDtypeStruct without sharding gives an uncommitted array on the default device, as `jnp.asarray` does: in a
-    job of several processes, each of them gets one of its own, the whole of it.
+    A ShapeDtypeStruct without sharding gives an uncommitted array on the default device, as `jnp.asarray` does: in a job of
+    several processes, each process gets a complete array of its own.
 
     Raises:
         LeafError: a kind of leaf that cannot be restored into.
-        DtypeError: JAX has no such dtype, or would silently make a smaller one of it.
+        DtypeError: JAX has no such dtype, or would silently replace it with a smaller one.
         ShardingError: the sharding does not fit the tensor, or this job's devices.
     """
     committed, same, keys = True, None, None
@@ -282,7 +281,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         keys = leaf.dtype if is_keys(leaf) else None
         if isinstance(leaf, jax.Array):
             committed = leaf.committed
-            same = id(leaf)  # arrays that are two in `like` stay two: one buffer cannot be donated twice
+            same = id(leaf)  # two arrays in `like` stay two: one buffer cannot be donated twice
         elif sharding is None:
             sharding, committed = _default(), False
     shards = _shards(name, sharding, shape)
@@ -294,7 +293,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
 
 
 def _default() -> Any:
-    """Where JAX puts what it is given no place for."""
+    """JAX's default sharding."""
     array: Any = jax.device_put(np.zeros((), np.bool_))
     return array.sharding
 
@@ -314,7 +313,7 @@ def _check_placeable(name: str, dtype: DType, shards: JaxShards) -> None:
 
 @lru_cache(maxsize=256)
 def _made_of(dtype: DType, x64: bool, device: Any) -> str | None:  # noqa: ARG001 - x64 is part of the question
-    """What JAX makes of elements of a dtype; None where it cannot."""
+    """JAX's dtype for elements of a dtype; None if JAX has none."""
     try:
         return str(jax.device_put(np.zeros((), dtype.numpy), device).dtype)
     except (TypeError, ValueError, jax.errors.JaxRuntimeError):
@@ -332,11 +331,11 @@ def _shards(name: str, sharding: Any, shape: tuple[int, ...]) -> JaxShards:
 
 
 def _dtype(name: str, leaf: Any) -> DType:
-    """The dtype of what is stored of a leaf that has elements.
+    """The stored dtype of a leaf that has elements.
 
     Raises:
-        LeafError: it is being traced, or has keys of a generator without a name.
-        DtypeError: elements that cannot be stored.
+        LeafError: it is being traced, or has keys of an unnamed generator.
+        DtypeError: elements cannot be stored.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise LeafError(f"{shown(name)}: this array is being traced and has no elements yet; call shardckpt outside of jit, grad and vmap.")

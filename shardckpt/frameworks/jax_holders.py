@@ -1,11 +1,11 @@
 """The processes that hold the boxes of a JAX array.
 
-What follows from the layout and from whose each device is (`plan.writers`). Where JAX itself knows of several
-processes, two things are checked before, for processes that disagree would write a chunk twice or not at all:
+They follow from the layout and the owner of each device (`plan.writers`). Where JAX itself has several processes, two things are
+checked first, because processes that disagree would write a chunk twice or not at all:
 
-1. Of an array with shards in other processes, somebody has said whose the devices are.
-2. What was said is what JAX says: the devices of one JAX process are one process's, and this one's are this one's.
-   Numbers may differ, as the processes may be counted by another framework.
+1. The owners of the devices are known for an array with shards in other processes.
+2. The owners agree with JAX: all devices of one JAX process have one owner, and this JAX process's devices belong to this process.
+   Numbers may differ, because another framework may number the processes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def holders_of(name: str, array: Any, layout: Layout | None, shards: JaxShards, 
     """The processes that hold each of an array's boxes, ascending.
 
     Args:
-        name: of the leaf, for messages.
+        name: the leaf's name, for messages.
         array: the array.
-        layout: its layout; None where it is uncommitted, which every process has for itself.
-        shards: what this process's devices hold of it.
+        layout: its layout; None for an uncommitted array, which every process has for itself.
+        shards: this process's shards of it.
         world: this process and the others.
 
     Returns:
-        None where nobody else is known to hold anything: the devices, or the array, are each process's own.
+        None if no other process is known to hold a part: each process has its own devices, or its own array.
 
     Raises:
-        ShardingError: a device is nobody's, nobody has said whose it is, or JAX says something else; by name.
+        ShardingError: a device has no owner, no owners are known, or JAX contradicts them; by name.
     """
     owners = world.devices.get("jax")
     if owners is None:
@@ -62,16 +62,16 @@ def holders_of(name: str, array: Any, layout: Layout | None, shards: JaxShards, 
 
 
 def sharers_of(layout: Layout | None, ndim: int, shards: JaxShards, world: World) -> tuple[int, ...] | None:
-    """The processes whose devices want the same boxes as this one's, ascending, where all boxes have the same.
+    """The processes whose devices need the same boxes as this process's, ascending, if all boxes have the same processes.
 
     Args:
-        layout: of the array to be; None where it is uncommitted, so that every process has the whole of one for itself.
-        ndim: of the array.
-        shards: what this process's devices hold of it.
+        layout: layout of the new array; None if it is uncommitted, so that every process has a complete one.
+        ndim: number of dimensions of the array.
+        shards: this process's shards of it.
         world: this process and the others.
 
     Returns:
-        None where that is not known, and where several sets of processes share different boxes.
+        None if that is not known, or if different boxes have different processes.
     """
     owners = world.devices.get("jax")
     if owners is None:
@@ -82,19 +82,19 @@ def sharers_of(layout: Layout | None, ndim: int, shards: JaxShards, world: World
         _check(owners, world.process, jax.devices()[0].client)
         sharers = set(box_holders(layout, ndim, shards.holders, owners))
     except ShardingError:
-        return None  # saving would say what is wrong; reading by itself is right with any devices
+        return None  # a save would report the error; without sharing, reads are correct for any devices
     return sharers.pop() if len(sharers) == 1 else None
 
 
 @lru_cache(maxsize=16)
 def _check(owners: DeviceOwners, process: int, client: Any) -> None:
-    """Compare what was said with what JAX knows, once per world; a client may be replaced, and has devices of its own.
+    """Compare the owners with JAX's processes, once per world and client; a client may be replaced, and has its own devices.
 
     Raises:
         ShardingError: they contradict each other.
     """
     if jax.process_count() == 1:
-        return  # JAX takes every device for its only process's, whoever else uses it
+        return  # JAX assigns every device to its only process, even if other processes use it
     said = set(owners.device_ids.tolist())
     devices = [device for device in client.devices() if device.id in said]
     here = client.process_index()

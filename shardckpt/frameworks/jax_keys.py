@@ -1,10 +1,10 @@
-"""Storing arrays of random keys (`jax.random.key`).
+"""Storage of arrays of random keys (`jax.random.key`).
 
-Its words: an array of uint32 with the generator's key shape behind the dimensions of the keys. It is laid out as the
-keys are, and what is behind them is whole on every device. That the words are keys, and of which generator, is their
-`meaning`, which the checkpoint keeps beside them. Neither way runs anything or copies anything.
+Keys are stored as their words: an array of uint32 that has the generator's key shape as its last dimensions. The words have the
+layout of the keys, and their own dimensions are not cut. The `meaning` in the checkpoint records that the words are keys, and of
+which generator. Both conversions run no program and copy nothing.
 
-Of a ShapeDtypeStruct public JAX does not tell the generator, so it is taken from where the dtype has it.
+JAX has no public function for the generator of a ShapeDtypeStruct, so it is read from a private attribute of the dtype.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from shardckpt.state.names import shown
 __all__ = ["check_named", "is_keys", "key_shape", "keys_of", "meaning", "words_of"]
 
 _UNNAMED = "<unnamed>"
-"""What JAX calls a generator that somebody defined without a name."""
+"""JAX's name for a generator that was defined without a name."""
 
 
 def is_keys(leaf: Any) -> bool:
-    """Whether an array, or what stands for one, has keys for elements. Raw keys (`jax.random.PRNGKey`) are numbers."""
+    """Whether the elements of an array, or of its placeholder, are keys. Raw keys (`jax.random.PRNGKey`) are numbers."""
     return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def meaning(leaf: Any) -> str | None:
-    """What the stored elements stand for: `jax.key:` and the generator's name; None for those that are just numbers."""
+    """Meaning of the stored elements: `jax.key:` and the generator's name; None for numbers."""
     return f"jax.key:{leaf.dtype._impl.name}" if is_keys(leaf) else None
 
 
 def key_shape(dtype: Any) -> tuple[int, ...]:
-    """The shape of one key's words."""
+    """Shape of the words of one key."""
     return tuple(dtype._impl.key_shape)
 
 
 def words_of(keys: Any) -> Any:
-    """The words of an array of keys: the same memory."""
+    """The words of an array of keys, in the same memory."""
     return jax.random.key_data(keys)
 
 
 def keys_of(words: Any, dtype: Any) -> Any:
-    """The array of keys with these words: the same memory."""
+    """The array of keys with these words, in the same memory."""
     return jax.random.wrap_key_data(words, impl=dtype._impl)
 
 
 def check_named(name: str, leaf: Any) -> None:
-    """Refuse keys of a generator that no name tells from others.
+    """Refuse keys of an unnamed generator, which could not be identified in the checkpoint.
 
     Raises:
-        LeafError: naming the leaf.
+        LeafError: the generator has no name; names the leaf.
     """
     if leaf.dtype._impl.name == _UNNAMED:
         raise LeafError(

@@ -1,11 +1,11 @@
-"""Conversion of JAX's shardings, and the part of an array that this process's devices hold.
+"""Conversion of JAX's shardings, and this process's shards of an array.
 
-1. A `NamedSharding` is a `Sharding`: its mesh's ids, its axes' names, its spec.
-2. An array on one device is `{maximal device=…}`.
-3. Everything else is known by the HLO text that JAX itself gives to XLA. That text numbers the positions of the
-   sharding's device list; `relabel` puts the ids in their place.
+1. A `NamedSharding` becomes a `Sharding`: its mesh's ids, its axes' names, its spec.
+2. The sharding of an array on one device becomes `{maximal device=…}`.
+3. Any other sharding is converted through the HLO text that JAX itself gives to XLA. That text numbers the positions in the
+   sharding's device list; `relabel` replaces them with the ids.
 
-Device ids are JAX's own, and need not be 0…N-1: those of a second process on CPU begin at 2048.
+Device ids are JAX's own, and need not be 0…N-1: on CPU the ids of a second process begin at 2048.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["JaxShards", "layout_of", "local_shards", "to_jax"]
 
 @lru_cache(maxsize=1024)
 def layout_of(sharding: Any, ndim: int) -> Layout:
-    """The layout of arrays of that rank with a JAX sharding.
+    """The layout of arrays of rank `ndim` with a JAX sharding.
 
     Raises:
-        ShardingError: it does not say where data is: unconstrained, unreduced, manual, or over an abstract mesh; or
-            it is of a kind that XLA does not know, as those of `pmap` were once.
+        ShardingError: it does not determine where data is (unconstrained, unreduced, manual, or over an abstract mesh), or it
+            is of a kind that XLA does not know, such as `pmap`'s former ones.
     """
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         (device,) = sharding.device_set
@@ -59,7 +59,7 @@ def layout_of(sharding: Any, ndim: int) -> Layout:
 
 
 def _parts(spec: Any) -> tuple[Any, ...]:
-    """A spec's entries. Younger JAX refuses to iterate over one with `reduced` axes, which mean replicas of the data."""
+    """The entries of a spec. Newer JAX refuses to iterate over a spec with `reduced` axes, which mean replicas of the data."""
     return tuple(getattr(spec, "partitions", spec))
 
 
@@ -76,35 +76,35 @@ def _check_decided(sharding: Any) -> None:
 
 
 def to_jax(layout: Layout, ndim: int) -> Any:
-    """A JAX sharding that says the same of arrays of that rank, over this job's devices.
+    """The equivalent JAX sharding of arrays of rank `ndim`, over this job's devices.
 
-    An OpSharding becomes a NamedSharding as well: JAX's programs know no other that is over several devices.
+    An OpSharding becomes a NamedSharding as well: JAX's programs accept no other kind over several devices.
 
     Raises:
-        ShardingError: it does not say where data is, is for another rank, or has devices that the job has not.
+        ShardingError: it does not determine where data is, is for another rank, or has devices that the job lacks.
     """
     return _to_jax(layout, ndim, jax.devices()[0].client)
 
 
 @lru_cache(maxsize=256)
 def _to_jax(layout: Layout, ndim: int, client: Any) -> Any:
-    """`to_jax`; devices are objects of their client, and a client may be replaced."""
+    """The cached part of `to_jax`. The client is a key, because devices belong to their client, which may be replaced."""
     devices = {device.id: device for device in client.devices()}
     if isinstance(layout, OpSharding) and layout.kind is Kind.MAXIMAL:
         (device,) = _devices_of(layout.replication_groups, devices)
         return jax.sharding.SingleDeviceSharding(device)
     if isinstance(layout, OpSharding):
         layout = _with_names(layout, ndim, list(devices))
-    layout.parts(ndim)  # the rank is right
+    layout.parts(ndim)  # checks the rank
     mesh = jax.sharding.Mesh(_devices_of(layout.mesh.device_ids, devices).reshape(layout.mesh.shape), layout.mesh.axis_names)
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*layout.spec))
 
 
 def _with_names(layout: OpSharding, ndim: int, all_ids: list[int]) -> Sharding:
-    """The same over a mesh of made-up names.
+    """The equivalent sharding over a mesh with generated names.
 
-    JAX's programs take several arrays only where all have their devices in one order. So the mesh has its devices in
-    ascending order wherever a spec over such a mesh can say the same, and else in the order of the tiles.
+    JAX's programs accept several arrays only if all of them have their devices in one order. So the mesh has its devices in
+    ascending order wherever a spec over such a mesh is equivalent, and otherwise in the order of the tiles.
     """
     if layout.kind is Kind.REPLICATED and layout.tiles is None:
         layout = OpSharding.replicated(all_ids)
@@ -121,7 +121,7 @@ def _with_names(layout: OpSharding, ndim: int, all_ids: list[int]) -> Sharding:
 
 
 def _prime_factors(n: int) -> tuple[int, ...]:
-    """Ascending; what all meshes of n devices with axes of other sizes are made of.
+    """The prime factors, ascending; axes of any other mesh of n devices are products of them.
 
     >>> _prime_factors(12)
     (2, 2, 3)
@@ -152,26 +152,26 @@ def _ids(devices: Any) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class JaxShards:
-    """What this process's devices hold of one shape in one sharding."""
+    """This process's shards for one shape and sharding."""
 
     boxes: BoxArray
-    """The distinct boxes, none of them empty."""
+    """The distinct, non-empty boxes."""
     devices: tuple[Any, ...]
     """This process's devices in the sharding, by ascending id."""
     box_of: NDArray[np.int64]
-    """(devices,) the box of each; -1 where the array has no elements."""
+    """(devices,) the box of each device; -1 where the array has no elements."""
     tile: tuple[int, ...]
     """The shape of every shard."""
     holders: list[int] = field(init=False)
-    """Per box, the id of the first device that holds it."""
+    """For each box, the id of the first device that holds it."""
 
     def __post_init__(self) -> None:
-        """Look for the holders once: each save asks for those of each array."""
+        """Compute the holders once: each save needs them for each array."""
         boxes, first = np.unique(self.box_of, return_index=True)
         object.__setattr__(self, "holders", [self.devices[i].id for i in first[boxes >= 0].tolist()])
 
     def extended(self, shape: tuple[int, ...]) -> JaxShards:
-        """The same of an array with more dimensions behind, of that shape, which no device has cut."""
+        """The shards of an array with these additional last dimensions, which are not cut."""
         start = np.hstack([self.boxes.start, np.zeros((len(self.boxes), len(shape)), np.int64)])
         stop = np.hstack([self.boxes.stop, np.tile(np.array(shape, np.int64), (len(self.boxes), 1))])
         return JaxShards(BoxArray(start, stop), self.devices, self.box_of, (*self.tile, *shape))
@@ -182,7 +182,7 @@ def local_shards(sharding: Any, shape: tuple[int, ...]) -> JaxShards:
     """The shards of this process's devices.
 
     Raises:
-        ShardingError: the sharding does not say where data is, is for another rank, or cuts unevenly.
+        ShardingError: the sharding does not determine where data is, is for another rank, or cuts unevenly.
     """
     layout = layout_of(sharding, len(shape))
     tile, parts = layout.tile(shape), layout.parts(len(shape))

@@ -1,7 +1,7 @@
 """numpy arrays: one box, no copy.
 
-An array is fetched as itself, whatever its strides, and restored in place. Only arrays in the other byte order are
-copied, both ways: everything above works in the machine's own.
+An array is fetched without a copy, whatever its strides, and restored in place. Only arrays in the other byte order are
+copied, in both directions: all other code uses the machine's own order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["ArraySink", "ArraySource", "accepts", "identity", "matches", "overla
 
 @dataclass(frozen=True, slots=True)
 class ArraySource:
-    """An array to be saved."""
+    """An array to save."""
 
     name: str
     array: Array
@@ -39,17 +39,17 @@ class ArraySource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's."""
+        """Shape of the array."""
         return self.array.shape
 
     @property
     def boxes(self) -> BoxArray:
-        """All of it."""
+        """The box of the complete array."""
         return whole(self.shape)
 
     @property
     def staged_bytes(self) -> int:
-        """A copy for arrays in the other byte order."""
+        """Bytes of a copy for arrays in the other byte order; else 0."""
         return 0 if self.array.dtype.isnative else self.array.nbytes
 
     @classmethod
@@ -60,10 +60,10 @@ class ArraySource:
 
 @dataclass(frozen=True, slots=True)
 class ArraySink:
-    """An array that is filled in place, on behalf of a leaf."""
+    """An array that is filled in place for a leaf."""
 
     leaf: object
-    """What `place` returns."""
+    """The leaf that `place` returns."""
     array: Array
     """The leaf's memory, writable."""
     dtype: DType
@@ -73,12 +73,12 @@ class ArraySink:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's."""
+        """Shape of the array."""
         return self.array.shape
 
     @property
     def boxes(self) -> BoxArray:
-        """All of it."""
+        """The box of the complete array."""
         return whole(self.shape)
 
     @property
@@ -88,15 +88,15 @@ class ArraySink:
 
     @property
     def destinations(self) -> list[Array] | None:
-        """The array; where its bytes are in the other order, elements are converted on their way into it."""
+        """The array itself. If it is in the other byte order, elements are converted when they are written to it."""
         return [self.array][: len(self.boxes)]
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
-        """All processes, each of which has the whole array."""
+        """All processes, because each of them has the complete array."""
         return tuple(range(world.processes))
 
     def place(self, buffers: Sequence[Array]) -> object:
-        """Copy in what was not read into the array itself."""
+        """Copy the buffers that are not the array's own memory into it."""
         for buffer in buffers:
             if _address(buffer) != _address(self.array):
                 self.array[...] = buffer
@@ -104,21 +104,21 @@ class ArraySink:
 
 
 def matches(leaf: object) -> bool:
-    """Whether the leaf is an array. Scalars of numpy are not: they are small leaves."""
+    """Whether the leaf is an array. numpy scalars are small leaves instead."""
     return isinstance(leaf, np.ndarray)
 
 
 def accepts(wanted: Target) -> bool:
-    """Whether the target is an array: it names no sharding."""
+    """Whether the target is a numpy array, because it names no sharding."""
     return wanted.sharding is None
 
 
 def settle(leaves: Iterable[object]) -> None:
-    """Nothing is pending in numpy."""
+    """Do nothing: numpy has no pending computations."""
 
 
 def identity(leaf: Array) -> Hashable | None:
-    """Equal for arrays over the same bytes in the same way; None for arrays without elements, which share nothing."""
+    """A key that is equal for arrays over the same bytes in the same form; None for arrays without elements."""
     if leaf.size == 0:
         return None
     return "numpy", _address(leaf), leaf.shape, leaf.strides, leaf.dtype.str, leaf.dtype.name
@@ -128,14 +128,14 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
     """Sources of arrays, by name.
 
     Raises:
-        LeafError: a subclass that is more than its elements, by name.
-        DtypeError: elements that cannot be stored, by name.
+        LeafError: a subclass has more than its elements, by name.
+        DtypeError: elements cannot be stored, by name.
     """
     return {name: ArraySource(name, _plain(name, leaf), _dtype(name, leaf)) for name, leaf in leaves.items()}
 
 
 def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sink:
-    """A sink that fills an array in place, or for a `Target` a new one.
+    """A sink that fills an array in place, or a new array for a `Target`.
 
     Raises:
         LeafError: the array cannot be written, or overlaps itself.
@@ -154,10 +154,10 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
 
 
 def overlaps_itself(array: Array) -> bool:
-    """Whether two elements may share memory; never false where they do.
+    """Whether two elements may share memory; never false if they do.
 
-    Ordered by stride, every dimension has to step over all that the smaller ones span. Memory laid out otherwise
-    could still be without overlap, but nobody makes such views.
+    In the order of strides, every dimension must step over the span of all smaller ones. Other memory layouts could still be
+    without overlap, but no program makes such views.
     """
     if array.size == 0:
         return False
@@ -175,7 +175,7 @@ def _address(array: Array) -> int:
 
 
 def _plain(name: str, leaf: Array) -> Array:
-    # A masked array's mask would be lost, a matrix would come back as an array.
+    # The mask of a masked array would be lost; a matrix would come back as an array.
     if type(leaf) not in (np.ndarray, np.memmap):
         raise LeafError(
             f"{shown(name)}: {type(leaf).__qualname__} is more than its elements, which are all that is stored; "

@@ -1,16 +1,16 @@
-"""Values that every process owns by itself: how they are stored, and which process gets which of them back.
+"""Values that every process has separately: their stored form, and the choice of the value that a process restores.
 
-A value becomes one JSON document, in the file of its process:
+A process stores its values in its own file, each as a JSON document:
 
     {"tree": tree document, "arrays": {name: {"kind", "dtype", "shape", "data"}, …}}
 
-1. The tree is that of any state (`shardckpt.state`). All names in it begin with the value's own.
-2. Its tensors are host arrays, stored in place: `data` is base64 of the elements in row-major order, little-endian.
-   They come back as what they were, `kind`: `numpy`, `torch`, or `jax`. JAX's come back as numpy's where the program
-   has not imported jax, and of key arrays (`jax.random.key`) that are the words of the key.
-3. All values of a process take at most 64 MiB. This is for what is small and cannot be shared; the rest is tensors.
+1. The tree has the same form as for any state (`shardckpt.state`). All names in it begin with the value's own name.
+2. Its tensors are host arrays, stored in the document: `data` is base64 of the elements in row-major order, little-endian.
+   `kind` is the type that they are restored as: `numpy`, `torch`, or `jax`. JAX arrays become numpy arrays if the program has not
+   imported jax; for key arrays (`jax.random.key`) these have the words of the keys.
+3. All values of a process take at most 64 MiB. They are meant for small state that cannot be shared; other state is tensors.
 
-Decoding believes nothing, and takes memory in proportion to the document.
+The decoder trusts no part of the document, and takes memory in proportion to its size.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ if TYPE_CHECKING:
 __all__ = ["LARGEST_VALUES", "PerProcess", "choose_value", "decode_value", "encode_value", "encode_values"]
 
 LARGEST_VALUES = 64 << 20
-"""Bytes of all values of one process, encoded."""
+"""Most bytes of all encoded values of one process."""
 _KEY = "jax.key:"
-"""How the meaning of the words of a JAX key begins (`frameworks.jax_keys`); the generator's name follows."""
+"""Prefix of the meaning of a JAX key's words (`frameworks.jax_keys`); the generator's name follows."""
 
 
-# --- who gets which -------------------------------------------------------------------------------------------------
+# --- choice of the value --------------------------------------------------------------------------------------------
 
 
 def choose_value(values: Mapping[int, object], leaf: PerProcess, name: str, *, saved: int, world: World) -> object:
     """The value that this process restores.
 
     Args:
-        values: what is stored at this place, by process; those that had nothing there are left out.
-        leaf: what `like` has there.
-        name: its name.
-        saved: how many processes saved the checkpoint.
-        world: which process this is, of how many.
+        values: the stored values of this name, by process; processes without one are left out.
+        leaf: the leaf in `like`.
+        name: the name of the value.
+        saved: the number of processes that saved the checkpoint.
+        world: the number of this process, and of all processes.
 
     Raises:
-        MismatchError: nobody has said which one is meant.
+        MismatchError: another number of processes saved, or this process saved no value; and `leaf` has no `choose`.
     """
     if saved == world.processes and world.process in values:
         return values[world.process]
@@ -87,10 +87,10 @@ def encode_values(values: Mapping[str, object]) -> dict[str, JSON]:
     """All values of this process as JSON documents.
 
     Args:
-        values: by name (`Flat.per_process`).
+        values: the values by name (`Flat.per_process`).
 
     Raises:
-        LeafError: something that cannot be stored there, by name; or values that are too large together.
+        LeafError: a value cannot be stored, by name; or all values together are too large.
     """
     documents: dict[str, JSON] = {}
     room = LARGEST_VALUES
@@ -106,7 +106,7 @@ def encode_value(value: object, name: str) -> JSON:
 
 
 def _encode(value: object, name: str, room: int) -> tuple[JSON, int]:
-    """The document, and bytes that it takes: of `room` at most."""
+    """The document, and its bytes, at most `room`."""
     flat = flatten(value, frameworks.is_tensor, frameworks.identity, frameworks.meaning, root=name)
     for inner in flat.per_process:
         raise LeafError(f"{shown(inner)} is a PerProcess inside of the PerProcess {shown(name)}; mark the outer one only.")
@@ -130,7 +130,7 @@ def _bits(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _host_array(leaf: Any, name: str) -> tuple[str, DType, NDArray[Any]]:
-    """Which framework's it is, its dtype, and its elements; mostly not a copy."""
+    """The framework of a leaf, its dtype, and its elements, usually not copied."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if isinstance(leaf, np.ndarray):
         return "numpy", *_of_numpy(leaf, name)
@@ -175,12 +175,12 @@ _ADVICE = "keep it outside, where every process stores its part, or make it a lo
 
 
 def decode_value(document: JSON, name: str) -> Any:
-    """The value that a document says, in plain dicts, lists and tuples.
+    """The value of a document, in plain dicts, lists and tuples.
 
     Raises:
-        FormatError: no value is written so.
-        MissingExtraError: a part of it is torch's, and torch is not installed.
-        DtypeMismatchError: a part of it is JAX's, of a dtype that JAX is not configured for.
+        FormatError: the document is invalid.
+        MissingExtraError: a part of it is a torch tensor, and torch is not installed.
+        DtypeMismatchError: a part of it is a JAX array of a dtype that JAX is not configured for.
     """
     read = Fields(document, f"The per-process value of {shown(name)}")
     root = parse(read.value("tree"), name)
@@ -212,7 +212,7 @@ def _decode_array(read: Fields, leaf: Tensor) -> object:
         read.fail("it has bools that are neither true nor false")
     try:
         array = np.frombuffer(data, dtype.numpy).reshape(shape)
-    except ValueError as e:  # none of no elements is as long as this in another dimension
+    except ValueError as e:  # no array without elements can be as long as this in another dimension
         read.fail(str(e)[:200])
     if leaf.meaning is not None and (kind != "jax" or not leaf.meaning.startswith(_KEY)):
         read.fail(f"it means {leaf.meaning!r}, which is not known")

@@ -1,8 +1,8 @@
 """Plain torch tensors: one box each, without a copy on the CPU.
 
-Everything goes through numpy views of a tensor's memory. For dtypes that numpy has under no name, such as bfloat16,
-torch views the memory as integers of the same width and ml_dtypes names them again. Tensors of other devices are
-copied to the host when they are fetched, and filled from the host when they are restored.
+All access uses numpy views of a tensor's memory. For dtypes that numpy lacks, such as bfloat16, torch views the memory as
+integers of the same width, and ml_dtypes gives them their dtype. Tensors on other devices are copied to the host when they
+are fetched, and filled from the host when they are restored.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _AS_BITS = {torch.bfloat16: torch.int16} | {
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
     if hasattr(torch, name)
 }
-"""dtypes that only ml_dtypes names in numpy, and the integers of their width."""
+"""dtypes that numpy has only through ml_dtypes, and the integers of their width."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor to be saved."""
+    """A tensor to save."""
 
     name: str
     tensor: Any
@@ -74,17 +74,17 @@ class TensorSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's."""
+        """Shape of the tensor."""
         return tuple(self.tensor.shape)
 
     @property
     def boxes(self) -> BoxArray:
-        """All of it."""
+        """The box of the complete tensor."""
         return whole(self.shape)
 
     @property
     def staged_bytes(self) -> int:
-        """A copy for what is not on the host, or has a conjugation or negation still to be done."""
+        """Bytes of a copy if the tensor is not on the host, or has a pending conjugation or negation; else 0."""
         return 0 if is_host_memory(self.tensor) else prod(self.shape) * self.dtype.itemsize
 
     @classmethod
@@ -95,20 +95,20 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class TensorSink:
-    """Torch memory that is filled on behalf of a leaf, box by box."""
+    """Torch memory that is filled for a leaf, box by box."""
 
     leaf: Any
-    """What `place` returns."""
+    """The leaf that `place` returns."""
     shape: tuple[int, ...]
     dtype: DType
     boxes: BoxArray
     views: tuple[Any, ...]
-    """Per box, the memory that it goes to, without gradient."""
+    """For each box, the memory to fill, without gradient."""
     tie_key: Hashable
     written: tuple[Any, ...]
-    """The tensors that autograd is told of as written to."""
+    """The tensors that autograd must see as written."""
     ranks: tuple[int, ...] | Literal["all"] | None = None
-    """The processes that want the same boxes; None: not known."""
+    """The processes that need the same boxes; None: not known."""
     placing_bytes: int = 0
     adopts: bool = False
 
@@ -119,17 +119,17 @@ class TensorSink:
 
     @property
     def destinations(self) -> list[Array] | None:
-        """The memory itself; None where it is not the host's."""
+        """The memory itself; None if it is not on the host."""
         if any(view.device.type != "cpu" for view in self.views):
             return None
         return [array_of(view, self.dtype) for view in self.views]
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
-        """Those that the layout names."""
+        """The processes that the layout gives."""
         return tuple(range(world.processes)) if self.ranks == "all" else self.ranks
 
     def place(self, buffers: Sequence[Array]) -> object:
-        """Copy in what was not read into the memory itself, and count the write as autograd counts writes under no_grad."""
+        """Copy the buffers that are not the memory itself into it, and record the write as autograd does under no_grad."""
         for view, buffer in zip(self.views, buffers, strict=True):
             if view.device.type != "cpu":
                 view.copy_(tensor_of(buffer, self.dtype))
@@ -142,23 +142,23 @@ class TensorSink:
 
 
 def matches(leaf: object) -> bool:
-    """Whether the leaf is a tensor of any kind; which kinds can be stored, `sources` and `target` say."""
+    """Whether the leaf is a tensor of any kind; `sources` and `target` refuse kinds that cannot be stored."""
     return isinstance(leaf, torch.Tensor)
 
 
 def accepts(wanted: Target) -> bool:  # noqa: ARG001 - every adapter has the same signatures
-    """A `Target` never asks for a plain torch tensor; a meta tensor in `like` does."""
+    """False: a `Target` never requests a plain torch tensor; a meta tensor in `like` does."""
     return False
 
 
 def settle(leaves: Iterable[object]) -> None:
-    """Nothing is pending in plain torch: kernels that still run are waited for by the copy."""
+    """Do nothing: the copy waits for running kernels."""
 
 
 def identity(leaf: Any) -> Hashable | None:
-    """Equal for tensors over the same memory in the same way, so for detached and `.data` aliases of one parameter too.
+    """A key that is equal for tensors over the same memory in the same form, so for detached and `.data` aliases of one parameter too.
 
-    None for tensors without memory: no elements, meta tensors, freed storages, and kinds that cannot be stored.
+    None for tensors without memory: without elements, meta tensors, freed storages, and kinds that cannot be stored.
     """
     if type(leaf) not in _KINDS or _unstorable(leaf) is not None or leaf.is_meta or leaf.numel() == 0 or _without_memory(leaf) is not None:
         return None
@@ -181,10 +181,10 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
-    """A sink that fills a tensor in place, or for a meta tensor a new CPU tensor.
+    """A sink that fills a tensor in place, or a new CPU tensor for a meta tensor.
 
     Raises:
-        LeafError: a kind of tensor that cannot be restored into, or one whose elements share memory.
+        LeafError: a kind of tensor that cannot be restored into, or whose elements share memory.
     """
     check_kind(name, leaf)
     dtype = dtype_of_tensor(name, leaf)
@@ -198,13 +198,13 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
 
 
 def check_fillable(name: str, tensor: Any) -> None:
-    """Raise LeafError unless every element of the tensor has memory of its own that says what it is."""
+    """Raise LeafError unless every element of the tensor has memory of its own that holds its value."""
     if tensor.is_conj() or tensor.is_neg():
         raise LeafError(
             f"{shown(name)}: this tensor is a lazily conjugated or negated view, which cannot be restored into; "
             f"give leaf.resolve_conj().resolve_neg()."
         )
-    # Never looked into: it has the tensor's strides, wherever that is.
+    # The array is never read; it only has the tensor's strides, for any device.
     if not tensor.is_contiguous() and overlaps_itself(as_strided(np.empty(1, np.uint8), tuple(tensor.shape), tensor.stride())):
         raise LeafError(
             f"{shown(name)}: elements of this tensor share memory (it was expanded), so it cannot be restored into; give leaf.clone()."
@@ -215,7 +215,7 @@ def dtype_of_tensor(name: str, tensor: Any) -> DType:
     """The dtype of a tensor's elements.
 
     Raises:
-        DtypeError: it cannot be stored; naming the leaf.
+        DtypeError: it cannot be stored; names the leaf.
     """
     if tensor.dtype not in _SAME_IN_NUMPY and tensor.dtype not in _AS_BITS:
         raise DtypeError(f"{shown(name)}: {tensor.dtype} cannot be stored; convert the tensor to a dtype that numpy or ml_dtypes has.")
@@ -223,38 +223,38 @@ def dtype_of_tensor(name: str, tensor: Any) -> DType:
 
 
 def torch_dtype(dtype: DType) -> Any:
-    """The same in torch; None where it has no such dtype."""
+    """The torch dtype; None if torch has none."""
     kind = getattr(torch, dtype.name, None)
     return kind if kind in _SAME_IN_NUMPY or kind in _AS_BITS else None
 
 
 def is_host_memory(tensor: Any) -> bool:
-    """Whether `host_array` is the tensor's own memory."""
+    """Whether `host_array` returns the tensor's own memory."""
     return tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
 
 
 def host_array(tensor: Any, dtype: DType) -> Array:
-    """A tensor's elements: its memory where that says it all, else a copy."""
+    """A tensor's elements: its own memory if this holds the values, else a copy."""
     return array_of(tensor.detach().cpu().resolve_conj().resolve_neg(), dtype)
 
 
 def array_of(tensor: Any, dtype: DType) -> Array:
-    """A CPU tensor's memory as a numpy array, not a copy.
+    """A CPU tensor's memory as a numpy array, without a copy.
 
     Args:
         tensor: without gradient, conjugation or negation. Its dtype may also be another of the same width.
-        dtype: what its bits are.
+        dtype: the dtype of its bits.
     """
     return np.asarray(_Memory(tensor)).view(dtype.numpy)
 
 
 class _Memory:
-    """A CPU tensor's memory in numpy's array interface. `Tensor.numpy` would mark the storage as not resizable, for good."""
+    """A CPU tensor's memory in numpy's array interface. `Tensor.numpy` would permanently mark the storage as not resizable."""
 
     __slots__ = ("__array_interface__", "_tensor")
 
     def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor  # keeps the storage for as long as numpy has arrays of it
+        self._tensor = tensor  # keeps the storage as long as numpy has arrays over it
         itemsize = tensor.itemsize
         self.__array_interface__ = {
             "version": 3,
@@ -266,7 +266,7 @@ class _Memory:
 
 
 def tensor_of(array: Array, dtype: DType) -> Any:
-    """A numpy array's memory as a CPU tensor, not a copy; the inverse of `array_of`.
+    """A numpy array's memory as a CPU tensor, without a copy; the inverse of `array_of`.
 
     Raises:
         DtypeError: torch has no such dtype.
@@ -283,7 +283,7 @@ _KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _unstorable(leaf: Any) -> str | None:
-    """Why not this kind of tensor, and what to do, where there is a reason."""
+    """The reason why a kind of tensor cannot be stored, and what to do; None if it can."""
     if leaf.is_nested:
         return "nested tensors cannot be stored; store their .values() and .offsets()"
     if leaf.is_quantized:
@@ -294,7 +294,7 @@ def _unstorable(leaf: Any) -> str | None:
 
 
 def _without_memory(leaf: Any) -> str | None:
-    """Why not all elements of a strided tensor are in memory, and what to do, where that is so."""
+    """The reason why not all elements of a strided tensor are in memory, and what to do; None if they are."""
     if leaf._is_zerotensor():
         return "this tensor stands for zeros and has no memory; pass leaf.clone()"
     try:
@@ -314,7 +314,7 @@ def _without_memory(leaf: Any) -> str | None:
 
 
 def check_kind(name: str, leaf: Any) -> None:
-    """Raise LeafError unless the leaf is a kind of tensor that is no more than its elements, all of them in memory or none (meta)."""
+    """Raise LeafError unless the leaf is no more than its elements, and these are all in memory or all missing (meta)."""
     reason = _unstorable(leaf)
     if reason is None and type(leaf) not in _KINDS:
         if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):

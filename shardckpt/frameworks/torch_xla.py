@@ -1,24 +1,23 @@
-"""torch_xla SPMD: tensors sharded over devices, in and out shard by shard, without compiling anything.
+"""torch_xla SPMD: tensors sharded over devices, saved and restored shard by shard, without compiling anything.
 
 Saving
-1. Pending results have no sharding yet: all pending leaves are computed in one program. Nothing else is, and no
-   buffer is donated, so what the training step still has pending stays valid.
-2. A sharding is known as OpSharding text only, read for all leaves in one call. Where the global mesh
-   (`xs.set_global_mesh`) explains it, axis names come back; otherwise the OpSharding itself is the layout.
-3. Replicated tensors are read from one device (`_xla_get_cpu_tensors`). All others are read in calls that return
-   every local device's shard (`_get_local_shards`); of replicas, one is kept and the rest is freed at once. 2.9 can
-   read a chosen shard only after compiling and running a program that every process of the job would have to run,
-   which a save must not ask for. Calls are small, so that what replicas cost at any moment is small. Two dtypes
-   suffer on the way: every float16 NaN comes back as the same one, and complex128 is refused.
+1. Pending results have no sharding yet: all pending leaves are computed in one program. No other tensor is computed, and no
+   buffer is donated, so pending tensors of the training step stay valid.
+2. The sharding is available only as OpSharding text, read for all leaves in one call. If the global mesh
+   (`xs.set_global_mesh`) explains it, the layout has axis names; otherwise the OpSharding itself is the layout.
+3. Replicated tensors are read from one device (`_xla_get_cpu_tensors`). All others are read in calls that return every local
+   device's shard (`_get_local_shards`); one replica is kept and the others are freed at once. Version 2.9 can read a
+   chosen shard only after compiling and running a program that every process of the job would have to run, which a
+   save must not require. Calls are small, so that replicas take little memory at any moment. Two dtypes lose data: every
+   float16 NaN becomes the same NaN, and complex128 is refused.
 
 Restoring
-A tensor is built from one host buffer per distinct local box (`_global_tensor_from_cpu_shards`): no destination, no
-program. 2.9 copies all local devices' shards on the host before the call returns, so the buffers are free again.
-The result is a plain tensor, as `mark_sharding` leaves a module's parameters; as an XLAShardedTensor it could not be
-trained.
+A tensor is built from one host buffer per distinct local box (`_global_tensor_from_cpu_shards`): without a destination and
+without a program. 2.9 copies all local devices' shards on the host before the call returns, so the buffers are free again.
+The result is a plain tensor, as `mark_sharding` leaves a module's parameters; an XLAShardedTensor could not be trained.
 
-Shards are padded to the tile, ceil(dim / parts). XLAShardedTensor subclasses DTensor, and what it says there about
-placements is not to be relied on; nothing here asks.
+Shards are padded to the tile, ceil(dim / parts). XLAShardedTensor is a subclass of DTensor, but its placements are not
+reliable, and this module does not use them.
 """
 
 from __future__ import annotations
@@ -60,20 +59,20 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
 
 CALL_BYTES = 256 << 20
-"""Host bytes that one call which reads shards may take, replicas included; a larger tensor has a call of its own."""
+"""Most host bytes of one call that reads shards, replicas included; a larger tensor has a call of its own."""
 
 _UNSIGNED = ("uint16", "uint32", "uint64")
-"""Read, and built from shards, as signed integers of the same bits."""
+"""dtypes that are read, and built from shards, as signed integers with the same bits."""
 _PLACEABLE = frozenset(
     (
         *("bool", "int8", "int16", "int32", "int64", "uint8", *_UNSIGNED, "float16", "float32", "float64", "complex64", "complex128"),
         *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
     )
 )
-"""dtypes of device tensors."""
+"""dtypes that tensors on devices can have."""
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)
-"""Classes of tensors that are what is in them; anything else may mean more by it."""
+"""Classes of tensors that are no more than their elements; another class may have another meaning."""
 
 
 def matches(leaf: object) -> bool:
@@ -82,16 +81,16 @@ def matches(leaf: object) -> bool:
 
 
 def accepts(wanted: Target) -> bool:
-    """Whether the target says a sharding that means something here: SPMD is on."""
+    """Whether the target has a sharding that torch_xla can use, which requires SPMD."""
     spec = wanted.sharding
     pair = isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], xs.Mesh)
     return (pair or isinstance(spec, Sharding | OpSharding | xs.ShardingSpec)) and xr.is_spmd()
 
 
 def settle(leaves: Iterable[Any]) -> None:
-    """Compute those pending leaves whose sharding only their program tells, in one program.
+    """Compute the pending leaves whose sharding only their program determines, in one program.
 
-    A pending leaf that was marked has its sharding already; without SPMD there is none. Kinds that cannot be stored are left alone.
+    A marked pending leaf has its sharding already; without SPMD there is none. Kinds that cannot be stored are skipped.
     """
     tensors = [tensor for tensor in map(_unwrapped, leaves) if type(tensor) in _KINDS] if xr.is_spmd() else []
     marked = _XLAC._get_xla_sharding_specs(tensors)
@@ -99,15 +98,15 @@ def settle(leaves: Iterable[Any]) -> None:
 
 
 def _compute(tensors: Sequence[Any]) -> None:
-    """Compute the pending ones, in one program."""
+    """Compute the pending tensors, in one program."""
     pending = [t for t, needed in zip(tensors, _XLAC._check_tensor_need_materialization(tensors), strict=True) if needed]
     if pending:
-        # No devices: the default one. Wait, and (False) touch no other live tensor, nor donate any buffer.
+        # An empty device list: the default device. True: wait. False: compute no other live tensor, and donate no buffer.
         _XLAC._xla_sync_multi(pending, [], True, False)
 
 
 def identity(leaf: Any) -> Hashable | None:
-    """Equal for a parameter and its detached aliases, as in `state_dict()`; other views are tensors of their own."""
+    """A key that is equal for a parameter and its detached aliases, as in `state_dict()`; other views are separate tensors."""
     tensor = _unwrapped(leaf)
     return ("torch_xla", _XLAC._xla_get_tensor_id(tensor)) if type(tensor) in _KINDS else None
 
@@ -117,16 +116,16 @@ def identity(leaf: Any) -> Hashable | None:
 
 @dataclass(frozen=True, slots=True)
 class _XlaSource:
-    """A device tensor to be saved."""
+    """A device tensor to save."""
 
     name: str
     tensor: Any
     dtype: DType
     layout: Layout | None
     shards: XlaShards | None
-    """None for a tensor that every device holds whole, and without SPMD."""
+    """None for a tensor that every device holds completely, and without SPMD."""
     holders: list[tuple[int, ...]] | None
-    """None where each process has devices of its own."""
+    """None where each process has its own devices."""
     own_pieces: bool = False
 
     @property
@@ -139,13 +138,13 @@ class _XlaSource:
 
     @property
     def staged_bytes(self) -> int:
-        """Twice what is read: 2.9 reads all of a call into literals, and then copies them into tensors."""
+        """Twice the bytes that are read: 2.9 reads all tensors of a call into literals, and then copies them into tensors."""
         elements = prod(self.shape) if self.shards is None else self.shards.elements
         return 2 * elements * self.dtype.itemsize
 
     @property
     def private(self) -> bool:
-        """Not what `_xla_get_cpu_tensors` gives, which may be a host tensor that a leaf was made from, nor what has padding."""
+        """False for results of `_xla_get_cpu_tensors`, which may be the host tensor that a leaf was made from, and for padded shards."""
         return self.shards is not None and bool((self.boxes.sizes() == prod(self.shards.tile)).all())
 
     @classmethod
@@ -159,11 +158,11 @@ class _XlaSource:
         for batch in _calls([(i, s) for i, s in needed if s.shards is not None]):
             rows = _XLAC._get_local_shards([s.tensor for _, s in batch])
             for i, s in reversed(batch):
-                fetched[i] = s.distinct(rows.pop(), wanted[i])  # replicas are gone before the next call
+                fetched[i] = s.distinct(rows.pop(), wanted[i])  # replicas are freed before the next call
         return fetched
 
     def distinct(self, shards: Sequence[tuple[Any, str]], wanted: Sequence[int]) -> list[Array]:
-        """Of the shards of all local devices, with their devices' names, one per wanted box and without padding."""
+        """One array per requested box, without padding, from the shards of all local devices, which come with their devices' names."""
         assert self.shards is not None
         row = [tensor for tensor, _ in shards]
         holders = self.shards.first_holders
@@ -181,7 +180,7 @@ class _XlaSource:
 
 
 def _calls(sources: list[tuple[int, _XlaSource]]) -> Iterator[list[tuple[int, _XlaSource]]]:
-    """Sources that are read in one call."""
+    """Batches of sources that are read in one call."""
     return batches(sources, lambda numbered: (numbered[1].staged_bytes,), (CALL_BYTES,))
 
 
@@ -190,8 +189,8 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
 
     Raises:
         LeafError: a kind of tensor that cannot be stored, by name.
-        DtypeError: elements that cannot be stored, by name.
-        ShardingError: a sharding that does not say where data is, or devices of which nobody has said whose they are, by name.
+        DtypeError: elements cannot be stored, by name.
+        ShardingError: a sharding does not determine where data is, or the owners of its devices are unknown, by name.
     """
     tensors = {name: _checked(name, leaf) for name, leaf in leaves.items()}
     dtypes = {name: dtype_of_tensor(name, tensor) for name, tensor in tensors.items()}
@@ -247,7 +246,7 @@ class _ShardedSink:
     dtype: DType
     layout: Layout
     op_sharding: Any
-    """The same for torch_xla."""
+    """torch_xla's object of the layout."""
     shards: XlaShards
     destinations: None = None
     adopts: bool = False
@@ -266,7 +265,7 @@ class _ShardedSink:
 
     @property
     def placing_bytes(self) -> int:
-        """2.9 copies the shard of each local device on the host, replicas too; unsigned integers need a template."""
+        """2.9 copies the shard of each local device on the host, replicas too; unsigned integers need a template in addition."""
         template = prod(self.shape) if self.dtype.name in _UNSIGNED else 0
         return (self.shards.elements + template) * self.dtype.itemsize
 
@@ -294,7 +293,7 @@ class _ShardedSink:
         return tensor
 
     def _place_unsigned(self, shards: list[Any]) -> object:
-        """Load into a tensor that knows its dtype: built from shards alone it would say int16, int32 or int64."""
+        """Load into a tensor whose dtype is set: a tensor built from shards alone would be int16, int32 or int64."""
         whole_everywhere = replicated(self.layout, len(self.shape))
         template = shards[0].clone() if whole_everywhere else torch.zeros((), dtype=shards[0].dtype).expand(self.shape)
         tensor = template.to("xla")
@@ -306,7 +305,7 @@ class _ShardedSink:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceSink:
-    """A new tensor on one device: SPMD is off."""
+    """A new tensor on one device, without SPMD."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -340,7 +339,7 @@ class _DeviceSink:
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
-    """A sink that makes a new tensor in the leaf's sharding, or in the one that a `Target` says.
+    """A sink that makes a new tensor in the leaf's sharding, or in the sharding of a `Target`.
 
     Raises:
         LeafError: a kind of tensor that cannot be restored into.
@@ -369,7 +368,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
 
 
 def _padded_with_zeros(buffer: Array, inside: tuple[int, ...]) -> Array:
-    """The buffer, zeros beyond its box: lent memory holds anything, and not-a-numbers would reach reductions."""
+    """The buffer with zeros outside its box: lent memory has arbitrary contents, and NaNs in the padding would reach reductions."""
     for d, n in enumerate(inside):
         if n < buffer.shape[d]:
             buffer[(slice(None),) * d + (slice(n, None),)] = 0
@@ -387,7 +386,7 @@ def _checked(name: str, leaf: Any) -> Any:
     """The plain tensor of a leaf.
 
     Raises:
-        LeafError: it is another kind of tensor.
+        LeafError: the leaf is another kind of tensor.
     """
     tensor = _unwrapped(leaf)
     if type(tensor) not in _KINDS or tensor.layout is not torch.strided:

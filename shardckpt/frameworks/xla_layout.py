@@ -1,8 +1,8 @@
-"""Conversion of torch_xla's layouts, and the part of a layout that this process's devices hold.
+"""Conversion of torch_xla's layouts, and this process's part of a layout.
 
-torch_xla knows the sharding of a tensor as OpSharding text alone. Where the global mesh (`xs.set_global_mesh`)
-explains the text, axis names come back and the layout is a `Sharding`; otherwise the OpSharding itself is it. Device
-ids are the mesh's own: global ordinals, of which this process has some.
+torch_xla has the sharding of a tensor only as OpSharding text. If the global mesh (`xs.set_global_mesh`) explains the text,
+the layout is a `Sharding` with axis names; otherwise it is the OpSharding itself. Device ids are the mesh's own: global
+ordinals, some of which belong to this process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _MOST_DIMS = 5
-"""Dimensions of a tile assignment that 2.9 reads from Python; of longer ones it logs an error and makes up devices."""
+"""Most dimensions of a tile assignment that 2.9 reads from Python; for more it logs an error and uses wrong devices."""
 
 
 @lru_cache(maxsize=16)
@@ -55,20 +55,20 @@ def from_sharding_spec(spec: Any) -> Sharding:
     """A torch_xla `ShardingSpec`, or a pair of its `Mesh` and a partition spec, as a shardckpt `Sharding`.
 
     Raises:
-        ShardingError: the partition spec names an axis that the mesh has not.
+        ShardingError: the partition spec names an axis that the mesh lacks.
     """
     mesh, parts = spec if isinstance(spec, tuple) else (spec.mesh, spec.partition_spec)
     return Sharding(from_xla_mesh(mesh), PartitionSpec(*parts))
 
 
 def layouts_of(tensors: Sequence[Any]) -> list[Layout]:
-    """The layout of each tensor, none of which may be pending.
+    """The layout of each tensor. No tensor may be pending.
 
     Raises:
-        ShardingError: a text that is no sharding.
+        ShardingError: a text is not a valid sharding.
     """
     _XLAC._get_xla_sharding_specs(tensors)
-    # Asked once, 2.9 can answer with what a tensor was before its last program; it then corrects itself.
+    # The first answer of 2.9 can be the sharding before the tensor's last program; the second one is correct.
     texts = _XLAC._get_xla_sharding_specs(tensors)
     count, mesh = xr.global_runtime_device_count(), xs.get_global_mesh()
     ours = None if mesh is None else from_xla_mesh(mesh)
@@ -77,25 +77,25 @@ def layouts_of(tensors: Sequence[Any]) -> list[Layout]:
 
 @lru_cache(maxsize=256)
 def _layout(text: str, ndim: int, count: int, mesh: Mesh | None) -> Layout:
-    # A tensor that nobody marked has no text and is on every device.
+    # An unmarked tensor has no text and is on every device.
     op_sharding = OpSharding.parse(text, count) if text else OpSharding.replicated(count)
     named = None if mesh is None else Sharding.infer(mesh, op_sharding, ndim)
     return op_sharding if named is None else named
 
 
 def replicated(layout: Layout, ndim: int) -> bool:
-    """Whether XLA knows a tensor of that rank as replicated."""
+    """Whether a tensor of rank `ndim` is replicated for XLA."""
     return layout.kind is Kind.REPLICATED if isinstance(layout, OpSharding) else prod(layout.parts(ndim)) == 1
 
 
-# --- The other way -------------------------------------------------------------------------------------------------
+# --- Layouts for torch_xla ------------------------------------------------------------------------------------------
 
 
 def over_all_devices(layout: Layout) -> Layout:
-    """The layout, if it is over all devices of the job, as torch_xla wants it.
+    """The layout, checked to cover exactly the devices of the job, as torch_xla requires.
 
     Raises:
-        ShardingError: it is over more, fewer or other devices.
+        ShardingError: it covers more, fewer or other devices.
     """
     count = xr.global_runtime_device_count()
     if isinstance(layout, OpSharding) and layout.kind is Kind.REPLICATED and layout.tiles is None:
@@ -114,10 +114,10 @@ def over_all_devices(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=256)
 def to_xla(layout: Layout, ndim: int) -> Any:
-    """torch_xla's OpSharding of a layout, for tensors of that rank.
+    """torch_xla's OpSharding of a layout, for tensors of rank `ndim`.
 
     Raises:
-        ShardingError: the rank is another one, or more than torch_xla can be told of.
+        ShardingError: the layout is for another rank, or the rank is larger than torch_xla supports.
     """
     same = (layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).canonical()
     parts = same.parts(ndim)
@@ -137,39 +137,39 @@ def to_xla(layout: Layout, ndim: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class XlaShards:
-    """What this process's devices hold of one shape in one layout."""
+    """This process's shards for one shape and layout."""
 
     boxes: BoxArray
-    """The distinct boxes, none of them empty."""
+    """The distinct, non-empty boxes."""
     box_of: NDArray[np.int64]
-    """(local devices,) the box of each device, in the runtime's order; -1 where it holds padding only."""
+    """(local devices,) the box of each device, in the runtime's order; -1 for a device with padding only."""
     tile: tuple[int, ...]
     """The padded shape of every shard."""
     first_holders: list[int] = field(init=False)
-    """Per box, the first local device that holds it."""
+    """For each box, the first local device that holds it."""
 
     def __post_init__(self) -> None:
-        """Look for the holders once: each save asks for those of each tensor."""
+        """Compute the holders once: each save needs them for each tensor."""
         boxes, first = np.unique(self.box_of, return_index=True)
         object.__setattr__(self, "first_holders", first[boxes >= 0].tolist())
 
     @property
     def elements(self) -> int:
-        """Of all local shards, padding and replicas included."""
+        """Number of elements of all local shards, padding and replicas included."""
         return len(self.box_of) * prod(self.tile)
 
 
 def local_device_ids() -> NDArray[np.int64]:
-    """This process's devices, in the runtime's order."""
+    """Ids of this process's devices, in the runtime's order."""
     return np.array([int(device.rpartition(":")[2]) for device in _XLAC._xla_get_runtime_devices()], np.int64)
 
 
 @lru_cache(maxsize=1024)
 def local_shards(layout: Layout, shape: tuple[int, ...]) -> XlaShards:
-    """The shards of this process's devices, in the order in which torch_xla takes and returns them.
+    """The shards of this process's devices, in torch_xla's order.
 
     Raises:
-        ShardingError: the layout is for another rank, or does not say where data is.
+        ShardingError: the layout is for another rank, or does not determine where data is.
     """
     local = local_device_ids()
     held = layout.device_boxes(shape, local)

@@ -1,11 +1,11 @@
-"""The half of a manager that works behind the training: one save at a time, what follows it, and what went wrong.
+"""The background half of a manager: one save at a time, the deletions after it, and the failures of both.
 
-1. `begin` starts a thread that waits for the save to end, and copies the state (`Saver`). The interpreter waits
-   for that thread (`ending`).
-2. Just before a step is published, the process that commits sees that the root is still this run's, and tells the storage of
-   a rollback.
-3. When the save has ended, the next one may begin. Where the step is there, the leader deletes what is not kept any more.
-4. What failed is kept until training asks for it: `raise_failures`.
+1. `begin` starts a save (`Saver`), which copies the state, and a thread that waits for its end. The interpreter waits
+   for that thread before it shuts down (`ending`).
+2. Just before a step is published, the committing process checks that no other job owns the root, and writes a pending
+   rollback to the storage.
+3. When the save has ended, the next one may begin. If the step was committed, the leader deletes the steps that are no longer kept.
+4. Failures are kept until the training thread asks for them: `raise_failures`.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ __all__ = ["Background"]
 
 
 class Background:
-    """Saves of one run on their way, from this process. One thread at a time begins saves."""
+    """Background saves of one run, from this process. One thread at a time begins saves."""
 
     def __init__(self, root: Store, coordinator: Coordinator, options: SaveOptions, rule: Retention | None, tell: events.Events) -> None:
         """Nothing runs before `begin`.
 
         Args:
-            root: of the run.
-            coordinator: of its processes.
+            root: the root of the run.
+            coordinator: the coordinator of the run's processes.
             options: `memory_limit`, `commit_timeout`, `overwrite` and `base` count.
             rule: which steps to keep; None: all.
-            tell: who hears of events.
+            tell: receives the events.
         """
         self.lineage = Lineage(root, overwrites=options.overwrite)
         self.last_report: SaveReport | None = None
         self.lost: int | None = None
-        """The step whose save has failed last."""
+        """The step whose save failed last."""
         self._root = root
         self._run_id, self._overwrites = coordinator.run_id, options.overwrite
         self._leads = coordinator.world.process == LEADER
         self._tell = tell
         self._saver = Saver(memory_limit=options.budget, coordinator=coordinator)
         self._job = JobFence(root, coordinator.run_id)
-        grace = 2 * options.commit_timeout  # who has been silent for so long is given up by everybody
+        grace = 2 * options.commit_timeout  # silence for this long means that every process has given up waiting
         bases = steps_among(root, [] if options.base is None else [os.fspath(options.base)])
         self.cleaner = Cleaner(root, rule, grace=grace, bases=bases, deleted=lambda step: self.emit(events.StepDeleted, step))
         self._ended = threading.Event()
@@ -73,18 +73,18 @@ class Background:
         self._threads: list[threading.Thread] = []
         self._failures: list[tuple[BaseException, int]] = []
 
-    # --- the thread that trains
+    # --- on the training thread
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save is."""
+        """Whether a save is in flight."""
         return not self._ended.is_set()
 
     def begin(self, step: int, state: Any, options: SaveOptions, metrics: Mapping[str, float]) -> int:
-        """Begin a save, once the one before has ended; returns when the state is copied.
+        """Begin a save after the previous one has ended; return when the state is copied.
 
         Returns:
-            How many failures there were before: `raise_failures` then leaves this save's own to the next.
+            The number of earlier failures. `raise_failures` takes it as `first`, so that a failure of this save waits for the next call.
         """
         self._ended.wait()
         failed, url = len(self._failures), self.url(step)
@@ -93,7 +93,7 @@ class Background:
         ended, begun = threading.Event(), SimpleQueue[SaveHandle | None]()
         thread = threading.Thread(target=self._follow, args=(begun, step, metrics, ended), name=f"shardckpt-step-{step}", daemon=True)
         try:
-            with saving_takes_threads(url):  # before the save, which nobody would follow if no thread can be started after it
+            with saving_takes_threads(url):  # checked first: if threads cannot be started, nothing would wait for the save
                 start_background(thread)
             handle = self._saver.begin(
                 url, state, options, before_publish=lambda: self._before_publish(step), progress=self._tell.progress("save", url, step)
@@ -110,16 +110,16 @@ class Background:
         return failed
 
     def join(self) -> None:
-        """Wait until nothing goes on."""
+        """Wait until no save and no deletion is running."""
         for thread in self._threads:
             thread.join()
 
     def close(self) -> None:
-        """Free the buffers; wait for a save first, however it ends."""
+        """Wait for the save in flight, even if it fails, and free the buffers."""
         self._saver.close()
 
     def raise_failures(self, decide: Callable[[BaseException, int], Literal["raise", "continue"]] | None, first: int | None = None) -> None:
-        """Raise what has failed since the last time, or the first few of that, unless `decide` says "continue"."""
+        """Raise the failures since the last call (or the `first` few of them), except where `decide` says "continue"."""
         failures = self._failures[:first]
         del self._failures[: len(failures)]
         raised = [error for error, step in failures if decide is None or decide(error, step) != "continue"]
@@ -129,17 +129,17 @@ class Background:
             raise raised[0]
 
     def url(self, step: int) -> str:
-        """Where a step's checkpoint is, or would be."""
+        """The url of a step's checkpoint, which need not exist."""
         return str(self._root.location.join(str(step)))
 
     def emit(self, kind: type[Any], step: int, **fields: Any) -> None:
-        """Tell of an event at a step."""
+        """Emit an event about a step."""
         self._tell.emit(kind(url=self.url(step), step=step, **fields))
 
-    # --- threads behind
+    # --- on background threads
 
     def _before_publish(self, step: int) -> None:
-        """On the process that commits."""
+        """Hold the root and record a pending rollback. Runs on the committing process."""
         self._job.hold()
         self.lineage.tell_storage(step)
 
@@ -154,22 +154,22 @@ class Background:
             self.lost = None if self.lost == step else self.lost
             self.lineage.replaced(step, leads=self._leads)
             self.emit(events.SaveCommitted, step, report=report)
-        except BaseException as e:  # noqa: BLE001  (raised where training looks for it)
+        except BaseException as e:  # noqa: BLE001  (the training thread raises it)
             self._failed(step, e)
             return
         finally:
-            ended.set()  # the next save may begin, while what follows takes its time
+            ended.set()  # the next save may begin, even while the deletions below still run
         if self._leads:
             created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
             bases = steps_among(self._root, report.bases)
             self._clean(StepInfo(step, "committed", report.attempt, created, metrics, bases=bases))
 
     def _clean(self, committed: StepInfo) -> None:
-        """On the leader: delete what need not be kept any more."""
+        """Delete the steps that are no longer kept. Runs on the leader."""
         try:
             self._job.check()
             self.cleaner.clean(committed)
-        except Exception as e:  # noqa: BLE001  (likewise)
+        except Exception as e:  # noqa: BLE001  (the training thread raises it)
             e.add_note(f"Step {committed.step} is committed; steps that need not be kept were being deleted in the background.")
             self._failures.append((e, committed.step))
 
@@ -189,7 +189,7 @@ class Background:
 
     def _failed(self, step: int, error: BaseException) -> None:
         other = self._other_job(step, error)
-        if other is not None:  # which explains whatever else there is
+        if other is not None:  # it explains all other failures
             other.__cause__ = error
             error = other
         error.add_note(f"Step {step} was being saved in the background.")

@@ -1,13 +1,13 @@
-"""Deleting what nothing keeps; on the leader, in the background.
+"""Deletion of steps that no rule keeps: on the leader, in the background.
 
-1. See that the root is still this run's (`job`).
-2. Ask the rule of retention which live steps to keep. Besides those stay: the newest live step, what this process reads
-   now, what is pinned, which the deletion itself finds out, and the bases of all that is there (`skipping`): a base goes
-   after those that name it.
-3. Superseded steps go once training has got past them: until then a rollback can be taken back.
-4. Each deletion puts a tombstone in place of the commit record before data goes, and removes it at the end (`commit.collect`).
-   What a killed process, or an earlier version, has left is collected later: attempts of no checkpoint, and tombstones, into
-   which nothing has been written for a grace period.
+1. Check that no other job has taken over the root (`job`).
+2. Ask the retention rule which live steps to keep. Five kinds of step stay in any case: the newest live step, the steps
+   that this process is reading, pinned steps (the deletion itself finds the pins), the steps that running saves name as their
+   base, and the bases of all existing steps (`skipping`). A base is deleted after the steps that name it.
+3. Superseded steps are deleted once training has passed them: until then a rollback can be undone.
+4. Each deletion replaces the commit record with a tombstone before it removes data, and removes the tombstone at the end
+   (`commit.collect`). Leftovers of a killed process or of an earlier version (attempts without a checkpoint, tombstones) are
+   collected once nothing has been written into them for a grace period.
 
 A step whose deletion failed is tried again after each save.
 """
@@ -36,7 +36,7 @@ __all__ = ["Cleaner", "doomed"]
 
 _log = logging.getLogger("shardckpt")
 _DELETED = "deleted.json"
-"""In the run's root on an object store: the deleted steps, as earlier versions sum them up, which look at no step named there."""
+"""A file in the run's root on object stores: earlier versions list the deleted steps in it, and skip the steps that it names."""
 
 
 class Cleaner:
@@ -49,10 +49,11 @@ class Cleaner:
 
         Args:
             root: of the run.
-            rule: what to keep; None: everything but what unfinished saves have left.
-            grace: seconds for which nothing may have been written into what an unfinished save has left.
-            deleted: told of each step.
-            bases: steps that the run's saves name as their base, the one that is under way, too; they stay.
+            root: the root of the run.
+            rule: which steps to keep; None: all, so that only the leftovers of unfinished saves are removed.
+            grace: seconds without a write after which the leftovers of an unfinished save may be removed.
+            deleted: called with each deleted step.
+            bases: steps that the run's saves name as their base, the running save included; they stay.
         """
         self._root = root
         self._rule = rule
@@ -66,11 +67,11 @@ class Cleaner:
         self._collected: float | None = None
         self._warned = False
         self.failure: StorageError | None = None
-        """What kept the last round from deleting all that it should have."""
+        """The last error that kept the latest round from deleting everything due."""
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """Keep a step as long as this lasts."""
+        """Protect a step from deletion while the context lasts."""
         with self._guard:
             self._reading[step] += 1
         try:
@@ -80,12 +81,12 @@ class Cleaner:
                 self._reading[step] -= 1
 
     def forget(self) -> None:
-        """List the steps anew before the next round: somebody may have changed them."""
+        """List the steps again before the next round, because another process may have changed them."""
         with self._guard:
             self._steps = None
 
     def clean(self, committed: StepInfo) -> None:
-        """Delete what need not be kept any more, now that a step is committed. What the storage refuses is tried again next time."""
+        """Delete the steps that are no longer kept, after `committed` was saved. Refused deletions are tried again in the next round."""
         with self._one_at_a_time:
             self.failure = None
             with self._guard:
@@ -119,7 +120,7 @@ class Cleaner:
                 self._collect()
 
     def _named(self, steps: dict[int, StepInfo]) -> frozenset[int]:
-        """The steps in which tensors of others lie that are there, or that are being saved."""
+        """The steps that hold tensors of other steps, existing or being saved."""
         return self._bases.union(*(info.bases for info in steps.values()))
 
     def _delete(self, step: int, steps: dict[int, StepInfo]) -> None:
@@ -131,7 +132,7 @@ class Cleaner:
             left = at_one_place.delete(place, reason="not kept any more", grace=self._grace)
         except OptionError:
             return  # pinned
-        except (NotFoundError, FormatError):  # somebody else was first: deleted it, replaced it
+        except (NotFoundError, FormatError):  # another process deleted or replaced it first
             steps.pop(step, None)
             return
         except StorageError as e:
@@ -148,7 +149,7 @@ class Cleaner:
         _log.warning("%s", error)
 
     def _collect(self) -> None:
-        """Remove what unfinished saves and deletions have left."""
+        """Remove the leftovers of unfinished saves and deletions."""
         with suppress(StorageError):
             if self._root.location.local is None:
                 self._root.delete(_DELETED)
@@ -159,15 +160,15 @@ class Cleaner:
                     removed = sum(one.outcome == "removed" for one in found)
                     if removed:
                         _log.info("%s: %d unfinished saves removed", place, removed)
-                place.remove_empty()  # a deletion was killed just before
+                place.remove_empty()  # a deletion was killed just before it removed the directory
 
 
 def doomed(steps: dict[int, StepInfo], rule: Retention, committed: int | None = None) -> list[int]:
     """The steps to delete, ascending.
 
     Args:
-        steps: all that hold a checkpoint.
-        rule: what to keep of those that are live.
+        steps: all steps that hold a checkpoint.
+        rule: which of the live steps to keep.
         committed: the step that was saved last, which stays.
     """
     live = [steps[step] for step in sorted(steps) if steps[step].state == "committed"]

@@ -1,16 +1,16 @@
-"""Is this step saved? The same answer on all processes, without a collective.
+"""The decision whether a step is saved: the same answer on all processes, without a collective.
 
-What follows from step numbers alone every process answers for itself. Clocks, signals and what is in flight differ between
-processes, so the leader (process 0) decides on those, for steps to come:
+Every process answers by itself where the answer follows from step numbers alone. Clocks, signals and saves in flight differ
+between processes, so the leader (process 0) decides about those, for future steps:
 
-1. The leader announces a timeline (`timeline`) that reaches some steps ahead of its own, and lengthens it before it gets
-   to the end. What it wants goes to the first step beyond, which no process can have passed.
-2. The others look at it (`peek`) when they come to a step beyond the timeline that they know, not at every step. One
-   that is ahead of the timeline waits until the leader has lengthened it, for a bounded time.
-3. Whoever hears of a preemption announces that; the leader looks for it whenever it lengthens the timeline.
+1. The leader announces a timeline (`timeline`) that reaches some steps ahead of its own step, and extends it before it
+   reaches the end. A new save is placed at the first step beyond the timeline, which no process can have passed.
+2. The other processes read the timeline (`peek`) when they reach a step beyond the part that they know, not at every step. A
+   process ahead of the timeline waits, for a bounded time, until the leader has extended it.
+3. A process that gets a notice of preemption announces it; the leader looks for such notices whenever it extends the timeline.
 
-How far ahead: as many steps as fit into `lead_time`, from 2 to 64. So a loop of slow steps reacts within a few steps, and
-one of fast steps within the lead time, with a fraction of an exchange per step:
+The timeline reaches as many steps ahead as fit into `lead_time`, from 2 to 64. So a loop of slow steps reacts within a few
+steps, and a loop of fast steps within the lead time, with a fraction of an exchange per step:
 
 | per step | leader | others |
 |---|---|---|
@@ -18,8 +18,8 @@ one of fast steps within the lead time, with a fraction of an exchange per step:
 | all others, steps of a second or more | ≤ ½ `announce`, ≤ ½ `peek` | ≤ ½ `peek` |
 | all others, steps of 10 ms | ≤ 1/32 `announce`, ≤ 1/32 `peek` | ≤ 1/32 `peek` |
 
-Waiting cannot deadlock: a process waits only for a leader that is at least two steps behind, when it has done its own
-part of all those steps.
+Waiting cannot deadlock: a process waits only for a leader that is at least two steps behind, and only after it has done
+its own part of all those steps.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ __all__ = ["LEADER", "Decisions", "StepDecision"]
 LEADER = 0
 """The process that decides."""
 _LEAST_LEAD, _MOST_LEAD = 2, 64
-"""Steps that the leader is ahead of itself. With fewer, processes in step would wait for each other; with more, a loop that
-becomes slow would react late."""
+"""Bounds of the number of steps that the leader decides ahead. With fewer, processes in step would wait for each other; with
+more, a loop that becomes slow would react late."""
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.1
-"""Seconds between two looks of a process that waits."""
+"""Shortest and longest pause, in seconds, between two looks of a waiting process."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """What is to be done at a step."""
+    """The decision about one step."""
 
     save: bool
     skipped: bool = False
-    """Whether it was due, and is skipped because a save is in flight."""
+    """Whether the step was due, and is skipped because a save is in flight."""
     notice: str | None = None
-    """Where a notice of preemption came from that all processes know of by now."""
+    """The source of a preemption notice that all processes know by now."""
 
 
 class Decisions:
@@ -80,14 +80,14 @@ class Decisions:
         """Decide by a policy.
 
         Args:
-            coordinator: how processes hear of what the leader decides.
+            coordinator: passes the leader's decisions to the other processes.
             policy: when to save; the same on all processes.
-            key: that no other decisions of this job have.
-            skips: whether a step is skipped that is due while a save is in flight.
+            key: a key that no other decisions of this job use.
+            skips: whether to skip a step that is due while a save is in flight.
             lead_time: seconds of steps that the leader decides ahead.
             timeout: seconds that a process waits for the leader.
-            in_flight: whether a save is; asked of the leader alone.
-            notice: where a notice of preemption came from, if this process has had one.
+            in_flight: whether a save is in flight; called on the leader only.
+            notice: the source of the preemption notice that this process has received, if any.
         """
         world = coordinator.world
         self._coordinator = coordinator
@@ -103,12 +103,12 @@ class Decisions:
         self._key = key
         self._rounds = 0
         self.previous: int | None = None
-        """The step that was asked about last, or was restored."""
+        """The last step that was asked about, or the restored step."""
         self._answer = StepDecision(save=False)
         self._begin(None)
 
     def restart(self, step: int) -> None:
-        """Training goes on after this step, on all processes."""
+        """Continue after this step, on all processes."""
         self._rounds += 1
         self._begin(step)
 
@@ -123,15 +123,15 @@ class Decisions:
         self._asked = self._decided = time.monotonic()
 
     def saved(self, step: int) -> None:
-        """A save was made at a step, asked for or not."""
+        """Note that a save was made at a step, due or forced."""
         self._saved_at = step
         self._decided = time.monotonic()
 
     def at(self, step: int) -> StepDecision:
-        """What is to be done at a step; asked again about the same step, the same.
+        """The decision about a step; the same answer when asked again about the same step.
 
         Raises:
-            CoordinationError: the leader has not decided in time, or cannot be heard any more.
+            CoordinationError: the leader has not decided in time, or is unreachable.
         """
         if self.previous is not None and step <= self.previous:
             return self._answer if step == self.previous else StepDecision(save=False)
@@ -150,7 +150,7 @@ class Decisions:
         return self._answer
 
     def _by_itself(self, step: int, source: str | None) -> StepDecision:
-        """Of a process that is alone, or needs nobody."""
+        """The decision of a process that is alone, or whose policy needs no leader."""
         due = self._policy.due(step, self.previous)
         if self._alone and self._policy.by_leader:
             now = time.monotonic()
@@ -174,7 +174,7 @@ class Decisions:
         return StepDecision(due, notice=notice)
 
     def _lead(self, step: int, source: str | None) -> None:
-        """Lengthen the timeline where that is needed, or wanted."""
+        """Extend the timeline where it runs out or a save is wanted."""
         now, stride = time.monotonic(), step - (step - 1 if self.previous is None else self.previous)
         steps = int(self._lead_time / max(now - self._asked, 1e-6)) if self.previous is not None else 0
         lead = min(max(steps, _LEAST_LEAD), _MOST_LEAD) * stride
@@ -190,19 +190,19 @@ class Decisions:
         if not planned and self._policy.wanted(Moment(step, now - self._decided, busy, preempted)):
             self._decided = now
             if source is not None and preempted:
-                line = line.noticed(source)  # who breaks off its loop when it knows has saved
+                line = line.noticed(source)  # a process that ends its loop on the notice has saved by then
             line = line.extended(max(line.until, step) + lead, save=True, busy=self._skips)
         elif runs_out:
             until = max(line.until + stride, step + lead)
             line = line.extended(until, busy=self._skips and busy, apart=self._skips and self._policy.due(until, line.until))
         if line is not before or self._unannounced:
             self._timeline, self._unannounced = line, True
-            with suppress(SilentStoreError):  # announced at the next step; the others wait for it, for a bounded time
+            with suppress(SilentStoreError):  # announced again at the next step; the others wait for it, for a bounded time
                 self._coordinator.announce(self._name("timeline"), line.to_json())
                 self._unannounced = False
 
     def _will_save(self, line: Timeline) -> bool:
-        """Whether a step that is decided and still to come is due by its number, and will be saved."""
+        """Whether a decided future step is due by its number and will be saved."""
         before = -1 if self.previous is None else self.previous
         open_windows = (w for w in line.windows if w.until > before and not w.busy and (self._saved_at is None or self._saved_at < w.start))
         return any(self._policy.due(w.until, max(before, w.start - 1)) for w in open_windows)
@@ -210,7 +210,7 @@ class Decisions:
     def _follow(self, step: int, source: str | None) -> None:
         """Wait for a timeline that reaches this step."""
         if source is not None and self._told is None and self._timeline.notice is None:
-            with suppress(CoordinationError):  # the leader's process has ended; that shows when its decision is missing
+            with suppress(CoordinationError):  # the leader has ended; its missing decision will be reported
                 self._coordinator.announce(self._name("notice"), {"source": f"{source}, process {self._coordinator.world.process}"})
                 self._told = source
         if step <= self._timeline.until:
@@ -220,7 +220,7 @@ class Decisions:
             said, silent = None, ""
             try:
                 said = self._coordinator.peek(self._name("timeline"))
-            except SilentStoreError as e:  # it may answer before the time is up
+            except SilentStoreError as e:  # the store may answer again before the deadline
                 silent = f" ({str(e).rstrip('.')})"
             if said is not None:
                 line = Timeline.from_json(said)
@@ -241,9 +241,9 @@ class Decisions:
         self._timeline = line
 
     def _heard(self) -> str | None:
-        """Where another process's notice came from."""
+        """The source of a notice that another process announced."""
         said: Any = None
-        with suppress(SilentStoreError):  # looked for again when the timeline is lengthened next
+        with suppress(SilentStoreError):  # read again at the next extension of the timeline
             said = self._coordinator.peek(self._name("notice"))
         return None if said is None else str(said["source"])
 

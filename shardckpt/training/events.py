@@ -1,6 +1,6 @@
-"""Events: what happens to a run's checkpoints, passed to callbacks, the log and the progress line.
+"""Events of a run's checkpoints, passed to callbacks, the log and the progress line.
 
-A callback is any function of one event; it tells them apart by class, as in
+A callback is any function of one event; it distinguishes events by class, as in
 
     def on_event(event: shardckpt.training.events.Event) -> None:
         match event:
@@ -9,10 +9,10 @@ A callback is any function of one event; it tells them apart by class, as in
             case SaveFailed(step=step, error=error):
                 alert(f"step {step} was not saved: {error}")
 
-1. Every event says where it happened (`url`) and which training step it is about (`step`).
-2. `Events` hands each one to the log and then to every callback, one event at a time, in the order of their emission.
-   Most come from a background thread: a callback that takes long delays the next save, never the step being trained.
-3. A callback that raises is logged, with its traceback, and the save goes on: watching a checkpoint never costs one.
+1. Every event has the checkpoint's location (`url`) and the training step (`step`).
+2. `Events` passes each event to the log and then to every callback, one event at a time, in the order of emission.
+   Most events come from a background thread: a slow callback delays the next save, never the training step.
+3. An exception in a callback is logged with its traceback, and the save goes on: observing a checkpoint never loses one.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ __all__ = [
 
 log = logging.getLogger("shardckpt")
 _BETWEEN = 0.1
-"""Seconds between two tellings of progress."""
+"""Seconds between two `Progressed` events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Event:
-    """What all events have."""
+    """The fields of all events."""
 
     level: ClassVar[int] = logging.INFO
-    """At which it is logged."""
+    """The log level of the event."""
     url: str
-    """The checkpoint it is about; of `PreemptionNoticed` the root of all."""
+    """The checkpoint's url; for `PreemptionNoticed` the root of the run."""
     step: int | None = None
-    """The training step it is about; None outside of a `CheckpointManager`."""
+    """The training step; None outside of a `CheckpointManager`."""
 
     def __str__(self) -> str:
-        """The event as a line of a log."""
+        """The event as a log line."""
         place = self.url if self.step is None else f"{self.url} (step {self.step})"
         return f"{place}: {self.what}"
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         raise NotImplementedError
 
 
@@ -85,35 +85,35 @@ class SaveStarted(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return "save begins"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStaged(_Event):
-    """What this process saves is copied, and training goes on; storage follows in the background."""
+    """This process has copied its share, and training goes on; the writes to storage follow in the background."""
 
     seconds: float
-    """For which the training loop waited."""
+    """Seconds that the training loop waited."""
     nbytes: int
     """Bytes of tensors that this process writes."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"{file_size(self.nbytes)} copied, training waited {self.seconds:.3f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCommitted(_Event):
-    """The checkpoint exists, whole and durable."""
+    """The checkpoint exists, complete and durable."""
 
     report: SaveReport
-    """How long each part took, and how much was written."""
+    """Duration of each phase, and the bytes written."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"committed after {self.report.total_s:.2f} s, {file_size(self.report.stored_bytes)} by this process"
 
 
@@ -123,11 +123,11 @@ class SaveFailed(_Event):
 
     level: ClassVar[int] = logging.ERROR
     error: BaseException
-    """Why."""
+    """The exception that made the save fail."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"save failed: {type(self.error).__name__}: {self.error}"
 
 
@@ -137,35 +137,35 @@ class SaveSkipped(_Event):
 
     level: ClassVar[int] = logging.WARNING
     reason: str
-    """Why, such as "the save of step 100 is still in flight"."""
+    """The reason, such as "the save of step 100 is still in flight"."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"save skipped: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDeleted(_Event):
-    """A step that nothing keeps was deleted."""
+    """A step that no rule keeps was deleted."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return "deleted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionNoticed(_Event):
-    """This job is about to be stopped; all processes save at the next agreed step."""
+    """The job is about to be stopped; all processes save at the next agreed step."""
 
     level: ClassVar[int] = logging.WARNING
     source: str
-    """What said so: "SIGTERM", a file's path."""
+    """The source of the notice: "SIGTERM", or the path of a file."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"preemption noticed ({self.source})"
 
 
@@ -175,7 +175,7 @@ class RestoreStarted(_Event):
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return "restore begins"
 
 
@@ -184,13 +184,13 @@ class RestoreFinished(_Event):
     """The state is restored."""
 
     seconds: float
-    """That it took."""
+    """Wall-clock seconds of the restore."""
     nbytes: int
     """Bytes of tensors in the checkpoint."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"restored in {self.seconds:.2f} s, from a checkpoint of {file_size(self.nbytes)}"
 
 
@@ -200,11 +200,11 @@ class RestoreFailed(_Event):
 
     level: ClassVar[int] = logging.ERROR
     error: BaseException
-    """Why."""
+    """The exception that made the restore fail."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"restore failed: {type(self.error).__name__}: {self.error}"
 
 
@@ -214,43 +214,43 @@ class FellBack(_Event):
 
     level: ClassVar[int] = logging.WARNING
     reason: str
-    """What is wrong with it."""
+    """Description of the damage."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"cannot be restored, an earlier step is tried: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried(_Event):
-    """Requests to an object store did not succeed at once, in a save or restore that has ended or at the same time elsewhere."""
+    """Requests to an object store were retried; they may belong to another save or restore that ran at the same time."""
 
     level: ClassVar[int] = logging.WARNING
     times: int
-    """Requests that were made again."""
+    """Number of retried requests."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"{self.times} requests to the storage had to be made again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progressed(_Event):
-    """A save or restore has come this far; told a few times per second at most."""
+    """Progress of a save or restore; emitted a few times per second at most."""
 
     level: ClassVar[int] = logging.DEBUG
     doing: Literal["save", "restore"]
-    """Which of them."""
+    """Whether a save or a restore makes the progress."""
     done: int
-    """Bytes of tensors that this process has written, or read."""
+    """Tensor bytes that this process has written or read so far."""
     total: int
-    """Of how many."""
+    """Tensor bytes that this process writes or reads in all."""
 
     @property
     def what(self) -> str:
-        """What happened, in words."""
+        """A description of the event for the log."""
         return f"{self.doing}: {file_size(self.done)} of {file_size(self.total)}"
 
 
@@ -269,22 +269,22 @@ Event = (
     | Retried
     | Progressed
 )
-"""Everything that a callback is called with."""
+"""Every kind of event that a callback receives."""
 Callback = Callable[[Event], object]
-"""Who listens; what it returns is not looked at."""
+"""A function that receives events; its return value is ignored."""
 
 
 class Events:
-    """Hands events to the log and to callbacks. Safe to use from several threads."""
+    """Passes events to the log and to callbacks. Safe to use from several threads."""
 
     def __init__(self, *callbacks: Callback | None) -> None:
-        """Callbacks are called in this order; None is none."""
+        """Set the callbacks, in the order in which they are called; None entries are dropped."""
         self._callbacks = [callback for callback in callbacks if callback is not None]
         self._retries = _storage_retries()
-        self._one_at_a_time = RLock()  # a callback may do what is an event itself
+        self._one_at_a_time = RLock()  # reentrant: a callback may cause another event
 
     def emit(self, event: Event) -> None:
-        """Tell everybody; never raises what a callback raises."""
+        """Pass an event to the log and all callbacks; never raises an exception of a callback."""
         if isinstance(event, SaveCommitted | SaveFailed | RestoreFinished | RestoreFailed):
             self._tell_of_retries(event)
         log.log(event.level, "%s", event)
@@ -302,7 +302,7 @@ class Events:
                 self.emit(Retried(url=event.url, step=event.step, times=self._retries - before))
 
     def progress(self, doing: Literal["save", "restore"], url: str, step: int | None = None) -> Callable[[int, int], None]:
-        """A function of bytes done, and in all, that tells of them: the first and the last time it is called, and some in between."""
+        """A function of bytes done and bytes in total that emits `Progressed`: at its first and last call, and at some in between."""
         due = 0.0
 
         def tell(done: int, total: int) -> None:
@@ -316,7 +316,7 @@ class Events:
 
 
 def _storage_retries() -> int:
-    """Requests that were made again so far. Where TensorStore has not been imported yet there were none."""
+    """Number of retried requests so far; 0 while TensorStore has not been imported."""
     if "tensorstore" not in sys.modules:
         return 0
     from shardckpt.io.buckets.retries import storage_retries
@@ -325,14 +325,14 @@ def _storage_retries() -> int:
 
 
 def progress_line(progress: bool | None, *, alone: bool) -> ProgressLine | None:
-    """What shows progress on the terminal, or None.
+    """The terminal's progress line, or None.
 
     Args:
-        progress: whether to show it; None: on a terminal, by one process.
-        alone: whether this process is that one.
+        progress: whether to show it; None: show it on a terminal, on one process.
+        alone: whether this process is the one that may show it.
 
     Raises:
-        OptionError: `progress` is none of these.
+        OptionError: `progress` is neither a bool nor None.
     """
     if progress is not None:
         check_flag(progress, "progress")

@@ -1,17 +1,17 @@
-"""The state of the random number generators that every process has by itself.
+"""The state of the random number generators, which every process has separately.
 
-Python's `random`, numpy's global generator, torch's on the CPU and on every CUDA device, torch_xla's. Generators that
-the program makes itself are not found here: pass them to `train_state`, if they have a `state_dict`, or their state. JAX's
-keys are arrays of the program's own state.
+Covered: Python's `random`, numpy's global generator, torch's generators on the CPU and on every CUDA device, torch_xla's generator.
+Generators that the program creates are not found here: pass them (if they have a `state_dict`) or their states to
+`train_state`. JAX's keys are arrays in the program's own state.
 
-A generator is put back exactly: the next numbers are those that followed when its state was taken. A process that has
-no counterpart among those that saved
+A generator is restored exactly: its next numbers are the numbers that followed the save. A process without a counterpart
+among the saving processes
 
-1. takes a generator over that several processes had in the same state: they draw the same numbers on purpose (for
+1. takes over a generator that had the same state on all of them: such processes draw the same numbers on purpose (for
    dropout under tensor parallelism, say);
-2. gets all others anew, made of process 0's and of its own number, so that no two processes draw the same numbers, and
-   a job that is resumed twice draws the same ones both times. Torch_xla's under SPMD, where all processes run one
-   program, is process 0's.
+2. derives all other generators from process 0's state and its own process number, so that no two processes draw the same
+   numbers, and a job that is resumed twice draws the same numbers both times. Under SPMD all processes run one program, so
+   torch_xla's generator is process 0's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Generators:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what is there, as far as this program has such generators."""
+        """Restore the states of the generators that this program has."""
         if (python := state.get("python")) is not None:
             random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))
         if (ours := state.get("numpy")) is not None:
@@ -70,8 +70,8 @@ def inherited(states: Sequence[Mapping[str, Any]], process: int) -> dict[str, An
     """States of generators for a process that has no counterpart among those that saved.
 
     Args:
-        states: of theirs, in their order.
-        process: its number; equal ones get equal states, and different ones unrelated ones.
+        states: the generator states of the saving processes, in process order.
+        process: the number of this process; equal numbers get equal states, different numbers unrelated ones.
     """
     first, *others = ({name: per_process.encode_value(value, name) for name, value in state.items()} for state in states)
     shared = [name for name, state in first.items() if others and all(other.get(name) == state for other in others)]
@@ -96,10 +96,10 @@ def _derived(state: Mapping[str, Any], process: int, document: str) -> dict[str,
 
 
 def _xla() -> Any:
-    """torch_xla's `xla_model`, where this program has torch_xla running; never the one to start it."""
+    """torch_xla's `xla_model` if the program runs torch_xla; None otherwise. Never starts the XLA runtime."""
     if "torch_xla" not in sys.modules:
         return None
     import torch_xla
     from torch_xla.core import xla_model
 
-    return xla_model if torch_xla._XLAC._xla_runtime_is_initialized() else None  # noqa: SLF001  (nothing public says so)
+    return xla_model if torch_xla._XLAC._xla_runtime_is_initialized() else None  # noqa: SLF001  (no public function reports this)

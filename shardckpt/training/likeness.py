@@ -1,9 +1,9 @@
-"""Objects to restore into where only the checkpoint knows the shapes and dtypes.
+"""Restore targets for objects whose shapes and dtypes only the checkpoint knows.
 
-An object's `state_dict` need not have the same structure when it is new as when it has worked: an optimizer that has
+An object's `state_dict` may have another structure when the object is new than after some work: an optimizer that has
 made no step has no moments, a scheduler that has passed a milestone may keep another list. So the `like` of such a state
-mirrors the stored tree. From the object's own state it takes what fits: tensors, which are filled in place, and the
-classes of containers (a `Counter` stays one).
+mirrors the stored tree. It reuses the fitting parts of the object's own state: tensors, which are filled in place, and the
+classes of containers (a `Counter` stays a `Counter`).
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 __all__ = ["LEFT_OUT", "StoredLeaves", "fitting", "mirror", "new_tensor"]
 
 LEFT_OUT: Any = object()
-"""In place of a state of which nothing is asked for."""
+"""Placeholder for a state of which no part is requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLeaves:
-    """What a checkpoint holds, and how much of that somebody asks for."""
+    """The contents of a checkpoint, and which of its names are requested."""
 
     tensor: Callable[[str], TensorRecord]
     """The record of a tensor, by any of its names."""
     wanted: Callable[[str], bool]
-    """Whether a name is asked for."""
+    """Whether a name is requested."""
 
     def any(self, node: Node) -> bool:
-        """Whether a node is asked for, or a part of it."""
+        """Whether a node or any part of it is requested."""
         return any(self.wanted(leaf.name) for leaf in leaves_of(node)) or self.wanted(node.name)
 
     def all_or_nothing(self, node: Node) -> bool:
-        """Whether a node is asked for, all of it.
+        """Whether a node is requested, with all of its parts.
 
         Raises:
-            OptionError: a part of it is.
+            OptionError: only some of its parts are requested.
         """
         asked = {self.wanted(leaf.name) for leaf in leaves_of(node)} or {self.wanted(node.name)}
         if len(asked) == 2:
@@ -60,7 +60,7 @@ class StoredLeaves:
 
 
 def fitting(record: TensorRecord, own: object) -> object:
-    """What to restore a tensor into: the object's own one if it is such a tensor, or else a new one."""
+    """The target for a tensor: the object's own tensor if shape and dtype match, or else a new one."""
     if frameworks.is_tensor(own) and not isinstance(own, Target):
         tensor: Any = own
         if tuple(tensor.shape) == record.shape and dtype_of(tensor.dtype) == record.dtype:
@@ -69,26 +69,26 @@ def fitting(record: TensorRecord, own: object) -> object:
 
 
 def new_tensor(record: TensorRecord) -> object:
-    """Asks for a tensor on the CPU: torch's where the program has torch, and torch has the dtype."""
+    """A target for a new tensor on the CPU: torch's if the program has torch and torch has the dtype."""
     torch = sys.modules.get("torch")
     kind = getattr(torch, record.dtype.name, None)
     return Target() if torch is None or kind is None else torch.empty(record.shape, dtype=kind, device="meta")
 
 
 def mirror(stored: StoredLeaves, node: Node, own: object = None, tensor: Callable[[TensorRecord, object], object] = fitting) -> Any:
-    """What to restore a stored part of a state into.
+    """The restore target for a stored part of a state.
 
     Args:
-        stored: what it is a part of.
+        stored: the checkpoint that holds the part.
         node: the part.
-        own: what the object has there now, or anything else.
-        tensor: what to restore a tensor into, given its record and what the object has there.
+        own: the object's current value there, or anything else.
+        tensor: makes the target of a tensor from its record and the object's current value.
 
     Returns:
-        Containers with a place for everything that is asked for; `LEFT_OUT` where nothing is.
+        Containers with a place for every requested leaf; `LEFT_OUT` where none is requested.
 
     Raises:
-        OptionError: of a list or tuple a part is asked for.
+        OptionError: only a part of a list or tuple is requested.
     """
     if isinstance(node, Branch):
         return _container(stored, node, own, tensor)

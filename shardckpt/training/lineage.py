@@ -1,8 +1,8 @@
-"""The steps that belong to the current training: those that no rollback has superseded.
+"""The steps of the current training: the steps that no rollback has superseded.
 
-After step s was restored, all later ones are superseded: they are replaced when training reaches them again. The manager
-knows that at once; the storage is told just before the first save after it is published (`commit.rollback`), so that who only
-looks at an old step changes nothing. A superseded step that is restored belongs to the training again.
+After a restore of step s, all later steps are superseded: they are replaced when training reaches them again. The manager
+knows this at once; the storage records it just before the next save is published (`commit.rollback`), so that a restore
+alone changes nothing. A superseded step that is restored belongs to the training again.
 """
 
 from __future__ import annotations
@@ -28,42 +28,41 @@ __all__ = ["Lineage"]
 
 
 class Lineage:
-    """What has followed from the last restore; the same on all processes, but that the leader alone tells the storage."""
+    """The effects of the last restore; the same on all processes, except that only the leader writes them to the storage."""
 
     def __init__(self, root: Store, *, overwrites: bool = False) -> None:
-        """Nothing was restored yet; `overwrites`: saves may replace any step."""
+        """Begin without a restore; `overwrites`: saves may replace any step."""
         self._root = root
         self._overwrites = overwrites
         self.later: dict[int, str | None] = {}
-        """Steps after the restored one that have not been replaced: the attempt that each one's record names, None where that
-        is unreadable."""
+        """Steps after the restored one that have not been replaced yet, with the attempt in each one's record (None if unreadable)."""
         self._kept: frozenset[int] = frozenset()
         self._untold: Rollback | None = None
-        """The one of which the storage does not know."""
+        """The rollback that is not recorded in the storage yet."""
 
     def resume(self, found: Resumed) -> None:
-        """Training goes on after a step that was restored."""
+        """Continue after a step that was restored."""
         self.later, self._kept = dict(found.later), found.kept
         self._untold = Rollback(found.step, found.was_superseded, found.later) if found.was_superseded or found.later else None
 
     def metadata(self) -> dict[str, Any]:
-        """What a save that begins now says of the rollback, for whoever publishes it."""
+        """Metadata for the next save that records the pending rollback, for the process that publishes the save."""
         untold = self._untold
         return {} if untold is None else {ROLLBACK: untold.to_json()}
 
     def replaces(self, step: int) -> bool:
-        """Whether a save of this step takes the place of one from before the rollback."""
+        """Whether a save of this step replaces a step from before the rollback."""
         return step in self.later
 
     def protects(self, step: int) -> bool:
-        """Whether that one was pinned when this run was resumed, or the base of one that was; later pins are found by `tell_storage`."""
+        """Whether the old step was pinned, or the base of a pinned one, at the restore; `tell_storage` finds later pins."""
         return step in self._kept
 
     def tell_storage(self, step: int) -> None:
-        """On the leader, just before a step is published: mark what was superseded by the restore.
+        """Mark the superseded steps in the storage; runs on the leader just before a step is published.
 
         Raises:
-            AlreadyExistsError: the step would replace one that is pinned.
+            AlreadyExistsError: the step would replace a pinned one.
             StorageError: the storage failed.
         """
         place = self._root.sub(str(step))
@@ -76,15 +75,15 @@ class Lineage:
             self._untold = None
 
     def replaced(self, step: int, *, leads: bool) -> None:
-        """A step is committed."""
+        """Note that a step is committed."""
         if step in self.later:
             self.later = {later: attempt for later, attempt in self.later.items() if later != step}
             if leads:
-                with suppress(ShardckptError):  # it speaks of the attempt that was replaced, so it may as well stay
+                with suppress(ShardckptError):  # the marker names the replaced attempt, so it does no harm if it stays
                     unmark(self._root.sub(str(step)), SUPERSEDED)
 
     def seen(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
-        """Steps as the storage shows them, with what it has not been told."""
+        """Steps as listed from the storage, corrected by the rollback that is not recorded there yet."""
         untold, later = self._untold, self.later
 
         def now(info: StepInfo) -> StepInfo:

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardckpt")
 _UNTOLD = EveryCall()
-"""The `every` of a manager that was made without one."""
+"""The `every` of a manager that was created without one."""
 _PROTECTED = "the step from before the rollback is pinned, or the base of one that is; `shardckpt unpin` lets it be replaced"
 _managers: Counter[str] = Counter()
-"""How many a run has made in this process: all of its processes make equally many, in the same order."""
+"""Number of managers that a run has created in this process: all of its processes create equally many, in the same order."""
 
 
 class CheckpointManager(RunSteps):
@@ -59,14 +59,14 @@ class CheckpointManager(RunSteps):
                 state = train(state)
                 mgr.save(step, state)
 
-    In a job of several processes all of them make one, at the same point of the program, and call `restore`, `should_save`
-    and `save` for the same steps in the same order; steps ascend. They save the same steps whatever their clocks say and
-    however slow one of them is. Policies of step numbers alone take no exchange at all. With others (seconds, continuous, on
-    preemption, `in_flight="skip"`) process 0 decides for some steps ahead, and the others look at that: at most one look
-    per two steps, one per 32 steps of 10 ms. A process that is further ahead of process 0 than that waits for it, at most
+    In a job with several processes each of them creates one, at the same point of the program, and calls `restore`, `should_save`
+    and `save` for the same steps in the same order; steps ascend. All processes save the same steps, whatever their clocks say and
+    however slow one of them is. Policies of step numbers alone need no exchange at all. With other policies (seconds, continuous, on
+    preemption, `in_flight="skip"`) process 0 decides some steps ahead, and the other processes read its decisions: at most once
+    per two steps, or once per 32 steps of 10 ms. A process that is further ahead of process 0 than that waits for it, at most
     `SaveOptions.commit_timeout` seconds (`shardckpt.training.decisions`).
 
-    A save that fails in the background is raised, once, by the next `save` that is due, by `wait` or by `close`.
+    The error of a save that fails in the background is raised, once, by the next `save` that is due, by `wait` or by `close`.
     """
 
     def __init__(
@@ -85,29 +85,29 @@ class CheckpointManager(RunSteps):
         fallback: bool = False,
         lead_time: float = 1.0,
     ) -> None:
-        """Nothing is read or written yet.
+        """Create a manager; nothing is read or written yet.
 
         Args:
             root: the run's directory, a path or url; it need not exist.
-            every: when to save: every so many steps, a policy (`shardckpt.training.policies`), or None: with `force` alone. Left out:
-                at every call of `save`, or where `preemption` is given, when that says so.
-            keep: which steps to keep: the latest so many, a rule (`shardckpt.training.retention`), or None: all.
-            options: of every save; `memory_limit` is that of the saves and of a restore.
-            coordinator: how the processes know of each other; by default found out.
-            in_flight: what becomes of a step that is due while the last save goes on: "wait" for that, or "skip" it, with
-                an event.
-            preemption: also save when this says so; as in `every=any_of(…, OnPreemption())`.
+            every: when to save: a number of steps, a policy (`shardckpt.training.policies`), or None: only with `force`. Default:
+                at every call of `save`, or where `preemption` is given, only when that policy says so.
+            keep: which steps to keep: a number of latest steps, a rule (`shardckpt.training.retention`), or None: all.
+            options: options of every save; restores use its `memory_limit`, too.
+            coordinator: connects the processes of the job; detected by default.
+            in_flight: what to do with a step that is due while the last save is in flight: "wait" for that save, or "skip" the
+                step, with an event.
+            preemption: also save when this policy says so; the same as `every=any_of(…, OnPreemption())`.
             on_event: called with each event (`shardckpt.training.events`), mostly in a background thread.
-            on_failure: called, on the thread that would raise it, with what has failed and its step; "continue" goes on
-                with the training as if nothing was.
-            progress: show a line on the terminal; None: where there is one.
-            fallback: whether `restore` goes back to an earlier step where one is damaged, unless it is told.
-            lead_time: seconds that process 0 decides ahead, where it has to: how late clocks and notices of preemption
-                take effect. It is at least two steps.
+            on_failure: called with an error and its step, on the thread that would raise it; "continue" suppresses the error, and
+                training goes on.
+            progress: whether to show a progress line; None: show it on a terminal.
+            fallback: the default of `restore(fallback=…)`: whether to go back to an earlier step where one is damaged.
+            lead_time: seconds that process 0 decides ahead, where it has to. It delays the effect of clocks and notices of
+                preemption. It is at least two steps.
 
         Raises:
-            OptionError: an option that cannot be, by name.
-            UrlError: the root is no place.
+            OptionError: an invalid option, by name.
+            UrlError: `root` is not a valid place.
         """
         check_coordinator(coordinator)
         if in_flight not in ("wait", "skip"):
@@ -116,7 +116,7 @@ class CheckpointManager(RunSteps):
         if isinstance(lead_time, bool) or not isinstance(lead_time, int | float) or not lead_time >= 0:
             raise OptionError(f"CheckpointManager(lead_time={excerpt(lead_time)}): give seconds, 0 or more.")
         self.options = checked_options(options)
-        """Of every save."""
+        """The options of every save."""
         if taken := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():
             raise OptionError(f"SaveOptions(metadata=…): {min(taken)!r} is a member that a CheckpointManager sets; name yours otherwise.")
         when = None if every is _UNTOLD and preemption is not None else every
@@ -150,7 +150,7 @@ class CheckpointManager(RunSteps):
         self._skipped: int | None = None
         """The step that was skipped last."""
         self._owed = False
-        """Whether a step was due that could not be saved, so that the next one is."""
+        """Whether a due step could not be saved, so that the next step is saved instead."""
         self._warns = when is _UNTOLD and keep is None
         """Whether the first save warns that every call saves and every step is kept."""
         self._closed = False
@@ -158,7 +158,7 @@ class CheckpointManager(RunSteps):
     # --- saving
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` would save this step; `save` asks itself.
+        """Whether `save` would save this step; `save` checks this itself.
 
         Raises:
             OptionError: the step is smaller than the last one that was asked about, saved or restored.
@@ -176,27 +176,27 @@ class CheckpointManager(RunSteps):
         force: bool = False,
         skip: str | Sequence[str] | None = None,
     ) -> bool:
-        """Save a step, if it is due; returns when this process's share is copied to host buffers, and the rest goes on behind.
+        """Save a step if it is due; return when this process's share is copied to host buffers. The rest runs in the background.
 
-        At most one save is in flight: where the last one is, this waits for it first. The state may change right after this
-        returns. All processes call it, with the same step.
+        At most one save is in flight: this waits until the last one has ended. The state may change as soon as this returns.
+        All processes call it, with the same step.
 
         Args:
-            step: the step that was completed, from 0 to 2**63 - 1; not smaller than the one that was asked about, saved or restored last.
-            state: as for `shardckpt.save`, or what `shardckpt.train_state` made.
-            metrics: numbers by name, for `best_step` and rules of retention; process 0's count.
-            force: save although it is not due.
-            skip: instead of `SaveOptions(skip=…)`: patterns of tensors that lie in `SaveOptions(base=…)`; `()`: none, as when the
-                base itself is saved.
+            step: the completed step, from 0 to 2**63 - 1; not smaller than the last one that was asked about, saved or restored.
+            state: as for `shardckpt.save`, or the result of `shardckpt.train_state`.
+            metrics: numbers by name, for `best_step` and retention rules; only process 0's are used.
+            force: save although the step is not due.
+            skip: replaces `SaveOptions(skip=…)`: patterns of tensors that lie in `SaveOptions(base=…)`; `()`: none, for example to
+                save the base itself.
 
         Returns:
-            Whether it is being saved. Where it is not although it is due, or forced, a `SaveSkipped` event says why: the
-            step is saved already; it is from before a rollback and pinned, or the base of one that is, and the next step is
-            saved in its place if it was due; or the last save is in flight, and `in_flight="skip"`.
+            Whether the step is being saved. If it is due or forced and still not saved, a `SaveSkipped` event gives the reason:
+            the step is saved already; or the step from before a rollback is pinned, or the base of a pinned step, and the next
+            step is saved instead if this one was due; or the last save is in flight, and `in_flight="skip"`.
 
         Raises:
             OptionError: the step is smaller than the last one that was asked about, saved or restored.
-            ShardckptError: what made an earlier save fail, after this one has begun: all processes save the same steps.
+            ShardckptError: an earlier save failed; raised after this save has begun, because all processes save the same steps.
             LeafError, ShardingError, OptionError: the state cannot be saved; nothing was begun.
             OtherJobError: another job saves to this root.
         """
@@ -206,7 +206,7 @@ class CheckpointManager(RunSteps):
         if step == self._last and step != self._background.lost:
             self._skip(step, "it is saved already")
             return False
-        if self._lineage.protects(step):  # it is forced
+        if self._lineage.protects(step):  # a forced save
             self._skip(step, _PROTECTED)
             return False
         if self._warns:
@@ -226,7 +226,7 @@ class CheckpointManager(RunSteps):
         return True
 
     def _due(self, step: int) -> bool:
-        """Whether a step is saved without being forced; the same on all processes."""
+        """Whether a step is saved without `force`; the same on all processes."""
         decision = self._decisions.at(step)
         if decision.skipped:
             self._skip(step, "the save before it is still in flight")
@@ -241,7 +241,7 @@ class CheckpointManager(RunSteps):
         return decision.save or self._owed
 
     def _skip(self, step: int, reason: str) -> None:
-        """Tell, once, that a step is not saved."""
+        """Report, once, that a step is not saved."""
         if step != self._skipped:
             self._skipped = step
             self._background.emit(events.SaveSkipped, step, reason=reason)
@@ -259,33 +259,33 @@ class CheckpointManager(RunSteps):
         cooperative: Choice = False,
         fallback: bool | None = None,
     ) -> Restored | None:
-        """Restore the latest step, or a given one; training goes on after it.
+        """Restore the latest step, or a given one; training continues after it.
 
-        All processes call it, as many as there are now, and restore the same step. Complete saves of earlier runs that
-        nobody has published are, first. Steps after the restored one are superseded from the next save on: no longer the
-        latest, and replaced when training reaches them again.
+        All processes call it, in whatever number, and restore the same step. Complete but unpublished saves of earlier runs are
+        committed first. From the next save on, steps after the restored one are superseded: they are no longer the latest, and
+        are replaced when training reaches them again.
 
         Args:
-            like: says where things go, as for `shardckpt.restore`.
-            step: the one to restore; None: the latest.
-            only: as for `shardckpt.restore`: `"model/**"` of a full training checkpoint, say.
-            strict: likewise.
-            cast: likewise.
-            cooperative: likewise; the same on all processes.
-            fallback: where the step is damaged, go back to the one before, and so on, on all processes, with an event that
-                says why. None: what the manager was made with.
+            like: the restore target, as for `shardckpt.restore`.
+            step: the step to restore; None: the latest.
+            only: as for `shardckpt.restore`: for example `"model/**"` of a full training checkpoint.
+            strict: as for `shardckpt.restore`.
+            cast: as for `shardckpt.restore`.
+            cooperative: as for `shardckpt.restore`; the same on all processes.
+            fallback: whether to go back to earlier steps, one by one and on all processes, where a step is damaged; an event gives
+                the reason. None: the manager's own `fallback`.
 
         Returns:
-            None where no step is there: training begins.
+            The restored state and its step; None if there is no step, so that training starts from the beginning.
 
         Raises:
             NotFoundError: there is no such step.
-            CorruptionError, FormatError: the step is damaged, on whichever process; and with `fallback` all before it, too.
+            CorruptionError, FormatError: the step is damaged, on any process; with `fallback`: and so are all earlier steps.
             MismatchError, LeafError, ReplacedError, StorageError: as for `shardckpt.restore`.
-            CoordinationError: another process failed in a way of its own, or does not answer.
+            CoordinationError: another process failed with another error, or does not answer.
         """
         self._check(0 if step is None else step)
-        self._background.join()  # deletions too: they know nothing yet of where training goes on
+        self._background.join()  # waits for deletions, too: they do not know yet where training continues
         self._background.raise_failures(self._on_failure)
 
         def read(checkpoint: Checkpoint) -> Any:
@@ -326,34 +326,34 @@ class CheckpointManager(RunSteps):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """How the last save of this process went that went well; None before the first."""
+        """The report of this process's last successful save; None before the first."""
         return self._background.last_report
 
     @property
     def reached_preemption(self) -> bool:
-        """Whether the job is about to be stopped, and the step that was asked about last was saved for that.
+        """Whether the job is about to be stopped, and the last step that was asked about was saved for that reason.
 
-        The same on all processes at the same step: break off the loop when it is True.
+        All processes see the same value at the same step: end the loop when it is True.
         """
         return self._preempted
 
     # --- ending
 
     def wait(self) -> None:
-        """Wait until nothing is in flight: the last save is committed, and what is not kept is deleted.
+        """Wait until nothing is in flight: the last save is committed, and steps that are not kept are deleted.
 
         Raises:
-            ShardckptError: what made a save fail; or this process was forked while one may have been in flight.
+            ShardckptError: a save failed; or this process was forked while a save may have been in flight.
         """
         check_fork(self._root)
         self._background.join()
         self._background.raise_failures(self._on_failure)
 
     def close(self) -> None:
-        """Finish what is in flight, give the buffers back, restore signal handlers. Closing again does nothing.
+        """Finish the work in flight, free the buffers, restore signal handlers. Closing again does nothing.
 
         Raises:
-            ShardckptError: what made a save fail; or a StorageError, where the last deletions did.
+            ShardckptError: a save failed; or, as a StorageError, the last deletions failed.
         """
         if self._closed:
             return
@@ -375,7 +375,7 @@ class CheckpointManager(RunSteps):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close; what fails then is only told in a note where an error is on its way already."""
+        """Close; if an error is propagating already, an error of closing is added to it as a note."""
         try:
             self.close()
         except Exception as failure:

@@ -1,4 +1,4 @@
-"""Metrics of a step, as they are kept in a checkpoint's metadata: JSON has no infinities and no NaN, losses do."""
+"""A step's metrics in a checkpoint's metadata, where infinities and NaN are text, because JSON has neither."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from shardckpt.excerpt import excerpt
 __all__ = ["METRICS", "decode_metrics", "encode_metrics"]
 
 METRICS = "metrics"
-"""The member of the metadata."""
+"""The key in the metadata."""
 
 
 def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
-    """Metrics as JSON; what is not finite as text.
+    """Metrics as JSON, with infinities and NaN as text.
 
     >>> encode_metrics({"loss": 0.25, "grad_norm": float("inf")})
     {'loss': 0.25, 'grad_norm': 'inf'}
 
     Raises:
-        OptionError: a name that is no text, or a value that is no number; tensors of one element are.
+        OptionError: a name that is no text, or a value that is no number; a tensor of one element counts as a number.
     """
     if not isinstance(metrics, Mapping):
         raise OptionError(f"metrics={excerpt(metrics)}: give a dict of numbers by name.")
@@ -39,7 +39,7 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
 
 
 def decode_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a checkpoint's metadata; whatever else somebody has put there is none.
+    """The metrics in a checkpoint's metadata; entries that are no numbers are ignored.
 
     >>> decode_metrics({"metrics": {"loss": "nan", "tag": "a"}, "run": 7})
     {'loss': nan}

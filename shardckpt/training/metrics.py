@@ -47,19 +47,19 @@ if TYPE_CHECKING:
 __all__ = ["PHASES", "Prometheus"]
 
 PHASES = ("planning", "copying", "blocked", "writing", "waiting", "committing")
-"""Of a save, in order: `SaveReport` says what each is."""
+"""The phases of a save, in order; `SaveReport` describes each."""
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 """Upper ends of the histograms' buckets: from a small model on a local disk to a large one in a bucket."""
 
 
 class Prometheus:
-    """Counts: a callback of events."""
+    """An event callback that counts saves and restores as Prometheus metrics."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """Register the metrics; once per registry.
 
         Args:
-            registry: of prometheus_client; its global one by default.
+            registry: a registry of prometheus_client; its global one by default.
         """
         where = REGISTRY if registry is None else registry
 

@@ -1,14 +1,14 @@
-"""A `torch.nn.Module` as named tensors that do not depend on what it is wrapped in.
+"""A `torch.nn.Module` as named tensors whose names do not depend on its wrappers.
 
-1. Names are those of the module by itself: what DDP, `torch.compile`, activation checkpointing and torch_xla's FSDP put
-   into them is taken out, so that a checkpoint of one fits the other.
-2. Values are the module's own Parameters and buffers, DTensors under FSDP2. They are restored in place; torch_xla's,
-   which are restored as new tensors, and those of a module on the meta device go into the same Parameters, which an
-   optimizer may hold already.
-3. Where processes train copies of a module, each has buffers (a BatchNorm's statistics) of its own, and those of the first
-   one count. Under DDP that is its group's rank 0, which gives them to the others before each step; of a module whose own
-   parameters are DTensors (FSDP2) the first of their mesh. The others leave them out of what they save: those that are small.
-   Large ones all processes write together, so they have to agree on them.
+1. Names are the names in the unwrapped module: the parts that DDP, `torch.compile`, activation checkpointing and torch_xla's
+   FSDP add are removed, so that a checkpoint of a wrapped module fits any other wrapping.
+2. Values are the module's own Parameters and buffers, DTensors under FSDP2. They are restored in place. Tensors of torch_xla
+   and of a module on the meta device are restored as new tensors, which go into the same Parameters, because an optimizer may
+   hold these already.
+3. Where processes train copies of a module, each process has its own buffers (a BatchNorm's statistics), and the first
+   process's buffers are the true ones. Under DDP that is rank 0 of its group, which sends them to the others before each step;
+   for a module whose own parameters are DTensors (FSDP2) it is the first process of their mesh. The other processes leave these
+   buffers out of their saves if they are small. All processes write large buffers together, so they must agree on them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 __all__ = ["NamedModule"]
 
 _WRAPPERS = frozenset({"_orig_mod", "_orig_module", "_checkpoint_wrapped_module"})
-"""Attributes under which wrappers have what they wrap: torch.compile's, torch_xla's FSDP's, activation checkpointing's."""
+"""Attributes in which wrappers keep the wrapped module: torch.compile, torch_xla's FSDP, activation checkpointing."""
 
 
 class NamedModule:
-    """A module, and the names of its tensors as they are now."""
+    """A module, and the current names of its tensors."""
 
     turn: ClassVar[int] = 0
 
@@ -47,17 +47,17 @@ class NamedModule:
         """Find the names.
 
         Args:
-            key: under which it is saved.
-            module: any, wrapped or not.
+            key: the name that the module is saved under.
+            module: any module, wrapped or not.
 
         Raises:
-            LeafError: it is wrapped in FSDP's first version, whose parameters are no tensors of the model.
+            LeafError: it is wrapped in the first version of FSDP, whose parameters are not the model's tensors.
         """
         self.module = module
         self._hidden = set()
-        """Paths that are no part of names."""
+        """Path parts that are removed from names."""
         self.replica = False
-        """Whether another process's buffers are the true ones, under DDP."""
+        """Whether another process has the true buffers, under DDP."""
         copies: list[torch.nn.Module] = []
         distributed: Any = torch.distributed
         for path, part in module.named_modules():
@@ -72,24 +72,24 @@ class NamedModule:
             elif _is_copy(part):
                 copies.append(part)
         self._copied = {id(buffer) for part in copies for buffer in part.buffers(recurse=False)}
-        """Buffers of which another process has the true ones."""
+        """Ids of the buffers whose true values are on another process."""
         self._held = module.state_dict(keep_vars=True)  # also makes FSDP2 show its shards
 
     def collect(self) -> dict[str, Any]:
-        """The module's own tensors, and what else its `state_dict` has, by name."""
+        """The module's own tensors and the other entries of its `state_dict`, by name."""
         copied = {id(buffer) for buffer in self.module.buffers()} if self.replica else self._copied
         return {self._clean(name): value for name, value in self._held.items() if id(value) not in copied or not _is_left_out(value)}
 
     def parameter_names(self) -> dict[int, str]:
-        """By the id of each Parameter its name; of several the first."""
+        """Each Parameter's name, by its id; the first name where it has several."""
         return {id(parameter): self._clean(name) for name, parameter in self.module.named_parameters()}
 
     def arranged(self, node: Node, _state: Node) -> Node:
-        """What is stored, as it is."""
+        """The stored state, unchanged."""
         return node
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
-        """What to restore into; `LEFT_OUT` where nothing of it is asked for."""
+        """The restore target; `LEFT_OUT` where no part is requested."""
         if not stored.any(node):
             return LEFT_OUT
         found: dict[str, Any] = {}
@@ -101,8 +101,8 @@ class NamedModule:
         return found
 
     def put_back(self, restored: Mapping[str, Any]) -> None:
-        """Give the module what was restored into `like`."""
-        rest = copy.copy(self._held)  # with what torch keeps beside: the modules' versions
+        """Give the module the state that was restored into `like`."""
+        rest = copy.copy(self._held)  # keeps the attribute in which torch stores the modules' versions
         rest.clear()
         for name, own in self._held.items():
             value = restored.get(self._clean(name), own)
@@ -110,10 +110,10 @@ class NamedModule:
                 if value is not own:
                     _replace(own, value)
                 if own.device.type == "xla":
-                    continue  # copied onto itself it would be a pending computation
+                    continue  # copied onto itself, it would become a pending computation
                 value = own
             rest[name] = value
-        # Tensors are copied onto themselves, which does nothing. The module gets its extra state, and what hooks it has, run.
+        # Tensors are copied onto themselves, which does nothing. The module gets its extra state, and its hooks run.
         self.module.load_state_dict(rest, strict=False)
 
     def _clean(self, name: str) -> str:
@@ -130,12 +130,12 @@ def _is_copy(part: torch.nn.Module) -> bool:
 
 
 def _is_left_out(buffer: torch.Tensor) -> bool:
-    """Whether one process alone can save a buffer: it is small, and no DTensor."""
+    """Whether a buffer can be saved by one process alone: it is small, and no DTensor."""
     return buffer.nbytes < SMALL_BYTES and getattr(buffer, "device_mesh", None) is None
 
 
 def _replace(own: Any, value: Any) -> None:
-    """Make a Parameter or buffer be a tensor that was restored in its place."""
+    """Replace a Parameter's or buffer's tensor with the restored one."""
     if own.is_meta:
         torch.utils.swap_tensors(own, torch.nn.Parameter(value, own.requires_grad) if isinstance(own, torch.nn.Parameter) else value)
     else:

@@ -1,7 +1,7 @@
-"""Finding the torch objects of a training, and what they need from each other to name their state.
+"""Finder of the torch objects of a training, which name the state of each object from the others.
 
-An optimizer goes by the names of the modules' parameters: bare ones of `model`, and `keyword.name` of other modules. A
-scheduler goes by its optimizer's. Imported for programs that have torch.
+Optimizer state is named after the modules' parameters: without a prefix for `model`, as `keyword.name` for other modules.
+Scheduler state is named after its optimizer's groups. This module is imported only for programs that have torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["of_torch"]
 
 
 def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimizer | NamedScheduler]:
-    """Torch's among some objects, by the same keys, each with its names.
+    """The torch objects among some objects, with their names, by the same keys.
 
     Raises:
         LeafError: a module or optimizer whose tensors have no names.
@@ -31,7 +31,7 @@ def of_torch(objects: Mapping[str, Any]) -> dict[str, NamedModule | NamedOptimiz
     for key, module in modules.items():
         found = module.parameter_names()
         names = {i: name if key == "model" else f"{key}.{name}" for i, name in found.items()} | names
-        module.replica = any(other.replica for other in modules.values())  # averaged weights are under no DDP themselves
+        module.replica = any(other.replica for other in modules.values())  # averaged weights are not wrapped in DDP themselves
     optimizers = {
         key: NamedOptimizer(key, of, names, modules.keys() - {"model"})
         for key, of in objects.items()

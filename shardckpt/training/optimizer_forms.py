@@ -1,4 +1,4 @@
-"""The forms in which the state of a torch optimizer is stored, and the ways between them.
+"""The stored forms of a torch optimizer's state, and the conversions between them.
 
 | form | | made by |
 |---|---|---|
@@ -7,8 +7,8 @@
 | numbered | `{"state": {0: …}, "param_groups": [{…, "params": [0, …]}, …]}` | `Optimizer.state_dict` |
 | flat | `{"state.<name>.exp_avg": …, "param_groups.<name>.lr": …}` | `get_optimizer_state_dict`, flattened |
 
-All functions take and make nodes of a stored tree. A leaf keeps the name that it is stored under wherever it goes, so that selections,
-reads and messages use the names of the checkpoint. Nothing here needs torch.
+All functions take and return nodes of a stored tree. A leaf keeps its stored name wherever it moves, so that selections,
+reads and messages use the names in the checkpoint. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardckpt.state.unflatten import decode_leaf
 __all__ = ["FORMS", "PER_GROUP", "Group", "OptimizerNodes", "keyed_by_ints", "map_schedules", "read_named", "read_optimizer", "value_of"]
 
 PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
-"""What schedulers have for each parameter group; of all of torch 2.9."""
+"""Keys of a scheduler's state that have a value for each parameter group, for all schedulers of torch 2.9."""
 _STATE, _GROUPS, _GROUP_OF, _MEMBERS, _NAMES = "state", "param_groups", "group_of", "params", "param_names"
 
 
@@ -36,25 +36,25 @@ class Group:
     """Its parameters: names, or numbers."""
     settings: Mapping[PathKey, Node]
     said_by: tuple[Node, ...]
-    """For each member, the stored leaf that says so."""
+    """For each member, the stored leaf that assigns it to the group."""
 
     def first(self, number: int) -> str:
-        """The name that a group goes by: that of its first parameter."""
+        """The name of the group: the name of its first parameter."""
         return str(self.members[0]) if self.members else f"(empty group {number})"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerNodes:
-    """The state of an optimizer, whatever form it is stored in."""
+    """The state of an optimizer, independent of its stored form."""
 
     name: str
-    """Under which it is stored."""
+    """The stored name of the optimizer."""
     form: str
     state: Mapping[PathKey, Node]
-    """By parameter; also what is the state of none."""
+    """State by parameter, and state that belongs to no parameter."""
     groups: tuple[Group, ...]
     rest: Mapping[PathKey, Node]
-    """What else the optimizer stores."""
+    """Other entries that the optimizer stores."""
 
     def firsts(self) -> list[str]:
         """The name of each group."""
@@ -65,7 +65,7 @@ class OptimizerNodes:
         return [member for group in self.groups for member in group.members]
 
     def renamed(self, new: Callable[[str | int], str]) -> OptimizerNodes:
-        """The same with other names for the parameters."""
+        """The same state with other names for the parameters."""
         known = {member: new(member) for member in self.members()}
         state = {known.get(self._member(key), key): node for key, node in self.state.items()}
         groups = tuple(replace(group, members=tuple(known[member] for member in group.members)) for group in self.groups)
@@ -85,7 +85,7 @@ class OptimizerNodes:
         return _branch(self.name, {_STATE: state, _GROUPS: _branch(below, settings), _GROUP_OF: _branch(below, group_of), **self.rest})
 
     def listed(self, *, numbers: bool = False) -> Branch:
-        """What `set_optimizer_state_dict` loads; with numbers what `Optimizer.load_state_dict` does."""
+        """The form that `set_optimizer_state_dict` loads; with `numbers`, the form that `Optimizer.load_state_dict` loads."""
         number_of = {member: number for number, member in enumerate(self.members())}
         shown = {member: number if numbers else member for member, number in number_of.items()}
         groups = [
@@ -96,7 +96,7 @@ class OptimizerNodes:
         return _branch(self.name, {_STATE: _branch(self.name, state), _GROUPS: _list(self.name, groups), **self.rest})
 
     def flat(self) -> Branch:
-        """What `get_optimizer_state_dict` makes with `flatten_optimizer_state_dict=True`."""
+        """The form that `get_optimizer_state_dict` makes with `flatten_optimizer_state_dict=True`."""
         found: dict[PathKey, Node] = dict(self.rest)
         for member, of_one in self.state.items():
             found |= {f"{_STATE}.{member}.{key}": node for key, node in _items(of_one)}
@@ -105,7 +105,7 @@ class OptimizerNodes:
         return _branch(self.name, found)
 
     def _member(self, key: PathKey) -> str | int:
-        """The parameter that a key of the state means; DCP makes texts of numbers."""
+        """The parameter that a key of the state stands for; DCP turns numbers into text."""
         if self.form == "numbered" and isinstance(key, str) and key.isdecimal():
             return int(key)
         return key if isinstance(key, str | int) else str(key)
@@ -116,16 +116,16 @@ FORMS: Mapping[str, Callable[[OptimizerNodes], Branch]] = {
     "numbers": lambda nodes: nodes.listed(numbers=True),
     "flat": OptimizerNodes.flat,
 }
-"""What an optimizer can be exported as."""
+"""The forms in which an optimizer can be exported."""
 
 
 def read_optimizer(node: Node | None) -> OptimizerNodes | None:
-    """An optimizer's state of any form; None where a node is something else."""
+    """An optimizer's state in any form; None if a node is anything else."""
     return read_named(node) or _read_listed(node) or _read_flat(node)
 
 
 def read_named(node: Node | None) -> OptimizerNodes | None:
-    """An optimizer's state as `train_state` stores it; None where a node is something else, or a part of it is missing."""
+    """An optimizer's state in the form of `train_state`; None if a node is anything else, or incomplete."""
     groups, group_of = child(node, _GROUPS), child(node, _GROUP_OF)
     if not (isinstance(node, Branch) and _is_dict(groups) and _is_dict(group_of)):
         return None
@@ -178,7 +178,7 @@ def _read_flat(node: Node | None) -> OptimizerNodes | None:
         member, _, last = path.rpartition(".")
         if kind == _GROUPS and member:
             of_group = settings.setdefault(member, {})
-            if last != _NAMES:  # lists the whole group
+            if last != _NAMES:  # lists the complete group
                 of_group[last] = below
         elif kind == _STATE and member:
             state.setdefault(member, {})[last] = below
@@ -192,11 +192,11 @@ def _read_flat(node: Node | None) -> OptimizerNodes | None:
 
 
 def map_schedules(node: Node, change: Callable[[Branch, Branch], Node | None]) -> Node:
-    """A scheduler's state with what it has for each group changed, in schedulers inside of it, too.
+    """A scheduler's state with its per-group containers changed, in nested schedulers, too.
 
     Args:
-        node: the state, or anything that holds such states.
-        change: given a scheduler's state and a container of `PER_GROUP` in it, what that becomes; None: it stays.
+        node: the state, or anything that contains such states.
+        change: called with a scheduler's state and a `PER_GROUP` container in it; returns the replacement, or None to keep it.
     """
     if not isinstance(node, Branch):
         return node
@@ -208,7 +208,7 @@ def map_schedules(node: Node, change: Callable[[Branch, Branch], Node | None]) -
 
 
 def keyed_by_ints(node: Node, own: object) -> Node:
-    """A state with ints for keys that are texts of them, as DCP makes, in those places where an object's own state has ints."""
+    """A state whose decimal text keys, which DCP makes of ints, are ints again where the object's own state has ints."""
     if not isinstance(node, Branch) or node.form != "dict" or not isinstance(own, Mapping):
         return node
     texts = all(isinstance(key, str) and key.isdecimal() for key in node.keys)
@@ -223,7 +223,7 @@ def keyed_by_ints(node: Node, own: object) -> Node:
 def _state_and(
     node: Branch, groups: Sequence[Group], known: set[str]
 ) -> tuple[Mapping[PathKey, Node], tuple[Group, ...], Mapping[PathKey, Node]]:
-    """The state by parameter, which DCP leaves out where it is empty, the groups, and the rest."""
+    """The state by parameter (DCP leaves it out where it is empty), the groups, and the other entries."""
     return dict(_items(child(node, _STATE))), tuple(groups), {key: below for key, below in _items(node) if key not in known}
 
 

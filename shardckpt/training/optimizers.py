@@ -1,22 +1,22 @@
-"""A `torch.optim.Optimizer`, with its state by the names of parameters instead of their numbers.
+"""A `torch.optim.Optimizer` whose state goes by parameter names instead of numbers.
 
-An optimizer numbers its parameters in the order in which it got them. Another order, other parameter groups or another
-wrapping of the model give other numbers. What is saved goes by name:
+An optimizer numbers its parameters in the order in which it received them. Another order, other parameter groups or another
+wrapping of the model give other numbers. So the saved state goes by name:
 
     {"state": {parameter: {"exp_avg": tensor, "step": tensor, …}},
      "param_groups": {first parameter of the group: {"lr": 0.001, …}},
      "group_of": {parameter: first parameter of its group}}
 
-Putting back
-1. Each parameter's state goes to the parameter of that name. Where the optimizer has none yet, because it has made no
-   step, tensors of the parameter's shape are made like the parameter (sharded as it is), all others on the CPU.
-2. A group gets the settings that its parameters had when they were saved. They may have been in several groups, if
-   those had equal settings.
-3. `load_state_dict` then takes it all, in the optimizer's own numbers. It converts state to the parameter's dtype; what
-   was stored in another (float32 moments of a bfloat16 parameter) is put back as it was.
+Restoring
+1. Each parameter's state goes to the parameter of the same name. If the optimizer has no state yet, because it has made no
+   step, tensors of the parameter's shape are made like the parameter (with its sharding), and all others on the CPU.
+2. A group gets the settings that its parameters had when they were saved. They may come from several groups, if those
+   had equal settings.
+3. `load_state_dict` then takes everything, in the optimizer's own numbers. It converts state to the parameter's dtype; state
+   of another dtype (float32 moments of a bfloat16 parameter) is then put back unchanged.
 
-What torch or DCP has stored in a form of its own (`optimizer_forms`) is first arranged as above. Numbers there are places in the
-optimizer, so that its groups must be as long as the stored ones.
+State that torch or DCP has stored in another form (`optimizer_forms`) is first converted to this one. Numbers in it are
+positions in the optimizer, so its groups must be as long as the stored ones.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 __all__ = ["NamedOptimizer"]
 
 _OF_THE_GROUP = frozenset({"params", "param_names"})
-"""What a group has that is no setting."""
+"""Entries of a group that are not settings."""
 _NO_MOMENT = "step"
-"""Counts steps on the CPU; torch itself moves it where the optimizer needs it."""
+"""State entry that counts steps, on the CPU; torch itself moves it where the optimizer needs it."""
 
 
 class NamedOptimizer:
@@ -57,22 +57,22 @@ class NamedOptimizer:
         """Find the name of each parameter.
 
         Args:
-            key: under which it is saved.
-            optimizer: any of torch's kind.
-            names: by the id of a Parameter.
-            modules: keys of modules that the names of their parameters begin with.
+            key: the name that the optimizer is saved under.
+            optimizer: any torch optimizer.
+            names: parameter names, by the id of the Parameter.
+            modules: keys of modules that prefix the names of their parameters.
 
         Raises:
-            LeafError: one that has no name.
+            LeafError: a parameter has no name.
         """
         self.optimizer = optimizer
         self.key = key
         self.parameters: dict[str, Any] = {}
-        """By name, in the order of their numbers."""
+        """Parameters by name, in the order of their numbers."""
         self.groups: list[list[str]] = []
-        """Names, by group."""
+        """Parameter names of each group."""
         self.group_of: Mapping[str, str] = {}
-        """What was put back last."""
+        """The group of each parameter in the state that was restored last."""
         for number, group in enumerate(optimizer.param_groups):
             self.groups.append([])
             for position, parameter in enumerate(group["params"]):
@@ -85,21 +85,21 @@ class NamedOptimizer:
                 self.parameters[name] = parameter
                 self.groups[-1].append(name)
         self._prefix = next((f"{key}." for key in modules if all(name.startswith(f"{key}.") for name in self.parameters)), "")
-        """What the names of all parameters begin with here, and not in forms that know of one module alone."""
+        """The common prefix of all parameter names here; forms for a single module do not have it."""
 
     def firsts(self) -> list[str]:
-        """Of each group the name that it goes by: that of its first parameter."""
+        """The name of each group: the name of its first parameter."""
         return [members[0] if members else f"(empty group {number})" for number, members in enumerate(self.groups)]
 
     def sources(self) -> list[list[str]]:
-        """Of each group the names of the groups that its parameters were in when what was put back last was saved."""
+        """For each group, the names of its parameters' groups in the state that was restored last."""
         found = []
         for first, members in zip(self.firsts(), self.groups, strict=True):
             found.append(list(dict.fromkeys(self.group_of[name] for name in members if name in self.group_of)) or [first])
         return found
 
     def collect(self) -> dict[str, Any]:
-        """The state by name, its tensors those of the optimizer."""
+        """The state by name; its tensors are the optimizer's own."""
         packed = self.optimizer.state_dict()
         names = list(self.parameters)
         state = {names[number] if isinstance(number, int) else number: of_one for number, of_one in packed["state"].items()}
@@ -112,10 +112,10 @@ class NamedOptimizer:
         return {"state": state, "param_groups": settings, "group_of": group_of, **rest}
 
     def read(self, node: Node | None) -> OptimizerNodes | None:
-        """What is stored of an optimizer, in any form, by the names that its parameters have here.
+        """The stored state of an optimizer, in any form, with the parameter names used here.
 
         Raises:
-            StructureMismatchError: parameters go by numbers, and the groups are not as long as here.
+            StructureMismatchError: parameters go by numbers, and the groups have other lengths than here.
         """
         nodes = read_optimizer(node)
         if nodes is None or nodes.form == "named":
@@ -132,15 +132,15 @@ class NamedOptimizer:
         return nodes.renamed(lambda number: names[number])
 
     def arranged(self, node: Node, _state: Node) -> Node:
-        """The stored state in the form that `collect` makes; one that is no optimizer's, as far as can be told, as it is."""
+        """The stored state in the form that `collect` makes; unchanged if it is not recognized as an optimizer's."""
         nodes = self.read(node)
         return node if nodes is None or nodes.form == "named" else nodes.named()
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
-        """What to restore a stored optimizer into, as `arranged`; `LEFT_OUT` where nothing of it is asked for.
+        """The restore target for a stored optimizer, as `arranged`; `LEFT_OUT` where no part is requested.
 
         Raises:
-            OptionError: of the groups, or of one parameter's state, a part is asked for.
+            OptionError: only a part of the groups, or of one parameter's state, is requested.
         """
         if not stored.any(node):
             return LEFT_OUT
@@ -151,13 +151,13 @@ class NamedOptimizer:
             if name == "state" and isinstance(below, Branch):
                 found[name] = self._state_like(stored, below, own["state"])
             elif below is None or (name == "group_of" and stored.all_or_nothing(below)):
-                found[name] = own[name]  # by our own parameters: names that only one side has are an error
+                found[name] = own[name]  # from our own parameters, so that a name on one side only is an error
             else:
                 found[name] = mirror(stored, below)
         return {name: part for name, part in found.items() if part is not LEFT_OUT}
 
     def put_back(self, restored: Mapping[str, Any]) -> None:
-        """Give the optimizer what was restored into `like`.
+        """Give the optimizer the state that was restored into `like`.
 
         Raises:
             StructureMismatchError: the parameters of a group had different settings when they were saved.
@@ -177,7 +177,7 @@ class NamedOptimizer:
         self._as_stored(state)
 
     def _state_like(self, stored: StoredLeaves, node: Branch, own: Mapping[Any, Any]) -> dict[Any, Any]:
-        """What to restore into, by parameter: the optimizer's own state where that is not asked for."""
+        """The restore target by parameter; the optimizer's own state for parameters that are not requested."""
         found: dict[Any, Any] = {}
         for name, below in zip(node.keys, node.children, strict=True):
             parameter = self.parameters.get(name) if isinstance(name, str) else None
@@ -196,7 +196,7 @@ class NamedOptimizer:
         return self._prefix + name if self._prefix + name in self.parameters else name
 
     def _settings(self, number: int, found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Settings of one group of the optimizer, from the settings that its parameters were saved with."""
+        """Settings of one group of the optimizer, from the saved settings of its parameters."""
         for other in found[1:]:
             names = [*found[0], *other]
             differs = next((n for n in names if n not in found[0] or n not in other or found[0][n] != other[n]), None)
@@ -210,7 +210,7 @@ class NamedOptimizer:
         return found[0] if found else {name: value for name, value in own.items() if name not in _OF_THE_GROUP}
 
     def _as_stored(self, state: Mapping[Any, Any]) -> None:
-        """Undo what `load_state_dict` does to the dtypes of state."""
+        """Undo the dtype conversions of `load_state_dict`."""
         for number, parameter in enumerate(self.parameters.values()):
             for name, value in state.get(number, {}).items():
                 loaded = self.optimizer.state[parameter].get(name)
@@ -219,7 +219,7 @@ class NamedOptimizer:
 
 
 def _place(parameter: Any, record: TensorRecord, own: object) -> object:
-    """What to restore a part of a parameter's state into."""
+    """The restore target for one tensor of a parameter's state."""
     fits = fitting(record, own)
     if fits is own or record.name.replace(".", "/").endswith(f"/{_NO_MOMENT}"):
         return fits
@@ -237,7 +237,7 @@ def _place(parameter: Any, record: TensorRecord, own: object) -> object:
 
 
 def _moved(value: object, own: object) -> object:
-    """A setting, where the optimizer keeps its own; formats without tuples make lists of them."""
+    """A setting in the optimizer's own form and on its device; formats without tuples turn them into lists."""
     if isinstance(value, list) and isinstance(own, tuple):
         return tuple(value)
     return value.to(own.device) if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) else value

@@ -1,10 +1,10 @@
 """Policies that decide when a training loop saves.
 
-A policy is asked at every step, in two ways.
+A policy answers two questions at every step.
 
-1. `due(step, previous)` follows from step numbers alone. Every process answers it for itself, and all come to the same.
-2. `wanted(moment)` depends on a clock, on a signal or on what is in flight, which processes see differently. Only the
-   leader answers it, and announces what follows for a later step (`shardckpt.training`); `by_leader` says that it must be asked.
+1. `due(step, previous)` follows from step numbers alone. Every process answers it for itself, and all answers are equal.
+2. `wanted(moment)` depends on a clock, on a signal or on saves in flight, which differ between processes. Only the leader
+   answers it, and announces the result for a later step (`shardckpt.training`); `by_leader` says whether it must be asked.
 
 Policies are values: compare them, print them, combine them with `any_of`. A class of your own derives from `Policy`.
 """
@@ -41,52 +41,52 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What the leader sees when it is asked."""
+    """The leader's view of the training at one step."""
 
     step: int
     """The step that training has reached."""
     since_last: float
-    """Seconds since the last save was decided on, or training began, by the leader's clock."""
+    """Seconds since the last save was decided or training began, by the leader's clock."""
     in_flight: bool
-    """Whether a save is under way, or decided on."""
+    """Whether a save is in flight or decided."""
     preempted: bool
-    """Whether a notice of preemption has come and has not been acted on."""
+    """Whether a notice of preemption has come and has not been handled."""
 
 
 class Policy:
-    """When to save; this one never does."""
+    """The base of all policies; this one never saves."""
 
     __slots__ = ()
 
     def due(self, step: int, previous: int | None) -> bool:
-        """Whether step numbers alone say so.
+        """Whether the step numbers alone make this step due.
 
         Args:
-            step: the one that training has reached.
-            previous: the one at which the policy was asked last, or that was restored; None at the first.
+            step: the step that training has reached.
+            previous: the step at which the policy was asked last, or the restored step; None at first.
         """
         del step, previous
         return False
 
     def wanted(self, moment: Moment) -> bool:
-        """Whether to save as soon as all processes can do so at the same step; asked of the leader only."""
+        """Whether to save as soon as all processes can do so at the same step; asked on the leader only."""
         del moment
         return False
 
     @property
     def by_leader(self) -> bool:
-        """Whether `wanted` may ever say so."""
+        """Whether `wanted` can ever be true."""
         return False
 
     @property
     def notices(self) -> tuple[OnPreemption, ...]:
-        """Where notices of preemption come from."""
+        """The policies that give notices of preemption."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class EveryCall(Policy):
-    """At each step that is asked about, step 0 included: the loop itself decides when it calls `save`."""
+    """Save at each step that is asked about, step 0 included: the loop itself decides when it calls `save`."""
 
     def due(self, step: int, previous: int | None) -> bool:
         """Always true."""
@@ -96,7 +96,7 @@ class EveryCall(Policy):
 
 @dataclass(frozen=True, slots=True)
 class EverySteps(Policy):
-    """At each multiple of `n`; where steps are looked at only now and then, at the first one after it. Not at step 0.
+    """Save at each multiple of `n`, or at the next step that is asked about; not at step 0.
 
     >>> [step for step in range(0, 50, 7) if EverySteps(20).due(step, step - 7)]
     [21, 42]
@@ -106,11 +106,11 @@ class EverySteps(Policy):
     """Steps, at least 1."""
 
     def __post_init__(self) -> None:
-        """Check it."""
+        """Check the number."""
         _whole(self.n, "EverySteps(n", 1)
 
     def due(self, step: int, previous: int | None) -> bool:
-        """Whether a multiple was reached."""
+        """Whether a multiple of `n` was reached."""
         if previous is None:
             return step > 0 and step % self.n == 0
         return step // self.n > max(previous, 0) // self.n
@@ -118,13 +118,13 @@ class EverySteps(Policy):
 
 @dataclass(frozen=True, slots=True)
 class AtSteps(Policy):
-    """At given steps; where steps are looked at only now and then, at the first one after it."""
+    """Save at each given step, or at the next step that is asked about."""
 
     steps: Iterable[int]
-    """In any order; kept as an ascending tuple."""
+    """The steps in any order; kept as an ascending tuple."""
 
     def __post_init__(self) -> None:
-        """Sort them."""
+        """Sort the steps."""
         try:
             steps = list(self.steps)
         except TypeError:
@@ -134,7 +134,7 @@ class AtSteps(Policy):
         object.__setattr__(self, "steps", tuple(sorted(set(steps))))
 
     def due(self, step: int, previous: int | None) -> bool:
-        """Whether one of them was reached."""
+        """Whether one of the steps was reached."""
         assert isinstance(self.steps, tuple)
         if previous is None:
             return step in self.steps
@@ -143,53 +143,53 @@ class AtSteps(Policy):
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds(Policy):
-    """Whenever so much time has passed since the last save was decided on, by the leader's clock."""
+    """Save whenever this much time has passed since the last save was decided, by the leader's clock."""
 
     seconds: float
-    """More than 0."""
+    """Seconds, more than 0."""
 
     def __post_init__(self) -> None:
-        """Check it."""
+        """Check the seconds."""
         _seconds(self.seconds, "EverySeconds(seconds")
 
     def wanted(self, moment: Moment) -> bool:
-        """Whether it has, and none is in flight."""
+        """Whether the time has passed, and no save is in flight."""
         return moment.since_last >= self.seconds and not moment.in_flight
 
     @property
     def by_leader(self) -> bool:
-        """It depends on a clock."""
+        """True, because this policy depends on a clock."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Continuous(Policy):
-    """Again as soon as the last save is done."""
+    """Save again as soon as the last save has ended."""
 
     def wanted(self, moment: Moment) -> bool:
-        """Whether none is in flight."""
+        """Whether no save is in flight."""
         return not moment.in_flight
 
     @property
     def by_leader(self) -> bool:
-        """It depends on what is in flight."""
+        """True, because this policy depends on saves in flight."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class OnPreemption(Policy):
-    """Once, when this job is about to be stopped: at the same step on all processes, whichever of them was told.
+    """Save once when the job is about to be stopped: at the same step on all processes, whichever process got the notice.
 
-    Each source is looked at once per step, on every process.
+    Every process checks each source once per step.
     """
 
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)
-    """Signals that say so; handlers that were there before are called as well, and come back when the manager is closed.
-    Without one the signal no longer ends the process: end the loop when `CheckpointManager.reached_preemption` says so."""
+    """Signals that give notice. Handlers that existed before are called as well, and come back when the manager is closed. A signal
+    without an earlier handler no longer ends the process: end the loop when `CheckpointManager.reached_preemption` is true."""
     file: str | os.PathLike[str] | None = None
-    """A file that says so by being there, as a maintenance notice that a side-car writes."""
+    """A file whose existence gives notice, such as a maintenance notice that a side-car writes."""
     when: Callable[[], bool] | None = field(default=None, compare=False)
-    """A function that says so, quickly: it is called in the training loop."""
+    """A function that returns true to give notice. It must be fast, because the training loop calls it."""
 
     def __post_init__(self) -> None:
         """Check that there is a source."""
@@ -208,42 +208,42 @@ class OnPreemption(Policy):
 
     @property
     def by_leader(self) -> bool:
-        """It depends on what one process alone may have been told."""
+        """True, because one process alone may get the notice."""
         return True
 
     @property
     def notices(self) -> tuple[OnPreemption, ...]:
-        """This one."""
+        """This policy."""
         return (self,)
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf(Policy):
-    """Whenever one of several policies says so."""
+    """Save whenever one of several policies would."""
 
     policies: tuple[Policy, ...]
 
     def due(self, step: int, previous: int | None) -> bool:
-        """Whether one of them is."""
+        """Whether one of the policies is due."""
         return any(policy.due(step, previous) for policy in self.policies)
 
     def wanted(self, moment: Moment) -> bool:
-        """Whether one of them wants it."""
+        """Whether one of the policies wants to save."""
         return any(policy.wanted(moment) for policy in self.policies)
 
     @property
     def by_leader(self) -> bool:
-        """Whether one of them is."""
+        """Whether one of the policies needs the leader."""
         return any(policy.by_leader for policy in self.policies)
 
     @property
     def notices(self) -> tuple[OnPreemption, ...]:
-        """Those of all."""
+        """The notices of all policies."""
         return tuple(notice for policy in self.policies for notice in policy.notices)
 
 
 def any_of(*policies: Policy | int) -> Policy:
-    """Save whenever one of these says so; a number is every so many steps.
+    """Save whenever one of these policies would; a number stands for every so many steps.
 
     >>> any_of(1000, EverySeconds(600)).due(2000, 1999)
     True
@@ -252,10 +252,10 @@ def any_of(*policies: Policy | int) -> Policy:
 
 
 def as_policy(every: Policy | int | None) -> Policy:
-    """What a user gave to say when: a policy, every so many steps, or None: never by itself.
+    """The policy for a user's `every`: a policy itself, a number of steps, or None: never by itself.
 
     Raises:
-        OptionError: neither.
+        OptionError: none of these.
     """
     if every is None:
         return Policy()

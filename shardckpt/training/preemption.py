@@ -1,7 +1,7 @@
-"""Has this process been told that it is about to be stopped?
+"""Detection of preemption: whether this process has been notified that it is about to be stopped.
 
-Each source of an `OnPreemption` policy is looked at when `look` is called, once per step. What was seen once counts for
-ever. A signal's handler does nothing but take note and call the handler that was there before.
+Each source of an `OnPreemption` policy is checked when `look` is called, once per step. A notice is never withdrawn. A
+signal handler only records the signal and calls the handler that was there before.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["Notices"]
 
 
 class Notices:
-    """Notices of preemption that this process gets."""
+    """Notices of preemption that this process receives."""
 
     def __init__(self, policies: Sequence[OnPreemption]) -> None:
-        """Handle the policies' signals from now on.
+        """Install handlers for the policies' signals.
 
         Raises:
             OptionError: there are signals to handle, and this is not the main thread.
@@ -42,12 +42,12 @@ class Notices:
                 "OnPreemption(signals=…): only the main thread can handle signals; make the CheckpointManager there, or give signals=() "
                 "and a file or a function."
             )
-        self._handler = self._take_note  # one object: a method is another one each time it is looked up
+        self._handler = self._take_note  # kept as one object: each look-up of a method creates a new one
         for number in numbers:
             self._before[number] = signal.signal(number, self._handler)
 
     def look(self) -> str | None:
-        """What gave notice, if anything has."""
+        """The source of the notice; None if there is none."""
         for policy in self._policies if self._source is None else ():
             if policy.file is not None and Path(policy.file).exists():
                 self._source = os.fspath(policy.file)
@@ -56,10 +56,10 @@ class Notices:
         return self._source
 
     def close(self) -> None:
-        """Bring back the handlers that were there before, where nobody has put others in place of ours."""
+        """Restore the earlier handlers, except where other code has replaced ours."""
         self._closed = True
         if threading.current_thread() is not threading.main_thread():
-            return  # ours stay, and pass everything on
+            return  # our handlers stay, and pass everything on
         for number, before in self._before.items():
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, signal.SIG_DFL if before is None else before)

@@ -1,8 +1,8 @@
-"""A line on the terminal as long as a save or restore goes on: bytes, rate, time that remains.
+"""A progress line on the terminal during a save or restore: bytes, rate, remaining time.
 
     saving step 100 ━━━━━━━━━╸━━━━━━━  1.6/2.7 GiB 1.1 GiB/s 0:00:01
 
-It is drawn on standard error, and is gone when the save is over. Where that is no terminal nothing is ever written.
+It is drawn on standard error, and is removed when the save has ended. If standard error is no terminal, nothing is written.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ __all__ = ["ProgressLine", "transfer_columns"]
 
 
 class _Rate(ProgressColumn):
-    """Bytes per second, in the units of every other size (rich's own column counts in thousands)."""
+    """Bytes per second, in the same units as all other sizes (rich's own column uses powers of 1000)."""
 
     def render(self, task: Task) -> Text:
-        """Draw it."""
+        """Draw the column."""
         speed = task.finished_speed or task.speed
         return Text("?" if speed is None else f"{file_size(round(speed))}/s", style="progress.data.speed")
 
 
 def transfer_columns() -> tuple[ProgressColumn, ...]:
-    """Columns of a transfer of bytes: done and in all, rate, and the time that remains."""
+    """Columns of a byte transfer: bytes done and total, rate, and remaining time."""
     return DownloadColumn(binary_units=True), _Rate(), TimeRemainingColumn()
 
 
 class ProgressLine:
-    """Draws the line: a callback of events. One event comes at a time."""
+    """An event callback that draws the progress line. It is called with one event at a time."""
 
     def __init__(self, console: Console | None = None) -> None:
-        """Nothing is drawn yet.
+        """Create a line; nothing is drawn yet.
 
         Args:
-            console: where to; by default standard error, as it is now.
+            console: the console to draw on; by default standard error at the time of the call.
         """
         from rich.console import Console
 
         self._console = Console(stderr=True) if console is None else console
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        """What goes on now, by url: mostly one thing."""
+        """Transfers in progress, by url; usually one."""
 
     def __call__(self, event: Event) -> None:
-        """Draw what has changed."""
+        """Draw the change."""
         if not self._console.is_terminal:
             return
         match event:
@@ -80,7 +80,7 @@ class ProgressLine:
                 pass
 
     def close(self) -> None:
-        """Take away what is still drawn."""
+        """Remove the line."""
         for url in [*self._tasks]:
             self._end(url)
 

@@ -1,14 +1,14 @@
-"""Choosing the step to resume from, the same on all processes whatever is committed meanwhile.
+"""The choice of the step to resume from: the same on all processes, even if steps are committed at the same time.
 
-1. The leader commits what an earlier run has left complete, lists the steps, and takes the one that was asked for, or the
-   latest live one. All are told which (`Coordinator.agree`), with the attempt that its record names.
-2. Each process restores it, and all tell each other how that went (`Coordinator.share`): nobody goes on before all have
-   their state, so that nothing is deleted under a process that is slow.
-3. Where one of them found it damaged, and falling back is allowed, all try the step before, likewise. Otherwise
-   all raise: those that could read it, too.
+1. The leader commits the complete attempts of an earlier run, lists the steps, and chooses the requested step or the latest
+   live one. All processes learn the step and the attempt in its record (`Coordinator.agree`).
+2. Each process restores the step, and all exchange the outcome (`Coordinator.share`): no process continues before all have
+   their state, so that nothing is deleted under a slow process.
+3. If one of them found damage, and fallback is allowed, all try the step before, in the same manner. Otherwise all raise,
+   including the processes that could read the step.
 
-Nothing is written but commits that were due. That steps after the restored one are superseded is remembered, and told to
-the storage with the first save (`CheckpointManager`): who only looks at an old step changes nothing.
+Nothing is written except commits that were due. The fact that later steps are superseded is kept in memory, and written to
+the storage with the first save (`CheckpointManager`): a restore alone changes nothing.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ __all__ = ["Restored", "Resumed", "resume"]
 T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
 _LEVELS = {"committed": logging.INFO, "refused": logging.WARNING}
-"""Of the log, by what became of an attempt."""
+"""The log level for each outcome of an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What `CheckpointManager.restore` returns."""
+    """The result of `CheckpointManager.restore`."""
 
     state: Any
-    """As `shardckpt.restore` returns it."""
+    """The state, as returned by `shardckpt.restore`."""
     step: int
     metadata: dict[str, Any]
-    """What was given to `SaveOptions(metadata=…)`, the step's `metrics`, the `run_id` of the run that saved it, and the `rollback` that
-    it was the first save after."""
+    """The metadata of `SaveOptions(metadata=…)`, the step's `metrics`, the `run_id` of the run that saved it, and, if it was the first
+    save after a rollback, that `rollback`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What was agreed on, and restored."""
+    """The step that the processes agreed on, and its restored state."""
 
     step: int
     state: Any
     metadata: dict[str, Any]
     was_superseded: bool
-    """Whether the restored step was, until now."""
+    """Whether the restored step was superseded until now."""
     later: dict[int, str | None]
-    """Steps after it: the attempt that each one's record names, None where that is unreadable."""
+    """Steps after it, with the attempt in each one's record (None if unreadable)."""
     kept: frozenset[int]
-    """Those among them that are pinned, or hold tensors of one that is."""
+    """Later steps that are pinned, or hold tensors of a pinned step."""
 
 
 def resume(
@@ -79,23 +79,23 @@ def resume(
     """Agree on a step, and restore it.
 
     Args:
-        root: of the run.
-        coordinator: of all processes, which all call this.
+        root: the root of the run.
+        coordinator: connects all processes; all of them call this.
         read: restores the open checkpoint.
-        step: the one to restore; None: the latest.
-        together: whether `read` waits for the other processes, so that all have to come as far as that.
-        rolled_back: steps that this run has superseded without having told the storage, with their attempts.
+        step: the step to restore; None: the latest.
+        together: whether `read` waits for the other processes, so that all of them must reach it.
+        rolled_back: steps that this run has superseded without recording it in the storage, with their attempts.
         fallback: whether to try earlier steps where one is damaged.
-        fell_back: told of each damaged step, and what is wrong with it.
+        fell_back: called with each damaged step and a description of the damage.
 
     Returns:
-        None where nothing is to be restored: no step is there.
+        The restored step; None if there is no step to restore.
 
     Raises:
         NotFoundError: there is no such step.
-        CorruptionError, FormatError: it is damaged, and so are all before it where `fallback` is set.
+        CorruptionError, FormatError: the step is damaged; with `fallback`: and so are all earlier steps.
         CoordinationError: another process failed, or does not answer.
-        ShardckptError: what `read` raises.
+        ShardckptError: an error of `read`.
     """
     damaged: Exception | None = None
     below: int | None = None
@@ -134,7 +134,7 @@ def resume(
 
 
 def _tried(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
-    """What it returns, or raises: that is raised when the others know."""
+    """The result or the exception of a call; the exception is raised later, when the other processes know of it."""
     try:
         return act(), None
     except Exception as e:  # noqa: BLE001
@@ -142,7 +142,7 @@ def _tried(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
 
 
 def _opened(url: str, attempt: str | None) -> Checkpoint:
-    """The checkpoint that was agreed on."""
+    """The checkpoint that the processes agreed on."""
     checkpoint = Checkpoint(url)
     if checkpoint.record.attempt != attempt:
         raise ReplacedError(f"{url}: the checkpoint was replaced after the job agreed to resume from it; start anew.")
@@ -150,7 +150,7 @@ def _opened(url: str, attempt: str | None) -> Checkpoint:
 
 
 def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[int, str | None], *, commits: bool) -> dict[str, Any]:
-    """The leader's choice, as JSON."""
+    """The leader's choice of a step, as JSON."""
     if commits:
         _commit_left(root)
     steps = list_steps(root)
@@ -178,10 +178,10 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
 
 
 def _commit_left(root: Store) -> None:
-    """Commit the steps that an earlier run has left complete; a process that may only read leaves them.
+    """Commit the steps that an earlier run has left complete; a process with read access only leaves them as they are.
 
     Raises:
-        StorageError: the storage failed, so that the latest step may be one that is not known.
+        StorageError: the storage failed, so that the latest step may be unknown.
     """
     for outcome in commit_places(root, [(str(step), root.sub(str(step))) for step in step_numbers(root)]):
         level = _LEVELS.get(outcome.state, logging.DEBUG)
@@ -189,7 +189,7 @@ def _commit_left(root: Store) -> None:
 
 
 def _first_failure(coordinator: Coordinator, failure: Exception | None) -> tuple[ShardckptError, bool] | None:
-    """How it went on all processes: the error of the first that failed as one of this process, and whether all errors are damage."""
+    """The first process's failure as an error of this process, and whether all failures are damage; None if no process failed."""
     mine = None
     if failure is not None:
         mine = {"code": getattr(failure, "code", None), "message": f"{failure}", "damage": _is_damage(failure)}
@@ -204,5 +204,5 @@ def _first_failure(coordinator: Coordinator, failure: Exception | None) -> tuple
 
 
 def _is_damage(error: Exception | None) -> bool:
-    """Whether the checkpoint is at fault, not who reads it."""
+    """Whether the error means that the checkpoint is damaged, rather than that the reader has a problem."""
     return isinstance(error, CorruptionError | FormatError) and not isinstance(error, VersionError)

@@ -1,8 +1,8 @@
-"""Rules that decide which steps are kept.
+"""Rules that decide which steps to keep.
 
-A rule is given all steps that could be deleted and says which of them to keep; `any_of` keeps what one of several rules
-keeps. Rules are values without side effects: whoever deletes adds what is never deleted (`training.cleaning`).
-A class of your own derives from `Retention`.
+A rule gets all steps that could be deleted and returns the steps to keep; `any_of` keeps every step that one of several rules
+keeps. Rules are values without side effects: `training.cleaning` adds the steps that are never deleted.
+A custom rule derives from `Retention`.
 """
 
 from __future__ import annotations
@@ -27,59 +27,59 @@ class SavedStep:
 
     step: int
     age: float = 0.0
-    """Seconds since it was committed, by the committer's clock and that of the leader, which are the same where the same machine leads."""
+    """Seconds since the commit: the leader's clock minus the committer's. The clocks are the same where one machine is both."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What was given to `CheckpointManager.save(metrics=…)`."""
+    """The metrics of `CheckpointManager.save(metrics=…)`."""
 
 
 class Retention(ABC):
-    """A rule that says what to keep."""
+    """A rule that chooses the steps to keep."""
 
     __slots__ = ()
 
     @abstractmethod
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
-        """The steps to keep, of these; all others may go.
+        """The steps to keep among these; all others may be deleted.
 
         Args:
-            steps: ascending.
+            steps: all steps, ascending.
         """
 
     @property
     def measures(self) -> tuple[Best, ...]:
-        """What it takes for the best, if anything."""
+        """The `Best` rules in this rule."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Latest(Retention):
-    """The latest `n`."""
+    """Keep the latest `n` steps."""
 
     n: int
-    """At least 1."""
+    """Number of steps, at least 1."""
 
     def __post_init__(self) -> None:
-        """Check it."""
+        """Check the number."""
         _whole(self.n, "Latest(n")
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
-        """The last ones."""
+        """The last `n` steps."""
         return {s.step for s in steps[-self.n :]}
 
 
 @dataclass(frozen=True, slots=True)
 class Best(Retention):
-    """The best `n` by a metric; of equal ones the later. Steps that were saved without it, or with NaN, are none of them."""
+    """Keep the best `n` steps by a metric; of equal ones the later. Steps without the metric, or with NaN, are not kept."""
 
     n: int
-    """At least 1."""
+    """Number of steps, at least 1."""
     metric: str
     """A key of `CheckpointManager.save(metrics=…)`."""
     mode: Literal["min", "max"] = "min"
     """Whether the smallest or the largest is best."""
 
     def __post_init__(self) -> None:
-        """Check them."""
+        """Check the fields."""
         _whole(self.n, "Best(n")
         if not isinstance(self.metric, str):
             raise OptionError(f"Best(metric={excerpt(self.metric)}): give the name of a metric.")
@@ -87,72 +87,72 @@ class Best(Retention):
             raise OptionError(f'Best(mode={excerpt(self.mode)}): give "min" or "max".')
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
-        """The best ones."""
+        """The best `n` steps."""
         return {s.step for s in self.ranked(steps)[: self.n]}
 
     def ranked(self, steps: Sequence[SavedStep]) -> list[SavedStep]:
-        """Those that have the metric, best first."""
+        """The steps that have the metric, best first."""
         sign = 1 if self.mode == "min" else -1
         having = [s for s in steps if not isnan(s.metrics.get(self.metric, float("nan")))]
         return sorted(having, key=lambda s: (sign * s.metrics[self.metric], -s.step))
 
     @property
     def measures(self) -> tuple[Best, ...]:
-        """This."""
+        """This rule."""
         return (self,)
 
 
 @dataclass(frozen=True, slots=True)
 class EveryKth(Retention):
-    """For ever: those whose number is a multiple of `k`."""
+    """Keep the steps whose number is a multiple of `k`, for ever."""
 
     k: int
     """Steps, at least 1."""
 
     def __post_init__(self) -> None:
-        """Check it."""
+        """Check the number."""
         _whole(self.k, "EveryKth(k")
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
-        """The multiples."""
+        """The multiples of `k`."""
         return {s.step for s in steps if s.step % self.k == 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Younger(Retention):
-    """Those committed less than so long ago."""
+    """Keep the steps committed less than this many seconds ago."""
 
     seconds: float
-    """More than 0."""
+    """Seconds, more than 0."""
 
     def __post_init__(self) -> None:
-        """Check it."""
+        """Check the seconds."""
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < inf:
             raise OptionError(f"Younger(seconds={excerpt(self.seconds)}): give a positive number of seconds.")
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
-        """The young ones."""
+        """The steps younger than `seconds`."""
         return {s.step for s in steps if s.age < self.seconds}
 
 
 @dataclass(frozen=True, slots=True)
 class KeepAnyOf(Retention):
-    """What one of several rules keeps."""
+    """Keep the steps that at least one of several rules keeps."""
 
     rules: tuple[Retention, ...]
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
-        """The union."""
+        """The union of the rules' steps."""
         return set().union(*(rule.kept(steps) for rule in self.rules))
 
     @property
     def measures(self) -> tuple[Best, ...]:
-        """Those of all."""
+        """The `Best` rules in all rules."""
         return tuple(best for rule in self.rules for best in rule.measures)
 
 
 def any_of(*rules: Retention | int) -> Retention:
-    """Keep what one of these keeps; a number is the latest so many.
+    """Keep the steps that at least one of these rules keeps; a number stands for the latest so many.
 
     Raises:
         OptionError: one of them is no rule, or there are none.
@@ -169,7 +169,7 @@ def any_of(*rules: Retention | int) -> Retention:
 
 
 def as_retention(keep: Retention | int | None) -> Retention | None:
-    """What a user gave to say what to keep: a rule, the latest so many, or None: everything.
+    """The rule for a user's `keep`: a rule itself, a number of latest steps, or None: keep everything.
 
     Raises:
         OptionError: none of these.
@@ -184,7 +184,7 @@ def as_retention(keep: Retention | int | None) -> Retention | None:
 
 
 def best(steps: Sequence[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:
-    """The best of some steps; None where none has the metric."""
+    """The step with the best metric; None if no step has the metric."""
     ranked = Best(1, metric, mode).ranked(steps)
     return ranked[0].step if ranked else None
 

@@ -1,8 +1,8 @@
-"""A learning rate scheduler of torch's, with what it has for each parameter group by the group's name.
+"""A torch learning rate scheduler whose per-group values go by the group's name.
 
-Schedulers keep lists with an item for each group, in the order of the optimizer's groups: `base_lrs`, `_last_lr` and the
-like. What is saved goes by the first parameter of the group, as in `optimizers`, so that each group of another order, or
-of another division into groups, gets back what its parameters had.
+Schedulers keep lists with an item for each group, in the order of the optimizer's groups: `base_lrs`, `_last_lr` and
+similar ones. They are saved by the first parameter of the group, as in `optimizers`, so that groups in another order, or
+divided in another manner, get back the values that their parameters had.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 __all__ = ["NamedScheduler"]
 
 _RATES = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-"""What schedulers have for each group and an optimizer has as a setting of it."""
+"""Per-group keys of a scheduler, and the optimizer's setting that has the same value."""
 _INNER = "_schedulers"
-"""Where schedulers of schedulers (`SequentialLR`, `ChainedScheduler`) have the states of theirs."""
+"""Key under which schedulers of schedulers (`SequentialLR`, `ChainedScheduler`) store the inner states."""
 
 
 class NamedScheduler:
-    """A scheduler, and the optimizer that it is of."""
+    """A scheduler and its optimizer."""
 
     turn: ClassVar[int] = 2
 
@@ -42,11 +42,11 @@ class NamedScheduler:
         self.optimizer = optimizer
 
     def collect(self) -> dict[str, Any]:
-        """The state, by group where there is something for each."""
+        """The state, with per-group values by group name."""
         return self._named(self.scheduler.state_dict())
 
     def arranged(self, node: Node, state: Node) -> Node:
-        """The stored state in the form that `collect` makes, given the whole stored state, which has the optimizer's groups."""
+        """The stored state in the form that `collect` makes; `state` is the complete stored state, with the optimizer's groups."""
         stored = self.optimizer.read(child(state, self.optimizer.key))
         firsts = [] if stored is None else stored.firsts()
 
@@ -60,22 +60,22 @@ class NamedScheduler:
         return map_schedules(keyed_by_ints(node, self.scheduler.state_dict()), by_group)
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
-        """What to restore into; `LEFT_OUT` where it is not asked for."""
+        """The restore target; `LEFT_OUT` if it is not requested."""
         return mirror(stored, node, self.collect()) if stored.all_or_nothing(node) else LEFT_OUT
 
     def put_back(self, restored: Mapping[str, Any]) -> None:
-        """Give the scheduler what was restored into `like`; its optimizer has its part already.
+        """Give the scheduler the state that was restored into `like`; its optimizer is restored already.
 
         Raises:
-            StructureMismatchError: the parameters of a group had different values, or a group has none.
+            StructureMismatchError: the parameters of a group had different values, or a group has no value.
         """
         self.scheduler.load_state_dict(self._listed(restored))
 
     def _by_rate(self, stored: OptimizerNodes, scheduler: Branch, of_each: Branch) -> Branch:
-        """A list by group as a dict, where the optimizer is stored flat: groups are told by the rates that they began with.
+        """A per-group list as a dict, where the optimizer is stored flat: groups are recognized by their initial rates.
 
         Raises:
-            StructureMismatchError: several groups may be meant, and have different values.
+            StructureMismatchError: several groups match, and have different values.
         """
         settings = {group.first(0): group.settings for group in stored.groups}
         items = of_each.children

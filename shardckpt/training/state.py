@@ -1,18 +1,18 @@
-"""The state of a training, whatever it consists of: collected for saving, put back after restoring.
+"""The state of a training run: collected from its objects for saving, put back into them after restoring.
 
     state = shardckpt.train_state(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, step=0)
     shardckpt.save("run/100", state)
-    shardckpt.restore("run/100", state)           # the objects themselves are as they were, state.step as well
+    shardckpt.restore("run/100", state)           # the objects themselves are restored, and state.step
 
-Saving takes `state_dict()`: a dict with an entry for each object, by its keyword. Restoring
+Saving uses `state_dict()`: a dict with an entry for each object, by its keyword. Restoring
 
-1. asks for a `like` of what is stored (`TrainState.like`), in which every object has laid its own tensors out;
-2. restores into it as into any other;
-3. hands the result to `load_state_dict`: modules first, then their optimizers, then everything else in the order in
-   which it was given, and random number generators last, because the others may draw from them.
+1. makes a `like` for the stored state (`TrainState.like`), in which every object has placed its own tensors;
+2. restores into it as into any other `like`;
+3. passes the result to `load_state_dict`: modules first, then their optimizers, then the other objects in the order in
+   which they were given, and random number generators last, because the others may draw from them.
 
-What is checked is checked before an object has changed; should an object then refuse what is stored, those before it
-have changed already, and the error names it.
+All checks run before an object changes. If an object then refuses its state, the objects before it have changed already,
+and the error names it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ log = logging.getLogger("shardckpt")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a state and takes it back, as torch's modules, optimizers and schedulers do."""
+    """An object with a state that can be saved and loaded, such as torch's modules, optimizers and schedulers."""
 
     def state_dict(self) -> Any:
         """The state: nested dicts, lists and tuples of tensors and small leaves."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take such a state back; what it returns is not looked at."""
+        """Load such a state; the return value is ignored."""
 
 
 def train_state(
@@ -67,35 +67,35 @@ def train_state(
     metadata: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> TrainState:
-    """Collect the objects of a training, so that `save` and `restore` take them all at once.
+    """Collect the objects of a training run, so that one `save` and one `restore` cover all of them.
 
     Names in the checkpoint begin with the keyword: `model/blocks.0.weight`, `optimizer/state/blocks.0.weight/exp_avg`.
-    They are the same whatever a module is wrapped in, so `restore(url, only="model/**")` finds them for inference, and
-    another mesh or another order of parameter groups restores what belongs to each parameter.
+    They do not depend on a module's wrappers, so `restore(url, only="model/**")` finds them for inference. With another mesh or
+    another order of parameter groups, each parameter still gets its own state back.
 
     Args:
         model: a `torch.nn.Module`: plain, under DDP or `torch.compile`, of DTensors (FSDP2, tensor parallelism), or on a
             torch_xla device.
-        optimizer: a `torch.optim.Optimizer` over parameters of the modules given here. One that has made no step
-            needs none to be restored into.
+        optimizer: a `torch.optim.Optimizer` over parameters of the modules given here. It may be restored before its
+            first step.
         scheduler: a learning rate scheduler.
         scaler: a `GradScaler`.
         ema: averaged weights: `torch.optim.swa_utils.AveragedModel`, or anything with a `state_dict`.
         loader: a data loader with a `state_dict`, such as torchdata's `StatefulDataLoader`: every process stores its
-            own. Where other than the number of processes that saved restore, say which state each one takes:
+            own. If another number of processes restores, choose the state that each process gets:
             `loader=PerProcess(loader, choose=lambda states: states[0])`.
-        rng: whether the random number generators of Python, numpy, torch (CPU and CUDA) and torch_xla are part of it, of
-            each process its own. Of other processes than saved, those with a number that saved take its generators,
-            and the others derive theirs from process 0's and their number, or take over what all had in the same state
-            (a warning in the log says so). "exact": that is a MismatchError.
-        step: how far the training is; `state.step` from then on.
-        metadata: anything storable, `state.metadata` from then on.
-        **more: further objects: modules and optimizers by what they are, anything with `state_dict` and
-            `load_state_dict`; wrapped in `PerProcess`, each process's own. Everything else is a value, stored as it is
-            and found in `state.values` after restoring.
+        rng: whether to include the random number generators of Python, numpy, torch (CPU and CUDA) and torch_xla, each
+            process's own. If another number of processes restores, a process whose number has saved gets the generators
+            of that number. The others derive theirs from process 0's and their own number, or take over a state that all
+            saving processes shared (with a warning in the log). "exact": another number of processes is a MismatchError.
+        step: the training step; `state.step` from then on.
+        metadata: any storable value; `state.metadata` from then on.
+        **more: further objects: modules and optimizers by their type, anything with `state_dict` and
+            `load_state_dict`; wrapped in `PerProcess`, each process's own. Any other value is stored as it is, and is
+            found in `state.values` after restoring.
 
     Raises:
-        OptionError: an object that has no state to save, by its keyword.
+        OptionError: an object has no state to save, by its keyword.
     """
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema, "loader": loader}
     given = {key: value for key, value in given.items() if value is not None}
@@ -113,19 +113,19 @@ def train_state(
 
 
 class TrainState(StateOwner):
-    """The objects and values of one training; see `train_state`."""
+    """The objects and values of one training run; see `train_state`."""
 
     def __init__(self, objects: Mapping[str, Any], values: Mapping[str, Any], *, rng: bool | Literal["exact"]) -> None:
-        """Take objects with a state, in `PerProcess` where each process has its own, and values that are stored as they are."""
+        """Take objects with a state, wrapped in `PerProcess` if each process has its own, and values that are stored unchanged."""
         self._objects = {**objects, **({"rng": PerProcess(Generators())} if rng else {})}
         self._derives = rng is True
-        """Whether a process without a counterpart makes generators of process 0's."""
+        """Whether a process without a counterpart derives its generators from process 0's."""
         self.values = dict(values)
-        """What is stored as it is, and replaced by restoring: `step`, `metadata`, and what else was given."""
+        """Values that are stored unchanged and replaced by a restore: `step`, `metadata`, and other given values."""
 
     @property
     def step(self) -> int:
-        """How far the training is: what was given, set or restored last."""
+        """The training step that was given, set or restored last."""
         if "step" not in self.values:
             raise AttributeError("this train_state has no step; give train_state(step=…), or set state.step.")
         step: int = self.values["step"]
@@ -137,7 +137,7 @@ class TrainState(StateOwner):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What was given, set or restored last."""
+        """The metadata that was given, set or restored last."""
         metadata: Mapping[str, Any] = self.values.get("metadata", {})
         return metadata
 
@@ -146,7 +146,7 @@ class TrainState(StateOwner):
         self.values["metadata"] = metadata
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain containers, for saving. Tensors are the objects' own.
+        """The state as plain containers, for saving. Its tensors are the objects' own.
 
         Raises:
             LeafError: a module or optimizer whose tensors have no names.
@@ -154,14 +154,14 @@ class TrainState(StateOwner):
         return {**{key: part.collect() for key, part in self._parts().items()}, **self.values}
 
     def arranged(self, tree: Node, wanted: Callable[[str], bool]) -> Node:
-        """A stored state in the form that `state_dict` has, where torch or DCP stored it in one of theirs.
+        """A stored state converted to the form of `state_dict`, where torch or DCP stored it in another form.
 
         Args:
             tree: the stored state.
-            wanted: whether a name is to be restored; an object of which nothing is asked for is not looked at.
+            wanted: whether a name is to be restored; objects without a requested name are skipped.
 
         Raises:
-            StructureMismatchError: an optimizer of other groups, with numbers for parameters.
+            StructureMismatchError: an optimizer's parameters go by numbers, and its groups differ.
         """
         if not isinstance(tree, Branch):
             return tree
@@ -175,16 +175,16 @@ class TrainState(StateOwner):
     def like(
         self, tree: Node, tensor: Callable[[str], TensorRecord], wanted: Callable[[str], bool], world: Callable[[], World]
     ) -> dict[str, Any]:
-        """What to restore a stored state into, so that `load_state_dict` can take the result.
+        """The restore target for a stored state; `load_state_dict` takes the result.
 
         Args:
             tree: the stored state, as `arranged`.
             tensor: the record of a tensor, by any of its names.
             wanted: whether a name is to be restored.
-            world: which process this is, of how many; asked where other processes saved.
+            world: returns this process's number and the number of processes; called where other processes saved.
 
         Raises:
-            OptionError: a part is asked for of an object that can only be put back whole.
+            OptionError: only a part is requested of an object that must be restored completely.
         """
         stored = StoredLeaves(tensor, wanted)
         found: dict[str, Any] = {}
@@ -200,10 +200,10 @@ class TrainState(StateOwner):
         return {key: like for key, like in found.items() if like is not LEFT_OUT}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a state back into the objects; what it lacks stays as it is.
+        """Load a state into the objects; objects that it lacks stay unchanged.
 
         Args:
-            state: what was restored into `like`, or what `state_dict` gave.
+            state: the state that was restored into `like`, or a result of `state_dict`.
 
         Raises:
             MismatchError: an object refuses its state, by its keyword.
@@ -222,7 +222,7 @@ class TrainState(StateOwner):
         self.values |= {key: value for key, value in state.items() if key not in self._objects}
 
     def _parts(self, world: Callable[[], World] | None = None) -> dict[str, _Part]:
-        """Every object, seen by its kind."""
+        """Every object, wrapped by its kind."""
         parts: dict[str, _Part] = {}
         if "torch" in sys.modules:
             from shardckpt.training.of_torch import of_torch
@@ -237,38 +237,38 @@ class TrainState(StateOwner):
         return {key: parts[key] for key in self._objects}
 
     def __repr__(self) -> str:
-        """Its entries."""
+        """The keys of the objects and values."""
         return f"<shardckpt.TrainState of {', '.join((*self._objects, *self.values))}>"
 
 
 class _Part(Protocol):
-    """An object with a state, as saving and restoring see it."""
+    """The interface of an object with a state, for saving and restoring."""
 
     @property
     def turn(self) -> int:
-        """When it is put back: those with lower numbers come first."""
+        """The position in the order of restoring: lower numbers come first."""
 
     def collect(self) -> Any:
-        """Its state, named for ever."""
+        """The object's state, with names that stay the same in all versions."""
 
     def arranged(self, node: Node, state: Node) -> Node:
-        """What is stored of it in the form that `collect` makes.
+        """The object's stored state in the form that `collect` makes.
 
         Args:
-            node: what is stored of it.
-            state: the whole stored state.
+            node: the object's stored state.
+            state: the complete stored state.
         """
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
-        """What to restore a stored state into; `LEFT_OUT` where nothing of it is asked for."""
+        """The restore target for a stored state; `LEFT_OUT` where no part is requested."""
 
     def put_back(self, restored: Any) -> None:
-        """Take the state back."""
+        """Load the restored state."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """An object that takes its state back as a whole."""
+    """An object whose state is restored completely or not at all."""
 
     of: Stateful
     turn: ClassVar[int] = 2
@@ -288,15 +288,15 @@ class _Whole:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """An object of which every process has its own."""
+    """An object that every process has separately."""
 
     of: Stateful
     choose: Callable[[list[Any]], Any] | None
-    """The state for this process, where the processes that saved were others."""
+    """Chooses the state for this process, where other processes saved."""
     last: bool
-    """Whether it is put back after all others: they may draw random numbers meanwhile."""
+    """Whether it is restored after all others, because they may draw random numbers."""
     draws: bool
-    """Whether it draws some when it takes its place up again, which it does when it is asked where it is."""
+    """Whether it draws random numbers when it resumes, which it does when its `state_dict` is called."""
 
     @property
     def turn(self) -> int:
@@ -318,7 +318,7 @@ class _Own:
 
 
 def _chosen(world: Callable[[], World]) -> Callable[[list[Any]], Any]:
-    """Whose generators a process takes, where other processes saved theirs."""
+    """The function that chooses a process's generators, where other processes saved theirs."""
 
     def choose(states: list[Any]) -> Any:
         process = world().process

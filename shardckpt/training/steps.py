@@ -1,7 +1,7 @@
 """Listing the steps of a run.
 
-A step is a checkpoint at `<root>/<step>`, the number in plain decimal. Of each the commit record and two markers are
-read, nothing else; directories of other names are none of our business.
+A step is a checkpoint at `<root>/<step>`, where the number is plain decimal. Only the commit record and two markers of each
+step are read; directories with other names are ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["StepInfo", "list_steps", "read_step", "step_numbers", "steps_among"]
 
 _AT_ONCE = 16
-"""Steps that are looked at together: on an object store each takes a few round trips."""
+"""Steps that are read at the same time: on an object store each step takes a few round trips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +44,24 @@ class StepInfo:
 
     step: int
     state: Literal["committed", "superseded", "unreadable"]
-    """`superseded`: training went back to an earlier step. `unreadable`: its commit record is damaged, or a newer version's."""
+    """`superseded`: training went back to an earlier step. `unreadable`: the commit record is damaged, or of a newer version."""
     attempt: str | None = None
-    """That the commit record names; None: it is unreadable."""
+    """The attempt in the commit record; None if that is unreadable."""
     created: str = ""
-    """UTC, ISO 8601, by the committer's clock."""
+    """Time of the commit: UTC, ISO 8601, by the committer's clock."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What was given to `CheckpointManager.save(metrics=…)`."""
+    """The metrics of `CheckpointManager.save(metrics=…)`."""
     pinned: bool = False
     bases: frozenset[int] = frozenset()
-    """The steps of this run in which tensors of this one lie."""
+    """Other steps of this run that hold tensors of this one."""
 
     @property
     def live(self) -> bool:
-        """Whether training could go on from it, as far as is known."""
+        """Whether training could continue from this step, as far as is known."""
         return self.state != "superseded"
 
     def saved(self) -> SavedStep:
-        """What rules of retention see of it."""
+        """The step as retention rules see it."""
         age = 0.0
         with suppress(ValueError):
             age = time.time() - datetime.fromisoformat(self.created).timestamp()
@@ -74,17 +74,17 @@ def step_numbers(root: Store) -> list[int]:
 
 
 def steps_among(root: Store, urls: Iterable[str]) -> frozenset[int]:
-    """Those of some checkpoints, by path or url, that are steps of a run.
+    """The steps of a run among some checkpoints, given by path or url.
 
     Raises:
-        OptionError: one is in another kind of storage.
+        OptionError: a checkpoint is in another kind of storage.
     """
     relative = (base_url(root.location.join("step"), parse(url)) for url in urls)
     return frozenset(_steps(unquote(url.removeprefix(BESIDE)) for url in relative if url.startswith(BESIDE)))
 
 
 def _steps(names: Iterable[str]) -> Iterator[int]:
-    """Those of the names that are steps'."""
+    """The step numbers among some names."""
     return (step for step in map(step_of, names) if step is not None)
 
 
@@ -92,7 +92,7 @@ def list_steps(root: Store) -> list[StepInfo]:
     """The steps below `root` that hold a checkpoint, ascending.
 
     Raises:
-        StorageError: the storage failed, or Python is ending and starts no threads to read with.
+        StorageError: the storage failed, or the interpreter is shutting down and starts no threads.
     """
     numbers = step_numbers(root)
     with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-steps") as pool:
@@ -100,14 +100,14 @@ def list_steps(root: Store) -> list[StepInfo]:
             found = [info for info in pool.map(lambda step: read_step(root, step), numbers) if info is not None]
             if found or not numbers:
                 return found
-            # A run may have deleted them meanwhile, and only because it has saved another.
+            # The run may have deleted them in the meantime, which it does only after it has saved another step.
             listed, numbers = numbers, step_numbers(root)
             if numbers == listed:
                 return found
 
 
 def read_step(root: Store, step: int) -> StepInfo | None:
-    """What is known of one step; None where there is no checkpoint."""
+    """Information about one step; None if there is no checkpoint."""
     store = root.sub(str(step))
     try:
         record = read_sealed(store, RECORD)
@@ -130,14 +130,14 @@ class RunSteps:
     _rule: Retention | None
 
     def url(self, step: int) -> str:
-        """Where a step's checkpoint is, or would be."""
+        """The url of a step's checkpoint, which need not exist."""
         return str(self._root.location.join(str(step)))
 
     def steps(self) -> list[StepInfo]:
-        """All steps that hold a checkpoint, ascending, with what is known of each; read from the storage now.
+        """All steps that hold a checkpoint, ascending, with information about each; read from the storage now.
 
         Raises:
-            StorageError: the storage failed, or Python is ending.
+            StorageError: the storage failed, or the interpreter is shutting down.
         """
         check_fork(self._root)
         return self._lineage.seen(list_steps(self._root))
@@ -151,14 +151,14 @@ class RunSteps:
         return max(self.all_steps(), default=None)
 
     def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
-        """The step with the best metric; None where none was saved with it.
+        """The step with the best metric; None if no step has the metric.
 
         Args:
-            metric: its name; None: that of the `Best` in `keep`.
-            mode: whether the smallest or the largest is best; None: as there, or the smallest.
+            metric: the name of the metric; None: the metric of the `Best` rule in `keep`.
+            mode: whether the smallest or the largest value is best; None: the mode of that rule, or the smallest.
 
         Raises:
-            OptionError: neither says which metric.
+            OptionError: neither the argument nor `keep` names a metric.
         """
         rules = [] if self._rule is None else [rule for rule in self._rule.measures if metric in (None, rule.metric)]
         if metric is None and not rules:

@@ -1,15 +1,15 @@
-"""The steps that will be saved, as process 0 decides and announces them.
+"""The timeline of saves, as process 0 decides and announces it.
 
-A timeline is decided up to and including one step, `until`. It consists of windows, each of which says of its steps
+A timeline is decided up to and including one step, `until`. It consists of windows. Each window has two flags for its steps:
 
-- `save`: save at the first of them that is asked about, or where none is, at the next one that is;
-- `busy`: what is due by step numbers alone is skipped, because a save will still be under way. Where steps are skipped at
-  all, only the first that is due in a window is saved: nobody knows yet how long that takes.
+- `save`: save at the first of its steps that is asked about, or else at the next step that is;
+- `busy`: skip steps that are due by their numbers alone, because a save will still be in flight. Where steps may be skipped at
+  all, only the first due step of a window is saved, because nobody knows yet how long that save takes.
 
-A process asks about ascending steps, the same ones as all others. For a step beyond `until` there is no answer yet, and
-it waits for a longer timeline: so whatever clocks and delays do, processes that answer give the same answer.
+All processes ask about the same steps, in ascending order. For a step beyond `until` there is no answer yet, and a process waits
+for a longer timeline: so all processes that answer give the same answer, whatever their clocks and delays.
 
-Pure: nothing here knows of processes, clocks or keys.
+The module is pure: it knows no processes, clocks or keys.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from typing import Any, NamedTuple
 __all__ = ["Notice", "Timeline", "Window"]
 
 _REMEMBERED = 64
-"""Windows that are announced. Each save takes two and ends only when all processes have begun it, so a slow one is few behind."""
+"""Number of announced windows. Each save takes two and ends only when all processes have begun it, so a slow process is few behind."""
 
 
 class Window(NamedTuple):
-    """Some consecutive steps."""
+    """A range of consecutive steps."""
 
     start: int
-    """The first."""
+    """The first step."""
     until: int
-    """The last."""
+    """The last step."""
     save: bool
     busy: bool
 
 
 class Notice(NamedTuple):
-    """Of preemption."""
+    """A notice of preemption."""
 
     step: int
-    """From which on all processes know."""
+    """The first step at which all processes know of it."""
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What is decided."""
+    """The decided windows of steps."""
 
     since: int = 0
-    """The first step of which it is known."""
+    """The first step that the timeline covers."""
     windows: tuple[Window, ...] = ()
-    """Ascending, without gaps."""
+    """The windows, ascending and without gaps."""
     notice: Notice | None = None
 
     @property
     def until(self) -> int:
-        """The last step that is decided."""
+        """The last decided step."""
         return self.windows[-1].until if self.windows else self.since - 1
 
     def extended(self, until: int, *, save: bool = False, busy: bool = False, apart: bool = False) -> Timeline:
-        """One more window, up to `until`; unless it is to be told `apart`, one with the last where both say the same."""
+        """The timeline with one more window, up to `until`. It is merged with the last window where both say the same, unless `apart`."""
         assert until > self.until
         start, before = self.until + 1, self.windows
         if before and not save and not apart and before[-1].busy == busy:
@@ -67,24 +67,24 @@ class Timeline:
         return replace(self, since=kept[0].start, windows=kept)
 
     def noticed(self, source: str) -> Timeline:
-        """All processes know of a notice of preemption from the first undecided step on."""
+        """The timeline with a notice of preemption, which all processes know from the first undecided step on."""
         return replace(self, notice=Notice(self.until + 1, source))
 
     def wanted(self, step: int, previous: int) -> bool:
         """Whether the leader wants a save at a step.
 
         Args:
-            step: decided.
-            previous: the step that was asked about before; one before the first, at first.
+            step: a decided step.
+            previous: the last step that was asked about; at first, a step before the first one.
         """
         return any(w.save and previous < w.start <= step for w in self.windows)
 
     def window(self, step: int) -> Window:
-        """The window of a step that is decided."""
+        """The window of a decided step."""
         return next(w for w in self.windows if step <= w.until)
 
     def to_json(self) -> dict[str, Any]:
-        """What is announced."""
+        """The announced form, as JSON."""
         return {"since": self.since, "windows": self.windows, "notice": self.notice}
 
     @classmethod

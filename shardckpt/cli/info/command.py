@@ -1,4 +1,4 @@
-"""`shardckpt info`: what a checkpoint holds, and one tensor of it in detail."""
+"""`shardckpt info`: the contents of a checkpoint, or one of its tensors in detail."""
 
 from __future__ import annotations
 

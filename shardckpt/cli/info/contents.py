@@ -1,7 +1,7 @@
 """The contents of a checkpoint: a tree for people, a flat list for programs.
 
-Cost is linear in the number of leaves: every layout is put into words once, whatever the number of its tensors, and
-the tree is walked without recursion.
+Cost is linear in the number of leaves: every layout is described once, however many tensors have it, and the tree is walked
+without recursion.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = ["choose", "document", "find", "lines"]
 MOST_MESHES = 8
 MOST_METADATA = 20
 MOST_SPECS = 30
-"""Lines of each that are shown to a person; --json has all."""
+"""Most lines of each kind in the text output; --json has all."""
 LONGEST_METADATA = 200
-"""Characters of such a line."""
+"""Most characters of a line of metadata."""
 
 
 def find(checkpoint: Checkpoint, name: str | None) -> Node:
-    """The place called `name` in the tree; None for the whole.
+    """The node with a name in the tree; None: the root.
 
     Raises:
-        NamesMismatchError: There is none.
+        NamesMismatchError: No node has the name.
     """
     stack = [checkpoint.parsed_tree]
     if name is None:
@@ -62,7 +62,7 @@ def find(checkpoint: Checkpoint, name: str | None) -> Node:
 
 
 def choose(node: Node, wanted: Callable[[str], bool]) -> Node | None:
-    """The node without the leaves that are not wanted, and without containers that held only those."""
+    """The node without its unselected leaves, and without containers that held only those; None if nothing is left."""
     if not isinstance(node, Branch):
         return node if wanted(node.name) else None
     if not node.children:
@@ -75,7 +75,7 @@ def choose(node: Node, wanted: Callable[[str], bool]) -> Node | None:
 
 
 def document(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:
-    """Everything about a checkpoint, with the tensors and small leaves below `node`."""
+    """The checkpoint's facts, and the tensors and small leaves below `node`, as JSON."""
     record = checkpoint.record
     structure = record.structure.to_json()
     tensors, leaves = [], []
@@ -121,7 +121,7 @@ def document(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:
 
 
 def _leaf(leaf: Small | Custom | Owned) -> tuple[str, str]:
-    """A small leaf's type and its value on a few characters."""
+    """A small leaf's type, and its value in a few characters."""
     if isinstance(leaf, Owned):
         return "per process", ""
     return describe(leaf.content, leaf.name) if isinstance(leaf, Small) else (leaf.type_name, "")
@@ -167,7 +167,7 @@ def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _bases(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """What lies in other checkpoints."""
+    """The tensors that lie in other checkpoints, for each of these."""
     tensors = checkpoint.record.structure.tensors.values()
     for base, place in zip(checkpoint.record.structure.bases, checkpoint.bases(), strict=True):
         there = [t for t in tensors if t.base is not None and t.base.base == base]
@@ -175,21 +175,21 @@ def _bases(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 def _meshes(checkpoint: Checkpoint) -> list[Mesh]:
-    """All meshes, in order of their first tensor."""
+    """All meshes, in the order of their first tensors."""
     layouts = {id(t.layout): t.layout for t in checkpoint.record.structure.tensors.values()}
     return list(dict.fromkeys(layout.mesh for layout in layouts.values() if isinstance(layout, Sharding | Placements)))
 
 
 @dataclass(slots=True)
 class _Total:
-    """What lies below a container."""
+    """Number and bytes of the tensors below a node."""
 
     tensors: int = 0
     nbytes: int = 0
 
 
 class _Tree:
-    """A tree as lines: the guides and last components of names, and columns beside them."""
+    """A tree as lines: guides and the last components of names, with columns beside them."""
 
     def __init__(self, screen: Screen, checkpoint: Checkpoint, root: Node, depth: int | None) -> None:
         self.screen = screen
@@ -198,14 +198,14 @@ class _Tree:
         self.depth = depth
         self.meshes = _meshes(checkpoint)
         self.specs: dict[int, str] = {}
-        """Layouts in words, by identity: tensors share them."""
+        """Descriptions of layouts, by the layout's id: tensors share layouts."""
         self.legend: dict[str, str] | None = None
-        """Number → words, where numbers are shown."""
+        """Description of each number in the legend; None while the table shows the descriptions themselves."""
         self.numbers: dict[str, str] = {}
         self.totals = self._totals()
 
     def lines(self) -> Iterator[str]:
-        """All lines. Specs that do not fit beside the rest become numbers, with a legend below."""
+        """All lines. If the specs do not fit the width, they become numbers, with a legend below."""
         rows = list(self._rows())
         if sum(column_widths(rows)) + 2 * len(rows[0]) - 2 > self.screen.width:
             self.legend = {}
@@ -231,13 +231,13 @@ class _Tree:
             stack.extend((child, below, last, depth + 1) for child, last in self._children(node, depth))
 
     def _children(self, node: Node, depth: int) -> list[tuple[Node, bool]]:
-        """Children to be shown, last first, and whether each is the last."""
+        """Children to show, last first, each with whether it is the last."""
         if not isinstance(node, Branch) or (self.depth is not None and depth >= self.depth):
             return []
         return [(child, i == 0) for i, child in enumerate(reversed(node.children))]
 
     def _facts(self, node: Node) -> list[Cell]:
-        """What stands at a place: shape, dtype, size and spec of a tensor."""
+        """The cells of a node: for a tensor shape, dtype, size and spec."""
         if isinstance(node, Branch):
             return [Cell(self._inside(node), "dim"), Cell(""), Cell(""), Cell("")]
         if isinstance(node, Tied):
@@ -254,7 +254,7 @@ class _Tree:
         return [Cell(visible(f"{value}  {kind}".strip()), "yellow"), Cell(""), Cell(""), Cell("")]
 
     def _inside(self, node: Branch) -> str:
-        """What a container holds."""
+        """Summary of a container's contents."""
         total = self.totals[id(node)]
         facts: list[str] = [node.form] if node.form != "dict" else []
         if not node.children:
@@ -264,7 +264,7 @@ class _Tree:
         return ", ".join(facts)
 
     def _spec(self, layout: StoredLayout | None) -> str:
-        """A layout in words, or its number in the legend."""
+        """The description of a layout, or its number in the legend."""
         if layout is None:
             return ""
         if id(layout) not in self.specs:
@@ -281,7 +281,7 @@ class _Tree:
         return self.numbers[text]
 
     def _totals(self) -> dict[int, _Total]:
-        """What lies below every container."""
+        """The totals below every node."""
         order: list[Node] = []
         stack = [self.root]
         while stack:

@@ -1,11 +1,11 @@
-"""A picture, in characters, of which device holds which box of a tensor.
+"""A drawing, in characters, of the devices that hold each box of a tensor.
 
-1. A layout cuts a tensor into a grid of tiles, and every tile is on one device, or on several as replicas. One
-   dimension that is cut makes a bar; two make a grid, whatever other dimensions there are; of three or more, the two
-   with the most tiles make a grid for every position in the others, of which the first few are drawn.
-2. Tiles that do not fit the terminal are joined: those in the middle become one cell, which names all devices that
-   it stands for, so that a mesh of thousands stays on one screen and says what it leaves out.
-3. A device whose tile lies beyond the tensor's end holds nothing, and is named below the picture.
+1. A layout cuts a tensor into a grid of tiles, and every tile is on one device, or on several as replicas. One cut
+   dimension makes a bar; two make a grid, whatever other dimensions there are. Of three or more cut dimensions, the two
+   with the most tiles make a grid for every position in the others; the first few grids are drawn.
+2. Tiles that do not fit the terminal are joined: the tiles in the middle become one cell with the ids of all their devices,
+   so that a mesh of thousands fits on one screen and shows what is joined.
+3. A device whose tile lies beyond the tensor's end holds nothing, and is listed below the drawing.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ MOST_ROWS = 16
 MOST_COLUMNS = 32
 LEAST_COLUMNS = 3
 MOST_RULED_ROWS = 8
-"""Rows with a line between each two; more are clearer without."""
+"""Most rows with a line between each two; more rows are clearer without lines."""
 MOST_SLICES = 3
 COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 def picture(screen: Screen, layout: Layout, shape: Sequence[int]) -> Iterator[str]:
-    """Draw which device holds which box.
+    """Draw the devices that hold each box.
 
     Args:
-        screen: To be drawn for.
-        layout: Of the tensor.
-        shape: Of the tensor.
+        screen: The screen to draw for.
+        layout: The layout of the tensor.
+        shape: The shape of the tensor.
 
     Yields:
         Painted lines.
@@ -78,7 +78,7 @@ def picture(screen: Screen, layout: Layout, shape: Sequence[int]) -> Iterator[st
 
 
 def _caption(tiles: Tiles, drawn: Sequence[int]) -> Iterator[str]:
-    """What is drawn, in words."""
+    """A description of the drawing."""
     replicas = tiles.devices.shape[-1]
     if not drawn:
         yield "The whole tensor is on every device." if tiles.devices.size > 1 else "The whole tensor is on one device."
@@ -92,7 +92,7 @@ def _caption(tiles: Tiles, drawn: Sequence[int]) -> Iterator[str]:
 
 
 def _grid(screen: Screen, tiles: Tiles, drawn: Sequence[int], at: dict[int, int]) -> Iterator[str]:
-    """One grid: the drawn dimensions, at one position in the others."""
+    """One grid of the drawn dimensions, at one position in the other dimensions."""
     down, across = _directions(tiles, drawn)
     rows = bins(1 if down is None else tiles.used[down], MOST_ROWS)
     labels, columns = _fitting(screen.width, tiles, (down, across), rows, at)
@@ -121,7 +121,7 @@ def _grid(screen: Screen, tiles: Tiles, drawn: Sequence[int], at: dict[int, int]
 
 
 def _directions(tiles: Tiles, drawn: Sequence[int]) -> tuple[int | None, int | None]:
-    """Which dimension goes down, and which across."""
+    """The dimension that goes down, and the one that goes across."""
     if len(drawn) == 2:
         return drawn[0], drawn[1]
     if not drawn:
@@ -130,14 +130,14 @@ def _directions(tiles: Tiles, drawn: Sequence[int]) -> tuple[int | None, int | N
 
 
 def _is_bar(tiles: Tiles, drawn: Sequence[int]) -> bool:
-    """Whether the one dimension that is cut lies across; many tiles have more room when they go down."""
+    """Whether a single cut dimension goes across; many tiles have more room when they go down."""
     return tiles.used[drawn[0]] <= 8
 
 
 def _fitting(
     width: int, tiles: Tiles, directions: tuple[int | None, int | None], rows: Bins, at: dict[int, int]
 ) -> tuple[list[list[str]], Bins]:
-    """The labels of all cells, with as many columns as fit the width, and these columns."""
+    """The labels of all cells, and the columns: as many as fit the width."""
     down, across = directions
     extent = 1 if across is None else tiles.used[across]
     margin = max(len(tiles.extent(down, row)) for row in rows) if down is not None else 0

@@ -1,4 +1,4 @@
-"""One tensor: all that is known of it, and who held which part."""
+"""Details of one tensor, and a drawing of its layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["document", "lines"]
 
 
 def document(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """Everything about a tensor, for programs."""
+    """All facts about a tensor, as JSON."""
     info = checkpoint.info(name)
     tensor = checkpoint.tensor(name)
     doc: dict[str, Any] = {
@@ -54,7 +54,7 @@ def document(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 
 def lines(screen: Screen, checkpoint: Checkpoint, name: str) -> Iterator[str]:
-    """Everything about a tensor, for people, and the picture."""
+    """All facts about a tensor as text, and the drawing."""
     info = checkpoint.info(name)
     tensor = checkpoint.tensor(name)
     facts = [

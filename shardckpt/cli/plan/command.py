@@ -1,4 +1,4 @@
-"""`shardckpt plan`: what a reshard would do and cost, without doing it."""
+"""`shardckpt plan`: the effects and costs of a reshard, without doing it."""
 
 from __future__ import annotations
 

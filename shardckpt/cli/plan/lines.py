@@ -1,4 +1,4 @@
-"""A plan in the terminal: what it comes to, what it costs, who holds what before and after, and which bytes go where."""
+"""A plan in the terminal: verdict, costs, the holders of data before and after, and the bytes between hosts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ __all__ = ["explained", "explanation", "lines"]
 MOST_TENSORS = 10
 MOST_NOTICES = 8
 MOST_HEAT = 24
-"""Rows of the heat map; columns are what the terminal has room for, at most as many."""
+"""Most rows of the heat map; its columns are limited by the width of the terminal, too."""
 MOST_BARS = 16
 LONGEST_RULE = LONGEST_SPEC = 40
 LEAST_SPEC = 8
 _NUMBERS = 33
-"""Columns of the numbers in the table of tensors, and of the gaps in it."""
+"""Columns of the numbers in the table of tensors, and of the gaps between them."""
 SHADES = " ░▒▓█"
-"""Of a cell of the heat map: nothing, and up to so many quarters of the most."""
+"""Shades of a heat map cell: none for 0 bytes, then one for each quarter of the maximum."""
 
 
 def lines(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
-    """The whole plan."""
+    """All lines of the plan."""
     source, target = route(doc)
     begins = [visible(doc["source"]["url"]), *_folded(source, screen.width - 10)]
     ends = [*([visible(doc["target"]["url"])] if doc["target"]["url"] else []), *_folded(target, screen.width - 10)]
@@ -66,7 +66,7 @@ def lines(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Lines of at most `width` columns, but for a word that is longer."""
+    """Lines of at most `width` columns; a longer word has its own line."""
     from textwrap import wrap
 
     return wrap(text, max(20, width), break_on_hyphens=False, break_long_words=False)
@@ -77,7 +77,7 @@ def _wrapped(screen: Screen, text: str, style: str) -> Iterator[str]:
 
 
 def _costs(screen: Screen, doc: dict[str, Any]) -> Iterator[str]:
-    """What is read and written, by the reshard and by a restore without and with it."""
+    """Bytes read and written, by the reshard and by restores without it and after it."""
     reshard = doc["reshard"]
     head = ("", "reads", "writes", "ampl.", "requests", "largest host", "time")
     rows = [[Cell(text, "dim", right=i > 0) for i, text in enumerate(head)]]
@@ -100,7 +100,7 @@ def _cost_row(name: str, costs: dict[str, Any], written: str, most: str) -> list
 
 
 def _tensors(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
-    """The costly tensors."""
+    """The costliest tensors."""
     short = max(LEAST_SPEC, (screen.width - screen.width // 3 - _NUMBERS) // 2)
     for longest, rule_below in ((LONGEST_SPEC, False), (LONGEST_SPEC, True), (short, True)):
         rows = [*_tensor_rows(found, doc, longest, rule_below=rule_below)]
@@ -112,7 +112,7 @@ def _tensors(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[s
 
 
 def _tensor_rows(found: Forecast, doc: dict[str, Any], longest: int, *, rule_below: bool) -> Iterator[list[Cell]]:
-    """The table of them, with specs of at most so many characters; rules in a column, or each below its tensor."""
+    """Rows of the table of tensors, with specs of at most `longest` characters; rules in a column, or each below its tensor."""
     heads = ("tensor", "now", "then", "reads", "ampl.", "after", *(() if rule_below else ("rule",)))
     yield [Cell(text, "dim", right=2 < i < 6) for i, text in enumerate(heads)]
     for t in doc["tensors"][:MOST_TENSORS]:
@@ -135,7 +135,7 @@ def _tensor_rows(found: Forecast, doc: dict[str, Any], longest: int, *, rule_bel
 
 
 def _picture(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
-    """The costliest tensor before and after."""
+    """The costliest tensor, drawn before and after."""
     if not doc["tensors"]:
         return
     name = doc["tensors"][0]["name"]
@@ -149,7 +149,7 @@ def _picture(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[s
 
 
 def _balance(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
-    """What each target host reads, as bars: as stored, and a mark for after the reshard."""
+    """Bars of the bytes that each target host reads as stored, with a mark for after the reshard."""
     spans = doc["flow"]["target_hosts"]
     step = -(-len(spans) // MOST_BARS)
     grouped_hosts = [(spans[i][0], spans[min(i + step, len(spans)) - 1][1]) for i in range(0, len(spans), step)]
@@ -168,7 +168,7 @@ def _balance(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[s
 
 
 def _heat(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]:
-    """Bytes by who wrote them (down) and who reads them (across)."""
+    """Heat map of bytes by the hosts that wrote them (down) and the hosts that read them (across)."""
     nbytes = found.before.flow.nbytes
     if nbytes.size <= 1:
         return
@@ -194,15 +194,15 @@ def _heat(screen: Screen, found: Forecast, doc: dict[str, Any]) -> Iterator[str]
 
 
 def explained(plan: ReshardPlan, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """Which rule decides on a tensor, and why.
+    """The rule that decides on a tensor, and the reason, as JSON.
 
     Raises:
-        NamesMismatchError: there is no such tensor, or the new checkpoint is not to have it.
+        NamesMismatchError: there is no such tensor, or the new checkpoint will not have it.
     """
     from shardckpt.reshard.forecast.document import layout_json
 
     stored = name
-    if name not in plan.decisions:  # another name of a tied tensor, perhaps
+    if name not in plan.decisions:  # possibly another name of a tied tensor
         there = checkpoint.tensor(name).name
         stored = next((new for new, tensor in plan.sources.items() if tensor.name == there), "")
     if stored not in plan.decisions:
@@ -222,7 +222,7 @@ def explained(plan: ReshardPlan, checkpoint: Checkpoint, name: str) -> dict[str,
 
 
 def explanation(plan: ReshardPlan, options: ReshardOptions, doc: dict[str, Any]) -> Iterator[str]:
-    """The same for people: every rule that was asked, where there are rules."""
+    """The explanation as text: every rule that was tried, if there are rules."""
     name = doc["name"]
     if options.rules is not None:
         shapes = {name: tensor.shape for name, tensor in plan.target.tensors.items()}

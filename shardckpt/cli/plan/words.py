@@ -1,4 +1,4 @@
-"""A plan's numbers in words, from the plan's document, for the terminal and the page."""
+"""A plan's numbers as text, from the plan's document, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 __all__ = ["assumptions", "factor", "hosts_text", "notice_text", "rate_text", "route", "span_text", "verdict"]
 
 WORTH = 1.1
-"""Amplification of a restore as it is stored below which a reshard hardly saves anything."""
+"""Amplification of a restore as stored; below it a reshard saves very little."""
 
 
 def factor(ratio: float | None) -> str:
-    """A ratio of bytes.
+    """A ratio of bytes as text.
 
     >>> factor(1.004), factor(12.31), factor(None)
     ('1.00×', '12.3×', '–')
@@ -26,7 +26,7 @@ def factor(ratio: float | None) -> str:
 
 
 def hosts_text(span: Sequence[int]) -> str:
-    """A half-open range of hosts.
+    """A half-open range of hosts as text.
 
     >>> hosts_text((3, 4)), hosts_text((0, 16))
     ('host 3', 'hosts 0–15')
@@ -36,7 +36,7 @@ def hosts_text(span: Sequence[int]) -> str:
 
 
 def span_text(seconds: float | None) -> str:
-    """About how long.
+    """An approximate duration as text.
 
     >>> span_text(0.2), span_text(59.6), span_text(500), span_text(None)
     ('under 1 s', '60 s', '8 min', 'not known')
@@ -47,7 +47,7 @@ def span_text(seconds: float | None) -> str:
 
 
 def rate_text(rates: dict[str, Any]) -> str:
-    """The rates that times rest on."""
+    """The rates that the estimated times are based on."""
     known = [
         f"{what} at {file_size(rates[key]['bytes_per_second'])}/s" for key, what in (("read", "reads"), ("write", "writes")) if rates[key]
     ]
@@ -55,7 +55,7 @@ def rate_text(rates: dict[str, Any]) -> str:
 
 
 def route(doc: dict[str, Any]) -> tuple[str, str]:
-    """Where it begins and where it ends: hosts, devices, storage."""
+    """Descriptions of the source and the target: hosts, devices, storage."""
     source, target = doc["source"], doc["target"]
     meshes = [" × ".join(f"{a}={n}" for a, n in zip(m["axes"], m["shape"], strict=True)) or "one device" for m in target["meshes"]]
     compressed = {key: side["compression"] or "not compressed" for key, side in (("source", source), ("target", target))}
@@ -65,7 +65,7 @@ def route(doc: dict[str, Any]) -> tuple[str, str]:
 
 
 def verdict(doc: dict[str, Any]) -> str:
-    """Is the reshard worth its while?"""
+    """A sentence that says whether the reshard is worth its cost."""
     before, after, pays = doc["restore"], doc["restore_after"], doc["pays_after_restores"]
     if doc["reshard"]["taken_over"]:
         how = {"links": "them over by hard links, and copies nothing", "copies": "copies of them that the object store makes by itself"}
@@ -81,13 +81,13 @@ def verdict(doc: dict[str, Any]) -> str:
 
 
 def notice_text(notice: dict[str, Any]) -> str:
-    """A notice, and which tensors it is about."""
+    """A notice with the tensors that it applies to."""
     others = f" and {count(notice['tensors'] - 1, 'other tensor')}" if notice["tensors"] > 1 else ""
     return visible(f"{notice['first']}{others}: {notice['notice']}")
 
 
 def assumptions(doc: dict[str, Any]) -> Iterator[str]:
-    """What the numbers rest on."""
+    """The assumptions behind the numbers."""
     target, restore = doc["target"], doc["restore"]
     if target["replaces"]:
         yield "A checkpoint is there already, which is replaced only if the reshard is told so (--overwrite)."

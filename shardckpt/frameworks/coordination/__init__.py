@@ -1,10 +1,9 @@
-"""Coordination of a job's processes: an exchange when it starts, and short messages afterwards.
+"""Coordination of a job's processes: an exchange at the start, and short messages afterwards.
 
-`base` is the public `Coordinator`, the process that is alone, and the search for the store of the job; `agreement` is how
-processes agree through any store of keys and values, and `devices` what they have to say; `torch_store` and `jax_client` are the
-stores that a job brings along. `calls` bounds the time for which a store that does not answer is waited for. Nothing here
-imports torch or jax unless the program has. The saving and restoring layers import this package; it imports `world` and
-`errors` alone.
+`base` has the public `Coordinator`, the coordinator of a single process, and the search for the job's store. `agreement` is the
+protocol by which processes agree through any key-value store, and `devices` is the information that they exchange. `torch_store` and
+`jax_client` are the stores that a job already has. `calls` limits the wait for a store that does not answer. This package imports
+torch or jax only if the program has. The saving and restoring layers import this package; it imports only `world` and `errors`.
 """
 
 from shardckpt.frameworks.coordination.base import Coordinator, SingleProcess, check_coordinator

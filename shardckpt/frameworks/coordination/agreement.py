@@ -1,24 +1,24 @@
-"""Agreements between the processes of a job through keys and values: the same run id, and what each process has to say.
+"""Agreements between the processes of a job through a key-value store: the same run id, and the values of all processes.
 
-The store may have outlived earlier rounds of the job, whose keys are then all still there: torchelastic's agent keeps
-one, and so does torch_xla from one process group to the next. So nothing found under a name that an earlier round can
-have used is believed:
+The store may be older than this round of the job, and may still have all keys of earlier rounds: torchelastic's agent keeps
+its store, and so does torch_xla from one process group to the next. So a process never trusts a value under a name that
+an earlier round can have used:
 
-1. Process p makes up a nonce and says `hello/p = nonce`.
-2. Process 0 makes up a run id, reads the hellos again and again, and answers every nonce that it has not met with
-   `welcome/<nonce> = run id`. It may answer hellos of earlier rounds as well: nobody reads that.
-3. Process p waits for the welcome to its own nonce, which no earlier round can have written, and says what it has to
-   say under `<run id>/start/<nonce>`.
-4. Once every process's latest nonce has spoken, process 0 publishes all of it as one value under the run id.
-5. Process p is done when it finds that. Until then it follows a welcome that changes, which is process 0 started anew.
+1. Process p creates a nonce and sets `hello/p = nonce`.
+2. Process 0 creates a run id, reads the hellos again and again, and answers every new nonce with
+   `welcome/<nonce> = run id`. It may answer hellos of earlier rounds as well: nobody reads these answers.
+3. Process p waits for the welcome to its own nonce, which no earlier round can have written, and sets its value
+   under `<run id>/start/<nonce>`.
+4. Once the value for every process's latest nonce is there, process 0 publishes all values as one under the run id.
+5. Process p is done when it finds these. Until then it follows a welcome that changes, because process 0 may be restarted.
 
-All that comes later lies under the run id. This relies on one thing: when a round's processes start, those of the
-round before have ended, which is what launchers see to. A process that starts anew after its round was agreed on is
-left without an answer, never with a wrong one.
+All later keys are under the run id. One assumption is needed: when a round's processes start, the processes of the
+round before have ended; launchers ensure this. A process that is restarted after its round has agreed gets no answer,
+but never a wrong one.
 
-Each process does a few operations per look at the store and process 0 a few per process, so that agreeing costs
-O(processes) in all. Nothing here touches a store or a clock: the functions are generators that yield the operation they
-want done and are sent its result, so that every interleaving can be tried.
+Each process does a few operations per look at the store, and process 0 a few per process, so that an agreement costs
+O(processes) in all. The functions touch neither a store nor a clock: they are generators that yield the requested operation
+and receive its result, so that tests can try every interleaving.
 """
 
 from __future__ import annotations
@@ -38,48 +38,48 @@ _NAMED = 12
 
 
 class Get(NamedTuple):
-    """Send me the value of a key, or None where there is none."""
+    """A request for the value of a key, or None if the key is missing."""
 
     key: str
 
 
 class Set(NamedTuple):
-    """Give a key a value, whether it has one or not."""
+    """A request to set a key, whether it exists or not."""
 
     key: str
     value: bytes
 
 
 class Wait(NamedTuple):
-    """Nothing to do until others have: let some time pass, and send me None, or the seconds waited if it was the last."""
+    """A request to let some time pass. The answer is None, or the seconds waited in all if the time is up."""
 
 
 Steps: TypeAlias = Generator[Get | Set | Wait, Any, T]
 
 
 def encode(value: Any) -> bytes:
-    """JSON, in ASCII."""
+    """The value as JSON, in ASCII."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 def decode(value: bytes) -> Any:
-    """What `encode` was given, with lists for tuples."""
+    """The value passed to `encode`, with lists instead of tuples."""
     return json.loads(value)
 
 
 def join(process: int, value: bytes, nonce: str) -> Steps[tuple[str, list[Any]]]:
-    """Take part in the start of a round, as any process but 0.
+    """Take part in the start of a round, as any process except 0.
 
     Args:
-        process: its number.
-        value: what it has to say, encoded.
-        nonce: fresh, and nobody else's.
+        process: the number of this process.
+        value: the value of this process, encoded.
+        nonce: a new nonce that no other process uses.
 
     Returns:
-        The run id, and what each process has to say, by process.
+        The run id, and the value of each process, by process.
 
     Raises:
-        CoordinationError: time is up; names the processes that are missing.
+        CoordinationError: the time is up; names the missing processes.
     """
     yield Set(f"hello/{process}", nonce.encode())
     run_id = None
@@ -102,15 +102,15 @@ def lead(processes: int, value: bytes, run_id: str) -> Steps[list[Any]]:
     """Take part in the start of a round, as process 0.
 
     Args:
-        processes: how many there are.
-        value: what process 0 has to say, encoded.
-        run_id: fresh.
+        processes: the number of processes.
+        value: the value of process 0, encoded.
+        run_id: a new run id.
 
     Returns:
-        What each process has to say, by process.
+        The value of each process, by process.
 
     Raises:
-        CoordinationError: time is up; names the processes that are missing.
+        CoordinationError: the time is up; names the missing processes.
     """
     nonces: dict[int, bytes] = {}
 
@@ -123,7 +123,7 @@ def lead(processes: int, value: bytes, run_id: str) -> Steps[list[Any]]:
             yield Set(f"welcome/{nonce.decode()}", run_id.encode())
         return f"{run_id}/start/{nonce.decode()}"
 
-    # All of them on every look: one that has spoken may have been started anew since.
+    # Every look reads all of them: a process that has answered may have been restarted since.
     while True:
         said: dict[int, Any] = {0: decode(value)}
         for process in range(1, processes):
@@ -136,16 +136,16 @@ def lead(processes: int, value: bytes, run_id: str) -> Steps[list[Any]]:
 
 
 def gather(key: str, process: int, processes: int, value: bytes) -> Steps[list[Any]]:
-    """Everybody's value, by process: process 0 collects them and publishes them as one.
+    """The values of all processes, by process: process 0 collects them and publishes them as one.
 
     Args:
-        key: under the run id, and asked about for the first time.
-        process: this one's number.
-        processes: how many there are.
-        value: this process's, encoded.
+        key: a key under the run id that was not used before.
+        process: the number of this process.
+        processes: the number of processes.
+        value: the value of this process, encoded.
 
     Raises:
-        CoordinationError: time is up; names the processes that are missing.
+        CoordinationError: the time is up; names the missing processes.
     """
     if process:
         yield Set(f"{key}/{process}", value)
@@ -162,15 +162,15 @@ def gather(key: str, process: int, processes: int, value: bytes) -> Steps[list[A
 
 
 def listen(key: str, process: int, processes: Sequence[int]) -> Steps[list[Any]]:
-    """What each of some processes says under a key, in their order.
+    """The values that some processes set under a key, in their order.
 
     Args:
-        key: each says it under `<key>/<process>`.
-        process: this one's number.
-        processes: whom to listen to.
+        key: each process sets its value under `<key>/<process>`.
+        process: the number of this process.
+        processes: the processes to listen to.
 
     Raises:
-        CoordinationError: time is up; names those that have said nothing.
+        CoordinationError: the time is up; names the processes without a value.
     """
     said: dict[int, Any] = {}
     while True:
@@ -187,10 +187,10 @@ def listen(key: str, process: int, processes: Sequence[int]) -> Steps[list[Any]]
 
 
 def await_answer(key: str, process: int) -> Steps[Any]:
-    """What process 0 publishes under a key.
+    """The value that process 0 publishes under a key.
 
     Raises:
-        CoordinationError: time is up; names the processes that are missing.
+        CoordinationError: the time is up; names the missing processes.
     """
     while (answer := (yield Get(f"{key}/all"))) is None:
         seconds = yield Wait()
@@ -200,12 +200,12 @@ def await_answer(key: str, process: int) -> Steps[Any]:
 
 
 def _publish(key: str, said: dict[int, Any], processes: int) -> Steps[bool]:
-    """Publish what all have said, or whom it waits for."""
+    """Publish the values of all processes, or the numbers of the missing ones; return whether all are there."""
     if len(said) == processes:
         yield Set(f"{key}/all", encode([said[p] for p in range(processes)]))
         return True
     missing = [p for p in range(processes) if p not in said]
-    # So that the others can name them too, without looking for themselves.
+    # So that the other processes can name them too, without their own search.
     yield Set(f"{key}/missing", encode(missing))
     seconds = yield Wait()
     if seconds is not None:
@@ -214,7 +214,7 @@ def _publish(key: str, said: dict[int, Any], processes: int) -> Steps[bool]:
 
 
 def _late(process: int, missing: bytes | None, seconds: float) -> CoordinationError:
-    """The error of a process that had no answer from process 0, by what that says it waits for."""
+    """The error of a process without an answer from process 0; it names the processes that process 0 waits for."""
     others = [] if missing is None else [p for p in decode(missing) if p != process]
     return _missing(process, others or [0], seconds)
 

@@ -1,11 +1,11 @@
-"""The `Coordinator`: this process among those of its job, and the few words they exchange.
+"""The `Coordinator`: this process and the other processes of its job, and the messages that they exchange.
 
-At the start of a round of the job (its processes were started, or started again) they agree on a run id and on whose
-each device is. `share` and `agree` serve what else is agreed on then, such as the step to resume from; they block.
-Afterwards there is only `announce` and `peek`, which never do.
+At the start of a round of the job (its processes were started, or restarted) the processes agree on a run id and on the owner
+of each device. `share` and `agree` serve other agreements at the start, such as the step to resume from; they block.
+Afterwards processes use only `announce` and `peek`, which do not wait for other processes.
 
-`Coordinator.current` finds the store that the job brings along: torch and jax are looked for among the modules that the program
-has imported, never imported for the sake of looking. A process that is alone is a `SingleProcess`.
+`Coordinator.current` finds the job's store. It looks for torch and jax among the modules that the program has imported, and never
+imports them itself. A process that is alone is a `SingleProcess`.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PREFIX = "shardckpt/"
-"""Of all keys: the store is not ours alone."""
+"""The prefix of all keys, because other programs use the store, too."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25
-"""Seconds between two looks at the store: growing, so that a quick start is quick and a slow one costs little."""
+"""Seconds between two looks at the store. The pause grows, so that a quick start is quick and a slow one costs little."""
 
 
 class Coordinator(ABC):
-    """This process among those of its job. `Coordinator.current()` finds what the job brings along.
+    """This process and the other processes of its job. `Coordinator.current()` finds the job's own store.
 
-    To bring a store of keys and values of your own, subclass this with `_set` and `_get`, and give an instance to
-    whatever takes a `coordinator`. Making one agrees with the other processes, so all of them make theirs at the same
-    point of the program, and a new one whenever the job starts again. The store may keep its keys from round to round.
+    To use another key-value store, subclass this with `_set` and `_get`, and pass an instance to every `coordinator` argument.
+    The constructor agrees with the other processes, so all of them create their coordinators at the same point of the
+    program, and new ones whenever the job is restarted. The store may keep its keys from round to round.
     """
 
     world: World
-    """Which process this is, of how many, and whose each device is."""
+    """The number of this process, the number of processes, and the owner of each device."""
     run_id: str
-    """Of this round of the job, the same on all processes: `20261121T115800-1f2e3d4c`, when it started in UTC and four
-    random bytes."""
+    """The id of this round of the job, the same on all processes: `20261121T115800-1f2e3d4c`, its start in UTC and four random
+    bytes."""
 
     def __init__(self, process: int, processes: int, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
-        """Agree with the other processes; blocks until all have come.
+        """Agree with the other processes; block until all have joined.
 
         Args:
-            process: this process's number.
-            processes: how many there are.
-            devices: ids of the devices that are this process's, by framework (`jax`, `torch_xla`), where they are not
-                those that the framework shows. None of them may be another process's as well.
+            process: the number of this process.
+            processes: the number of processes.
+            devices: ids of the devices that this process owns, by framework (`jax`, `torch_xla`), where they differ from the
+                devices that the framework shows. No two processes may own the same device.
             timeout: seconds to wait for the others, here and later.
 
         Raises:
-            CoordinationError: not all processes came in time; names them.
+            CoordinationError: not all processes joined in time; names the missing ones.
             OptionError: two processes own the same device.
         """
         self.world = World(process, processes)
         self._timeout = timeout
         self._asked: Counter[tuple[str, str]] = Counter()
-        # A process alone has all its devices for itself.
+        # A single process owns all its devices.
         found = found_devices() if processes > 1 else {}
         own = encode({"told": given_devices(devices), "found": found})
         if process:
@@ -84,34 +84,34 @@ class Coordinator(ABC):
 
     @staticmethod
     def current(*, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> Coordinator:
-        """The coordinator of the job that this process is in.
+        """The coordinator of this process's job.
 
-        Its store is torch.distributed's, where a process group is set up, else jax.distributed's; without either this
-        process is alone. The first call in a round of the job agrees with the other processes, which make it too; later
-        ones return the same object.
+        It uses torch.distributed's store if a process group is set up, or else jax.distributed's; without either, this process
+        is alone. The first call in a round of the job agrees with the other processes, which must call it, too; later calls
+        return the same object.
 
         Args:
-            devices: ids of the devices that are this process's, by framework, where they are not those that the
-                framework shows; to be given with the first call.
+            devices: ids of the devices that this process owns, by framework, where they differ from the devices that the
+                framework shows; pass it with the first call.
             timeout: seconds to wait for the others.
 
         Raises:
-            CoordinationError: not all processes came in time, or there are several and no store to meet in, or this one
-                was forked from a process of the job.
-            OptionError: two processes own the same device, or `devices` is not what the first call was given.
+            CoordinationError: not all processes joined in time; or there are several processes and no common store; or this
+                process was forked from a process of the job.
+            OptionError: two processes own the same device, or `devices` differs from the first call's.
         """
         return _current(devices, timeout)
 
     def share(self, key: str, value: Any, *, timeout: float | None = None) -> list[Any]:
-        """Every process's value, by process. Blocks until all have called it: for the start of a job.
+        """The values of all processes, by process. Blocks until all have called it: for the start of a job.
 
         Args:
-            key: what it is about. All processes ask about the same keys in the same order; one may be asked about again.
+            key: the name of the value. All processes use the same keys in the same order; a key may be used again.
             value: JSON; tuples come back as lists.
-            timeout: seconds to wait for the others, if not those given at the start.
+            timeout: seconds to wait for the others; by default the coordinator's own timeout.
 
         Raises:
-            CoordinationError: not all processes called it in time; names them.
+            CoordinationError: not all processes called it in time; names the missing ones.
         """
         question = self._question("share", key)
         steps = gather(question, self.world.process, self.world.processes, encode(value))
@@ -120,12 +120,12 @@ class Coordinator(ABC):
         return said
 
     def agree(self, key: str, propose: Callable[[], Any], *, timeout: float | None = None) -> Any:
-        """What process 0 proposes. Blocks the others until it has: for the start of a job.
+        """The value that process 0 proposes. The others block until it has: for the start of a job.
 
         Args:
-            key: what it is about, as in `share`.
-            propose: called on process 0 alone; returns JSON. What it raises is raised there, and the others are told.
-            timeout: seconds to wait for process 0, if not those given at the start.
+            key: the name of the value, as in `share`.
+            propose: called on process 0 alone; returns JSON. Its exception is raised there, and reported to the others.
+            timeout: seconds to wait for process 0; by default the coordinator's own timeout.
 
         Raises:
             CoordinationError: process 0 did not call it in time, or failed to propose.
@@ -149,12 +149,12 @@ class Coordinator(ABC):
         return answer["value"]
 
     def announce(self, key: str, value: Any) -> None:
-        """Let every process of this round that peeks at the key see a value, in place of an earlier one.
+        """Set a value that every process of this round sees when it peeks at the key; it replaces an earlier value.
 
-        Waits for no process. A store that is silent, since the process that holds it is stopped, is given up after 5 seconds.
+        It waits for no process. If the store is silent, because the process that holds it is stopped, it gives up after 5 seconds.
 
         Args:
-            key: what it is about.
+            key: the name of the value.
             value: JSON.
 
         Raises:
@@ -163,7 +163,7 @@ class Coordinator(ABC):
         self._set(f"{_PREFIX}{self.run_id}/announce/{key}", encode(value))
 
     def peek(self, key: str) -> Any:
-        """What was last announced under a key, by whichever process, or None. Waits no longer than `announce`.
+        """The value last announced under a key, by any process, or None. Waits no longer than `announce`.
 
         Raises:
             CoordinationError: the store is gone, or silent.
@@ -172,35 +172,35 @@ class Coordinator(ABC):
         return None if value is None else decode(value)
 
     def listen(self, key: str, processes: Sequence[int], *, timeout: float | None = None) -> list[Any]:
-        """What each of some processes has announced under `<key>/<its number>`, in their order. Blocks until all of them have.
+        """The values that some processes have announced under `<key>/<process>`, in their order. Blocks until all are there.
 
         Args:
-            key: what it is about.
-            processes: whom to listen to.
-            timeout: seconds to wait for them, if not those given at the start.
+            key: the name of the values.
+            processes: the processes to listen to.
+            timeout: seconds to wait for them; by default the coordinator's own timeout.
 
         Raises:
-            CoordinationError: not all of them announced it in time; names those that did not.
+            CoordinationError: not all of them announced a value in time; names the missing ones.
         """
         return self._run(listen(f"{self.run_id}/announce/{key}", self.world.process, processes), timeout)
 
     @abstractmethod
     def _set(self, key: str, value: bytes) -> None:
-        """Give a key a value (ASCII), whether it has one or not.
+        """Set a key to a value (ASCII), whether it exists or not.
 
-        All processes see it soon, and see what this process sets in the order in which it does.
+        All processes see the value soon, and see the values that this process sets in the order of the calls.
         """
 
     @abstractmethod
     def _get(self, key: str) -> bytes | None:
-        """The value of a key; None, at once, where there is none."""
+        """The value of a key; None, at once, if the key is missing."""
 
     def _question(self, kind: str, key: str) -> str:
-        """The key of what is asked about now: once answered, the next question about it is a new one."""
+        """The key of the current question; after its answer, the next question of the same name gets a new key."""
         return f"{self.run_id}/{kind}/{key}#{self._asked[kind, key]}"
 
     def _run(self, steps: Steps[T], timeout: float | None) -> T:
-        """Do what the steps of an agreement ask for, until they end or time is up."""
+        """Execute the operations of an agreement until it ends or the time is up."""
         seconds = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         pause = _SHORTEST_PAUSE
@@ -224,7 +224,7 @@ class Coordinator(ABC):
 
     @staticmethod
     def _until(seconds: float, ask: Callable[[], T]) -> T:
-        """Ask a store that may be silent for so many seconds."""
+        """Call a store that may be silent, again and again for this many seconds."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -236,10 +236,10 @@ class Coordinator(ABC):
 
 
 def check_coordinator(coordinator: object) -> None:
-    """Refuse what a caller gave as `coordinator` and is none.
+    """Check a caller's `coordinator` argument.
 
     Raises:
-        OptionError: neither None nor a coordinator.
+        OptionError: it is neither None nor a coordinator.
     """
     if coordinator is None or isinstance(coordinator, Coordinator):
         return
@@ -254,7 +254,7 @@ class SingleProcess(Coordinator):
     """The coordinator of a job of one process."""
 
     def __init__(self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
-        """Take a run id; there is nobody to wait for."""
+        """Create a run id; there is no other process to wait for."""
         self._values: dict[str, bytes] = {}
         super().__init__(0, 1, devices=devices, timeout=timeout)
 
@@ -266,7 +266,7 @@ class SingleProcess(Coordinator):
 
 
 class _Round(NamedTuple):
-    """What was agreed on last."""
+    """The coordinator that was agreed on last."""
 
     coordinator: TorchStore | JaxClient | SingleProcess
     pid: int
@@ -278,7 +278,7 @@ _round: _Round | None = None
 
 
 def _after_fork() -> None:
-    """Another thread of the parent may have held the lock, and nobody would ever release it here."""
+    """Replace the lock: another thread of the parent may have held it, and nothing would release it in the child."""
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
 
@@ -316,7 +316,7 @@ def _is_current(agreed: _Round) -> bool:
 
 
 def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
-    """The class of coordinator for the store at hand."""
+    """The class of coordinator for the available store."""
     found: list[tuple[int, type[TorchStore | JaxClient | SingleProcess]]] = []
     if "torch.distributed" in sys.modules:
         import torch.distributed as dist
@@ -334,7 +334,7 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
             from shardckpt.frameworks.coordination.jax_client import JaxClient
 
             found.append((global_state.num_processes, JaxClient))
-    # A group of one is a habit of scripts: where another store knows of more processes, that is the job's.
+    # Scripts often make a process group of one: if another store knows of more processes, it is the job's.
     processes, kind = next((f for f in found if f[0] > 1), (found or [(1, SingleProcess)])[0])
     others = _others() if processes == 1 else None
     if others:
@@ -346,7 +346,7 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
 
 
 def _others() -> str | None:
-    """The framework that runs in more processes than this one, if any, in words."""
+    """A description of the framework that runs in more than one process; None if there is none."""
     if "torch_xla" in sys.modules:
         import torch_xla.runtime as xr
         from torch_xla import _XLAC

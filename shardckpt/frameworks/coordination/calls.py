@@ -1,9 +1,9 @@
-"""Calls of a store that may never return: each is made on a thread of its own, and waited for some seconds only.
+"""Calls of a store that may never return: they run on a separate thread, and callers wait for a few seconds only.
 
 The clients of torch.distributed and jax.distributed block in C++ while the process that holds the store is stopped, whatever their
-time-outs say. One daemon thread makes the calls, one after another. A caller waits for its answer for `ANSWER_SECONDS`; as long as a
-call that was given up so has not returned, further calls are refused at once. When it returns, because the holder goes on, or
-has ended, calls are made again.
+timeouts are. One daemon thread makes the calls, one after another. A caller waits for its answer for `ANSWER_SECONDS`. While a call
+that was given up has not returned, further calls are refused at once. When it returns, because the holder continues or has ended,
+calls are made again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["ANSWER_SECONDS", "SilentStoreError", "StoreCalls"]
 T = TypeVar("T")
 
 ANSWER_SECONDS = 5.0
-"""A store answers within a millisecond, and within a second where thousands of processes ask at once."""
+"""Seconds to wait for an answer. A store answers within a millisecond, and within a second when thousands of processes ask at once."""
 
 _Answer: TypeAlias = "SimpleQueue[tuple[Any, BaseException | None]]"
 _Calls: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], _Answer] | None]"
 
 
 class SilentStoreError(CoordinationError):
-    """The store has not answered yet. It may still do so, so who can wait asks again."""
+    """The store has not answered yet. It may still answer, so a caller that can wait asks again."""
 
 
 class StoreCalls:
@@ -60,12 +60,12 @@ class StoreCalls:
         finalize(self, self._calls.put, None).atexit = False
 
     def make(self, call: Callable[[], T]) -> T:
-        """Make a call, and return what it returns.
+        """Make a call and return its result.
 
         Raises:
-            SilentStoreError: no answer within `ANSWER_SECONDS`, or one to an earlier call is still missing.
-            CoordinationError: this process was forked from the one that asks the store.
-            BaseException: what the call raises.
+            SilentStoreError: no answer within `ANSWER_SECONDS`, or the answer to an earlier call is still missing.
+            CoordinationError: this process was forked from the one that uses the store.
+            BaseException: any exception of the call.
         """
         if os.getpid() != self._process:
             raise CoordinationError(f"this process was forked from one that asks {self._store}, and cannot ask it; coordinate in that one.")
@@ -90,11 +90,11 @@ class StoreCalls:
 
 
 def _make(calls: _Calls) -> None:
-    """Make calls until there are none any more; nothing of one is held until the next."""
+    """Make calls until None arrives; keep no reference to a call after its end."""
     while (asked := calls.get()) is not None:
         call, answer = asked
         try:
             answer.put((call(), None))
-        except BaseException as e:  # noqa: BLE001  (raised where the answer is waited for)
+        except BaseException as e:  # noqa: BLE001  (raised in the waiting caller)
             answer.put((None, e))
         del asked, call, answer

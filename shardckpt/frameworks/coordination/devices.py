@@ -1,7 +1,7 @@
-"""The owner of each device: what a process says of its own when a job starts, and what follows from what all have said.
+"""The owner of each device: what each process reports at the start of a job, and the result of all reports.
 
-Devices that are numbered through the whole job belong to the one process that has them. Devices of a framework that
-every process has for itself bear the same numbers everywhere, and belong in no common map.
+Devices that are numbered across the complete job belong to the one process that has them. Where every process has a framework's
+devices for itself, the same numbers occur in every process, so these devices are in no common map.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _FRAMEWORKS = ("jax", "torch_xla")
 
 
 def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list[int]]:
-    """What the caller says that this process owns, in order.
+    """The sorted device ids that the caller assigns to this process, by framework.
 
     Raises:
-        OptionError: a framework without device ids, or what is no device id.
+        OptionError: a framework without device ids, or an invalid device id.
     """
     told = {}
     for framework, given in ({} if devices is None else devices).items():
@@ -40,7 +40,7 @@ def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list
 
 
 def found_devices() -> dict[str, list[int]]:
-    """The devices of this process in frameworks that the program uses. None of them is set up by asking."""
+    """The devices of this process in the frameworks that the program uses. The query sets up no framework."""
     found = {}
     if "jax" in sys.modules:
         import jax
@@ -58,17 +58,17 @@ def found_devices() -> dict[str, list[int]]:
 
 
 def owners(told: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> dict[str, DeviceOwners]:
-    """The process of every device, of the frameworks whose devices are the whole job's.
+    """The process of every device, for frameworks whose devices are numbered across the job.
 
-    Those are the frameworks of which some process was told what it owns, and those of which all processes have found
-    devices, no two of them the same.
+    These are the frameworks for which a caller has given devices, and the frameworks for which all processes have found devices
+    and no device was found twice.
 
     Args:
-        told: by process, device ids by framework, as its caller gave them.
-        found: the same as the process found them. What it was told goes before what it found.
+        told: for each process, the device ids by framework that its caller gave.
+        found: for each process, the device ids that it found. Given ids take precedence.
 
     Raises:
-        OptionError: processes that were told what they own both own a device.
+        OptionError: two processes own the same device, where callers have given devices.
     """
     whole = {}
     for framework in _FRAMEWORKS:

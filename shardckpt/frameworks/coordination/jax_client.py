@@ -1,11 +1,11 @@
-"""Through the key-value store of jax.distributed's coordination service.
+"""Coordinator on the key-value store of jax.distributed's coordination service.
 
-JAX has no public way to it: `jax.distributed` says whether there is one, and the client is where JAX's own checkpoint
-and multi-host code takes it from.
+JAX has no public interface to it: `jax.distributed` only says whether it exists. The client comes from the same place from which
+JAX's own checkpoint and multi-host code gets it.
 
-Where process 0, which holds the service, is stopped, JAX itself ends the other processes (SIGABRT, "Terminating process because the
-JAX distributed service detected fatal errors") once `jax.distributed.initialize(heartbeat_timeout_seconds=…)` have passed, 100 by default.
-Nothing here can prevent that. Saves that are to end with an error of their own before need a smaller `commit_timeout`.
+If process 0, which holds the service, is stopped, JAX itself ends the other processes (SIGABRT, "Terminating process because the
+JAX distributed service detected fatal errors") after `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 by default.
+This module cannot prevent that. Saves that must raise an error of their own before that need a smaller `commit_timeout`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["JaxClient"]
 
 
 class JaxClient(Coordinator):
-    """The coordinator of a jax.distributed job: its processes are those that `jax.distributed.initialize` numbered."""
+    """The coordinator of a jax.distributed job, with the process numbers of `jax.distributed.initialize`."""
 
     def __init__(self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
         """Agree with the other processes; see `Coordinator`."""
@@ -37,7 +37,7 @@ class JaxClient(Coordinator):
 
     @property
     def is_current(self) -> bool:
-        """Whether the client that this was made with is still the one."""
+        """Whether JAX still uses the client that this coordinator was made with."""
         return self._client is global_state.client
 
     def _set(self, key: str, value: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Through the store that torch.distributed was set up with, whatever the backend; torch_xla's rendezvous brings one too."""
+"""Coordinator on the store that torch.distributed was set up with, for any backend; torch_xla's rendezvous has such a store, too."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class TorchStore(Coordinator):
-    """The coordinator of a torch.distributed job: its processes are the ranks of the default group."""
+    """The coordinator of a torch.distributed job, whose processes are the ranks of the default group."""
 
     def __init__(self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
         """Agree with the other ranks; see `Coordinator`."""
-        # Neither the group nor its store is held: both go when the program destroys the group.
+        # Neither the group nor its store is kept alive: both end when the program destroys the group.
         self._group = weakref.ref(dist.group.WORLD)
         self._calls = StoreCalls("torch.distributed's store")
         store = _get_default_store()
@@ -34,7 +34,7 @@ class TorchStore(Coordinator):
 
     @property
     def is_current(self) -> bool:
-        """Whether the process group that this was made in is still the one."""
+        """Whether the process group that this coordinator was made in is still the default group."""
         group = self._group()
         return group is not None and group is dist.group.WORLD
 
@@ -42,7 +42,7 @@ class TorchStore(Coordinator):
         self._ask(lambda store: store.set(key, value.decode("ascii")))
 
     def _get(self, key: str) -> bytes | None:
-        # `get` waits for a missing key, up to the group's timeout; `check` does not, and no key of ours is ever deleted.
+        # `get` waits for a missing key, up to the group's timeout; `check` does not, and shardckpt never deletes its keys.
         return self._ask(lambda store: bytes(store.get(key)) if store.check([key]) else None)
 
     def _ask(self, question: Callable[[Any], T]) -> T:
@@ -51,7 +51,7 @@ class TorchStore(Coordinator):
             raise CoordinationError("the torch.distributed process group of this run was destroyed; call Coordinator.current() again.")
         try:
             return self._calls.make(lambda: question(store))
-        except RuntimeError as error:  # torch's DistError is one
+        except RuntimeError as error:  # torch's DistError is a RuntimeError
             raise CoordinationError(
                 f"torch.distributed's store does not answer ({_first_line(error)}); the process that holds it has ended, or was never "
                 f"there: start the job again, and end it on all processes at the same point."
@@ -59,11 +59,11 @@ class TorchStore(Coordinator):
 
 
 def _own_connection(store: Any) -> Callable[[], Any]:
-    """A store's client of our own, or the store itself as long as it lives.
+    """Getter of a separate client of the store, or of the store itself as long as it lives.
 
-    A client does one operation at a time: through the program's own, ours would wait behind whatever blocking one
-    another thread has begun. And a client of our own keeps no server alive, as the store itself on process 0 does; one
-    that outlives its group answers the next group of the same address with addresses of dead processes.
+    A client does one operation at a time: through the program's own client, our operation would wait behind a blocking one of
+    another thread. Unlike the store itself on process 0, a separate client keeps no server alive; a server that outlives its
+    group answers the next group at the same address with addresses of dead processes.
     """
     try:
         client = store.clone()

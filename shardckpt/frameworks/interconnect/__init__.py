@@ -1,7 +1,7 @@
-"""Sending bytes between processes through the framework that connects them.
+"""Transfer of bytes between processes through the framework that connects them.
 
-One module per framework, imported when the job's coordinator is that framework's: nothing here imports torch or JAX for a
-program without them. `cooperative` alone uses it, for restores that ask for it; nothing else in shardckpt sends tensors
+There is one module per framework, imported if the job's coordinator is of that framework: a program without torch or JAX
+imports neither. Only `cooperative` uses this package, for restores that request it; nothing else in shardckpt sends tensors
 between processes.
 """
 
@@ -25,15 +25,15 @@ class Interconnect(Protocol):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that come in at a process, as a rule."""
+        """Typical bytes per second that arrive at a process."""
 
     def all_gather(self, members: Sequence[int], process: int, parts: Sequence[NDArray[np.uint8]]) -> None:
-        """Have every member's part on all members. A collective of the members: all call it at the same point.
+        """Send every member's part to all members. A collective of the members: all call it at the same point.
 
         Args:
-            members: processes, ascending.
-            process: this one's number; one of them.
-            parts: contiguous, one per member: this one's is sent, the others are filled. Sizes are the same on all
+            members: the numbers of the members, ascending.
+            process: the number of this process, which is a member.
+            parts: contiguous arrays, one per member: this process's is sent, the others are filled. Sizes are the same on all
                 members, and may be zero.
 
         Raises:
@@ -42,7 +42,7 @@ class Interconnect(Protocol):
 
 
 def interconnect_of(coordinator: Coordinator) -> Interconnect | str:
-    """What connects the processes of a coordinator, or why nothing does: the same answer on all of them."""
+    """The interconnect of a coordinator's processes, or the reason why there is none: the same answer on all processes."""
     kind = type(coordinator)
     if kind.__module__.startswith("shardckpt.frameworks.coordination."):
         if kind.__name__ == "TorchStore":

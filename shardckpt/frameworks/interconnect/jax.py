@@ -1,12 +1,12 @@
-"""JAX: through the processes' own devices, resharded by a program that does nothing else.
+"""Interconnect of JAX: bytes pass through the processes' devices, resharded by a program that only moves them.
 
 1. Parts are padded to one length, and cut into as many rows as every member has devices.
-2. The rows of all members are one array of bytes, sharded over all those devices: nothing has moved yet.
-3. A jitted identity gives it the sharding in which each device has its row of every member: an all-gather over the devices'
-   interconnect, along all of a host's links at once.
-4. The rows are copied to the host and put together.
+2. The rows of all members form one array of bytes, sharded over all those devices: nothing has moved yet.
+3. A jitted identity changes the sharding so that each device has its row of every member. This is an all-gather over the
+   devices' interconnect, along all links of a host at once.
+4. The rows are copied to the host and joined.
 
-Lengths are rounded up to a few, so that a few programs are compiled, whatever the tensors' shapes and dtypes.
+Lengths are rounded up to few values, so that few programs are compiled, for any shapes and dtypes of the tensors.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["JaxInterconnect", "connect"]
 
 _STEPS = 8
-"""Lengths between a power of two and the next that parts are padded to."""
+"""Number of padded lengths between two consecutive powers of two."""
 
 
 class JaxInterconnect:
-    """The devices of all processes."""
+    """The interconnect between the JAX devices of all processes."""
 
     def __init__(self, devices: dict[int, list[Any]]) -> None:
-        """Devices by process, whose numbers are the coordinator's."""
+        """Set the devices of each process, by the coordinator's process numbers."""
         self._devices = devices
         self.bandwidth = 1.25e9 if devices[0][0].platform == "cpu" else 10e9
 
@@ -71,12 +71,12 @@ class JaxInterconnect:
 
 @lru_cache(maxsize=64)
 def _identity(sharding: Any) -> Any:
-    """A program that changes nothing but where bytes are."""
+    """A program that changes only the sharding."""
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def _rounded(length: int) -> int:
-    """A little more, so that there are few different lengths.
+    """The length, rounded up so that there are few different lengths.
 
     >>> [_rounded(n) for n in (1, 1000, 1025, 1_000_000)]
     [256, 1024, 1280, 1048576]
@@ -86,7 +86,7 @@ def _rounded(length: int) -> int:
 
 
 def connect(coordinator: Coordinator) -> JaxInterconnect | str:
-    """All devices of JAX, by process."""
+    """The interconnect of all JAX devices, or the reason why there is none."""
     owners = coordinator.world.devices.get("jax")
     if owners is None:
         return "nobody has said which JAX devices are whose; call jax.distributed.initialize before the first save or restore"

@@ -1,7 +1,7 @@
-"""torch.distributed: between CPU tensors, of the default process group.
+"""Interconnect of torch.distributed: CPU tensors are sent within the default process group.
 
-Every member sends its part to every other: as many bytes as a ring carries, no groups that all ranks would have to make
-first, and no padding where parts differ in size. Bytes go as uint8, so that every dtype does.
+Every member sends its part to every other member. This sends as many bytes as a ring would, needs no groups that all ranks would
+have to create first, and no padding where parts differ in size. Bytes are sent as uint8, so that every dtype is possible.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["TorchInterconnect", "connect"]
 
 
 class TorchInterconnect:
-    """The default process group."""
+    """The interconnect of the default process group."""
 
     bandwidth = 1.25e9
-    """Of gloo over 10 Gbit/s."""
+    """Bytes per second of gloo over 10 Gbit/s."""
 
     def all_gather(self, members: Sequence[int], process: int, parts: Sequence[NDArray[np.uint8]]) -> None:
         """See `Interconnect`."""
@@ -37,7 +37,7 @@ class TorchInterconnect:
         try:
             for work in dist.batch_isend_irecv(sent + received) if sent or received else ():
                 work.wait()
-        except RuntimeError as e:  # gloo's, and torch's DistError, are
+        except RuntimeError as e:  # errors of gloo and torch's DistError are RuntimeErrors
             raise CoordinationError(
                 f"process {process} lost another one of {list(members)!r:.200} while they sent each other what they had read "
                 f"({str(e).partition(chr(10))[0]}); see what ended it, and start the job again."
@@ -45,7 +45,7 @@ class TorchInterconnect:
 
 
 def connect() -> TorchInterconnect | str:
-    """The default group, where it has a backend for tensors in host memory."""
+    """The default group, if it has a backend for tensors in host memory, or the reason why it cannot be used."""
     backends = dist.get_backend_config()
     if "cpu:gloo" not in backends and "cpu:mpi" not in backends:
         return f"the process group ({backends}) has no backend for CPU tensors; init_process_group('cpu:gloo,cuda:nccl') gives it one"

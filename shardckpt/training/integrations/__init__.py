@@ -1,5 +1,5 @@
-"""Integrations: each module fits shardckpt into another library through that library's own interfaces.
+"""Integrations: each module connects shardckpt to another library through that library's own interfaces.
 
-Nothing is imported but what is asked for: `shardckpt.training.integrations.dcp`, `.lightning`, `.hf_trainer`. They use what users
-use, and nothing imports them.
+Only the requested module is imported: `shardckpt.training.integrations.dcp`, `.lightning`, `.hf_trainer`. They use the public
+interface of shardckpt, and no other module imports them.
 """

@@ -1,20 +1,20 @@
-"""torch.distributed.checkpoint through shardckpt: how do `dcp.save` and `dcp.load` of an existing script store through us?
+"""torch.distributed.checkpoint through shardckpt: `dcp.save` and `dcp.load` of an existing script store shardckpt's format.
 
     dcp.save(state, storage_writer=StorageWriter("gs://bucket/run/100"))
     dcp.load(state, storage_reader=StorageReader("gs://bucket/run/100"))
 
 Saving
-1. DCP flattens the state, plans, and lets the processes talk, as it always does.
-2. `write_data` puts the flattened state together again (keys are text then, and empty containers are gone: that is DCP's
-   doing) and hands it to `shardckpt.save`. What is stored is a checkpoint as any other, with every tensor's layout.
-3. What DCP would pickle must be plain: leaves that shardckpt stores, in lists, tuples and dicts. All else is refused by name.
+1. DCP flattens the state, plans, and lets the processes communicate, as it always does.
+2. `write_data` rebuilds the nested state (DCP has turned keys into text and dropped empty containers) and passes it to
+   `shardckpt.save`. The result is an ordinary checkpoint, with every tensor's layout.
+3. Values that DCP would pickle must be plain: leaves that shardckpt stores, in lists, tuples and dicts. Anything else is refused by name.
 
 Loading
-1. The stored tree is flattened by DCP's own function, with something in the place of each tensor. So a checkpoint that
-   `shardckpt.save` made of the same state is found under the same names.
-2. DCP is told that every tensor is one chunk. What its planner then asks for are boxes of whole tensors: exactly the chunks
-   that they touch are read, each once, into place.
-3. A dtype that differs is an error, where DCP's own readers convert silently. So is a tensor in the place of a plain value.
+1. DCP's own function flattens the stored tree, with a placeholder for each tensor. So a checkpoint that `shardckpt.save`
+   made of the same state has the same names.
+2. DCP sees every tensor as one chunk. Its planner then asks for boxes of complete tensors: exactly the chunks that these
+   boxes touch are read, each once, into place.
+3. A dtype that differs is an error, where DCP's own readers convert silently. A tensor in the place of a plain value is one, too.
 
 DCP raises a `CheckpointException` on all ranks; the `ShardckptError`s are in its `failures`, by rank.
 """
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
 __all__ = ["StorageReader", "StorageWriter"]
 
 _CHANGES_VALUES = ("create_local_plan", "lookup_object", "resolve_data", "transform_object")
-"""Methods of DCP's planner through which another one could store something other than its flattened state."""
+"""Methods of DCP's planner; an overridden one could store something other than the planner's flattened state."""
 
 
 class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not followed
-    """Stores what `torch.distributed.checkpoint.save` or `async_save` saves."""
+    """Stores the states that `torch.distributed.checkpoint.save` or `async_save` saves."""
 
     def __init__(
         self,
@@ -74,15 +74,15 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
         options: SaveOptions | None = None,
         coordinator: Coordinator | None = None,
     ) -> None:
-        """Store at `url`, or at the `checkpoint_id` that a save is given.
+        """Store at `url`, or at the `checkpoint_id` passed to a save.
 
         Args:
             url: as for `shardckpt.save`.
-            options: as for `shardckpt.save`. What DCP does by default, replacing what is there, is `overwrite=True`.
-            coordinator: of the processes that save, where those are not all of the job (`process_group=…`).
+            options: as for `shardckpt.save`. DCP by default replaces an existing checkpoint; here `overwrite=True` does.
+            coordinator: a coordinator of the saving processes, where these are not all processes of the job (`process_group=…`).
 
         Raises:
-            OptionError, UrlError: not what it should be.
+            OptionError, UrlError: an argument is invalid.
         """
         check_coordinator(coordinator)
         self.url = _checked(url)
@@ -91,26 +91,26 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
         self._together = True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new checkpoint: at `checkpoint_id`, if that is given."""
+        """Begin a new checkpoint, at `checkpoint_id` if given."""
         if checkpoint_id is not None:
             self.url = _checked(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - DCP's signature
-        """Take note of whether the processes plan together (`use_collectives`)."""
+        """Note whether the processes plan together (`use_collectives`)."""
         _required(self.url)
         self._together = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that those who save are those who will be waited for.
+        """Check that the saving processes are all processes that the commit waits for.
 
         Raises:
-            OptionError: they are not all processes of the job.
+            OptionError: not all processes of the job save.
         """
-        # What torch knows must do: others wait for this process here, and cannot agree on a coordinator.
+        # Only torch's knowledge is used: the other processes wait for this one here, and cannot agree on a coordinator.
         known = distributed.get_world_size() if distributed.is_initialized() else 1
         job = known if self._coordinator is None else self._coordinator.world.processes
         if self._together and len(plans) != job:
@@ -121,17 +121,17 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:  # noqa: ARG002 - DCP's signature
-        """Save the planner's state; when this returns the checkpoint is committed, and all processes know.
+        """Save the planner's state; on return the checkpoint is committed, and all processes know.
 
         Raises:
-            OptionError: a planner that would have something else saved.
+            OptionError: a planner that would save something other than its state.
             LeafError: a value that DCP would pickle, by name; or as in `shardckpt.save`.
             AlreadyExistsError, CommitError, StorageError: as in `shardckpt.save`.
         """
         url, coordinator = _required(self.url), Coordinator.current() if self._coordinator is None else self._coordinator
         try:
             state = _state_of(planner)
-        except Exception as e:  # the others save already: they are told, and all processes count the attempt
+        except Exception as e:  # the others are saving already: report the failure to them, so that all processes count the attempt
             Attempt(Store.open(parse(url)), coordinator, self._options).give_up(e)
             raise
         save(url, state, options=self._options, coordinator=coordinator)
@@ -140,16 +140,16 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing: the checkpoint has its own record, and it is written."""
+        """Do nothing: the checkpoint's own record is written already."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether shardckpt can store there."""
+        """Whether the id is a place that shardckpt can store to."""
         return _is_url(checkpoint_id)
 
 
 def _state_of(planner: SavePlanner) -> dict[str, Any]:
-    """What a planner means to save, nested again, and nothing in it that DCP would have to pickle."""
+    """The nested state that a planner saves, checked to hold nothing that DCP would pickle."""
     changed = [m for m in _CHANGES_VALUES if getattr(type(planner), m, None) is not getattr(DefaultSavePlanner, m)]
     if changed:
         raise OptionError(
@@ -173,17 +173,17 @@ def _state_of(planner: SavePlanner) -> dict[str, Any]:
 
 
 class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not followed
-    """Reads what `torch.distributed.checkpoint.load` asks for, from any checkpoint of shardckpt's."""
+    """Reads the tensors and values that `torch.distributed.checkpoint.load` requests, from any shardckpt checkpoint."""
 
     def __init__(self, url: str | os.PathLike[str] | None = None, *, coordinator: Coordinator | None = None) -> None:
-        """Read from `url`, or from the `checkpoint_id` that a load is given.
+        """Read from `url`, or from the `checkpoint_id` passed to a load.
 
         Args:
             url: as for `shardckpt.restore`.
-            coordinator: says which process this is, for `PerProcess` values; by default found out.
+            coordinator: gives the number of this process, for `PerProcess` values; detected by default.
 
         Raises:
-            OptionError, UrlError: not what it should be.
+            OptionError, UrlError: an argument is invalid.
         """
         check_coordinator(coordinator)
         self.url = _checked(url)
@@ -191,12 +191,12 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
         self._contents: DcpContents | ShardckptError | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin to load another checkpoint: from `checkpoint_id`, if that is given."""
+        """Begin to load another checkpoint, from `checkpoint_id` if given."""
         if checkpoint_id is not None:
             self.url = _checked(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - DCP's signature
-        """What is stored, as DCP names it. An error is raised later: DCP swallows what is raised here."""
+        """The contents under DCP's names. Errors are raised later, because DCP ignores exceptions of this method."""
         try:
             self._contents = DcpContents(Checkpoint(_required(self.url)))
             return self._contents.metadata()
@@ -205,12 +205,12 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
             return Metadata({})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - DCP's signature
-        """Nothing, if the checkpoint could be opened.
+        """Raise the error of `read_metadata`, if there was one.
 
         Raises:
             NotFoundError, FormatError: no checkpoint, or none that can be read.
-            NamesMismatchError: two of its names are one to DCP.
-            DtypeError: a dtype that torch has not, by name.
+            NamesMismatchError: DCP uses one name for two stored names.
+            DtypeError: a dtype that torch lacks, by name.
         """
         self._opened()
 
@@ -220,22 +220,22 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
         return replace(plan, storage_data=(record.attempt, record.hosts[0].sha256))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all processes have opened the same.
+        """Check that all processes have opened the same checkpoint.
 
         Raises:
-            ReplacedError: it was replaced between one and another.
+            ReplacedError: it was replaced before all processes had opened it.
         """
         if len({plan.storage_data for plan in plans}) > 1:
             raise ReplacedError(f"{self.url}: the checkpoint was replaced while the processes opened it; load it again.")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors that the planner asks for, and hand it the plain values.
+        """Fill the requested tensors, and pass the plain values to the planner.
 
         Raises:
-            ShapeMismatchError, DtypeMismatchError, StructureMismatchError: not what is stored, by name; nothing was read.
+            ShapeMismatchError, DtypeMismatchError, StructureMismatchError: not as stored, by name; nothing was read.
             LeafError: a tensor that cannot be filled, by name; nothing was read.
-            MismatchError: a `PerProcess` value, of other processes than these.
+            MismatchError: a `PerProcess` value that other processes saved.
             ReplacedError: the checkpoint was replaced or deleted while it was being read.
             CorruptionError: stored bytes are damaged or missing; tensors are then undefined.
         """
@@ -261,7 +261,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether shardckpt can read there."""
+        """Whether the id is a place that shardckpt can read from."""
         return _is_url(checkpoint_id)
 
     def _opened(self) -> DcpContents:
@@ -271,7 +271,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
         return self._contents
 
     def _value(self, contents: DcpContents, item: ReadItem, planner: LoadPlanner) -> io.BytesIO:
-        """A plain value, as planners want it: they unpickle it. It goes from hand to hand here and was never stored so."""
+        """A plain value, pickled for the planner, which unpickles it. The pickle exists in memory only and is never stored."""
         value, name = contents.value(item.storage_index.fqn), item.dest_index.fqn
         held = getattr(planner, "state_dict", {}).get(name)
         if isinstance(held, torch.Tensor):
@@ -288,7 +288,7 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
 
 
 def _checked(url: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Refuse what is no place to store to, before anybody waits for anybody."""
+    """Check that a url is a valid place, before any process waits for another one."""
     if url is not None:
         parse(url)
     return url

@@ -1,9 +1,9 @@
 """The contents of a checkpoint under torch.distributed.checkpoint's names.
 
-1. Something stands in the stored tree for each tensor, and for each value that processes own by themselves.
-2. DCP's own function flattens that: dicts by their keys as text, and lists in which there is a tensor or a dict. What it
-   leaves whole is a plain value.
-3. A tensor is one chunk to DCP, whatever it is stored in. A box of it is a sink.
+1. A placeholder stands in the stored tree for each tensor, and for each value that every process has separately.
+2. DCP's own function flattens the tree: dicts by their keys as text, and lists that contain a tensor or a dict. Anything that
+   it does not split is a plain value.
+3. DCP sees every tensor as one chunk, whatever its stored chunks are. A box of it is read into a sink.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ __all__ = ["DcpContents", "DcpOwned"]
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Stands for a tensor."""
+    """Placeholder for a tensor."""
 
     name: str
-    """What it is stored under."""
+    """The stored name."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpOwned:
-    """Stands for a value that processes own by themselves."""
+    """Placeholder for a value that every process has separately."""
 
     name: str
-    """What it is stored under."""
+    """The stored name."""
 
 
 class DcpContents:
-    """A checkpoint, by the names that DCP has for what is in it."""
+    """A checkpoint whose contents have DCP's names."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Name what is in an open checkpoint.
+        """Name the contents of an open checkpoint.
 
         Raises:
-            StructureMismatchError: it holds no dict.
-            NamesMismatchError: two things in it have one name.
+            StructureMismatchError: the checkpoint holds no dict.
+            NamesMismatchError: two values in it get the same name.
         """
         self.checkpoint = checkpoint
         self.flat: dict[str, Any] = {}
-        """Plain values, and what stands for the others."""
+        """Plain values, and placeholders for the other values, by DCP's name."""
         self.paths: dict[str, tuple[str | int, ...]] = {}
-        """Where each is in the state, as DCP says it."""
+        """Path of each value in the state, in DCP's form."""
         tree = checkpoint.parsed_tree
         stand_ins: dict[str, Any] = {name: _Stored(name) for name in checkpoint.record.structure.tensors}
         stand_ins |= {name: DcpOwned(name) for name in per_process_names(tree)}
@@ -88,10 +88,10 @@ class DcpContents:
         self.flat[name], self.paths[name] = value, path
 
     def metadata(self) -> Metadata:
-        """The same in DCP's words.
+        """DCP's metadata of the checkpoint.
 
         Raises:
-            DtypeError: a tensor of a dtype that torch has not, by name.
+            DtypeError: a tensor of a dtype that torch lacks, by name.
         """
         found = {name: self._storage(value) for name, value in self.flat.items()}
         return Metadata(found, planner_data=self.paths)
@@ -108,10 +108,10 @@ class DcpContents:
         return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
 
     def value(self, name: str) -> object:
-        """A plain value, or what stands for a process's own.
+        """A plain value, or the placeholder of a per-process value.
 
         Raises:
-            StructureMismatchError: it has tensors in it.
+            StructureMismatchError: the value contains tensors.
         """
         value = self.flat[name]
         if any(isinstance(inner, _Stored | DcpOwned) for inner in _inside(value)):
@@ -122,16 +122,16 @@ class DcpContents:
         return value
 
     def sink(self, item: ReadItem, tensor: Any, *, key: int) -> tuple[str, Sink | None]:
-        """The stored name of what a read item asks for, and where it goes; None where there is nothing to read.
+        """The stored name of a requested tensor, and the sink that receives it; None as the sink if the box is empty.
 
         Args:
-            item: the box that is wanted.
-            tensor: where it goes.
-            key: another one for each item.
+            item: the requested box.
+            tensor: the destination.
+            key: a key that differs for each item.
 
         Raises:
             LeafError: a tensor that cannot be filled.
-            ShapeMismatchError: a box that is none of the stored tensor's, or not of the given one's shape.
+            ShapeMismatchError: a box outside the stored tensor, or of another shape than the given tensor.
             StructureMismatchError: a tensor whose elements are more than numbers.
         """
         name = item.dest_index.fqn
@@ -160,7 +160,7 @@ class DcpContents:
 
 
 def _inside(value: object) -> Iterator[object]:
-    """The leaves of a tuple or list, and of dicts in it; nothing for what is none."""
+    """The values inside a list, tuple or dict, at every depth; none for other values."""
     if isinstance(value, list | tuple | dict):
         for inner in value.values() if isinstance(value, dict) else value:
             yield inner

@@ -1,28 +1,27 @@
-"""Hugging Face's Trainer through shardckpt: its callback saves where the Trainer would, and lets it resume.
+"""Hugging Face's Trainer through shardckpt: a callback saves at the Trainer's save points, and resumes the Trainer.
 
     callback = ShardckptCallback("gs://bucket/run", keep=3)
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
-Saving: model, optimizer, scheduler, random number generators and the Trainer's own state, as `shardckpt.train_state`.
-1. When it is time (`save_strategy`, `save_steps`) the Trainer's own, pickled, checkpoint is called off.
-2. Before the next step begins the callback saves: what the Trainer logs and evaluates at the end of a step is in its state
-   by then, and the batch of that next step has been drawn, so that the generators are where the step will find them.
+Saving: model, optimizer, scheduler, random number generators and the Trainer's own state, as with `shardckpt.train_state`.
+1. At a save point (`save_strategy`, `save_steps`) the callback cancels the Trainer's own, pickled, checkpoint.
+2. The callback saves before the next step begins. By then the Trainer's state includes the logs and evaluations of the step,
+   and the batch of the next step has been drawn, so that the generators are as the next step needs them.
 3. The save goes on in the background; the end of the training waits for it.
-4. `save_strategy="best"` decides after all callbacks have been asked, so it is "no" while training goes on, and the callback saves
-   where the best metric has changed.
-5. With `load_best_model_at_end` the best of the steps that were saved is kept, and its weights are restored at the end.
+4. `save_strategy="best"` decides after all callbacks have run, so it is set to "no" during training, and the callback saves
+   when the best metric has changed.
+5. With `load_best_model_at_end` the best saved step is kept, and its weights are restored at the end.
 
-An exception that leaves `train` finishes the save in flight and closes the manager, if `resume` was called; `close` does so otherwise.
+When an exception leaves `train`, the save in flight is finished and the manager closed if `resume` was called; otherwise call `close`.
 
 Resuming
-1. `resume` reads the Trainer's state of the latest step into a directory, which is all that `train` then finds there: by
-   that it counts its steps and skips the batches that it has seen. The weights it looks for there are not there; `resume`
-   has it look for none.
-2. When the model is on its devices and the optimizer is made, the callback restores everything in place.
-3. The generators are put back once more where the Trainer does so: after the batches are skipped.
+1. `resume` writes the Trainer's state of the latest step into a directory, and nothing else. From it `train` gets the step count
+   and the number of batches to skip. `train` would also look for weights there; `resume` disables that.
+2. When the model is on its devices and the optimizer exists, the callback restores everything in place.
+3. The generators are restored once more where the Trainer does the same: after the batches are skipped.
 
-A `CheckpointManager` does the work, so that any number of processes may resume: see there for its errors.
+A `CheckpointManager` does the work, so that any number of processes may resume; see it for errors.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardckptCallback"]
 
 _STATE = "trainer_state.json"
-"""What the Trainer looks for."""
+"""The file that the Trainer looks for."""
 
 
 class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
@@ -64,16 +63,16 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
         Args:
             root: the run's directory, a path or url; each step is a checkpoint in it.
-            keep: which steps to keep, as for `shardckpt.CheckpointManager`; by default as many as `save_total_limit` says.
-            **options: others of the manager's: `options`, `coordinator`, `on_event`, `on_failure`, `fallback`, … With `every`
-                or `preemption` it saves when these say so as well; once the job is about to be stopped, training stops.
+            keep: which steps to keep, as for `shardckpt.CheckpointManager`; by default the latest `save_total_limit` ones.
+            **options: other options of the manager: `options`, `coordinator`, `on_event`, `on_failure`, `fallback`, … With `every` or
+                `preemption` it also saves at the steps that these choose; after a notice of preemption, training stops.
         """
         self._root = root
         self._keep = keep
         self._options = options
         self._manager: CheckpointManager | None = None
         self._due = False
-        """Whether the step that was made last is to be saved."""
+        """Whether the step that has just ended is to be saved."""
         self._metrics: dict[str, float] = {}
         """Metrics of the evaluations at this step."""
         self._saves_best: TrainingArguments | None = None
@@ -84,25 +83,25 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._resumed: int | None = None
         """The step that is being resumed, until it is restored."""
         self._generators: dict[str, Any] | None = None
-        """Where the random number generators go on, until they have been put back for good."""
+        """The generator states to restore again after the batches are skipped; None when that is done."""
         self._directory: TemporaryDirectory[str] | None = None
         self._trainer: Trainer | None = None
         """The Trainer given to `resume`. Until training begins it loads no weights; if training fails, it closes the manager."""
         self._seen: int | None = None
-        """The step of which is known whether it is saved."""
+        """The last step that `_save` has decided about."""
 
     def resume(self, trainer: Trainer) -> str | None:
         """Have a Trainer that has not begun resume from the latest step.
 
         Args:
-            trainer: it; all processes call this.
+            trainer: the Trainer; all processes call this.
 
         Returns:
-            What to pass to `trainer.train(resume_from_checkpoint=…)`: a directory that is there until training begins, or
-            None where no step was saved, and training begins anew.
+            The argument for `trainer.train(resume_from_checkpoint=…)`: a directory that exists until training begins, or None if
+            no step was saved, so that training starts from the beginning.
 
         Raises:
-            OptionError: the Trainer has not this callback.
+            OptionError: this callback is not among the Trainer's callbacks.
             ShardckptError: as `CheckpointManager.restore` does.
         """
         if self not in trainer.callback_handler.callbacks:
@@ -117,15 +116,15 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._own.load_state_dict(found.state["trainer"].value)
         self._directory = TemporaryDirectory(prefix="shardckpt-")
         TrainerState(**self._own.state).save_to_json(str(Path(self._directory.name, _STATE)))
-        # The one thing here that is no callback: without it the Trainer refuses a directory that has no weights.
+        # No callback can do this: without it the Trainer refuses a directory without weights.
         trainer._load_from_checkpoint = lambda *_args, **_kwargs: None  # noqa: SLF001
         return self._directory.name
 
     def close(self) -> None:
-        """Finish the save in flight and restore signal handlers. The end of the training does so, and so does an exception after `resume`.
+        """Finish the save in flight and restore signal handlers. The end of training calls it, and so does an exception after `resume`.
 
         Raises:
-            ShardckptError: what went wrong in the background.
+            ShardckptError: an error in the background.
         """
         self._release()
         manager, self._manager = self._manager, None
@@ -133,7 +132,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             manager.close()
 
     def _close_on_exceptions(self, trainer: Trainer) -> None:
-        """Close the manager when an exception leaves the Trainer's next `train`, which tells no callback of it."""
+        """Close the manager when an exception leaves the Trainer's next `train`, because the Trainer reports it to no callback."""
         loop = trainer._inner_training_loop  # noqa: SLF001
 
         @functools.wraps(loop)
@@ -152,7 +151,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         trainer._inner_training_loop = closing  # noqa: SLF001
 
     def _release(self) -> None:
-        """Undo what was changed of the Trainer and its arguments, and forget what one training leaves."""
+        """Undo all changes to the Trainer and its arguments, and reset the state of one training."""
         if self._saves_best is not None:
             self._saves_best.save_strategy = SaveStrategy.BEST
         if self._trainer is not None:
@@ -168,7 +167,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Restore everything, if the Trainer resumes.
 
         Raises:
-            OptionError: arguments that need the Trainer's own checkpoints; or it resumes from something else.
+            OptionError: arguments that need the Trainer's own checkpoints; or the Trainer resumes from another directory.
         """
         if getattr(args, "deepspeed", None):
             raise OptionError(
@@ -193,22 +192,22 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._directory.cleanup()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
-        """Save what the last epoch has left to save; or put the generators back, if that is when they were saved."""
+        """Save the last step of the previous epoch if due; or restore the generators, if they were saved at this point."""
         self._save(state, control, kwargs, between_epochs=True)
         self._put_back(between_epochs=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
-        """Save the step before, if that is due; or put the generators back, if that is when they were saved."""
+        """Save the previous step if due; or restore the generators, if they were saved at this point."""
         self._save(state, control, kwargs, between_epochs=False)
         self._put_back(between_epochs=False)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
-        """Take over what is to be saved."""
+        """Take over the Trainer's decision to save."""
         self._metrics = {}
         self._take_over(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
-        """Take over what is to be saved."""
+        """Take over the Trainer's decision to save."""
         self._take_over(control)
 
     def on_evaluate(
@@ -219,21 +218,21 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         metrics: Mapping[str, Any] | None = None,
         **_kwargs: Any,
     ) -> None:
-        """Note the metrics of the step, by which the best ones are kept; there may be several evaluations."""
+        """Record the metrics of the step, by which the best steps are kept; there may be several evaluations."""
         self._metrics |= {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save what is left to save, wait for it, and restore the best weights if the Trainer is to end with those.
+        """Save the last step if due, wait for it, and restore the best weights if the Trainer is to end with them.
 
         Raises:
-            ShardckptError: what went wrong in the background.
+            ShardckptError: an error in the background.
         """
         self._save(state, control, kwargs, between_epochs=True)
         if args.load_best_model_at_end and self._manager is not None:
             self._load_best(self._manager, _best_of(args), state, kwargs)
         self.close()
 
-    # --- what it takes
+    # --- helpers
 
     def _managed(self, args: TrainingArguments) -> CheckpointManager:
         if self._manager is None:
@@ -245,16 +244,16 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         return self._manager
 
     def _state(self, kwargs: Mapping[str, Any]) -> TrainState:
-        """All there is to save, or to restore into.
+        """The complete state, to save or to restore into.
 
         Args:
-            kwargs: what the Trainer tells callbacks.
+            kwargs: the keyword arguments that the Trainer passes to callbacks.
         """
         own = PerProcess(self._own, choose=_first)
         return train_state(model=kwargs["model"], optimizer=kwargs["optimizer"], scheduler=kwargs["lr_scheduler"], trainer=own)
 
     def _load_best(self, manager: CheckpointManager, rule: Best, state: TrainerState, kwargs: Mapping[str, Any]) -> None:
-        """Restore the weights of the best step that was saved, if any was saved with the metric."""
+        """Restore the weights of the best saved step, if a step was saved with the metric."""
         manager.wait()
         best = manager.best_step(rule.metric, rule.mode)
         if best is not None:
@@ -284,13 +283,13 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 
 class _TrainerValues:
-    """The Trainer's state, of which process 0's counts: times that it logs differ from process to process."""
+    """The Trainer's state. Process 0's is stored for all, because logged times differ between processes."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
         """The fields of a `TrainerState`."""
         self.between_epochs = False
-        """Whether it was saved before an epoch began, and not before a step."""
+        """Whether the state was saved before an epoch began, rather than before a step."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": self.state, "between_epochs": self.between_epochs}

@@ -1,19 +1,19 @@
 """PyTorch Lightning's checkpoints through shardckpt: `Trainer(plugins=[ShardckptIO()])`.
 
-Lightning gathers one dict on its first process and hands it over with a path; all processes load it. So a checkpoint is
-saved by that process alone, in the background: training goes on when the tensors are copied. `teardown`, which a Trainer
-calls at its end, the next save and a load wait for it, and raise what went wrong, once.
+Lightning collects one dict on its first process and passes it over with a path; all processes load it. So that process
+alone saves the checkpoint, in the background: training goes on when the tensors are copied. `teardown` (which a Trainer
+calls at its end), the next save and a load wait for the save, and raise its error, once.
 
-1. The dict is made plain: Lightning's and torch's own classes of dict become dicts; what else would be pickled is refused
-   by name, most likely a hyperparameter: `save_hyperparameters(ignore=…)`.
-2. A checkpoint that Lightning removes goes when the one that was saved last is committed, and stays if that fails or if it is
-   pinned. Its directory goes too, tombstone included: Lightning gives a later checkpoint another name if the path exists, and no
-   process but this one saves there.
-3. Functions in the state of a scheduler are left out: `LRScheduler.load_state_dict` keeps those of the scheduler that it loads into.
-4. Strategies that shard the model save through no plugin at all, so a `Trainer` of one of them is refused when it is made.
+1. The dict is made plain: Lightning's and torch's own dict classes become dicts. Any other value that would have to be pickled
+   is refused by name; mostly it is a hyperparameter: `save_hyperparameters(ignore=…)`.
+2. A checkpoint that Lightning removes is deleted when the latest save is committed, and stays if that save fails or if the
+   checkpoint is pinned. Its directory goes too, tombstone included: Lightning gives a later checkpoint another name if the path
+   exists, and only this process saves there.
+3. Functions in a scheduler's state are dropped: `LRScheduler.load_state_dict` keeps the functions of the scheduler that it loads into.
+4. Strategies that shard the model do not save through plugins, so a `Trainer` with such a strategy is refused when it is made.
 
-A checkpoint is a directory, whatever its name ends with. `LightningModule.load_from_checkpoint` passes plugins by and wants
-a file: make the module, and give it `shardckpt.restore(path, only="state_dict/**")["state_dict"]`.
+A checkpoint is a directory, whatever its name ends with. `LightningModule.load_from_checkpoint` ignores plugins and needs a
+file: create the module, and load `shardckpt.restore(path, only="state_dict/**")["state_dict"]` into it.
 """
 
 from __future__ import annotations
@@ -53,38 +53,38 @@ __all__ = ["ShardckptIO"]
 
 _log = logging.getLogger("shardckpt")
 _SCHEDULER = frozenset({"base_lrs", "last_epoch"})
-"""Keys in the state of every scheduler of torch."""
+"""Keys in the state of every torch scheduler."""
 _DICTS = (dict, OrderedDict, defaultdict, Counter, AttributeDict)
-"""Classes whose objects are loaded as dicts, which those who put them there take as well."""
+"""Classes whose objects are loaded as dicts; the code that saved them accepts dicts as well."""
 
 
 class ShardckptIO(CheckpointIO):
-    """Stores what a Lightning `Trainer` saves, for the strategies that have one process save."""
+    """Stores the checkpoints of a Lightning `Trainer`, for the strategies in which one process saves."""
 
     def __init__(self, *, options: SaveOptions | None = None, asynchronous: bool = True) -> None:
-        """Store as `options` say.
+        """Store with `options`.
 
         Args:
-            options: as for `shardckpt.save`. By default, or with `overwrite=True`, a checkpoint replaces one of the same
+            options: as for `shardckpt.save`. By default, or with `overwrite=True`, a checkpoint replaces an existing one at the same
                 path, as Lightning's files do.
             asynchronous: whether training goes on while a checkpoint is written; otherwise it waits for the commit.
 
         Raises:
-            OptionError: no options.
+            OptionError: `options` is no `SaveOptions`.
         """
         self._options = SaveOptions(overwrite=True) if options is None else checked_options(options)
         self._asynchronous = asynchronous
         self._saving: SaveHandle | None = None
         self._doomed: list[str | os.PathLike[str]] = []
-        """What Lightning has removed since the save in flight began."""
+        """Paths that Lightning has removed since the save in flight began."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
-        """Save Lightning's dict, when the save before is done.
+        """Save Lightning's dict after the previous save has ended.
 
         Raises:
-            LeafError: something in it would have to be pickled, by name; nothing was begun.
-            OptionError: there are `storage_options`; they belong into `ShardckptIO(options=…)`.
-            ShardckptError: what went wrong in the background with the save before; as in `shardckpt.save`.
+            LeafError: a value would have to be pickled, by name; nothing was begun.
+            OptionError: `storage_options` were given; use `ShardckptIO(options=…)`.
+            ShardckptError: the previous save failed in the background; or as in `shardckpt.save`.
         """
         if storage_options is not None:
             raise OptionError(
@@ -103,12 +103,12 @@ class ShardckptIO(CheckpointIO):
         map_location: torch.device | str | None = None,
         weights_only: bool | None = None,  # noqa: ARG002 - Lightning's signature; nothing that is loaded here is code
     ) -> dict[str, Any]:
-        """Lightning's dict, with tensors on the CPU or where `map_location` says.
+        """Lightning's dict, with tensors on the CPU or on `map_location`.
 
         Raises:
             OptionError: a `map_location` that is no device.
             NotFoundError, CorruptionError: as in `shardckpt.restore`.
-            ShardckptError: what went wrong in the background with the save before.
+            ShardckptError: the previous save failed in the background.
         """
         if map_location is not None and not isinstance(map_location, str | torch.device):
             raise OptionError(f"load_checkpoint(map_location={map_location!r:.100}): give a torch.device, or its name.")
@@ -117,21 +117,21 @@ class ShardckptIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint: at once, or when the save in flight is committed. One that is not there is no error, and a pinned one stays.
+        """Remove a checkpoint, at once or when the save in flight is committed. A missing one is no error, and a pinned one stays.
 
         Raises:
             StorageError: as in `shardckpt.commit.collecting.delete`.
-            ShardckptError: what went wrong in the background with the save before; then nothing is removed.
+            ShardckptError: the previous save failed in the background; then nothing is removed.
         """
         self._doomed.append(path)
         if self._saving is None or self._saving.done():
             self._finish()
 
     def teardown(self) -> None:
-        """Wait for the save in flight. A `Trainer` calls it when training raises, too; what failed is then told in a note.
+        """Wait for the save in flight. A `Trainer` also calls it when training raises; a failed save is then added to that error as a note.
 
         Raises:
-            ShardckptError: what went wrong with it.
+            ShardckptError: the save failed.
         """
         raised = sys.exception()
         try:
@@ -151,7 +151,7 @@ class ShardckptIO(CheckpointIO):
 
 
 def _remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint with its directory; one that is pinned stays, and what is no checkpoint, too. Of a link the link goes."""
+    """Remove a checkpoint with its directory, or only the link to it. Pinned checkpoints stay, and so do paths without a checkpoint."""
     place = parse(path)
     if place.local is not None and place.local.is_symlink():
         place.local.unlink()
@@ -178,7 +178,7 @@ def _without_functions(value: Any) -> Any:
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
-    """Restored containers with torch tensors in the place of arrays, not copied for the CPU."""
+    """Restored containers with torch tensors instead of arrays; tensors for the CPU are not copied."""
     if isinstance(value, np.ndarray):
         return tensor_of(value, of_numpy(value.dtype)).to(device)
     if isinstance(value, dict):
@@ -189,7 +189,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _set_checkpoint_io(strategy: Strategy, io: CheckpointIO) -> None:
-    """Hand a plugin to a strategy; refuse where the strategy would not use it, as Fabric's strategies do by themselves."""
+    """Give a plugin to a strategy; refuse strategies that would not use it, as Fabric's strategies do by themselves."""
     if isinstance(io, ShardckptIO) and isinstance(strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
         raise OptionError(
             f"ShardckptIO: {type(strategy).__name__} shards the model, and saves and loads without plugins; take the strategy "

@@ -1,7 +1,7 @@
-"""Plain values that a library which pickles its checkpoints may hand over: they come back as they are.
+"""Check of plain values, for libraries that pickle their checkpoints: a plain value is restored exactly as it was.
 
 `shardckpt.save` also takes containers that come back as plainer ones unless a `like` rebuilds them: named tuples, deques,
-dataclasses. These libraries load without one, so that what they would have pickled is refused here, by name.
+dataclasses. These libraries load without a `like`, so such values, which they would have pickled, are refused here by name.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["plain"]
 
 
 def plain(value: Any, name: str, *, tensors: bool, dicts: Sequence[type] = (dict,)) -> Any:
-    """The value, made of lists, tuples, dicts, small and registered leaves, and torch tensors.
+    """The value, rebuilt of lists, tuples, dicts, small and registered leaves, and torch tensors.
 
     Args:
-        value: the same, or something else.
+        value: any value.
         name: its name, for messages.
-        tensors: whether there may be tensors in it.
+        tensors: whether tensors are allowed in it.
         dicts: classes of dict that may be replaced by `dict`.
 
     Raises:
-        LeafError: something else, by name.
+        LeafError: any other value, by name.
     """
     kind = type(value)
     if kind in (list, tuple):

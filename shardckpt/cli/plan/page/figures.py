@@ -1,7 +1,7 @@
-"""Drawings of a plan, as SVG: who holds which tile, bytes from host to host, and how evenly they are shared.
+"""Drawings of a plan, as SVG: holders of tiles, bytes from host to host, and the balance between hosts.
 
-Colours are classes that the stylesheet knows, so drawings follow light and dark. Every drawing has a title and a sentence for
-those who do not see it. Sizes do not depend on those of the job: tiles and hosts are joined where there are too many.
+Colours are classes of the stylesheet, so that drawings follow light and dark mode. Every drawing has a title and a sentence for
+screen readers. The size of a drawing does not depend on the job: if there are too many tiles or hosts, they are joined.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["COLORS", "LEVELS", "balance", "heat_map", "ribbons", "tile_grid"]
 
 COLORS = 8
-"""Classes c0 to c7: hosts, again and again."""
+"""Number of classes for hosts, c0 to c7; they repeat."""
 LEVELS = 9
-"""Classes h0 to h8 of a heat map; h0 is nothing."""
+"""Number of classes of a heat map, h0 to h8; h0 is for 0 bytes."""
 MOST_TILES = 12
-"""Along a side of a drawing."""
+"""Most tiles along a side of a drawing."""
 MOST_RIBBON_ENDS = 12
 MOST_CHUNK_LINES = 64
 
@@ -62,7 +62,7 @@ def svg(title: str, sentence: str, width: float, height: float, *parts: Part, **
 def tile_grid(
     title: str, layout: StoredLayout | None, shape: tuple[int, ...], hosts: Hosts | None, chunks: tuple[int, ...], plain: str
 ) -> Html:
-    """Which host (None: which device) holds which tile of a tensor, with the chunks as fine lines; `plain` says what no layout means."""
+    """The hosts (with `hosts` None: the devices) of each tile, with chunks as fine lines; `plain` is the text for a missing layout."""
     width, height = _sides(shape)
     if layout is None or isinstance(layout, Placements) or not prod(shape):
         what = plain if layout is None else "cut unevenly, as DTensor does" if prod(shape) else "no elements"
@@ -101,19 +101,19 @@ def tile_grid(
 
 
 def _holders(hosts: Hosts | None, devices: Ints) -> Ints:
-    """The hosts of some devices, or these devices, each once."""
+    """The distinct hosts of some devices, or the distinct devices if `hosts` is None."""
     return np.unique(devices if hosts is None else hosts.owners.of_devices(devices.reshape(-1)))
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[float, float]:
-    """How large to draw a tensor: as it is, but never thin."""
+    """Width and height of a tensor's drawing: in proportion to its shape, but never thin."""
     rows, columns = (shape[-2], shape[-1]) if len(shape) > 1 else (1, 4)
     ratio = min(max(sqrt(max(rows, 1) / max(columns, 1)), 0.5), 1.4)
     return 200.0, 200.0 * ratio if len(shape) > 1 else 60.0
 
 
 def _directions(shape: tuple[int, ...], drawn: Sequence[int]) -> tuple[int | None, int | None]:
-    """Which dimension goes down and which across."""
+    """The dimension that goes down, and the one that goes across."""
     if len(drawn) == 2:
         return drawn[0], drawn[1]
     if not drawn:
@@ -124,7 +124,7 @@ def _directions(shape: tuple[int, ...], drawn: Sequence[int]) -> tuple[int | Non
 def _chunk_lines(
     shape: tuple[int, ...], chunks: tuple[int, ...], directions: tuple[int | None, int | None], sides: tuple[float, float], *, joined: bool
 ) -> list[Html]:
-    """Where chunks end, if there are few enough of them and nothing is joined."""
+    """Lines at the ends of chunks, if there are few enough chunks and no tiles are joined."""
     width, height = sides
     steps = []
     for d, vertical in zip(directions, (False, True), strict=True):
@@ -144,7 +144,7 @@ def _label(x: float, y: float, text: str) -> Html:
 
 
 def heat_map(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[Sequence[int]]) -> Html:
-    """Bytes by who wrote them (down) and who reads them (across): a path per level, so that 4,096 cells stay small."""
+    """Bytes by the hosts that wrote them (down) and read them (across): one path per level, so that 4,096 cells stay small."""
     rows, columns = nbytes.shape
     most = max(1, int(nbytes.max(initial=0)))
     level = np.where(nbytes > 0, 1 + np.minimum((nbytes * (LEVELS - 1) - 1) // most, LEVELS - 2), 0)
@@ -170,7 +170,7 @@ def heat_map(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[S
 
 
 def ribbons(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[Sequence[int]]) -> Html:
-    """The same as bands from hosts that wrote, on the left, to hosts that would read."""
+    """The same bytes as bands from writing hosts, on the left, to reading hosts."""
     nbytes, writers = joined(nbytes, writers, MOST_RIBBON_ENDS)
     across, readers = joined(nbytes.T, readers, MOST_RIBBON_ENDS)
     nbytes = across.T
@@ -224,7 +224,7 @@ def ribbons(nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[Se
 
 
 def balance(before: Ints, after: Ints, spans: Sequence[Sequence[int]]) -> Html:
-    """What each host reads: bars for a restore as it is, marks for one after the reshard. Of hosts together, the most."""
+    """Bars of the bytes that each host reads as stored, with marks for after the reshard; joined hosts show their maximum."""
     most = max(1, int(before.max(initial=0)), int(after.max(initial=0)))
     height, step = 110.0, 400 / len(spans)
     parts: list[Html] = [el("line", x1=0, x2=400, y1=height, y2=height, class_="axis")]

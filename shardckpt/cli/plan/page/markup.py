@@ -1,4 +1,4 @@
-"""HTML out of texts and elements, everything escaped that is not an element already."""
+"""HTML from texts and elements; everything is escaped except elements."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 __all__ = ["Html", "Part", "data", "el"]
 
 _EMPTY = frozenset({"meta", "input"})
-"""Elements that have no end. Drawings are XML in this: there every element has one."""
+"""Elements without an end tag. This does not apply to drawings, which are XML."""
 _DRAWN = frozenset({"path", "rect", "line"})
 
 
 class Html(str):
-    """Text that is HTML: made by `el` alone, or written in this package."""
+    """A string that is HTML: made by `el`, or written in this package."""
 
     __slots__ = ()
 
@@ -30,9 +30,9 @@ def el(name: str, /, *parts: Part, **attributes: object) -> Html:
     """An element.
 
     Args:
-        name: of the element.
-        parts: what is in it: elements, text (which is escaped), or iterables of both; None is nothing.
-        attributes: underscores stand for hyphens, and one at the end for nothing; None and False leave it out.
+        name: the name of the element.
+        parts: its contents: elements, text (which is escaped), or iterables of both; None is nothing.
+        attributes: underscores become hyphens, and a final one is dropped; attributes with None or False are left out.
 
     >>> el("p", "a < b", class_="note", data_n=1)
     '<p class="note" data-n="1">a &lt; b</p>'
@@ -49,7 +49,7 @@ def el(name: str, /, *parts: Part, **attributes: object) -> Html:
 
 
 def data(key: str, value: object, text: str) -> Html:
-    """A number as people read it, and exactly: `key` is its place in the JSON document."""
+    """A number as readable text with its exact value; `key` is its path in the JSON document."""
     return el("data", text, value="" if value is None else value, data_key=key)
 
 

@@ -1,7 +1,7 @@
-"""The page: the same numbers as the JSON document, in an order in which a reader asks for them.
+"""The HTML page of a plan: the numbers of the JSON document, in the order of a reader's questions.
 
-What it comes to, what it costs, what restores read with it and without; then who holds what before and after, which bytes go from
-where to where, how evenly; then every tensor, the costly first, with the rule that decided.
+First the verdict, the costs, and the bytes that restores read with the reshard and without it. Then the holders of data before and
+after, the bytes from host to host, and the balance. Then every tensor, the costliest first, with the rule that decided.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["page"]
 
 MOST_KINDS = 6
-"""Drawings of layouts: of the kinds of tensors of which most is read."""
+"""Most drawings of layouts: one for each kind of tensor, the kinds with most bytes read first."""
 MOST_FLOW_ROWS = 40
-"""Of the table beside the heat map: pairs of hosts with most bytes."""
+"""Most rows of the table beside the heat map: the pairs of hosts with most bytes."""
 
 
 def page(found: Forecast, doc: dict[str, Any]) -> str:
@@ -60,7 +60,7 @@ def page(found: Forecast, doc: dict[str, Any]) -> str:
         _notices(found, doc),
         _tensors(found, doc),
     )
-    # Inside a script element only `<` could end it, or begin a comment.
+    # Inside a script element only `<` could end the element, or begin a comment.
     flow = el("script", Html(json.dumps(doc["flow"]).replace("<", "\\u003c")), type="application/json", id="flow")
     footer = el("footer", [el("p", sentence) for sentence in assumptions(doc)], el("p", f"Made by shardckpt {__version__}."))
     body = el("body", _header(doc), main, footer, flow, el("script", script))
@@ -140,7 +140,7 @@ def _restores(doc: dict[str, Any]) -> Html:
 
 
 def _layouts(found: Forecast, doc: dict[str, Any]) -> Html:
-    """The kinds of tensors of which most is read, before and after."""
+    """Drawings of the kinds of tensors with most bytes read, before and after."""
     kinds: dict[Any, list[dict[str, Any]]] = {}
     for entry in doc["tensors"]:
         name = entry["name"]
@@ -175,12 +175,12 @@ def _kind(found: Forecast, key: Any, entries: list[dict[str, Any]], *, by_device
 
 
 def _on_one_host(doc: dict[str, Any]) -> bool:
-    """Whether no byte goes from host to host."""
+    """Whether no bytes go from host to host."""
     return bool(doc["source"]["hosts"] == doc["target"]["hosts"] == 1)
 
 
 def _one_host(doc: dict[str, Any]) -> Html:
-    """The sentence about hosts for a plan with one host."""
+    """The section about hosts for a plan with one host."""
     before, after = (file_size(doc[key]["bytes_read"]) for key in ("restore", "restore_after"))
     devices = count(doc["target"]["devices"], "device")
     text = (
@@ -251,7 +251,7 @@ _COLUMNS = (
     ("After", "restore_after_amplification"),
     ("Rule", None),
 )
-"""Title, and of numbers the key in the document."""
+"""Title of each column, and for numbers the key in the document."""
 
 
 def _tensors(found: Forecast, doc: dict[str, Any]) -> Html:

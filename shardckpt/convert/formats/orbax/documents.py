@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 RESERVED = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "array_metadatas", "commit_success.txt")
-"""What Orbax itself calls files and directories."""
+"""Names of Orbax's own files and directories."""
 PROCESS_PART = re.compile(r"ocdbt\.process_\d+")
 """The directory of one process's arrays, until the save is finished."""
 _LEGACY_FILE = "checkpoint"
