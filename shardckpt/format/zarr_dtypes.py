@@ -93,7 +93,7 @@ class _MlDType(ZDType[NumpyDType, np.generic], HasItemSize):
         return self.native.itemsize
 
     def default_scalar(self) -> np.generic:
-        """zarr's default fill value: all bits zero, as in TensorStore."""
+        """Default fill value of zarr: all bits zero, as in TensorStore."""
         return self._of_bits(0)
 
     def cast_scalar(self, data: Any) -> np.generic:
