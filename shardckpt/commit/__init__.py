@@ -1,10 +1,11 @@
 """Committing: an attempt becomes the checkpoint, or is removed. `shardckpt.commit(root)` is this package.
 
-`assemble` makes the commit record from the hosts' records, `publish` writes it conditionally, `collect` removes what no record
-names, and `index` makes what other zarr readers go by. `committing`, `collecting` and `pinning` are what users ask for.
-`reading` and what is above it may import this package; it imports `io`, `frameworks` and what is below. Begin with `publish`.
+`assemble` makes the commit record from the hosts' records, `publish` writes it conditionally, `collect` removes attempts that no
+record names, and `index` writes the metadata for other zarr readers. `committing`, `collecting` and `pinning` have the functions for
+users. `reading` and the packages above it may import this package; it imports `io`, `frameworks` and the packages below. Begin with
+`publish`.
 
-The package can be called, as `shardckpt.reshard` can, and for the same reason.
+The package can be called, like `shardckpt.reshard`, and for the same reason.
 """
 
 from __future__ import annotations

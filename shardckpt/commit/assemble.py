@@ -1,16 +1,17 @@
-"""From the records of all hosts to the commit record: what a committer does before it publishes.
+"""Assembly of the commit record from the records of all hosts: a committer's work before it publishes.
 
-An attempt's hosts have each left a record; nothing else is asked of them, so any process can do this at any time.
+The hosts of an attempt have each left a record, and the committer needs nothing else from them. So any process can do this at
+any time.
 
-1. Read the host records and each host's chunk table, against their digests; take the union of what they say that
-   the checkpoint holds.
+1. Read the host records and each host's chunk table, and check their digests. Take the union of the contents that
+   they describe.
 2. Check that together they hold every chunk exactly once.
-3. Write the chunks of small plain tensors, which the hosts have told of rather than written.
-4. Build what stock zarr readers need: the merged OCDBT index, or the `zarr.json` documents.
-5. Write all chunk tables as one, so that a reader needs one.
+3. Write the chunks of small plain tensors. Hosts put those elements into their contents instead of data files.
+4. Build the metadata for stock zarr readers: the merged OCDBT index, or the `zarr.json` documents.
+5. Write all chunk tables as one, so that a reader needs only one.
 
-All files have the same names and the same bytes whoever writes them, so that two committers at work at once, or one
-after the other's death, do not disturb each other.
+All files have the same names and the same bytes whichever process writes them. So two committers that work at the same time, or
+one after the other's death, do not disturb each other.
 """
 
 from __future__ import annotations
@@ -43,28 +44,28 @@ if TYPE_CHECKING:
     from shardckpt.plan.pieces import Piece
 
     _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]
-    """What hosts say, each version once, with the hosts that say it."""
+    """Different versions of the hosts' contents, each with the hosts that have it."""
 
 TABLE = "table"
 """All hosts' chunk tables as one, relative to the attempt."""
 SMALL_TABLE = "hosts/small/table"
-"""The chunk table of the small plain tensors, for who cannot read the one of all."""
+"""The chunk table of the small plain tensors, for readers that cannot read the table of all hosts."""
 SMALL = "small"
 """Data file of the small plain tensors' chunks (packed layout), relative to the attempt."""
 _NAMED_HOSTS = 1000
-"""Missing hosts that a message may name."""
+"""Most missing hosts that a message names."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.02, 2.0
-"""Seconds between two looks for the hosts' records; in between an eighth of the time waited, so that no save takes much longer by them."""
+"""Seconds between two checks for the hosts' records: least and most. Between these limits an eighth of the time waited so far."""
 
 
 def finished_hosts(place: Store) -> list[int]:
-    """The hosts that have written their record into an attempt; one listing of few small objects."""
+    """The hosts that have written their record into an attempt; takes one listing of few small objects."""
     found = (key.removeprefix("records/").removesuffix(".json") for key in place.list("records/"))
     return sorted(int(name) for name in found if name.isdecimal())
 
 
 def pause(waited: float, least: float = _LEAST_PAUSE, most: float = _MOST_PAUSE) -> float:
-    """Seconds until the next look for what others do, after so many; by default for the hosts' records."""
+    """Seconds until the next check for other processes' progress, after `waited` seconds; the defaults are for host records."""
     return min(max(least, waited / 8), most)
 
 
@@ -73,12 +74,12 @@ def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[]
 
     Args:
         place: the attempt.
-        hosts: how many there are.
+        hosts: number of hosts.
         timeout: seconds.
-        failed: asked from time to time; says why a host will never finish, if that is known.
+        failed: called from time to time; returns why a host will never finish, if that is known.
 
     Raises:
-        CommitError: some have not, in time; names them.
+        CommitError: some hosts have not finished in time; the message names them.
     """
     began = time.monotonic()
     while True:
@@ -99,7 +100,7 @@ def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[]
 
 
 def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference]:
-    """A host's record, and the reference that vouches for it."""
+    """A host's record, and the reference that commits to its digest."""
     key = f"records/{host:05d}.json"
     data, where = place.read(key), f"{place}/{key}"
     record = HostRecord.from_json(open_envelope(data, where), where)
@@ -113,14 +114,14 @@ def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference
 
 
 def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None) -> CheckpointRecord:
-    """The commit record of an attempt whose host records are all there; the attempt then lacks nothing but this.
+    """Build the commit record of an attempt whose host records are all there, and write everything that it refers to.
 
     Args:
         place: the attempt.
-        said: what hosts say, by the file that says so, as far as the caller has it: the file is compared, and not parsed.
+        said: contents that the caller already has, by their file: the file's digest is checked, and it is not parsed.
 
     Raises:
-        CommitError: records that contradict each other, or chunks that nobody or more than one host wrote.
+        CommitError: records contradict each other, or a chunk was written by no host or by several.
     """
     hosts, references = _host_records(place)
     first = hosts[0]
@@ -169,7 +170,7 @@ def assemble(place: Store, said: Mapping[FileReference, Contents] | None = None)
 
 
 def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
-    """All host records of an attempt, in order of host, and the references that vouch for them."""
+    """All host records of an attempt, in order of host, and the references that commit to their digests."""
     present = finished_hosts(place)
     if not present:
         raise CommitError(f"{place}: no host's record is there; none has finished, or `shardckpt gc` has collected the attempt.")
@@ -177,7 +178,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
     hosts = [record for record, _ in read]
     first = hosts[0]
     if len(present) != first.hosts or present != list(range(len(present))):
-        # A record may claim any number of hosts: only the first that are missing are named.
+        # A record may claim any number of hosts, so only the first missing ones are named.
         missing = sorted(set(range(min(first.hosts, len(present) + _NAMED_HOSTS))) - set(present))
         raise CommitError(
             f"{place}: the save has {first.hosts} hosts, and there are records of {numbered('host', present)}"
@@ -201,7 +202,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
 
 
 def _contents(place: Store, hosts: Sequence[HostRecord], said: Mapping[FileReference, Contents]) -> list[tuple[list[int], Contents]]:
-    """What the hosts say, each version once, with the hosts that say it; by lowest host."""
+    """Different versions of the hosts' contents, each with the hosts that have it; sorted by lowest host."""
     said_by: dict[FileReference, list[int]] = {}
     for host in hosts:
         said_by.setdefault(host.files.contents, []).append(host.host)
@@ -222,7 +223,7 @@ def _tables(place: Store, hosts: Sequence[HostRecord]) -> list[Table]:
 
 
 def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:
-    """Every host's chunk table is as long as its record says."""
+    """Check that every host's chunk table is as long as its record says."""
     for host, table in zip(hosts, tables, strict=True):
         if len(table.rows) != host.chunks:
             raise CommitError(
@@ -232,7 +233,7 @@ def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Ta
 
 
 def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Iterable[TensorRecord]) -> Table:
-    """All tables as one; CommitError names the tensor of which two hosts wrote the same chunk."""
+    """Merge all tables; CommitError names the tensor if two hosts wrote the same chunk."""
     merged = Table.merge(tables)
     doubled = merged.doubled()
     if doubled is not None:
@@ -246,14 +247,14 @@ def _merged(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Itera
 
 
 def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord], table: Table) -> None:
-    """Every chunk of every tensor, each once (the tables have refused doubles), and no others."""
+    """Check that the table has every chunk of every tensor (`_merged` has refused duplicates), and no others."""
     known, counts, last = set(), table.counts, table.last_chunks()
     for tensor in tensors:
         if tensor.base is not None:
-            continue  # `skipping` has found all of it in the base
+            continue  # `skipping` has found all of its chunks in the base
         for piece in tensor.pieces:
             known.add(piece.path)
-            # Chunks ascend in a table, and differ: so many, of which the last is in the grid, are in it.
+            # A table's chunks are ascending and distinct: if the count is right and the last chunk is in the grid, none is missing.
             wanted, found = piece.num_chunks, counts.get(piece.path, 0)
             outside = found > 0 and last[piece.path] >= wanted
             if found == wanted and not outside:
@@ -267,9 +268,9 @@ def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord]
 
 
 def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
-    """A sentence on a tensor that some processes do not have, if there is such a one among the suspects or the large plain ones.
+    """A sentence on a tensor that some processes lack, among the suspects or the large plain tensors; "" if there is none.
 
-    All processes deal out all plain tensors between them, so one that a process lacks may leave gaps in any other.
+    All processes together deal out all plain tensors, so a tensor that one process lacks may leave gaps in any other tensor.
     """
     plain = (
         t for _, part in parts for t in part.structure.tensors.values() if t.layout is None and t.base is None and t.name not in part.small
@@ -285,7 +286,7 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
 
 
 def _small_chunks(contents: Contents, compression: str | None) -> tuple[list[tuple[Piece, int, Any, int]], bytes]:
-    """The chunks of the small tensors: piece, position, stored bytes and crc32c; and all bytes one after another."""
+    """The chunks of the small tensors (piece, position, stored bytes and crc32c), and all their bytes concatenated."""
     chunks = []
     for name, elements in sorted(contents.small.items()):
         tensor = contents.structure.tensors[name]
@@ -300,7 +301,7 @@ def _small_chunks(contents: Contents, compression: str | None) -> tuple[list[tup
 
 
 def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool) -> Table:
-    """Where those chunks are."""
+    """The chunk table of those chunks."""
     rows: dict[str, list[tuple[int, int, int, int, int]]] = {}
     offset = 0
     for piece, position, stored, crc in chunks:
@@ -311,18 +312,18 @@ def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool)
 
 
 PART_BLOCKS = 1 << 13
-"""Blocks of a large table that are read at a time; 28 MiB of those that are written."""
+"""Blocks of a large table that are read at a time; 28 MiB with the block size that is written."""
 
 
 def read_host_files(place: Store, reference: FileReference) -> HostFiles:
-    """Where a host's files are, by its record, checked against what the commit record vouches for."""
+    """The references in a host's record, checked against the reference in the commit record."""
     data, where = place.read(reference.key), f"{place}/{reference.key}"
     reference.check(data, where)
     return HostFiles.from_json(open_envelope(data, where), where)
 
 
 def read_table(place: Store, reference: TableReference, count: Callable[[int], object] | None = None) -> Table:
-    """A whole chunk table, checked against what refers to it."""
+    """Read a complete chunk table, and check it against its reference."""
     where = f"{place}/{reference.key}"
     if reference.size > LARGEST_WHOLE:
         return _read_in_parts(place, reference, where, count)
@@ -333,7 +334,7 @@ def read_table(place: Store, reference: TableReference, count: Callable[[int], o
 
 
 def _read_in_parts(place: Store, reference: TableReference, where: str, count: Callable[[int], object] | None) -> Table:
-    """A table too large to be read as a file at once: one that only claims its size is refused at the first block that is not there."""
+    """Read a table that is too large for one read; a table that only claims its size is refused at the first missing block."""
     check_sizes(reference, where)
 
     def read(start: int, stop: int) -> bytes:
@@ -354,7 +355,7 @@ def _read_in_parts(place: Store, reference: TableReference, where: str, count: C
 
 
 def write_table(place: Store, key: str, table: Table) -> TableReference:
-    """Write a chunk table; what vouches for it."""
+    """Write a chunk table; return the reference to it."""
     data = table.encode()
     place.write(key, data)
     return TableReference.of(key, data, len(data) - table.body_bytes)

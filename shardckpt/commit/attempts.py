@@ -1,12 +1,12 @@
-"""Recognizing the directories of save attempts among everything else in a checkpoint's directory.
+"""Detection of the directories of save attempts among everything else in a checkpoint's directory.
 
-What is taken for an attempt may be removed one day, so both must agree.
+A directory that counts as an attempt may be deleted some day, so both its name and its contents must match.
 
-1. An attempt is called by the time at which its run or save began and four random bytes, and what a run appends.
-2. At its top lies nothing but what saves write there. So a directory that is a checkpoint by itself (it has a
-   `checkpoint.json`), or into which somebody has put something of their own, is none.
+1. An attempt's name is the time at which its run or save began, four random bytes, and a suffix from the run.
+2. At its top there are only names that saves write there. A directory that is a checkpoint by itself (it has a
+   `checkpoint.json`), or that has other files in it, is not an attempt.
 
-What an interrupted removal leaves, down to an empty directory, still is one.
+The remains of an interrupted deletion, even an empty directory, still count as an attempt.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ if TYPE_CHECKING:
 __all__ = ["LARGEST_STEP", "RESHARD", "attempts", "is_attempt", "is_reshard", "places", "step_of"]
 
 RESHARD = "-reshard-"
-"""In the name of an attempt that lays out anew what an earlier save has written, and not in that of a save."""
+"""Part of the name of a reshard's attempt, which lays out an earlier save anew; no save's attempt has it."""
 
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}(?:[._-][0-9A-Za-z._-]*)?", re.ASCII)
 _STEP = re.compile(r"0|[1-9]\d{0,18}", re.ASCII)
 LARGEST_STEP = (1 << 63) - 1
 """The largest step number that a run can have: a signed 64-bit integer."""
 _PARTS = frozenset({"contents/", "d/", "hosts/", "manifest.ocdbt", "records/", "small", "table", "zarr/"})
-"""All that lies at the top of an attempt (docs/format.md)."""
+"""All names at the top of an attempt (docs/format.md)."""
 
 
 def is_attempt(store: Store, name: str) -> bool:
-    """Whether a directory of a checkpoint is what a save, finished or not, has written into.
+    """Whether a directory of a checkpoint is the attempt of a save, finished or not.
 
     Args:
         store: the checkpoint's place.
-        name: of a directory that a listing showed there; one listing more says what lies in it.
+        name: name of a directory from a listing; its contents take one more listing.
     """
     return _NAME.fullmatch(name) is not None and _PARTS.issuperset(store.list_children(f"{name}/"))
 
 
 def is_reshard(name: str) -> bool:
-    """Whether an attempt of that name is a reshard's: what its metadata says of a run is the source's, and no word of this one."""
+    """Whether an attempt of that name is a reshard's. Its metadata describes the run of the source, not its own."""
     return RESHARD in name
 
 
 def attempts(store: Store, children: Sequence[str]) -> list[str]:
-    """The attempts among the names directly below a checkpoint (`Store.list_children`), in their order."""
+    """The attempts among the names directly below a checkpoint (`Store.list_children`), in the same order."""
     return [child[:-1] for child in children if child.endswith("/") and is_attempt(store, child[:-1])]
 
 
 def step_of(name: str) -> int | None:
-    """The step whose checkpoint's directory has that name: the number in plain decimal; None: it is no step's."""
+    """The step number of a checkpoint directory's name, in plain decimal; None: the name is not a step's."""
     step = int(name) if _STEP.fullmatch(name) else None
     return step if step is not None and step <= LARGEST_STEP else None
 
 
 def places(root: Store, children: Sequence[str]) -> Iterator[tuple[str, Store]]:
-    """Where checkpoints may lie: `root` itself, called ".", and the directories below it in natural order.
+    """Locations that may hold checkpoints: `root` itself, called ".", and the directories below it in natural order.
 
     Args:
         root: a checkpoint, or a directory of them.
@@ -75,4 +75,4 @@ def places(root: Store, children: Sequence[str]) -> Iterator[tuple[str, Store]]:
         try:
             yield name, root.sub(name)
         except UrlError:
-            continue  # a name that no checkpoint of ours can have
+            continue  # no checkpoint of shardckpt can have this name

@@ -1,12 +1,12 @@
-"""The place of a base checkpoint, and the check that it is still the checkpoint that it was.
+"""Location of a base checkpoint, and the check that it is still the same checkpoint.
 
-1. A base that lies below the same directory as the checkpoint, as the steps of one run do, is named relative to it: both may
-   be moved and copied together. Any other is named by its whole url. A relative name goes up once and never further.
-2. A base has the scheme of the checkpoint that names it, or it is neither written nor read. A record has no say in endpoints
-   and credentials, those are the environment's; so one that somebody else made cannot send ours anywhere, nor turn a read
-   of a bucket into one of this disk.
-3. It is opened as any checkpoint is: its `checkpoint.json` must be a commit record and name the attempt that was named, or
-   nothing of it is read. And it must hold the tensor itself, of the same shape and dtype and cut the same way.
+1. A base below the same directory as the checkpoint, such as an earlier step of one run, is named by a relative path: both may
+   be moved and copied together. Any other base is named by its full url. A relative path goes up exactly one level.
+2. A base must have the same scheme as the checkpoint that names it; otherwise it is neither written nor read. Endpoints and
+   credentials come from the environment, never from a record. So a foreign record can neither send our credentials anywhere, nor
+   turn a read of a bucket into a read of this disk.
+3. A base is opened like any checkpoint: its `checkpoint.json` must be a commit record that names the expected attempt, or
+   nothing of it is read. The base must hold the tensor itself, with the same shape, dtype and chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READ_WITHOUT = "put the base back to that place, or leave the tensor out with o
 
 
 def check_base(checkpoint: Location, base: Location) -> None:
-    """Refuse what cannot be a checkpoint's base, by its name alone: no storage is asked.
+    """Refuse a location that cannot be a checkpoint's base, by its name alone, without access to the storage.
 
     Raises:
         OptionError: the base is in another kind of storage, or is the checkpoint itself.
@@ -48,12 +48,12 @@ def check_base(checkpoint: Location, base: Location) -> None:
 
 
 def base_url(checkpoint: Location, base: Location) -> str:
-    """How a checkpoint names a base; on a disk, links are followed.
+    """The url with which a checkpoint names a base; on a disk, links are followed.
 
     Raises:
-        OptionError: as `check_base` does.
+        OptionError: as for `check_base`.
     """
-    # Without links first: where `latest` leads to 10, it is 10 that must stay.
+    # With links resolved first: if `latest` links to 10, the record must name 10.
     for ours, theirs in ((checkpoint.resolved, base.resolved), (checkpoint, base)):
         check_base(ours, theirs)
         above = ours.parent
@@ -63,15 +63,15 @@ def base_url(checkpoint: Location, base: Location) -> str:
 
 
 def base_location(checkpoint: Location, base: Base) -> Location:
-    """The place that a checkpoint's record means.
+    """The location of a base that a checkpoint's record names.
 
     Raises:
-        FormatError: it is none that a base could have.
+        FormatError: the name cannot be a base's.
     """
     try:
         if base.url.startswith(BESIDE):
             below = unquote(base.url.removeprefix(BESIDE), errors="strict")
-            # A checkpoint that was linked from elsewhere has its base beside it in one of the two places.
+            # A checkpoint reached through a link may have its base beside the link or beside the target.
             parents = [place.parent for place in dict.fromkeys([checkpoint, checkpoint.resolved])]
             places = [parent.join(below) for parent in parents if parent is not None]
         else:
@@ -87,17 +87,17 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_W
     """Open a base.
 
     Args:
-        checkpoint: that names it.
-        base: as it is named.
-        of: whose elements are wanted, for messages.
-        advice: what to do if it is not there, likewise.
+        checkpoint: the checkpoint that names the base.
+        base: the base as the record names it.
+        of: the tensor whose elements are needed, for messages.
+        advice: what to do if the base is gone, for messages.
 
     Returns:
         The place of the base's attempt, and its commit record.
 
     Raises:
-        MissingDataError: it is gone, or another attempt is there now.
-        FormatError: it is no checkpoint, or damaged.
+        MissingDataError: the base is gone, or another attempt is there now.
+        FormatError: the location holds no checkpoint, or a damaged one.
     """
     place = base_location(checkpoint, base)
     store = Store.open(place)
@@ -121,10 +121,10 @@ def base_record(checkpoint: Location, base: Base, of: str, advice: str = _READ_W
 
 
 def holder(checkpoint: Location, tensor: TensorRecord, found: CheckpointRecord) -> TensorRecord:
-    """The record, in an open base, of the tensor that lies there.
+    """The record of the tensor in an open base that holds its elements.
 
     Raises:
-        FormatError: the base does not hold what the checkpoint says.
+        FormatError: the base does not hold the tensor that the checkpoint's record describes.
     """
     assert tensor.base is not None
     theirs = found.structure.tensors.get(tensor.base.name)
@@ -141,17 +141,17 @@ def holder(checkpoint: Location, tensor: TensorRecord, found: CheckpointRecord) 
 
 
 def check_bases(checkpoint: Location, record: CheckpointRecord, replaces: str | None) -> None:
-    """Just before a checkpoint is published: all of its bases are there, and are what they were.
+    """Check just before a checkpoint is published that all of its bases are there and unchanged.
 
-    Whoever deletes one between this and the publication is not seen.
+    A deletion between this check and the publication is not noticed.
 
     Args:
-        checkpoint: that would be published.
-        record: that it would have.
-        replaces: the attempt that is published there now, which would be removed.
+        checkpoint: the checkpoint to be published.
+        record: its record.
+        replaces: the attempt that is published there now, and would be removed.
 
     Raises:
-        CommitError: one is not, or is what would be replaced, reached by another name.
+        CommitError: a base is gone or changed, or is the checkpoint that would be replaced, reached by another name.
     """
     of = {tensor.base.base: name for name, tensor in record.structure.tensors.items() if tensor.base is not None}
     for base, name in of.items():

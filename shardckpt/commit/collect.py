@@ -1,29 +1,29 @@
-"""Removing what no commit record names, and deleting checkpoints: how, so that nothing can publish it afterwards.
+"""Deletion of checkpoints and of attempts that no commit record names, such that none can be published afterwards.
 
-A committer may be asleep just before the conditional write that would make its attempt the checkpoint, for any time.
-Nobody can see that. It replaces the version of `checkpoint.json` that was there before any data of its attempt, a
-checkpoint or a placeholder (`commit.hold_place`), and never creates the file. So *before* data is removed,
-`checkpoint.json` becomes another version (the *fence*), and from then on it can publish nothing: not when the file is
-gone, either.
+A committer may sleep for any time just before the conditional write that would make its attempt the checkpoint. No other
+process can see that. The conditional write replaces the version of `checkpoint.json` that was there before any data of the
+attempt: a checkpoint or a placeholder (`commit.hold_place`). It never creates the file. So *before* data is removed,
+`checkpoint.json` is replaced by a new version (the *fence*). From then on the sleeping committer can publish nothing, even
+after the file is deleted.
 
 To collect a checkpoint's orphaned attempts:
 
-1. Read the record, with the storage's version of it, and list the attempts that it does not name.
-2. Choose those into which nothing has been written for a grace period, by the storage's clock. If another one is
-   younger, or a placeholder is, a save may be under way, which the fence would foil: choose none.
-3. Fence, on condition that the record is still that version: a record gets a new mark; in place of a placeholder, of
-   another tombstone or of nothing a tombstone comes to be. Every mark is another, because some storages know a version
-   by its contents. If the record has changed, begin anew.
-4. Look once more: what is still an orphan, and still untouched for the grace period, is removed. Host records go
-   first, as it is they from which an attempt is committed.
-5. If nothing is left but that tombstone, it goes, too, on condition that it is still that version: a save that began
+1. Read the record with the storage's version of it, and list the attempts that it does not name.
+2. Choose the attempts without any write for a grace period, by the storage's clock. If another attempt, or a placeholder,
+   is younger, a save may be in progress, and the fence would make it fail: then choose none.
+3. Fence, on condition that the record still has that version. A record gets a new mark. A tombstone replaces a placeholder,
+   another tombstone or a missing file. Every mark is unique, because some storages derive the version from the
+   contents. If the record has changed, start again.
+4. List again: remove the attempts that are still orphans and still without a write for the grace period. Host records go
+   first, because a commit needs them.
+5. If only that tombstone is left, delete it too, on condition that it still has that version: a save that began
    meanwhile has put its placeholder there.
 
-To delete a checkpoint, a tombstone takes the place of its record on the same condition, unless it is pinned (`io.markers`);
-then its attempt goes, then the tombstone.
+To delete a checkpoint, a tombstone replaces its record under the same condition, unless it is pinned (`commit.markers`).
+Then its attempt is removed, then the tombstone.
 
-A process that is stopped on the way leaves a checkpoint that is whole, or none, and attempts and a tombstone that the next
-collection takes.
+If the process stops in between, the checkpoint is either intact or gone, and the next collection removes the remaining attempts
+and the tombstone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["Collected", "collect", "delete", "renew"]
 
 _ROUNDS = 10
-"""How often to begin anew because the record has changed; each time somebody else has got something done."""
+"""How often to start again because the record has changed; each change means that another process made progress."""
 _UNDER_WAY = "it may be a save under way"
 _NEIGHBOUR = "a save may be under way beside it, which removing it would foil"
 _COLLECTED = "no save here was finished, and what was left of them was removed"
@@ -62,16 +62,16 @@ _FOREIGN = "something lies in it that no save has written"
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What became of an attempt that is no checkpoint."""
+    """The outcome for an attempt that is not a checkpoint."""
 
     location: Location
     """The checkpoint's directory."""
     attempt: str | None
-    """Its name; None: of none in particular."""
+    """Name of the attempt; None: the outcome is about no particular attempt."""
     outcome: Literal["removed", "kept", "failed"]
-    """`removed` also where it only would be; `failed`: the storage refused, and a part of it may be gone."""
+    """`removed`: it was removed, or would be in a dry run; `failed`: the storage refused, and a part of it may be gone."""
     idle: float | None = None
-    """Seconds since anything was written into it; None: not known."""
+    """Seconds since the last write into it; None: not known."""
     reason: str | None = None
     """Why it was not removed."""
 
@@ -83,50 +83,50 @@ class _Record:
     data: bytes | None
     generation: bytes
     doc: dict[str, Any] | None
-    """Its contents; None where there is none."""
+    """Its contents; None if there is no record."""
 
     @classmethod
     def of(cls, store: Store, data: bytes | None, generation: bytes) -> _Record:
-        """What `store.read_versioned` has read. Raises FormatError for what is no record."""
+        """Parse the result of `store.read_versioned`. Raises FormatError if it is not a record."""
         return cls(data, generation, None if data is None else open_envelope(data, store.path_of(RECORD)))
 
     def attempt(self, store: Store) -> str | None:
-        """The attempt that it names; a tombstone names none. Raises FormatError."""
+        """The attempt that the record names; None for a tombstone. Raises FormatError."""
         return None if self.doc is None or "tombstone" in self.doc else Fields(self.doc, store.path_of(RECORD)).string("attempt")
 
     @property
     def is_tombstone(self) -> bool:
-        """Whether it is a tombstone or a placeholder: there is no checkpoint."""
+        """Whether it is a tombstone or a placeholder, so that there is no checkpoint."""
         return self.doc is not None and "tombstone" in self.doc
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether a save has put it there as it began."""
+        """Whether a save wrote it when it began."""
         return self.doc is not None and self.doc.get("begun") is True
 
     def fence(self, store: Store) -> bool:
-        """Replace it by a new version (a placeholder becomes a tombstone) unless it has changed; whether that was done."""
+        """Replace the record by a new version (a placeholder becomes a tombstone) unless it has changed; return whether that succeeded."""
         if self.data is None or self.doc is None or self.is_placeholder:
             return put_tombstone(store, partial(_tombstone, _COLLECTED), self.generation, absent=self.data is None)
         sealed = seal({**self.doc, "nonce" if self.is_tombstone else "fence": secrets.token_hex(8)})
-        # All of it stays, be it newer than this reader, and the format version with it, which the host records have, too.
+        # All fields stay, even unknown ones of newer versions. The format version stays too, because the host records have it.
         head = self.data[: self.data.index(b'"sha256"')]
         return store.replace(RECORD, head + sealed[sealed.index(b'"sha256"') :], self.generation)
 
 
 def collect(store: Store, *, grace: float, dry_run: bool = False) -> list[Collected]:
-    """Remove the attempts at one place that nobody commits any more.
+    """Remove the attempts at one place that no process will commit any more.
 
     Args:
         store: the checkpoint's place.
-        grace: seconds for which nothing may have been written into an attempt. 0 takes all, of saves under way, too.
-        dry_run: only tell what would be done.
+        grace: seconds without any write that make an attempt removable. 0 removes all, even those of saves in progress.
+        dry_run: only report what would be done.
 
     Returns:
-        What became of each attempt that the commit record does not name.
+        The outcome for each attempt that the commit record does not name.
 
     Raises:
-        FormatError: the commit record cannot be read, so that what it names is not known; nothing was removed.
+        FormatError: the commit record cannot be read, so it is not known which attempt it names; nothing was removed.
         StorageError: the storage failed; nothing was removed.
     """
     for _ in range(_ROUNDS):
@@ -149,22 +149,22 @@ def collect(store: Store, *, grace: float, dry_run: bool = False) -> list[Collec
 
 
 def delete(store: Store, *, reason: str, grace: float) -> list[Collected]:
-    """Delete the checkpoint at one place; then collect what else is there.
+    """Delete the checkpoint at one place; then collect everything else there.
 
-    A checkpoint whose deletion was interrupted is collected.
+    If the deletion of a checkpoint was interrupted, this finishes it.
 
     Args:
         store: the checkpoint's place.
         reason: for people who look for the checkpoint later.
-        grace: as for `collect`; the checkpoint itself goes whatever its age.
+        grace: as for `collect`; the checkpoint itself is deleted whatever its age.
 
     Returns:
-        What became of all attempts there but the checkpoint's; and of that, if it could not be removed.
+        The outcome for all attempts there except the checkpoint's own; that one is included if it could not be removed.
 
     Raises:
         NotFoundError: there is no checkpoint.
-        ReplacedError: another one took its place just now; nothing was deleted.
-        VersionError: a newer version's checkpoint is there.
+        ReplacedError: another checkpoint has just replaced it; nothing was deleted.
+        VersionError: the checkpoint there comes from a newer version.
         OptionError: it is pinned.
         StorageError: the storage failed.
     """
@@ -180,13 +180,13 @@ def delete(store: Store, *, reason: str, grace: float) -> list[Collected]:
 
 
 def renew(store: Store, attempt: str) -> bool:
-    """Make a commit record another version of itself, so that who is about to delete or replace it has to look again.
+    """Rewrite a commit record as a new version of itself, so that a process that is about to delete or replace it must read it again.
 
     Returns:
-        Whether it still names that attempt.
+        Whether the record still names that attempt.
 
     Raises:
-        FormatError: it cannot be read.
+        FormatError: the record cannot be read.
         StorageError: the storage failed, or the record changes all the time.
     """
     for _ in range(_ROUNDS):
@@ -199,7 +199,7 @@ def renew(store: Store, attempt: str) -> bool:
 
 
 def _bury(store: Store, reason: str) -> str | None:
-    """Put a tombstone in place of the record; returns the attempt that it named, None where that is not known."""
+    """Put a tombstone in place of the record; return the attempt that the record named, None if that is not known."""
     first: str | None = None
     for _ in range(_ROUNDS):
         data, generation = store.read_versioned(RECORD)
@@ -227,9 +227,9 @@ def _bury(store: Store, reason: str) -> str | None:
 
 
 def _orphans(store: Store, grace: float) -> tuple[list[Collected], _Record | None]:
-    """The attempts that the record does not name, and whether they may go; and the record, None where there is nothing to collect.
+    """The attempts that the record does not name, whether each may be removed, and the record (None if there is nothing to collect).
 
-    A tombstone by itself is collected, too.
+    A tombstone without attempts counts as something to collect.
     """
     children = store.list_children()
     names = attempts(store, children)
@@ -251,7 +251,7 @@ def _orphans(store: Store, grace: float) -> tuple[list[Collected], _Record | Non
 
 
 def _clear(store: Store, record: _Record, grace: float) -> None:
-    """Remove a tombstone, or a placeholder of that age, without attempts beside it; what the storage refuses stays for the next time."""
+    """Delete a tombstone, or a placeholder older than `grace`, that has no attempts beside it; on a storage error it stays for later."""
     old = record.is_tombstone and (not record.is_placeholder or _idle_enough(idle_seconds(store, [RECORD])[RECORD], grace))
     if old:
         with suppress(StorageError):
@@ -266,7 +266,7 @@ def _remove(store: Store, orphan: Collected) -> Collected:
     """Remove a fenced attempt."""
     try:
         path = store.local_path(f"{orphan.attempt}/")
-        if path is None or not path.is_symlink():  # what a link leads to is not ours
+        if path is None or not path.is_symlink():  # never delete in the target of a link
             store.delete_prefix(f"{orphan.attempt}/records/")
         store.delete_prefix(f"{orphan.attempt}/")
     except StorageError as e:
@@ -275,6 +275,6 @@ def _remove(store: Store, orphan: Collected) -> Collected:
 
 
 def _tombstone(reason: str) -> bytes:
-    """A tombstone like no other; it says when, by this machine's clock, and why."""
+    """A unique tombstone with the time by this machine's clock and the reason."""
     now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     return seal(Tombstone(f"{now}: {reason}", secrets.token_hex(8)).to_json())

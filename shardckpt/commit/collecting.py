@@ -1,7 +1,7 @@
-"""Getting rid of what is no checkpoint, and of checkpoints: what users ask for.
+"""Removal of unfinished attempts and of checkpoints, as users call it.
 
-`commit.collect` says how one place is collected, and why nothing that is removed can be published afterwards. Here
-are the places: a directory of checkpoints, or one of them.
+`commit.collect` handles one place, and explains why removed data can never be published afterwards. This module handles
+a directory of checkpoints, or one checkpoint.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from shardckpt.io.url import parse
 __all__ = ["GRACE", "Collected", "collect", "delete"]
 
 GRACE = 24 * 3600.0
-"""Seconds for which nothing may have been written into an attempt that is collected, unless told otherwise."""
+"""Default for the seconds without any write after which an attempt may be collected."""
 _NAMED = 10
-"""Checkpoints that a message names."""
+"""Most checkpoints that a message names."""
 _AT_ONCE = 16
-"""Places that are looked at together: on an object store each question takes a round trip."""
+"""Places that are handled at a time; on an object store each request needs a round trip."""
 
 
 def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> list[Collected]:
-    """Remove the attempts at saving that nobody will finish, at `root` and directly below it.
+    """Remove the attempts at `root` and directly below it that no save will finish.
 
-    An attempt goes if no commit record names it and nothing has been written into it for the grace period, by the
-    storage's own clock. Where another attempt is younger, a save may be under way, and all stay.
+    An attempt is removed if no commit record names it and nothing has been written into it for the grace period, by the
+    storage's own clock. If another attempt of the same checkpoint is younger, a save may be in progress, and all stay.
 
     Args:
         root: a checkpoint, or a directory of them: a path or url.
-        grace: seconds. Longer than any save is silent; 0 takes all attempts, those of saves under way, too.
-        dry_run: only tell what would be done.
+        grace: seconds; longer than any pause between the writes of a save. 0 removes all attempts, even those of saves in progress.
+        dry_run: only report what would be done.
 
     Returns:
-        What became of each attempt that is no checkpoint. A place that could not be read is one entry without an attempt,
-        and keeps no other from being collected.
+        The outcome for each attempt that is not a checkpoint. A place that could not be read is one entry without an attempt,
+        and does not stop the collection of the others.
 
     Raises:
-        UrlError: `root` is no place.
+        UrlError: `root` is not a valid path or url.
         NotFoundError: there is no such directory.
-        OptionError: `grace` is no number of seconds.
+        OptionError: `grace` is not a valid number of seconds.
     """
     _check_seconds(grace)
     location = parse(root)
@@ -74,22 +74,22 @@ def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool
 def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: float = GRACE) -> list[Collected]:
     """Delete a checkpoint. Saves to the same place that began before it can publish nothing any more.
 
-    Also collects the attempts there that are older than the grace period; then nothing of it stays.
+    Also collects the attempts there that are older than the grace period; if none is younger, nothing stays.
 
     Args:
-        url: where it is.
+        url: location of the checkpoint.
         reason: for people who look for it later; the time is put before it.
-        grace: as for `collect`; the checkpoint itself goes whatever its age.
+        grace: as for `collect`; the checkpoint itself is deleted whatever its age.
 
     Returns:
-        What became of other attempts there; and of the checkpoint's own data, if it could not be removed.
+        The outcome for other attempts there; and for the checkpoint's own data, if it could not be removed.
 
     Raises:
         NotFoundError: no checkpoint there.
-        OptionError: it is pinned, or checkpoints beside it have left tensors in it; names them.
-        ReplacedError: another one took its place just now; nothing was deleted.
-        VersionError: it is a newer version's.
-        StorageError: the storage failed; where the message does not speak of deleting the record, it is deleted and data may be left.
+        OptionError: it is pinned, or checkpoints beside it have left tensors in it; the message names them.
+        ReplacedError: another checkpoint has just replaced it; nothing was deleted.
+        VersionError: it was written by a newer version.
+        StorageError: the storage failed; unless the message is about deleting the record, the record is deleted and data may be left.
     """
     _check_seconds(grace)
     store = Store.open(parse(url))
@@ -98,14 +98,14 @@ def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: fl
 
 
 def _check_no_base(store: Store) -> None:
-    """Refuse to delete what checkpoints in the same directory name as their base. Of others nobody knows."""
+    """Refuse to delete a checkpoint that others in the same directory name as their base. Others elsewhere are not found."""
     location = store.location.resolved
     try:
         attempt = published_attempt(store)
         if attempt is None:
             return
     except FormatError:
-        attempt = None  # not known: whoever names the place counts
+        attempt = None  # not known: every base with this place's name counts
     if location.parent is None:
         return
     root = Store.open(location.parent)
@@ -113,7 +113,7 @@ def _check_no_base(store: Store) -> None:
     def names_it(name: str) -> bool:
         place = root.sub(name)
         if place.location.local is not None and not os.access(place.location.local, os.X_OK):
-            return False  # somebody else's, in a directory that is everybody's
+            return False  # another user's directory inside a shared one
         try:
             bases = bases_of(open_envelope(place.read(RECORD), place.path_of(RECORD)), place.path_of(RECORD))
         except (MissingDataError, FormatError):  # no checkpoint, or one that cannot be read without deleting anything

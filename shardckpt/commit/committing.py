@@ -1,12 +1,12 @@
-"""Committing what a save has left complete and unpublished.
+"""Commits of attempts that a save has left complete and unpublished.
 
-The process that commits may die after all hosts have finished. What they wrote lacks nothing, and their records say
-all that there is to say; so any process can commit it, later, from the records alone. Of several attempts at one place
-the newest complete one counts; of several reshards none, for their names tell no order. An attempt is overtaken once the
-place no longer has the commit record that the save found: something else was committed there since, or the attempt's
-place was collected. What a run has left that no longer
-saves there, or what would replace a pinned checkpoint, may be what was refused publication: that is not committed (`commit.leftover`).
-Before the first save after a rollback is published, the steps that this supersedes are marked (`commit.rollback`).
+The process that commits may die after all hosts have finished. The attempt then lacks nothing, and the host records contain
+everything that a commit needs. So any process can commit it later from the records alone. Of several attempts at one place
+the newest complete one is committed. Of several reshards none is, because their names give no order. An attempt is overtaken when
+the place no longer has the commit record that the save found: another attempt was committed there since, or the attempt's
+place was collected. Some attempts may have been refused publication: an attempt of a run that no longer saves there, and an
+attempt that would replace a pinned checkpoint. Those are not committed (`commit.leftover`).
+Before the first save after a rollback is published, the steps that it supersedes are marked (`commit.rollback`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "commit", "commit_places"]
 
 _AT_ONCE = 16
-"""Places that are looked at together: on an object store each takes a few round trips."""
+"""Number of places that are handled at a time; on an object store each needs a few round trips."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one unpublished attempt."""
+    """The outcome for one unpublished attempt."""
 
     name: str
     """Name of the checkpoint, relative to the root; "." for the root itself."""
@@ -60,16 +60,16 @@ class Outcome:
 def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     """Commit the complete attempts whose committer has died. Call it when a job starts, before looking for its latest step.
 
-    Committing what another process is committing at this moment does no harm: one of the two publishes it.
+    A concurrent commit of the same attempt by another process does no harm: one of the two publishes it.
 
     Args:
         root: a checkpoint, or a directory of checkpoints.
 
     Returns:
-        Every attempt that was not published before, and what became of it.
+        Every attempt that was not published before, and its outcome.
 
     Raises:
-        NotFoundError: there is nothing at that place.
+        NotFoundError: the place has no checkpoint and no attempt.
         StorageError: the storage failed, or Python is ending and starts no threads to read with.
     """
     store = Store.open(parse(root))
@@ -80,7 +80,7 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
 
 
 def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outcome]:
-    """Commit the complete attempts at some places, by name, below one root.
+    """Commit the complete attempts at some named places below one root.
 
     Raises:
         StorageError: the storage failed at one of them, or Python is ending; the others were committed.
@@ -116,7 +116,7 @@ def _commit_one(name: str, store: Store) -> list[Outcome]:
 
 
 def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken"], str] | None:
-    """What an attempt lacks to be committed; None: nothing, by what its hosts say."""
+    """The reason why an attempt cannot be committed; None: its host records lack nothing."""
     present = finished_hosts(place)
     if not present:
         return "incomplete", "no host has finished"
@@ -131,7 +131,7 @@ def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken
 
 
 def _complete(place: Store, prior: Prior) -> bool:
-    """Whether it lacks nothing, and could be read."""
+    """Whether an attempt lacks nothing, and its records could be read."""
     try:
         return _lacks(place, prior) is None
     except StorageError:
@@ -141,7 +141,7 @@ def _complete(place: Store, prior: Prior) -> bool:
 
 
 def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
-    """Commit one attempt, if that can be."""
+    """Commit one attempt, if possible."""
 
     def outcome(state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = "") -> Outcome:
         return Outcome(name, store.location, attempt, state, reason)
@@ -150,7 +150,7 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
     try:
         lacks = _lacks(place, prior)
         if lacks is None and prior.digest is None:
-            prior = hold_place(store, prior, overwrite=True)  # first: then what was removed since is noticed
+            prior = hold_place(store, prior, overwrite=True)  # before the check, so that it notices a removal since then
             lacks = _lacks(place, prior)
         if lacks is not None:
             return outcome(*lacks)
@@ -168,7 +168,7 @@ def _attempted(name: str, store: Store, attempt: str, prior: Prior) -> Outcome:
 
 
 def _publish(store: Store, attempt: str, prior: Prior) -> str | None:
-    """Publish an attempt that lacks nothing else; why not, where this process has no right to write there."""
+    """Publish an attempt that lacks nothing else; the reason if this process has no permission to write there."""
     place = store.sub(attempt)
     try:
         record = assemble(place)
@@ -183,6 +183,6 @@ def _publish(store: Store, attempt: str, prior: Prior) -> str | None:
         if not is_denied(e):
             raise
         return str(e)
-    with suppress(ShardckptError):  # what cannot be removed costs room, no more
+    with suppress(ShardckptError):  # a file that cannot be removed only takes space
         remove_strays(place)
     return None

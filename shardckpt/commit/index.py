@@ -1,13 +1,13 @@
-"""After all hosts have written: what every other zarr reader goes by.
+"""Metadata for all other zarr readers, built after all hosts have written.
 
-Packed layout: one OCDBT database over the whole attempt. Each host's lanes are databases below it, and merging them
-copies references, not chunks; the `zarr.json` documents follow in a transaction of their own. Keys that two lanes have
-would vanish silently, so the keys are counted afterwards.
+Packed layout: one OCDBT database over the complete attempt. Each host's lanes are databases below it. Merging them
+copies references, not chunks; the `zarr.json` documents are written in a transaction of their own. A key that two lanes have
+would be lost silently, so the keys are counted afterwards.
 
 Plain layout: the `zarr.json` files of arrays and groups, the root with consolidated metadata.
 
-`stock_spec` and `stock_url` say how stock TensorStore opens an array of either layout. None of this is needed by our
-own readers, who go by the chunk tables.
+`stock_spec` and `stock_url` say how stock TensorStore opens an array of either layout. Our own readers use the chunk tables
+and none of this.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = [
 ]
 
 _CONFIG = {
-    # A document inside a node is covered by the node's checksum; outside it is not. 1 MiB is the format's limit.
+    # A document inside a node is covered by the node's checksum; one outside is not. 1 MiB is the format's limit.
     "max_inline_value_bytes": 1 << 20,
     "compression": {"id": "zstd"},
 }
 _MANIFEST = "manifest.ocdbt"
 _MOST_HEIGHT = 16
-"""A tree of format-conforming nodes is never so high; a damaged one might go in circles."""
+"""Height that a tree of valid nodes never exceeds; a damaged tree might have cycles."""
 
 
 def merge_lanes(
@@ -62,18 +62,18 @@ def merge_lanes(
     expected_chunks: int,
     expected_bytes: int,
 ) -> None:
-    """Build the merged index of an attempt; where one is there already, it becomes the same.
+    """Build the merged index of an attempt; if one is there already, the result is the same.
 
     Args:
         attempt: the attempt's place.
         lanes: OCDBT databases relative to it.
-        documents: array path → its `zarr.json`; the groups' are made here.
-        values: key → chunk, of those that no lane has; None: there are none.
-        expected_chunks: chunks that the lanes hold together.
+        documents: array path → its `zarr.json`; the groups' documents are made here.
+        values: key → chunk, for chunks that no lane has; None: there are none.
+        expected_chunks: number of chunks in all lanes together.
         expected_bytes: their stored bytes.
 
     Raises:
-        CommitError: lanes have a chunk in common, or lack some.
+        CommitError: two lanes have the same chunk, or chunks are missing.
         StorageError: the storage failed.
     """
     written = {**dict(packed_documents(documents.items())), **(values or {})}
@@ -81,8 +81,8 @@ def merge_lanes(
     attempt.forget_interrupted_write("manifest.ocdbt")
     with storage_errors("merge the index of", attempt):
         database = _database(attempt, _CONFIG)
-        # Two transactions: in one with writes of its own, TensorStore 0.1.86 stores copied values as empty ones.
-        # The few written keys come first, because the second one writes the nodes that it touches anew.
+        # Two transactions: if one transaction copies and writes, TensorStore 0.1.86 stores the copied values empty.
+        # The few documents come first, because the second transaction rewrites the nodes that it touches.
         with ts.Transaction() as writes:
             within = database.with_transaction(writes)
             _await(within.write(key, data) for key, data in written.items())
@@ -90,7 +90,7 @@ def merge_lanes(
             within = database.with_transaction(copies)
             _await(_database(attempt.sub(lane)).experimental_copy_range_to(within) for lane in lanes)
         found = _versions(attempt)[-1]
-    # A document of more than 1 MiB is stored as chunks are.
+    # A document of more than 1 MiB is stored outside the nodes, like a chunk.
     if found.num_keys != expected_chunks + len(written) or found.num_indirect_value_bytes < expected_bytes:
         raise CommitError(
             f"{attempt}: the hosts wrote {expected_chunks} chunks of {expected_bytes} bytes, the merged index has "
@@ -100,7 +100,7 @@ def merge_lanes(
 
 
 def _await(futures: Iterable[Any]) -> None:
-    """Start all, then wait for each: a write whose future is dropped may be left out of the commit."""
+    """Start all futures, then wait for each: a write whose future is dropped may be left out of the commit."""
     for future in list(futures):
         future.result()
 
@@ -110,14 +110,14 @@ def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, A
 
     Args:
         attempt: the attempt's place.
-        documents: array path → its `zarr.json`; the groups' are made here.
+        documents: array path → its `zarr.json`; the groups' documents are made here.
     """
     for key, data in plain_documents(documents).items():
         attempt.write(key, data)
 
 
 def packed_documents(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, bytes]]:
-    """Key in the merged index and `zarr.json` of every array and of every group above."""
+    """Key in the merged index and `zarr.json` of every array and of every group above it."""
     paths = []
     for path, document in documents:
         paths.append(path)
@@ -127,7 +127,7 @@ def packed_documents(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> Iter
 
 
 def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-    """The same as objects of the attempt, the root's with consolidated metadata and last: who sees it sees everything."""
+    """The documents as objects of the attempt; the root has consolidated metadata and comes last: a reader that sees it sees all."""
     arrays = {plain_key(path).removeprefix(f"{PLAIN_ROOT}/"): document for path, document in documents.items()}
     groups = {path: group_json() for path in parent_groups(arrays) if path}
     members: dict[str, Any] = {**groups, **arrays}
@@ -136,7 +136,7 @@ def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, byt
 
 
 def read_values(attempt: Store, keys: Iterable[str]) -> dict[str, bytes | None]:
-    """Values of the merged index, None where it has no such key."""
+    """Values of the merged index; None for a key that it lacks."""
     with storage_errors("read the index of", attempt):
         database = _database(attempt)
         pending = {key: database.read(key) for key in keys}
@@ -149,15 +149,15 @@ def dump_index(attempt: Store) -> dict[str, Place]:
 
 
 def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
-    """The chunks of a (merged or a host's own) index, in order of their keys; `zarr.json` documents are left out.
+    """The chunks of an index (merged or a host's own), in order of their keys; `zarr.json` documents are left out.
 
-    Unless a document is too large for a node: then it has a place, as chunks have. The versions that
-    TensorStore made on the way and nobody reads are walked last, so that damage to their nodes shows, too.
+    A document that is too large for a node is included, because it has a place like a chunk. The intermediate versions that
+    TensorStore made, which no reader uses, are walked last, so that damage to their nodes is found too.
 
     Raises:
         MissingDataError: there is no index, or a part of it is gone.
-        StorageError: it cannot be read, or by TensorStore's account is damaged.
-        FormatError: it is not one that TensorStore or we can read.
+        StorageError: the index cannot be read, or TensorStore reports damage.
+        FormatError: the index has a form that neither TensorStore nor we can read.
     """
     seen: set[Place] = set()
     newest, *older = _versions(attempt)[::-1]
@@ -168,7 +168,7 @@ def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
 
 
 def stock_spec(location: Location, attempt: str, array_path: str, layout: str = "packed") -> dict[str, Any]:
-    """The spec by which stock TensorStore opens an array, with a missing chunk as an error."""
+    """The spec with which stock TensorStore opens an array; a missing chunk is an error."""
     place = location.join(attempt)
     strict = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
     if layout == "packed":
@@ -177,7 +177,7 @@ def stock_spec(location: Location, attempt: str, array_path: str, layout: str = 
 
 
 def stock_url(location: Location, attempt: str, array_path: str, layout: str = "packed") -> str:
-    """The same as a url, for people to paste."""
+    """The url with which stock TensorStore opens an array, for people to paste."""
     place = location.join(attempt)
     if layout == "packed":
         return f"{place.url}/|ocdbt:|zarr3:{quote(array_path)}/"
@@ -199,7 +199,7 @@ def _versions(place: Store) -> list[Version]:
 
 
 def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], depth: int) -> Iterator[tuple[str, Place]]:
-    """The chunks at and below one node, whose keys all start with `prefix`; nodes that were `seen` are left out."""
+    """The chunks at and below one node, whose keys all start with `prefix`; nodes in `seen` are skipped."""
     if node is None or node in seen:
         return
     seen.add(node)

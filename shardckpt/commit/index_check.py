@@ -1,6 +1,6 @@
-"""Check that the index for other zarr readers says the same as the record and the chunk tables.
+"""Check that the index for other zarr readers agrees with the record and the chunk tables.
 
-Our own readers do not use it, so it cannot lead them astray; but `verify` vouches for stock readers, too.
+Our own readers do not use the index, so a wrong one cannot mislead them; but `verify` also covers stock readers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["IndexCheck"]
 
 Fault = tuple[str, str]
-"""A file relative to the attempt, and what is wrong with it."""
+"""A file relative to the attempt, and its fault."""
 MANIFEST = "manifest.ocdbt"
 _AT_ONCE = 1024
-"""Documents that are compared at a time."""
+"""Number of documents that are compared at a time."""
 
 
 class IndexCheck:
@@ -45,11 +45,11 @@ class IndexCheck:
         files: Sequence[str],
         arrays: Mapping[str, ArrayChunks],
     ) -> None:
-        """What the indexes must say.
+        """Set the expected contents of the indexes.
 
         Args:
             attempt: the attempt's place.
-            documents: makes each array's path and its zarr.json.
+            documents: yields each array's path and its zarr.json.
             pieces: array path → the array.
             files: the chunk tables' data files.
             arrays: array path → its chunks.
@@ -61,7 +61,7 @@ class IndexCheck:
         self._arrays = arrays
 
     def packed(self, lanes: Sequence[str]) -> Iterator[Fault]:
-        """What is wrong with the merged index and with the lanes' own ones, from which it can be built again."""
+        """Faults of the merged index and of the lanes' own indexes, from which it can be rebuilt."""
         inline = self._inline_keys()
         chunks = sum(map(len, self._arrays.values())) - len(inline)
         groups = {index.document_key(path) for path in parent_groups(self._pieces)}
@@ -79,7 +79,7 @@ class IndexCheck:
             yield "hosts", f"the lanes' indexes have {in_lanes} chunks, the chunk tables have {chunks}"
 
     def _values(self) -> Iterator[Fault]:
-        """What is wrong with the zarr.json documents in the merged index."""
+        """Faults of the zarr.json documents in the merged index."""
         expected = index.packed_documents(self._documents())
         while some := dict(islice(expected, _AT_ONCE)):
             try:
@@ -92,19 +92,19 @@ class IndexCheck:
                     yield MANIFEST, f"{key} in the index is missing or not what was written"
 
     def _inline_keys(self) -> dict[str, tuple[int, int]]:
-        """The chunks of small tensors, which are values in the index itself: key → bytes and crc32c by the chunk table."""
+        """The chunks of small tensors, which are values in the index itself: key → bytes and crc32c from the chunk table."""
         found = {}
         if SMALL in self._files:
             small = self._files.index(SMALL)
             for path, rows in self._arrays.items():
                 piece = self._pieces.get(path)
-                if piece is not None:  # a table may say what it likes
+                if piece is not None:  # the table is untrusted
                     for row in np.flatnonzero((rows.file == small) & (rows.chunk < piece.num_chunks)).tolist():
                         found[chunk_object_key(piece, int(rows.chunk[row]))] = int(rows.length[row]), int(rows.crc[row])
         return found
 
     def _inline(self, keys: Mapping[str, tuple[int, int]]) -> Iterator[Fault]:
-        """What is wrong with those chunks in the index."""
+        """Faults of those chunks in the index."""
         try:
             stored = index.read_values(self._attempt, keys)
         except ShardckptError as e:
@@ -117,7 +117,7 @@ class IndexCheck:
                 yield MANIFEST, f"{key} in the index is missing or not what was written"
 
     def plain(self) -> Iterator[Fault]:
-        """What is wrong with the zarr.json documents of the plain layout."""
+        """Faults of the zarr.json documents of the plain layout."""
         for key, document in index.plain_documents(dict(self._documents())).items():
             try:
                 if not _same_json(self._attempt.read(key), document):
@@ -126,7 +126,7 @@ class IndexCheck:
                 yield key, str(e)
 
     def _database(self, lane: str, groups: Container[str] | None) -> Generator[Fault, None, int | None]:
-        """What is wrong with the entries of a lane ("": the merged index); returns how many chunks it has, if it can be read.
+        """Faults of the entries of a lane ("": the merged index); returns its number of chunks, or None if it cannot be read.
 
         Args:
             lane: relative to the attempt.
@@ -138,7 +138,7 @@ class IndexCheck:
             place = self._attempt.sub(lane) if lane else self._attempt
             for key, (file, offset, length) in index.index_entries(place):
                 if groups is not None and (key in groups or key.removesuffix("/zarr.json") in self._pieces):
-                    place.read(file, offset, offset + length)  # too large for a node; here it must just be there
+                    place.read(file, offset, offset + length)  # too large for a node; only its existence is checked here
                     continue
                 found += 1
                 fault = self._entry(key, (prefix + file, offset, length))
@@ -150,7 +150,7 @@ class IndexCheck:
         return found
 
     def _entry(self, key: str, place: tuple[str, int, int]) -> str | None:
-        """Why an entry is wrong, or None."""
+        """The fault of an entry, or None."""
         found = split_chunk_key(key, self._pieces)
         table = self._arrays.get(found[0].path) if found else None
         row = -1 if table is None or found is None else table.row(found[1])
@@ -164,7 +164,7 @@ class IndexCheck:
 
 
 def _same_json(found: bytes | None, expected: bytes) -> bool:
-    """Whether two documents say the same; another version may have spaced them differently."""
+    """Whether two documents have equal contents; other versions may use different whitespace."""
     try:
         return found is not None and bool(json.loads(found) == json.loads(expected))
     except (ValueError, RecursionError):

@@ -1,17 +1,17 @@
 """The lease of a root: the one job that saves there.
 
-Two jobs that save to one root would overtake each other: started anew while the old one still lives, say. `job.json` in the
-root names the run that saves there.
+Two jobs that save to one root would disturb each other, for example after a restart while the old job still lives. `job.json` in
+the root names the run that saves there.
 
-1. A run puts its id there with its first save, in place of whatever is there, by compare-and-swap.
-2. Before it publishes or deletes anything it looks whether its id still is. If it is another's, a later job has taken
-   over, and this one raises and touches nothing any more.
-3. What a run saves has its id in the metadata. Who commits what others have left complete (`committing`) leaves alone what
-   is of another run than the one that `job.json` names: it may be what a run was not allowed to publish.
+1. A run writes its id there with its first save, by compare-and-swap, in place of any earlier id.
+2. Before it publishes or deletes anything, it checks that its id is still there. If another id is there, a later job has taken
+   over; this one then raises and changes nothing any more.
+3. A run's checkpoints have its id in the metadata. A process that commits complete attempts of others (`committing`) leaves
+   attempts of any other run than the one in `job.json` alone, because that run may have been refused publication.
 
-That does not keep one save of either from being published between look and publication. What two jobs may do at the same
-time to one step is decided there, by the conditional write of the commit record: nothing of either is lost. The job that
-comes second finds the other one's step, and is told of that run (`of_other_job`).
+This does not prevent one save of either job from being published between the check and the publication. If two jobs save one
+step at the same time, the conditional write of the commit record decides: no data of either is lost. The job that
+comes second finds the other one's step, and its error names that run (`of_other_job`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["JOB", "RUN", "JobFence", "holder", "of_other_job"]
 
 JOB = "job.json"
-"""Relative to the root."""
+"""Key relative to the root."""
 RUN = "run_id"
 """The member of a checkpoint's metadata that names its run."""
 _ROUNDS = 10
 
 
 def holder(root: Store) -> str | None:
-    """The run that saves to a root; None where nobody has said so.
+    """The run that saves to a root; None if no run has claimed it.
 
     Raises:
         StorageError: the storage failed.
@@ -87,15 +87,15 @@ class JobFence:
         self._claimed = False
 
     def check(self) -> None:
-        """See that the root is still this run's, if it has been; raises as `hold` does."""
+        """Check that the root is still this run's, if it was claimed; raises the errors of `hold`."""
         if self._claimed:
             self.hold()
 
     def hold(self) -> None:
-        """Claim the root, the first time; later see that it is still this run's.
+        """Claim the root at the first call; later check that it is still this run's.
 
         Raises:
-            OtherJobError: another run has claimed it since; names both.
+            OtherJobError: another run has claimed it since; the message names both.
             StorageError: the storage failed.
         """
         for _ in range(_ROUNDS):
@@ -122,7 +122,7 @@ class JobFence:
 
 
 def _read(root: Store, data: bytes) -> tuple[str, str] | None:
-    """The run that a file names, and more of it for people; None: the file is damaged, and claims nothing."""
+    """The run that a file names, and details for people; None: the file is damaged, and claims nothing."""
     where = root.path_of(JOB)
     try:
         read = Fields(open_envelope(data, where), where)

@@ -1,7 +1,7 @@
-"""Refuse to publish a complete save that was left unpublished, where publishing it would undo something newer.
+"""Refusal to publish a complete but unpublished save if that would undo something newer.
 
-Its own committer may have been refused that, so the same is checked here: which run saves to the root now (`job`), and whether
-what would be replaced is pinned (`markers`).
+Its own committer may have been refused for the same reasons: another run saves to the root now (`job`), or the
+checkpoint that would be replaced is pinned (`markers`).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ __all__ = ["check_leftover", "run_root"]
 
 
 def run_root(place: Store, attempt: str, metadata: Mapping[str, Any]) -> Store | None:
-    """The directory of a run's steps that a checkpoint lies in; None where no run has saved it, or a reshard has laid it out anew.
+    """The root directory of the run that saved a checkpoint; None if no run saved it, or if it comes from a reshard.
 
     Args:
-        place: the checkpoint's.
-        attempt: that would be published.
-        metadata: the checkpoint's.
+        place: the checkpoint's place.
+        attempt: the attempt to be published.
+        metadata: the checkpoint's metadata.
     """
     above = place.location.parent
     return None if above is None or RUN not in metadata or is_reshard(attempt) else Store.open(above)
 
 
 def check_leftover(place: Store, attempt: str, metadata: Mapping[str, Any], replaces: str | None) -> None:
-    """Refuse what its own committer may have been refused.
+    """Refuse an attempt for reasons for which its own committer may have been refused.
 
     Args:
-        place: the checkpoint's.
-        attempt: that would be published.
-        metadata: that it would have.
+        place: the checkpoint's place.
+        attempt: the attempt to be published.
+        metadata: its metadata.
         replaces: the attempt that is published there now.
 
     Raises:
-        OtherJobError: it is of a run that no longer saves there.
-        CommitError: it would replace a checkpoint that is pinned.
+        OtherJobError: it comes from a run that no longer saves there.
+        CommitError: it would replace a pinned checkpoint.
         StorageError: the storage failed.
     """
     root = run_root(place, attempt, metadata)

@@ -1,11 +1,11 @@
 """Markers on a committed checkpoint: pinned, or superseded.
 
-A marker is a small object beside the commit record, and names the attempt that it is about. So it says nothing of the
-checkpoint that takes that one's place, whoever forgets to remove it.
+A marker is a small object beside the commit record, and names the attempt that it applies to. So it does not apply to a
+later checkpoint at the same place, even if it was not removed.
 
-A pin and a deletion may cross. Who deletes reads the commit record, then looks for the pin, then replaces the record on
-condition that it is still that version. Who pins writes the pin, then makes the record another version of itself. One of
-the two comes too late, and sees so: a pin that was put in place holds.
+A pin and a deletion may run at the same time. The deletion reads the commit record, then looks for the pin, then replaces the
+record on condition that it still has that version. Pinning writes the pin, then makes a new version of the record. One of
+the two comes too late, and detects it: a pin that was set is effective.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 __all__ = ["PINNED", "SUPERSEDED", "is_marked", "mark", "read_sealed", "unmark"]
 
 PINNED = "pinned.json"
-"""The checkpoint is not deleted; relative to it."""
+"""Marker that protects the checkpoint against deletion; key relative to the checkpoint."""
 SUPERSEDED = "superseded.json"
-"""Training went back to an earlier step; this one is no longer a part of it. Relative to the checkpoint."""
+"""Marker after training went back to an earlier step and no longer includes this one; key relative to the checkpoint."""
 
 
 def mark(store: Store, marker: str, attempt: str) -> None:
-    """Say it of an attempt.
+    """Set a marker for an attempt.
 
     Args:
         store: the checkpoint's place.
         marker: `PINNED` or `SUPERSEDED`.
-        attempt: the one that the commit record names.
+        attempt: the attempt that the commit record names.
     """
     store.write(marker, seal({"attempt": attempt}))
 
 
 def is_marked(store: Store, marker: str, attempt: str | None) -> bool:
-    """Whether it is said of this attempt.
+    """Whether a marker is set for this attempt.
 
-    Of one that is not known (None: the commit record is unreadable), or by a marker that is unreadable, it counts as said: a
-    damaged pin still pins.
+    If the attempt is not known (None: the commit record is unreadable), the marker counts for any attempt. An unreadable pin counts as
+    set: a damaged pin still protects.
     """
     try:
         said = read_sealed(store, marker)
@@ -51,7 +51,7 @@ def is_marked(store: Store, marker: str, attempt: str | None) -> bool:
 
 
 def read_sealed(store: Store, key: str) -> Fields | None:
-    """What a small sealed file says; None where there is none. Raises FormatError for one that is damaged."""
+    """Read a small sealed file; None if there is none. Raises FormatError if it is damaged."""
     try:
         data = store.read(key)
     except MissingDataError:
@@ -61,5 +61,5 @@ def read_sealed(store: Store, key: str) -> Fields | None:
 
 
 def unmark(store: Store, marker: str) -> None:
-    """Say it no more; that it was never said is no error."""
+    """Remove a marker, if it is set."""
     store.delete(marker)

@@ -1,6 +1,6 @@
-"""Pinning a checkpoint: no deletion by a `CheckpointManager` or `shardckpt rm` touches it until it is unpinned.
+"""Pinning a checkpoint: neither a `CheckpointManager` nor `shardckpt rm` deletes it until it is unpinned.
 
-See `commit.markers` for why a pin that was put in place holds.
+See `commit.markers` for why a pin that was set is effective.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["pin", "unpin"]
 
 
 def pin(url: str | os.PathLike[str]) -> None:
-    """Pin a checkpoint; when this returns nothing deletes it any more.
+    """Pin a checkpoint; when this returns, nothing deletes it any more.
 
-    A save that is about to replace it at this moment is foiled, with an error there.
+    A save that is about to replace it at this moment fails with an error.
 
     Raises:
-        NotFoundError: no checkpoint there, or it was deleted just now.
+        NotFoundError: there is no checkpoint, or it has just been deleted.
         FormatError: its record is damaged.
         StorageError: the storage failed.
     """
@@ -42,7 +42,7 @@ def pin(url: str | os.PathLike[str]) -> None:
 
 
 def unpin(url: str | os.PathLike[str]) -> None:
-    """Let a checkpoint be deleted again; that it is not pinned is no error.
+    """Allow a checkpoint to be deleted again; it need not be pinned.
 
     Raises:
         NotFoundError: no checkpoint there.

@@ -1,17 +1,17 @@
 """Publishing an attempt: everything or nothing, by one conditional write of one small object.
 
-An attempt is a directory that is never used again. Data, then the hosts' records, go there; as long as
-`checkpoint.json` does not name it, it is no checkpoint. Whoever commits it
+An attempt is a directory whose name is never reused. Data, then the hosts' records, are written there. As long as
+`checkpoint.json` does not name the attempt, it is not a checkpoint. The committing process
 
-1. makes the commit record out of the hosts' records (`assemble`);
-2. writes `checkpoint.json` in place of the very version that was there before any host wrote (`replace`, a
-   compare-and-swap). Losing that race publishes nothing. Where there is no checkpoint, that version is a placeholder,
-   which the save puts there first (`hold_place`): nothing is ever published by creating the file, so a committer that
-   has been asleep publishes nothing where `checkpoint.json` was removed.
+1. makes the commit record from the hosts' records (`assemble`);
+2. replaces exactly the version of `checkpoint.json` that was there before any host wrote (`replace`, a
+   compare-and-swap). Losing that race publishes nothing. If there is no checkpoint, that version is a placeholder,
+   which the save writes first (`hold_place`). Publishing never creates the file. So a committer that
+   was asleep publishes nothing after `checkpoint.json` was removed.
 
-Several may commit one attempt: the process that saved, and others that found it complete. One of them wins; the
-others find their own attempt published, which is what they wanted. On a local disk, where an attempt that could not
-be published is removed at once, they hold a shared lock of its directory meanwhile, and who removes it an exclusive one.
+Several processes may commit one attempt: the process that saved, and others that found it complete. One of them wins; the
+others find their own attempt published, which is a success too. On a local disk, an attempt that could not
+be published is removed at once. Publishers hold a shared lock on its directory, and the process that removes it an exclusive one.
 """
 
 from __future__ import annotations
@@ -58,46 +58,46 @@ RECORD = "checkpoint.json"
 """The commit record, relative to the checkpoint."""
 _UNREADABLE = Tombstone("unreadable")
 _ROUNDS, _DISK_ROUNDS = 10, 200
-"""How often to look again because somebody else has changed the record; on a disk, where a look takes a tenth of a millisecond, deletions
-may also remove the empty directory each time."""
+"""How often to retry because another process has changed the record. On a disk, where a retry takes a tenth of a millisecond,
+deletions may also remove the empty directory each time."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 1.0
-"""Seconds between two looks for the placeholder of another process."""
+"""Least and most seconds between two checks for another process's placeholder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What the commit record was when a save began."""
+    """The commit record when a save began."""
 
     record: CheckpointRecord | Tombstone | None
     generation: Any
-    """The storage's version of it, for the conditional write."""
+    """The storage's version of the record, for the conditional write."""
     digest: str | None
-    """SHA-256 of its bytes, by which another process recognises it; None where there is none."""
+    """SHA-256 of its bytes, by which other processes recognise it; None if there is none."""
 
     @property
     def holds(self) -> bool:
-        """Whether it is a placeholder."""
+        """Whether the record is a placeholder."""
         return isinstance(self.record, Tombstone) and self.record.begun
 
     @property
     def attempt(self) -> str | None:
-        """The attempt that was published, whose place a new one takes; None: none was."""
+        """The published attempt that a new one would replace; None: there is none."""
         return self.record.attempt if isinstance(self.record, CheckpointRecord) else None
 
 
 def new_attempt() -> str:
-    """A name for one save attempt, never given twice; it sorts by time."""
+    """A unique name for one save attempt; names sort by time."""
     now = dt.datetime.now(dt.UTC)
     return f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
 def read_prior(store: Store, *, overwrite: bool) -> Prior:
-    """The present commit record, for who begins a save there or commits one.
+    """Read the current commit record, to begin or commit a save there.
 
     Raises:
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is False.
-        VersionError: a newer version's checkpoint is there, which is never replaced.
-        FormatError: what is there is unreadable and `overwrite` is False.
+        VersionError: the checkpoint there comes from a newer version, and is never replaced.
+        FormatError: the record there is unreadable and `overwrite` is False.
     """
     data, generation = store.read_versioned(RECORD)
     record: CheckpointRecord | Tombstone | None = None
@@ -108,7 +108,7 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
     except FormatError as e:
         if not overwrite:
             raise FormatError(f"{e} Save elsewhere, or replace it with SaveOptions(overwrite=True).") from e
-        # Nothing can be read through it. Which attempt it named is unknown, so that stays as garbage.
+        # The damaged record is of no use to readers. It is not known which attempt it named, so that attempt stays as garbage.
         record = _UNREADABLE
     if isinstance(record, CheckpointRecord) and not overwrite:
         raise AlreadyExistsError(f"{store}: a checkpoint is committed there already; save elsewhere, or with SaveOptions(overwrite=True).")
@@ -116,19 +116,19 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
 
 
 def hold_place(store: Store, prior: Prior, *, overwrite: bool, patience: float = 0.0) -> Prior:
-    """Put a placeholder where there is no checkpoint, before the first byte is written there.
+    """Write a placeholder if there is no checkpoint, before the first byte is written there.
 
-    Whoever removes data changes the commit record first. What the save finds here is replaced when it is published, and
-    every version of it is there only once; so a save publishes nothing of which anything was removed, however late it is.
+    A process that removes data replaces the commit record first. Publishing replaces exactly the version that the save found here,
+    and no version occurs twice. So a late save publishes nothing if any of its data was removed.
 
     Args:
         store: the checkpoint's place.
-        prior: what `read_prior` has just returned.
+        prior: the result of a `read_prior` just now.
         overwrite: as for `read_prior`.
-        patience: seconds to wait for another process of the same save to do it: one object bears few writes per second.
+        patience: seconds to wait for another process of the same save to do it, because one object allows few writes per second.
 
     Returns:
-        The version to replace: the prior one where that is a checkpoint, or a placeholder.
+        The version to replace: `prior` if it is a checkpoint, otherwise a placeholder.
 
     Raises:
         AlreadyExistsError, VersionError, FormatError: as for `read_prior`.
@@ -151,7 +151,7 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, patience: float =
 
 
 def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
-    """Put a placeholder in place of nothing, or of a tombstone, unless somebody else is first."""
+    """Write a placeholder in place of a tombstone or a missing record, unless another process is first."""
 
     def make() -> bytes:
         return seal(Tombstone("a save was begun here and is not committed", secrets.token_hex(8), begun=True).to_json())
@@ -159,32 +159,32 @@ def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
     try:
         put_tombstone(store, make, prior.generation, absent=prior.record is None)
     except StorageError:
-        # On a disk a deletion may remove the empty directory just now.
+        # On a disk, a deletion may have removed the empty directory at this moment.
         if last or store.location.local is None or store.location.local.is_dir():
             raise
 
 
 def put_tombstone(store: Store, make: Callable[[], bytes], generation: bytes, *, absent: bool) -> bool:
-    """Put a tombstone in place of a version of the commit record, or of nothing, that will never be there a second time.
+    """Write a tombstone in place of a version of the commit record, or of a missing one; the tombstone's version never occurs again.
 
-    TensorStore repeats a request whose answer was lost. To create an object may succeed twice, if it is removed in between; elsewhere than
-    on S3 the two are different versions even so.
+    TensorStore retries a request whose response was lost. So creating an object may succeed twice, if it is removed in between. Except
+    on S3, the two objects have different versions even then.
 
     Args:
         store: the checkpoint's place.
-        make: the tombstone; never the same twice.
-        generation: of what it replaces.
-        absent: whether that is nothing.
+        make: makes the tombstone; never the same twice.
+        generation: generation of the version to replace.
+        absent: whether the record is missing.
 
     Returns:
-        Whether it is there. False where something else is, which may be an earlier try's.
+        Whether the tombstone was written. False if another object is there, maybe from an earlier try.
 
     Raises:
         StorageError: the storage failed.
     """
     if not absent or store.location.scheme != "s3":
         return store.replace(RECORD, make(), generation)
-    from shardckpt.io.buckets.s3_client import create_anew  # botocore is there where the extra is
+    from shardckpt.io.buckets.s3_client import create_anew  # botocore is installed with the extra
 
     with storage_errors("write", store.path_of(RECORD)):
         return create_anew(store.location, RECORD, make)
@@ -193,11 +193,11 @@ def put_tombstone(store: Store, make: Callable[[], bytes], generation: bytes, *,
 def clear_place(store: Store, generation: bytes) -> None:
     """Remove a tombstone or placeholder that has no attempt beside it, and then the directory if it is empty.
 
-    Where the storage cannot delete on condition, it stays.
+    If the storage has no conditional deletion, the tombstone stays.
 
     Args:
         store: the checkpoint's place.
-        generation: of the tombstone; another version stays.
+        generation: generation of the tombstone; another version stays.
 
     Raises:
         StorageError: the storage failed.
@@ -214,23 +214,23 @@ def clear_place(store: Store, generation: bytes) -> None:
 def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     """Make an assembled attempt the checkpoint, or remove it.
 
-    What is removed must never be published afterwards. So it is removed only when the storage has answered, and has
-    then shown a record that is neither ours (a storage may lose its own answer, try again and find that "somebody" was
-    first) nor the one of before: as long as that stands, a try whose answer was lost may still land. A process that is
-    interrupted while it waits for the answer leaves the attempt as garbage, and so does one that gets none from an
-    object store.
+    A removed attempt must never be published afterwards. So it is removed only after the storage has responded, and has
+    then shown a record that is neither ours nor the prior one. It may be ours if the storage loses its own response, retries, and
+    reports that "another" writer was first. While the prior record is there, a try whose response was lost may still succeed. If a
+    process is interrupted while it waits for the response, the attempt stays as garbage; the same if an object store
+    does not respond.
 
     Args:
         store: the checkpoint's place.
-        record: what `assemble` returned.
-        prior: the version of the commit record that `hold_place` found when the save began.
+        record: the result of `assemble`.
+        prior: the version of the commit record that `hold_place` returned when the save began.
 
     Returns:
-        Whether this call published it; otherwise another committer has published this same attempt.
+        Whether this call published it; False: another committer has published this same attempt.
 
     Raises:
         AlreadyExistsError: another attempt was published first, or the place was deleted or collected meanwhile.
-        CommitError: readers would refuse it; or another process could not publish it, and has removed it.
+        CommitError: readers would refuse the record; or another process failed to publish the attempt, and has removed it.
         StorageError: the storage failed, or contradicts itself.
     """
     data, place = seal(record.to_json(), record.version), store.sub(record.attempt)
@@ -268,7 +268,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
 
 
 def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None:
-    """Read a commit record as every reader will, before it takes the place of one that can be read."""
+    """Parse a commit record as every reader will, before it replaces a readable one."""
     why = f"{store}: nothing was published, because it could not be read again"
     if len(data) > LARGEST_WHOLE:
         raise CommitError(f"{why}: its record would have {len(data)} bytes, and readers take at most {LARGEST_WHOLE}.")
@@ -282,7 +282,7 @@ def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None
 
 
 def published_attempt(store: Store) -> str | None:
-    """The attempt that the commit record names now."""
+    """The attempt that the commit record names now; None if there is none."""
     return _attempt(store, store.read_versioned(RECORD)[0])
 
 
@@ -296,22 +296,22 @@ def _digest(data: bytes | None) -> str | None:
 
 
 def discard(place: Store) -> None:
-    """Remove an attempt that this process does not publish; what cannot be removed stays as garbage.
+    """Remove an attempt that this process does not publish; files that cannot be removed stay as garbage.
 
-    On a local disk, one that somebody else is just publishing stays. On an object store nobody knows: the caller must.
+    On a local disk, an attempt that another process is publishing stays. On an object store that cannot be seen: the caller must know.
     """
     with contextlib.suppress(StorageError, OSError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
         if locked or not place.list_children("records/"):
-            place.delete_prefix("records/")  # first: a reshard that is started again takes a record's word that its data is there
+            place.delete_prefix("records/")  # first: a restarted reshard trusts a record that its data is there
             place.delete_prefix("")
 
 
 @contextlib.contextmanager
 def _locked(place: Store, how: int) -> Iterator[bool]:
-    """Hold a lock of an attempt's directory on a local disk; whether that can be had, and always on an object store.
+    """Hold a lock on an attempt's directory on a local disk; yield whether it was acquired, and always True on an object store.
 
     Raises:
-        BlockingIOError: somebody else has it, and `how` says not to wait.
+        BlockingIOError: another process holds it, and `how` says not to wait.
     """
     path = place.location.local
     if path is None:
@@ -328,7 +328,7 @@ def _locked(place: Store, how: int) -> Iterator[bool]:
             locked = True
         except BlockingIOError:
             raise
-        except OSError:  # a file system without locks, or without such of directories: NFS
+        except OSError:  # a file system without locks, or without locks on directories: NFS
             locked = False
         yield locked
     finally:
@@ -336,14 +336,14 @@ def _locked(place: Store, how: int) -> Iterator[bool]:
 
 
 def remove_replaced(store: Store, attempt: str) -> None:
-    """Remove the attempt whose place a new one has taken.
+    """Remove the attempt that a new one has replaced.
 
     Raises:
         StorageError: it cannot be removed; the new checkpoint is committed all the same.
     """
     replaced = store.sub(attempt)
     try:
-        if is_attempt(store, attempt):  # else the record was somebody else's, and the directory is, too
+        if is_attempt(store, attempt):  # otherwise a foreign program wrote the record and the directory
             replaced.delete_prefix("")
     except StorageError as e:
         raise StorageError(f"{store}: the new checkpoint is committed; the one that it replaces cannot be removed ({e})") from e

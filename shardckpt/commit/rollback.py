@@ -1,8 +1,8 @@
-"""The rollback that the first save after it declares, so that whoever publishes the save makes it known.
+"""Rollbacks, which the first save afterwards declares, so that the process that publishes the save makes it known.
 
-Training that goes on from an earlier step supersedes the later ones. It says so with its first save, in the checkpoint's
-metadata. Just before that save is published, by the run itself or by somebody who found it complete, each later step gets
-its marker (`markers`), in ascending order: as long as one of them lacks it, the latest step is the one of before.
+Training that continues from an earlier step supersedes the later steps. The first save after the rollback declares this in its
+metadata. Just before that save is published, by the run itself or by a process that found it complete, each later step gets
+its marker (`markers`), in ascending order: while one of them lacks it, the latest step stays the one from before the rollback.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 __all__ = ["ROLLBACK", "Rollback"]
 
 ROLLBACK = "rollback"
-"""The member of a checkpoint's metadata."""
+"""The member of a checkpoint's metadata for the rollback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """That training went on from a step, although others are there."""
+    """The declaration that training continued from a step although later ones exist."""
 
     step: int
-    """The one that it went on from."""
+    """The step that training continued from."""
     revived: bool
-    """Whether that was superseded before."""
+    """Whether that step was superseded before."""
     later: Mapping[int, str | None]
-    """The steps after it: the attempt that each one's record names, None where that is unreadable."""
+    """The later steps → the attempt that each one's record names, None if the record is unreadable."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -41,7 +41,7 @@ class Rollback:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Self | None:
-        """What a checkpoint's metadata says; None where that is nothing, or is a user's own and something else."""
+        """Read the rollback in a checkpoint's metadata; None if there is none, or the member is a user's own."""
         match metadata.get(ROLLBACK):
             case {"to": int(step), "revived": bool(revived), "supersedes": dict(supersedes)}:
                 named = ((step_of(key), attempt if isinstance(attempt, str) else None) for key, attempt in supersedes.items())
@@ -49,7 +49,7 @@ class Rollback:
         return None
 
     def tell(self, root: Store) -> None:
-        """Mark the steps below the run's root. Doing it again changes nothing.
+        """Mark the steps below the run's root. Repeating it changes nothing.
 
         Raises:
             StorageError: the storage failed.

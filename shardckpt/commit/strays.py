@@ -1,7 +1,7 @@
-"""Removing what runs of a host have left in an attempt that is committed, and that nobody vouches for.
+"""Removal of folders that runs of a host have left in a committed attempt, and that no record refers to.
 
-As one host several writers may have been at work, each in a folder of its own below `hosts/`. One has left the host's record.
-Another may have been killed, and its folder is there still.
+Several writers may have worked as one host, each in a folder of its own below `hosts/`. One of them wrote the host's record.
+Another may have been killed, and its folder is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def remove_strays(place: Store) -> None:
     """
     folders = {name for name in place.list_children("hosts/") if name.endswith("/")} - {_folder(SMALL_TABLE)}
     hosts = finished_hosts(place)
-    if len(folders) <= len(hosts):  # every host has one
+    if len(folders) <= len(hosts):  # every host has a folder
         return
     records = map_on_threads(lambda host: read_host_record(place, host)[0], hosts)
     for stray in sorted(folders - {_folder(record.files.table.key) for record in records}):

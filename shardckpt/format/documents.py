@@ -1,14 +1,14 @@
-"""Metadata files: their envelope, references to them, and typed access to what stands in them.
+"""Metadata files: their envelope, references to them, and typed access to their contents.
 
-Records and what hosts say are JSON documents inside the same envelope, which binds them to a digest that anybody can check
+Records and contents are JSON documents inside the same envelope. It has a digest that can be checked
 without a JSON library: SHA-256 over the bytes of `record`, exactly as they stand in the file.
 
 ```
 {"format":"shardckpt","version":[1,0],"sha256":"<64 hex digits>","record":{…}}
 ```
 
-A file refers to another one by its key, its size and its digest (`FileReference`). Everything read here was written by somebody
-else: types, sizes, keys and references are checked before use, and every error names the file.
+A file refers to another one by its key, size and digest (`FileReference`). All input is untrusted: types, sizes, keys and
+references are checked before use, and every error names the file.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 FORMAT_VERSION = (1, 0)
-"""Version of everything else, major and minor. Readers refuse a newer major; a newer minor only adds what they may ignore."""
+"""Major and minor version of all other documents. Readers refuse a newer major version; a newer minor only adds fields to ignore."""
 BASES_VERSION = (2, 0)
-"""Version of contents and commit records with tensors that lie in other checkpoints. The newest version that is read."""
+"""Version of contents and commit records with tensors that lie in other checkpoints. The newest version that can be read."""
 LAYOUTS = ("packed", "zarr")
 COMPRESSIONS = (None, "zstd")
 
 MOST_DIMENSIONS = 32
-"""Of a tensor."""
+"""Most dimensions of a tensor."""
 LARGEST_DIMENSION = 1 << 62
-"""Elements or bytes: beyond it, sizes do not fit 64-bit arithmetic."""
+"""Most elements or bytes: larger sizes do not fit 64-bit arithmetic."""
 DEEPEST_METADATA = 200
-"""Objects and lists of a user's metadata, one within the other, as for states: more is a mistake."""
+"""Deepest nesting of objects and lists in a user's metadata, as for states: deeper nesting is a mistake."""
 DEEPEST_READ = 500
-"""The same of what is read: earlier versions stored whatever Python's stack had room for, which was less than this."""
+"""Deepest nesting that is read: earlier versions stored as much as Python's stack allowed, which was less than this."""
 
 
 _ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
@@ -53,7 +53,7 @@ _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 
 
 def seal(record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION) -> bytes:
-    """A record's bytes, digest included."""
+    """A record's bytes in its envelope, with the digest."""
     body = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
     digest = hashlib.sha256(body).hexdigest()
     major, minor = version
@@ -61,11 +61,11 @@ def seal(record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION) -
 
 
 def open_envelope(data: bytes, where: str) -> dict[str, Any]:
-    """The record in `data`, its version and digest checked.
+    """The record in `data`, after a check of version and digest.
 
     Raises:
-        VersionError: a newer major version.
-        FormatError: not a record, or not the one that was written.
+        VersionError: the record has a newer major version.
+        FormatError: `data` is not a record, or is damaged.
     """
     match = _head(data, where)
     version = int(match[1]), int(match[2])
@@ -88,7 +88,7 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
 
 
 def format_version(data: bytes, where: str) -> tuple[int, int]:
-    """The version that an envelope names. The digest does not cover it."""
+    """The version in an envelope. The digest does not cover it."""
     match = _head(data, where)
     return int(match[1]), int(match[2])
 
@@ -105,7 +105,7 @@ def _no_constant(token: str) -> NoReturn:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, all of whose keys differ: readers do not agree on which of two equal ones counts."""
+    """A JSON object with distinct keys: readers do not agree on which of two equal keys counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has the same key twice")
@@ -117,28 +117,28 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FileReference:
-    """A metadata file that another one vouches for."""
+    """A reference to a metadata file, with its digest."""
 
     key: str
-    """Where it is, relative to the attempt."""
+    """Path relative to the attempt."""
     size: int
     """Bytes."""
     sha256: str
-    """Digest of the whole file, 64 hex digits."""
+    """Digest of the complete file, 64 hex digits."""
 
     @classmethod
     def of(cls, key: str, data: bytes) -> FileReference:
-        """Refer to a file with those contents."""
+        """Make a reference to a file with those contents."""
         return cls(key, len(data), hashlib.sha256(data).hexdigest())
 
     @classmethod
     def from_fields(cls, read: Fields, key: str) -> FileReference:
-        """Inverse of `to_json`, of the member `key`."""
+        """Read the reference in the member `key`; inverse of `to_json`."""
         inner = Fields(read.mapping(key), f"{read.where}, {key}")
         return cls(inner.inside("key", inner.value("key")), inner.integer("size"), inner.string("sha256"))
 
     def check(self, data: bytes, where: str) -> None:
-        """Raise FormatError unless `data` is what was referred to."""
+        """Raise FormatError unless `data` is the file that this refers to."""
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
             raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
 
@@ -149,30 +149,30 @@ class FileReference:
 
 @dataclass(frozen=True, slots=True)
 class TableReference:
-    """A chunk table that a record vouches for: for its header, and that for each block of rows."""
+    """A reference to a chunk table. It has the header's digest; the header has the digests of the blocks of rows."""
 
     key: str
-    """Where it is, relative to the attempt."""
+    """Path relative to the attempt."""
     size: int
     """Bytes."""
     header: int
-    """Bytes of its header."""
+    """Bytes of the table's header."""
     sha256: str
     """Digest of the header, 64 hex digits."""
 
     @classmethod
     def of(cls, key: str, data: bytes, header: int) -> TableReference:
-        """Refer to a table with those contents, of which the first `header` bytes are the header."""
+        """Make a reference to a table with those contents, whose first `header` bytes are the header."""
         return cls(key, len(data), header, hashlib.sha256(data[:header]).hexdigest())
 
     @classmethod
     def from_fields(cls, read: Fields, key: str) -> TableReference:
-        """Inverse of `to_json`, of the member `key`."""
+        """Read the reference in the member `key`; inverse of `to_json`."""
         inner = Fields(read.mapping(key), f"{read.where}, {key}")
         return cls(inner.inside("key", inner.value("key")), inner.integer("size"), inner.integer("header"), inner.string("sha256"))
 
     def check(self, header: bytes, where: str) -> None:
-        """Raise FormatError unless that is the header of what was referred to."""
+        """Raise FormatError unless `header` is the header of the table that this refers to."""
         if len(header) != self.header or hashlib.sha256(header).hexdigest() != self.sha256:
             raise FormatError(f"{where}: not the file that the checkpoint's record vouches for; it is damaged or was replaced.")
 
@@ -181,11 +181,11 @@ class TableReference:
         return {"key": self.key, "size": self.size, "header": self.header, "sha256": self.sha256}
 
 
-# --- what stands in a document
+# --- the contents of a document
 
 
 def is_deeper(value: object, most: int) -> bool:
-    """Whether more than `most` dicts and lists lie one within the other, or one within itself; takes no stack.
+    """Whether dicts and lists are nested deeper than `most`, or contain themselves; does not recurse.
 
     >>> is_deeper([[], {"a": [1]}], 3), is_deeper([[], {"a": [1]}], 2)
     (False, True)
@@ -204,26 +204,26 @@ def _containers(values: Iterable[Any]) -> list[Any]:
 
 
 def _unfit(name: str) -> bool:
-    """Whether no directory of ours has a member of that name; `.__lock` is TensorStore's own."""
+    """Whether a name is invalid inside an attempt; `.__lock` is TensorStore's own suffix."""
     return name in ("", ".", "..") or name.endswith(".__lock")
 
 
 class Fields:
-    """Typed access to a JSON object that somebody else wrote."""
+    """Typed access to an untrusted JSON object."""
 
     def __init__(self, doc: Any, where: str) -> None:
-        """Take `doc`, which must be an object; `where` is its file, for messages."""
+        """Wrap `doc`, which must be an object; `where` is its file, for messages."""
         self.where = where
         if not isinstance(doc, dict):
             self.fail(f"a {type(doc).__name__} stands where an object is expected")
         self.doc: dict[str, Any] = doc
 
     def fail(self, why: str) -> NoReturn:
-        """Raise FormatError, naming the file."""
+        """Raise FormatError with the name of the file."""
         raise FormatError(f"{self.where}: {why}; the record was not written by shardckpt, or by a broken one.")
 
     def value(self, key: str) -> Any:
-        """Any member; FormatError where there is none, as for all below."""
+        """Any member; FormatError if it is missing, as in all methods below."""
         if key not in self.doc:
             self.fail(f"{key!r} is missing")
         return self.doc[key]
@@ -250,7 +250,7 @@ class Fields:
         return dict(self._typed(key, dict, "an object"))
 
     def metadata(self) -> dict[str, Any]:
-        """What the user gave to `SaveOptions(metadata=…)`."""
+        """The user's metadata, as given to `SaveOptions(metadata=…)`."""
         found = self.mapping("metadata")
         if is_deeper(found, DEEPEST_READ):
             self.fail(f"its metadata has more than {DEEPEST_READ} objects and lists, one within the other")
@@ -268,14 +268,14 @@ class Fields:
         return value
 
     def pick(self, key: str, choices: Sequence[Any]) -> Any:
-        """The entry of a list that a member refers to by position."""
+        """The entry of `choices` at the index in the member `key`."""
         i = self.integer(key)
         if i >= len(choices):
             self.fail(f"{key!r} refers to entry {i} of {len(choices)}")
         return choices[i]
 
     def dimensions(self, key: str, *, least: int) -> tuple[int, ...]:
-        """Sizes or indices of a tensor, each at least `least`, together addressable."""
+        """Sizes or indices of a tensor, each at least `least`, with a product that can be addressed."""
         values = self.sequence(key)
         if len(values) > MOST_DIMENSIONS or not all(type(n) is int and least <= n <= LARGEST_DIMENSION for n in values):
             self.fail(f"{key!r} is {excerpt(values)}, at most {MOST_DIMENSIONS} whole numbers >= {least} are expected")
@@ -291,14 +291,14 @@ class Fields:
         return values
 
     def attempt(self) -> str:
-        """The member `attempt`: the name of one."""
+        """The member `attempt`, a valid name of an attempt."""
         attempt = self.string("attempt")
         if not _ATTEMPT.fullmatch(attempt) or attempt.endswith(".__lock"):
             self.fail(f"the attempt {excerpt(attempt)} is not a plain directory name")
         return attempt
 
     def inside(self, key: str, path: Any) -> str:
-        """`path`, if it names something below the attempt."""
+        """`path`, if it names a file below the attempt."""
         if not isinstance(path, str) or not path.isprintable() or "\\" in path or any(map(_unfit, path.split("/"))):
             self.fail(f"{key!r} names {excerpt(path)}, which lies outside the attempt")
         return str(path)
@@ -308,10 +308,10 @@ class Fields:
 
 
 def check_key(key: str, where: object) -> None:
-    """Refuse a key that could leave the place it is relative to; a stranger's checkpoint may have given it to us.
+    """Refuse a key that could leave the location it is relative to; it may come from an untrusted checkpoint.
 
     Raises:
-        FormatError: it names nothing below `where`.
+        FormatError: the key names nothing below `where`.
     """
     why = unfit(key)
     if why:
@@ -319,7 +319,7 @@ def check_key(key: str, where: object) -> None:
 
 
 def unfit(path: str) -> str | None:
-    """Why a slash-separated name cannot be kept by every store, None if it can."""
+    """Why a slash-separated name cannot be stored by every store; None if it can."""
     if "\\" in path:
         return "TensorStore turns a backslash into a slash"
     if "\0" in path:

@@ -1,8 +1,8 @@
-"""The commit record, the host records, and what hosts say that the checkpoint holds: what they are, as JSON and as objects.
+"""The commit record, the host records and the hosts' contents, as JSON and as objects.
 
 Every process describes its own state (`Contents`): the tree, how each tensor is stored, the elements of small plain tensors, and
-the user's metadata. The description goes into a file that is named by its digest, so processes with the same state share one
-file, however many they are. The committer takes the union, and refuses what contradicts itself.
+the user's metadata. The description goes into a file named by its digest, so that all processes with the same state share one
+file. The committer merges all descriptions, and refuses contradictions.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 MOST_HOSTS = 1 << 20
-"""Hosts of one save at most: bounds the work of naming those that are missing."""
+"""Most hosts of a save; limits the work of naming missing hosts."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostFiles:
-    """The places of a host's own files, which is all that readers need of its record. Small, however many tensors there are."""
+    """References to a host's own files: the part of its record that readers need. Small, however many tensors there are."""
 
     table: TableReference
     """The host's chunk table."""
     lanes: tuple[str, ...]
     """OCDBT databases relative to the attempt (packed layout)."""
     contents: FileReference
-    """What the host says that the checkpoint holds; hosts that say the same refer to the same file."""
+    """The host's contents; hosts with the same contents refer to the same file."""
     values: FileReference | None
-    """What the host's process owns by itself (`PerProcess`); None: nothing."""
+    """The values that the host's process owns by itself (`PerProcess`); None: it has none."""
 
     @classmethod
     def from_json(cls, doc: Any, where: str) -> HostFiles:
-        """These parts of a host record's JSON form."""
+        """Read these fields of a host record's JSON form."""
         read = Fields(doc, where)
         return cls(
             table=TableReference.from_fields(read, "table"),
@@ -72,14 +72,14 @@ class HostFiles:
 
 @dataclass(frozen=True, slots=True)
 class HostRecord:
-    """What one host wrote: enough, with the other hosts' records, to commit the attempt."""
+    """Record of what one host wrote. The records of all hosts are enough to commit the attempt."""
 
     attempt: str
     host: int
     hosts: int
-    """How many write into the attempt; it is complete when all their records are there."""
+    """Number of hosts that write into the attempt; it is complete when all their records are there."""
     prior: str | None
-    """SHA-256 of the `checkpoint.json` that the save found, and means to replace; None: there was none."""
+    """SHA-256 of the `checkpoint.json` that the save found and will replace; None: there was none."""
     layout: str
     compression: str | None
     files: HostFiles
@@ -88,7 +88,7 @@ class HostRecord:
 
     @property
     def key(self) -> str:
-        """Where the record is, relative to the attempt."""
+        """Path of the record, relative to the attempt."""
         return f"records/{self.host:05d}.json"
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class CheckpointRecord:
 
     attempt: str
     created: str
-    """UTC, ISO 8601, by the committer's clock; for people."""
+    """Time of the commit: UTC, ISO 8601, by the committer's clock; for people."""
     writer: str
     """Software and version, for people."""
     layout: str
@@ -138,21 +138,21 @@ class CheckpointRecord:
     structure: Structure
     metadata: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
-    """`tensors` and `bytes` (elements) of all, those in bases too; `stored_bytes` (with padding and checksums) and `chunks` of its own."""
+    """`tensors` and `bytes` (elements) include tensors in bases; `stored_bytes` (with padding and checksums) and `chunks` do not."""
     table: TableReference | None = None
-    """All hosts' chunk tables as one; None: only the hosts' own are there."""
+    """The chunk table of all hosts; None: there are only the hosts' own tables."""
     small_table: TableReference | None = None
-    """The chunk table of what the committer wrote itself, small plain tensors; None: it wrote none."""
+    """The chunk table of the small plain tensors, which the committer wrote; None: there are none."""
     fence: str | None = field(default=None, compare=False)
-    """Changed to anything else, it makes the record another version of itself: committers that have seen the one
-    before can no longer replace it."""
+    """A unique mark. A new value makes a new version of the same record, and committers that have seen the earlier version
+    can no longer replace it."""
     saved_by: int | None = None
-    """Processes that saved the state, where hosts are something else (tasks of a reshard): the first so many hosts have the values
-    that those owned. None: every host is one."""
+    """Number of processes that saved the state, if hosts are not processes (but tasks of a reshard): the first so many hosts have those
+    processes' own values. None: every host is a process."""
 
     @property
     def processes(self) -> int:
-        """How many processes saved the state."""
+        """Number of processes that saved the state."""
         return len(self.hosts) if self.saved_by is None else self.saved_by
 
     @property
@@ -203,13 +203,13 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """A commit record that says: nothing is here, and no attempt begun before may be published here."""
+    """A commit record of a place without a checkpoint; no attempt begun before it may be published there."""
 
     reason: str
     nonce: str = ""
-    """Makes every tombstone another: storages that know versions by their contents must tell them apart."""
+    """Makes every tombstone unique, because some storages derive an object's version from its contents."""
     begun: bool = False
-    """Whether a save has put it there as it began, to replace it when it is published."""
+    """Whether it is the placeholder of a save that has begun; publishing the save replaces it."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -217,7 +217,7 @@ class Tombstone:
 
 
 def parse_checkpoint(data: bytes, where: str) -> CheckpointRecord | Tombstone:
-    """What `checkpoint.json` holds."""
+    """Parse the contents of `checkpoint.json`."""
     doc = open_envelope(data, where)
     if "tombstone" in doc:
         read = Fields(doc, where)
@@ -244,28 +244,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """One host's description, or all hosts'."""
+    """The description of a state by one host, or the union over all hosts."""
 
     structure: Structure
     small: Mapping[str, bytes]
-    """Elements of the small plain tensors of a job of several processes, as they are stored, in C order. Nobody knows
-    which processes have them, so each says what it has, and the one who commits writes them."""
+    """Elements of the small plain tensors of a job of several processes, as stored, in C order. No process knows which
+    others have them, so each lists its own, and the committer writes them."""
     metadata: Mapping[str, Any]
-    """What the user gave to `SaveOptions(metadata=…)`; each member by some processes or all."""
+    """The user's metadata, as given to `SaveOptions(metadata=…)`; each member comes from some or all processes."""
     samples: Mapping[str, int] = field(default_factory=dict)
-    """A checksum of some elements of each large plain tensor that all processes write together: they rely on having the same."""
+    """A checksum of some elements of each large plain tensor that all processes write together, to check that they have equal ones."""
     processes: int | None = None
-    """How many processes saved the state, where hosts are something else; None: every host is one."""
+    """Number of processes that saved the state, if hosts are not processes; None: every host is one."""
 
     @classmethod
     def union(cls, parts: Sequence[tuple[Sequence[int], Contents]]) -> Contents:
-        """All hosts' contents as one.
+        """Merge all hosts' contents.
 
         Args:
-            parts: distinct contents, each with the processes that say so, ascending; by lowest process.
+            parts: distinct contents, each with the processes that have it, ascending; sorted by lowest process.
 
         Raises:
-            CommitError: processes contradict each other; names what about, and which ones.
+            CommitError: processes contradict each other; the message names the subject and the processes.
         """
         said = {part.processes for _, part in parts}
         if len(said) > 1:
@@ -295,7 +295,7 @@ class Contents:
         return cls(structure, small, metadata, samples, *said)
 
     def seal(self) -> tuple[FileReference, bytes]:
-        """The file that says so, and the reference to it."""
+        """The contents as a file: the reference to it, and its bytes."""
         small = {name: base64.b64encode(elements).decode() for name, elements in self.small.items()}
         samples = {"samples": self.samples} if self.samples else {}
         processes = {} if self.processes is None else {"processes": self.processes}
@@ -306,7 +306,7 @@ class Contents:
 
     @classmethod
     def from_json(cls, doc: Any, where: str) -> Contents:
-        """Read what `seal` wrote."""
+        """Read the contents that `seal` wrote."""
         read = Fields(doc, where)
         structure = Structure.from_json(read.value("structure"), where, allow_partial=True)
         small = {}
@@ -319,14 +319,14 @@ class Contents:
             if tensor is None or len(small[name]) != tensor.nbytes:
                 read.fail(f"there are {len(small[name])} bytes of elements of {shown(name)}, which no tensor of that name has")
             if any(c > max(n, 1) for piece in tensor.pieces for c, n in zip(piece.chunks, piece.shape, strict=True)):
-                read.fail(f"chunks of {shown(name)} are larger than the tensor")  # the committer would have to fill them up
+                read.fail(f"chunks of {shown(name)} are larger than the tensor")  # the committer would have to pad them
         samples = Fields(read.mapping("samples") if "samples" in read.doc else {}, where)
         processes = read.integer("processes") if "processes" in read.doc else None
         return cls(structure, small, read.metadata(), {name: samples.integer(name) for name in samples.doc}, processes)
 
 
 def _agreed(parts: Sequence[tuple[Sequence[int], Mapping[str, T]]], contradiction: Callable[[str, str, str], str]) -> dict[str, T]:
-    """All that any process says; `contradiction` says what is wrong where two say different things: the name, and who they are."""
+    """Merge the processes' mappings; `contradiction` makes the message for two different values from the name and both processes."""
     found: dict[str, T] = {}
     said_by: dict[str, Sequence[int]] = {}
     for processes, part in parts:

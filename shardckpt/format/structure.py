@@ -1,11 +1,11 @@
-"""The structure of a checkpoint, apart from the bytes: the tree, its small leaves, and how and where each tensor is stored.
+"""The structure of a checkpoint without the bytes: the tree, its small leaves, and how and where each tensor is stored.
 
-A `Structure` is a part of the commit record, and of what each host says. Everything read here was written by somebody
-else: types, sizes and references are checked before use, and every error names the file.
+A `Structure` is a part of the commit record, and of each host's contents. All input is untrusted: types, sizes and
+references are checked before use, and every error names the file.
 
-A save may leave tensors out that are frozen and lie in another checkpoint, its *base*. The record then names, for each of
+A save may leave out frozen tensors that lie in another checkpoint, its *base*. The record then has, for each of
 them, the base and the tensor's name there. A base is identified by its url *and* by the attempt that its own record named at
-the time: no attempt's name is ever given twice, so what takes the base's place is never mistaken for it.
+that time. Attempt names are never reused, so a checkpoint that replaces the base is never mistaken for it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
 
 StoredLayout: TypeAlias = Layout | Placements
-"""How a tensor was laid out when it was saved: GSPMD's way wherever that says it, else DTensor's."""
+"""A tensor's layout when it was saved: in GSPMD's form if that can express it, otherwise in DTensor's."""
 
 _Devices = TypeVar("_Devices", Mesh, StoredLayout)
 MOST_DEVICES = 1 << 24
-"""Over all meshes, and over all shardings: bounds the memory of believing a short record that names many large ones."""
+"""Most devices over all meshes, and over all shardings; limits the memory for a short record that claims many large ones."""
 
 
 BESIDE = "../"
-"""How a relative url begins: at the directory that the checkpoint lies in, and never above it."""
+"""Prefix of a relative url, which begins at the checkpoint's parent directory and never goes above it."""
 _URL = re.compile(r"(?:\.\./|[a-z0-9]+://)[!-~]{1,8192}")
 
 
@@ -51,13 +51,13 @@ class Base:
     """A checkpoint that holds tensors of another one."""
 
     attempt: str
-    """The attempt that its commit record named; equal for one base, by whatever url it is reached."""
+    """The attempt that its commit record named; it identifies the base, whichever url is used."""
     layout: str
     """"packed" or "zarr", as in its commit record."""
     compression: str | None
     """Compression of its chunks, as in its commit record."""
     url: str = field(compare=False)
-    """Percent-encoded: relative to the checkpoint where it lies below the same directory (`../0`), else with a scheme."""
+    """Percent-encoded: relative to the checkpoint if it lies below the same directory (`../0`), otherwise with a scheme."""
 
     @classmethod
     def from_fields(cls, read: Fields) -> Base:
@@ -78,11 +78,11 @@ class InBase:
 
     base: Base
     name: str
-    """The name that it is stored by there."""
+    """The tensor's name in the base."""
 
 
 def bases_of(record: dict[str, Any], where: str) -> list[Base]:
-    """The bases of a commit record in its JSON form, without a look at its tensors; `where` is its file, for messages."""
+    """The bases of a commit record in its JSON form, without parsing its tensors; `where` is its file, for messages."""
     entries = Fields(record, where).sequence("bases") if "bases" in record else []
     return [Base.from_fields(Fields(entry, f"{where}: base {i}")) for i, entry in enumerate(entries)]
 
@@ -101,21 +101,21 @@ class TensorRecord:
     shape: tuple[int, ...]
     dtype: DType
     layout: StoredLayout | None
-    """How it was laid out when it was saved; None: a plain host tensor."""
+    """Its layout when it was saved; None: a plain host tensor."""
     pieces: tuple[Piece, ...]
     """The zarr arrays that hold it."""
     partial: bool = False
-    """Whether these pieces are only those of one process, which does not know the others'."""
+    """Whether the pieces are from one process only, which does not know the other processes' pieces."""
     base: InBase | None = None
-    """Where its elements are, if not in this checkpoint: then `pieces` are cut as those in the base, by this tensor's own name."""
+    """The place of its elements in a base, or None; with a base, `pieces` are cut like the base's, under this tensor's own name."""
 
     @property
     def is_one_array(self) -> bool:
-        """Whether it lies in this checkpoint, in an array that goes by its name."""
+        """Whether it lies in this checkpoint as a single array with its name."""
         return self.base is None and not self.partial and len(self.pieces) == 1 and self.pieces[0].path == array_path(self.name)
 
     def called(self, name: str) -> TensorRecord:
-        """A tensor of another name that is stored likewise: this `is_one_array`."""
+        """A tensor of another name that is stored in the same form; requires `is_one_array`."""
         (piece,) = self.pieces
         return TensorRecord(name, self.shape, self.dtype, self.layout, (Piece(array_path(name), piece.start, piece.shape, piece.chunks),))
 
@@ -132,7 +132,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a checkpoint holds, apart from the bytes: the tree, its small leaves, and every tensor's record."""
+    """The structure of a checkpoint: the tree, its small leaves, and every tensor's record."""
 
     tree: Any
     """JSON document of `state.flatten`."""
@@ -140,7 +140,7 @@ class Structure:
 
     @property
     def bases(self) -> list[Base]:
-        """The other checkpoints in which tensors of this one lie, each once."""
+        """The other checkpoints that hold tensors of this one, each once."""
         return list(dict.fromkeys(t.base.base for t in self.tensors.values() if t.base is not None))
 
     def to_json(self) -> dict[str, Any]:
@@ -170,8 +170,8 @@ class Structure:
         }
 
     def layouts_json(self) -> tuple[dict[tuple[StoredLayout, int], int], dict[str, list[dict[str, Any]]]]:
-        """Positions of the distinct layouts, by layout and number of dimensions; and the JSON forms of those and of their meshes."""
-        # Told apart as objects, which is cheap; a mesh has as many ids as there are devices.
+        """Positions of the distinct layouts by layout and number of dimensions; and the JSON forms of the layouts and their meshes."""
+        # Layouts hash and compare as objects here, which is cheap; a mesh has as many ids as there are devices.
         distinct = dict.fromkeys((t.layout, len(t.shape)) for t in self.tensors.values() if t.layout is not None)
         meshes: dict[Mesh, int] = {}
         shardings = [_layout_json(layout, ndim, meshes) for layout, ndim in distinct]
@@ -179,13 +179,13 @@ class Structure:
 
     @classmethod
     def union(cls, parts: Sequence[tuple[Sequence[int], Structure]]) -> Structure:
-        """Join the structures of several processes.
+        """Merge the structures of several processes.
 
         Args:
-            parts: distinct structures, each with the processes that say so, ascending; by lowest process.
+            parts: distinct structures, each with the processes that have it, ascending; sorted by lowest process.
 
         Raises:
-            CommitError: they contradict each other; names the leaf or tensor, and the processes.
+            CommitError: they contradict each other; the message names the leaf or tensor, and the processes.
         """
         if len(parts) == 1 and not any(t.partial for t in parts[0][1].tensors.values()):
             return parts[0][1]
@@ -203,12 +203,12 @@ class Structure:
 
     @classmethod
     def from_json(cls, doc: Any, where: str, *, allow_partial: bool = False) -> Structure:
-        """Inverse of `to_json`; raises FormatError for anything that it would not write.
+        """Inverse of `to_json`; raises FormatError for any document that `to_json` would not write.
 
         Args:
             doc: the JSON form.
             where: its file, for messages.
-            allow_partial: whether tensors may lack pieces: the document is of one process.
+            allow_partial: whether tensors may lack pieces, as in a document from one process.
         """
         read = Fields(doc, where)
         layouts, bases = _layouts(read), bases_of(read.doc, where)
@@ -216,7 +216,7 @@ class Structure:
         known: dict[str, TensorRecord] = {}
         suited: set[tuple[int, int]] = set()
         for name, entry in read.mapping("tensors").items():
-            # Of a thousand tensors some dozen differ in more than their names; as text, because to Python 1, 1.0 and True are equal.
+            # Of a thousand tensors only some dozen differ in more than their names. The key is text, because 1, 1.0 and True are equal.
             text = repr(entry)
             if text in known:
                 tensors[name] = known[text].called(name)
@@ -240,7 +240,7 @@ class Structure:
 
 
 def _joined(one: TensorRecord, other: TensorRecord, processes: Sequence[int], others: Sequence[int]) -> TensorRecord:
-    """One tensor of which two processes say different things; one that has no part of it knows nothing of it."""
+    """Merge two processes' records of one tensor; a record without pieces adds nothing."""
     if one.partial and other.partial and not (one.pieces and other.pieces):
         return one if one.pieces else other
     for what, a, b in (
@@ -264,12 +264,12 @@ def _joined(one: TensorRecord, other: TensorRecord, processes: Sequence[int], ot
 
 
 def _whereabouts(tensor: TensorRecord) -> str:
-    """Where a tensor's elements are, in words; the same wherever a base is the same, by whatever url it is reached."""
+    """A tensor's place in a base as text; the same for the same base, whichever url is used."""
     return "none" if tensor.base is None else f"attempt {tensor.base.base.attempt}, {shown(tensor.base.name)}"
 
 
 def _complete(tensor: TensorRecord) -> TensorRecord:
-    """A tensor of which all processes have shown their pieces."""
+    """Complete the record of a tensor after the pieces of all processes are merged."""
     if not tensor.partial:
         return tensor
     gap = coverage_gap(tensor.shape, tensor.pieces)
@@ -282,7 +282,7 @@ def _complete(tensor: TensorRecord) -> TensorRecord:
 
 
 def _layout_json(layout: StoredLayout, ndim: int, meshes: dict[Mesh, int]) -> dict[str, Any]:
-    """A layout's JSON form: always with OpSharding text, and with mesh (by position) and spec where they are known."""
+    """A layout's JSON form: always with OpSharding text, and with mesh (by position) and spec if they are known."""
     if isinstance(layout, Placements):
         return layout.to_json(meshes.setdefault(layout.mesh, len(meshes)))
     if isinstance(layout, Sharding):
@@ -294,7 +294,7 @@ def _layout_json(layout: StoredLayout, ndim: int, meshes: dict[Mesh, int]) -> di
 
 def _layouts(read: Fields) -> list[StoredLayout]:
     """The shardings that tensors refer to by position."""
-    # A newer minor version may add members; what is read is picked out here.
+    # A newer minor version may add members, so only the known ones are picked.
     meshes = _believed(read, "meshes", lambda doc: Mesh.from_json(_picked(doc, ("shape", "axes", "devices"))))
 
     def layout(doc: dict[str, Any]) -> StoredLayout:
@@ -308,7 +308,7 @@ def _layouts(read: Fields) -> list[StoredLayout]:
 
 
 def _believed(read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices]) -> list[_Devices]:
-    """All of a list of meshes or shardings, as long as their devices are not too many together."""
+    """Parse a list of meshes or shardings; refuse it if they have too many devices together."""
     found: list[_Devices] = []
     devices = 0
     for entry in read.sequence(key):
@@ -365,7 +365,7 @@ def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Ba
     if gap is not None:
         read.fail(gap)
     if not pieces and not partial:
-        read.fail("it has no pieces")  # of a tensor of no elements they would hold all
+        read.fail("it has no pieces")  # for a tensor without elements, no pieces would pass the coverage check
     base = None
     if "base" in read.doc:
         base = InBase(read.pick("base", bases), read.string("base_name") if "base_name" in read.doc else name)

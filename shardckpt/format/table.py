@@ -1,4 +1,4 @@
-"""The chunk table: where a host put each of its chunks, and what they hold.
+"""The chunk table: the place of each of a host's chunks, and its checksum.
 
 One binary file per host, and one for all hosts, little-endian throughout: a header, then the rows.
 
@@ -15,12 +15,12 @@ JSON       {"files": [name, …], "arrays": [[path, number of chunks], …], "bl
     u32 crc32c     of the stored bytes before that checksum
 ```
 
-Files are named relative to the attempt. The record holds the SHA-256 of the header, which holds a digest of each block of
-rows. So a reader can read any block by itself, and knows for each chunk the place and the contents: two swapped data files do not
-pass. In the table of all hosts every array has all chunks of its grid, so that a chunk's row is known without a look.
+Files are named relative to the attempt. The record has the SHA-256 of the header, and the header has a digest of each block of
+rows. So a reader can read and verify any block by itself, and knows the place and checksum of each chunk: two swapped data files are
+detected. In the table of all hosts every array has all chunks of its grid, so a chunk's row number follows from its position.
 
-Half a SHA-256 is as good as the whole here: to exchange a block takes another one of the same digest, which takes 2^128 tries.
-(Finding any two that agree is easier, but only the maker of the checkpoint could use them.)
+Half a SHA-256 is as secure as all of it here: to replace a block, an attacker needs another block with the same digest, which takes
+2^128 tries. (To find any two blocks with equal digests is easier, but only the maker of the checkpoint could use them.)
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ ROW = np.dtype([("chunk", "<u8"), ("file", "<u4"), ("offset", "<u8"), ("length",
 OWN_OBJECT = 0xFFFFFFFF
 """`file` of a chunk that is an object of its own (plain layout)."""
 LARGEST_OFFSET = 1 << 62
-"""Bytes; larger ones do not fit the system's calls."""
+"""Largest byte offset that system calls accept."""
 BLOCK_ROWS = 128
-"""Rows of a block in the tables that are written."""
+"""Rows per block in the tables that are written."""
 LARGEST_BLOCK = 1 << 12
-"""Rows of a block in tables that are read."""
+"""Most rows per block in tables that are read."""
 LARGEST_HEADER = 1 << 30
-"""Bytes; it is read at once."""
+"""Most bytes of a header, which is read at once."""
 LARGEST_TABLE = 16 << 30
-"""Bytes."""
+"""Most bytes of a table."""
 DIGEST_BYTES = 16
 _PREFIX = 12
 _COLUMNS = tuple((name, ROW[name]) for name in ROW.names or ())
@@ -74,11 +74,11 @@ class TableHeader:
     counts: dict[str, int]
     """Array path → chunks, in the order of the rows."""
     block: int
-    """Rows of a block; the last one may have fewer."""
+    """Rows per block; the last block may have fewer."""
     digests: bytes
     """Digests of all blocks, `DIGEST_BYTES` each."""
     nbytes: int
-    """Its own length: where the rows begin."""
+    """Bytes of the header; the rows begin there."""
 
     @property
     def rows(self) -> int:
@@ -87,20 +87,20 @@ class TableHeader:
 
     @staticmethod
     def encode(files: Sequence[str], counts: dict[str, int], rows: bytes) -> bytes:
-        """The header of a table of those rows."""
+        """Encode the header of a table of those rows."""
         text = json.dumps({"files": files, "arrays": list(counts.items()), "block": BLOCK_ROWS}, separators=(",", ":")).encode()
         return b"".join([MAGIC, struct.pack("<I", len(text)), text, _digests(rows, BLOCK_ROWS)])
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> TableHeader:
-        """Read the header that `data` begins with.
+        """Parse the header at the start of `data`.
 
         Args:
-            data: the header, and anything behind it.
+            data: the header, and any bytes after it.
             where: the table's url, for messages.
 
         Raises:
-            FormatError: not a chunk table, or one that contradicts itself.
+            FormatError: not a chunk table, or it contradicts itself.
         """
         if data[:8] != MAGIC or len(data) < _PREFIX:
             raise FormatError(f"{where}: not a chunk table; the checkpoint was written by something else or is damaged.")
@@ -114,10 +114,10 @@ class TableHeader:
 
     @classmethod
     def vouched(cls, data: bytes, reference: TableReference, where: str) -> TableHeader:
-        """The header that `data` begins with, if it is the one that a record refers to.
+        """Parse the header at the start of `data`, and check it against a record's reference.
 
         Raises:
-            FormatError: it is not.
+            FormatError: it is not the header that the record refers to.
         """
         reference.check(data[: reference.header], where)
         header = cls.decode(data, where)
@@ -130,15 +130,15 @@ class TableHeader:
         return header
 
     def read_rows(self, data: bytes | memoryview, first: int, where: str) -> NDArray[np.void]:
-        """Rows as an array of `ROW`, compared with what was written.
+        """Parse rows as an array of `ROW`, and check them against the header's digests.
 
         Args:
-            data: whole blocks.
-            first: which block is the first of them.
+            data: complete blocks.
+            first: index of the first of these blocks.
             where: the table's url, for messages.
 
         Raises:
-            FormatError: they are not what was written, or say what cannot be.
+            FormatError: the rows are damaged or invalid.
         """
         digests, begin = _digests(data, self.block), first * DIGEST_BYTES
         expected = self.digests[begin : begin + len(digests)]
@@ -154,7 +154,7 @@ class TableHeader:
 
 
 def check_sizes(reference: TableReference, where: str) -> None:
-    """Raise FormatError where a record gives a table sizes that are not read; `where` is the table's url."""
+    """Raise FormatError if a record gives a table sizes beyond the limits; `where` is the table's url."""
     if not reference.header <= min(reference.size, LARGEST_HEADER) or reference.size > LARGEST_TABLE:
         raise FormatError(f"{where}: the record gives the chunk table {reference.size} bytes, {reference.header} of them its header.")
 
@@ -165,7 +165,7 @@ def _digests(rows: bytes | memoryview, block: int) -> bytes:
 
 
 def _read_json(data: bytes, where: str) -> tuple[list[str], dict[str, int], int]:
-    """The files, the number of chunks of each array, and the rows of a block."""
+    """Parse the files, the number of chunks of each array, and the rows per block."""
     try:
         header = json.loads(data)
         files, listing, block = header["files"], header["arrays"], header["block"]
@@ -203,7 +203,7 @@ class ArrayChunks:
     length: NDArray[np.uint32]
     """Bytes stored."""
     crc: NDArray[np.uint32]
-    """crc32c of the stored bytes, without the codec's own checksum."""
+    """crc32c of the stored bytes without the codec's checksum."""
 
     @classmethod
     def none(cls) -> ArrayChunks:
@@ -227,7 +227,7 @@ class ArrayChunks:
 
     @classmethod
     def concatenate(cls, some: Sequence[ArrayChunks]) -> ArrayChunks:
-        """The rows of all; at least one is given."""
+        """Concatenate the rows of at least one."""
         return cls(**{name: np.concatenate([getattr(rows, name) for rows in some]) for name, _ in _COLUMNS})
 
     def __len__(self) -> int:
@@ -235,11 +235,11 @@ class ArrayChunks:
         return len(self.chunk)
 
     def take(self, row: NDArray[np.int64]) -> ArrayChunks:
-        """Some of the chunks, by row."""
+        """The chunks in the given rows."""
         return ArrayChunks(**{name: getattr(self, name)[row] for name, _ in _COLUMNS})
 
     def first_missing(self, num_chunks: int) -> int | None:
-        """The first of a grid's chunks that the table does not have; None where it has all, and row i is chunk i.
+        """The first chunk of a grid that the table lacks; None if it has all, and then row i is chunk i.
 
         Cheap however large the grid claims to be, because rows ascend.
         """
@@ -249,7 +249,7 @@ class ArrayChunks:
         return int(astray[0]) if len(astray) else len(self.chunk)
 
     def find(self, chunk: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of those chunks, -1 where the table has none."""
+        """Rows of those chunks; -1 for a chunk that the table lacks."""
         if not len(self.chunk):
             return np.full(len(chunk), -1, np.int64)
         wanted = chunk.astype(np.uint64)
@@ -258,14 +258,14 @@ class ArrayChunks:
         return found
 
     def row(self, chunk: int) -> int:
-        """Row of one chunk, -1 where the table has none."""
+        """Row of one chunk; -1 if the table lacks it."""
         row = int(np.searchsorted(self.chunk, np.uint64(chunk)))
         return row if row < len(self.chunk) and int(self.chunk[row]) == chunk else -1
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All of a table at once, in columns: a job's tables have an array for every pair of host and tensor."""
+    """A complete table in columns, because a job's tables have an array for every pair of host and tensor."""
 
     files: list[str]
     """Data files, relative to the attempt."""
@@ -288,17 +288,17 @@ class Table:
         """Inverse of `encode`.
 
         Args:
-            data: the whole table.
+            data: the complete table.
             where: its url, for messages.
 
         Raises:
-            FormatError: not a chunk table, or one that contradicts itself.
+            FormatError: not a chunk table, or it contradicts itself.
         """
         return cls.of_body(TableHeader.decode(data, where), data, where)
 
     @classmethod
     def of_body(cls, header: TableHeader, data: bytes, where: str) -> Table:
-        """The table of that header; `data` is all of it, header included, and `where` as for `decode`."""
+        """Make a table from its header and `data`, all of its bytes with the header; `where` as for `decode`."""
         expected = header.nbytes + header.rows * ROW.itemsize
         if expected != len(data):
             raise FormatError(f"{where}: {header.rows} chunks need {expected} bytes, the chunk table has {len(data)}.")
@@ -306,7 +306,7 @@ class Table:
 
     @classmethod
     def of_rows(cls, header: TableHeader, rows: ArrayChunks, where: str) -> Table:
-        """The table of that header and all its rows; `where` as for `decode`."""
+        """Make a table from its header and all its rows; `where` as for `decode`."""
         table = cls(header.files, header.counts, rows)
         astray = table._not_after(rows.chunk[1:] <= rows.chunk[:-1])
         if astray is not None:
@@ -336,7 +336,7 @@ class Table:
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of the rows, which end the table."""
+        """Bytes of the rows at the table's end."""
         return len(self.rows) * ROW.itemsize
 
     def encode(self) -> bytes:
@@ -348,7 +348,7 @@ class Table:
         return TableHeader.encode(self.files, self.counts, body) + body
 
     def arrays(self) -> Mapping[str, ArrayChunks]:
-        """Array path → its chunks, which are made when they are asked for: as objects they take ten times what the rows take."""
+        """Array path → its chunks, created at each access, because all these objects would need ten times the memory of the rows."""
         return _Arrays(self.counts, self.rows)
 
     def last_chunks(self) -> dict[str, int]:
@@ -358,13 +358,13 @@ class Table:
         return dict(zip((path for path, count in self.counts.items() if count), last, strict=True))
 
     def doubled(self) -> str | None:
-        """The path of an array that has a chunk twice, if there is one."""
+        """The path of an array with a duplicate chunk, or None."""
         return self._not_after(self.rows.chunk[1:] == self.rows.chunk[:-1])
 
     def _not_after(self, wrong: NDArray[np.bool_]) -> str | None:
-        """The array of the first row that is wrong beside the one before it; `wrong[i]` is of row i + 1.
+        """The array of the first row that is wrong in relation to the row before it, or None; `wrong[i]` is about row i + 1.
 
-        Where an array begins, nothing is wrong.
+        The first row of an array is never wrong.
         """
         ends = np.cumsum(np.fromiter(self.counts.values(), np.int64, len(self.counts)))
         inside = np.ones(len(wrong), bool)

@@ -1,14 +1,14 @@
 """The zarr arrays of a checkpoint: the keys of their chunks, their `zarr.json` documents, and chunks as they are stored.
 
 Arrays follow the zarr v3 core specification (2024-2026): `bytes`, `zstd` and `crc32c` codecs, a regular grid, the default chunk
-key encoding. Stock TensorStore and zarr-python find ordinary arrays; our own readers take nothing from the documents.
+key encoding. Stock TensorStore and zarr-python find ordinary arrays; our own readers do not read the documents.
 
-1. Documents are dicts in, dicts out; mesh, spec and OpSharding are among an array's attributes.
-2. A chunk's key is `model/w/c/0/1`. The plain layout has an object for each, and a directory for each component: there `.__lock`
-   at the end of one is written `=2E__lock`, because TensorStore keeps that ending for its lock files. No array path has that in
-   it otherwise. (In the packed layout keys are in an index, and stay as they are.)
-3. A chunk has little-endian row-major elements, compressed with zstd by choice, then their crc32c. Chunks at a tensor's edge are
-   stored whole, padded with zeros, as zarr asks.
+1. Documents are dicts, both as input and as output. An array's attributes contain mesh, spec and OpSharding.
+2. A chunk's key is `model/w/c/0/1`. The plain layout has an object for each chunk, and a directory for each component. There a
+   component's suffix `.__lock` is written `=2E__lock`, because TensorStore uses that suffix for its lock files. No array path
+   contains `=2E__lock` otherwise. (The packed layout has its keys in an index, unchanged.)
+3. A chunk has little-endian row-major elements, optionally compressed with zstd, then their crc32c. Chunks at a tensor's edge are
+   padded with zeros to full size, as zarr requires.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 ZSTD_LEVEL = 1
-"""Fast enough for a training loop; what levels above gain on floats is a few per cent. Readers ignore it."""
+"""Fast enough for a training loop; higher levels gain only a few per cent on floats. Readers ignore it."""
 
 
 # --- documents
@@ -52,10 +52,10 @@ def array_json(
 
     Args:
         shape: elements per dimension.
-        dtype: its *stored* type goes into the document; the logical one belongs into the attributes.
-        chunk_shape: elements per dimension of a chunk, each at least 1 (also where the array has none).
+        dtype: its *stored* type goes into the document; the logical type belongs in the attributes.
+        chunk_shape: elements per dimension of a chunk, each at least 1 (also if the array has no elements).
         compression: None or "zstd".
-        attributes: JSON, kept as it is.
+        attributes: JSON, stored unchanged.
     """
     assert len(shape) == len(chunk_shape), "a chunk has as many dimensions as its array"
     assert all(n > 0 for n in chunk_shape), "zarr has no empty chunks; use 1 where a dimension is empty"
@@ -74,7 +74,7 @@ def array_json(
 
 
 def codecs_json(dtype: DType, compression: str | None) -> list[Json]:
-    """The codecs, in the order of encoding; one-byte types have no byte order to state."""
+    """The codecs, in the order of encoding; one-byte types need no byte order."""
     codecs: list[Json] = [{"name": "bytes"}]
     if dtype.storage.itemsize > 1:
         codecs[0]["configuration"] = {"endian": "little"}
@@ -88,8 +88,8 @@ def group_json(attributes: Mapping[str, Any] | None = None, members: Mapping[str
     """The `zarr.json` of a group.
 
     Args:
-        attributes: JSON, kept as it is.
-        members: path → document of everything below, to be consolidated into this one (see `consolidated`).
+        attributes: JSON, stored unchanged.
+        members: path → document of everything below, to be consolidated into this document (see `consolidated`).
     """
     document: Json = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
     if members is not None:
@@ -98,9 +98,9 @@ def group_json(attributes: Mapping[str, Any] | None = None, members: Mapping[str
 
 
 def consolidated(members: Mapping[str, Json]) -> Json:
-    """Everything below a group in one document, as zarr-python 3.1 writes and reads it.
+    """The documents of everything below a group, consolidated as zarr-python 3.1 writes and reads them.
 
-    zarr-python takes each group's own `consolidated_metadata` to be empty when it is itself a member.
+    zarr-python treats the `consolidated_metadata` of a member group as empty.
     """
     return {"kind": "inline", "must_understand": False, "metadata": {path: members[path] for path in sorted(members)}}
 
@@ -128,7 +128,7 @@ def chunk_key(index: Sequence[int]) -> str:
 
 
 def _fill_value(stored: np.dtype[Any]) -> Any:
-    """Zero, as JSON, the way zarr writes that type. Every chunk is stored, so no reader should ever see it."""
+    """Zero as JSON, in zarr's form for that type. Every chunk is stored, so readers should never need it."""
     if stored.kind == "b":
         return False
     if stored.kind in "iu" or stored.name in ("int2", "int4"):
@@ -139,20 +139,20 @@ def _fill_value(stored: np.dtype[Any]) -> Any:
 
 
 LONGEST_TEXT = 1 << 14
-"""Characters of a sharding that an array's attributes repeat."""
+"""Most characters of a sharding that are repeated in an array's attributes."""
 
 
 def zarr_documents(structure: Structure, compression: str | None, *, in_bases: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each array's path and document.
 
     Args:
-        structure: of the checkpoint.
-        compression: of its own chunks.
-        in_bases: also of tensors that lie in bases; a stock reader would find no chunks of those beside the documents.
+        structure: the checkpoint's structure.
+        compression: compression of its own chunks.
+        in_bases: include tensors that lie in bases; a stock reader would find no chunks beside their documents.
     """
     number, doc = structure.layouts_json()
     forms: dict[Hashable, dict[str, Any]] = {}
-    """Of arrays that differ in their attributes alone."""
+    """Documents without attributes, shared by equal arrays."""
     for name, tensor in structure.tensors.items():
         if tensor.base is not None and not in_bases:
             continue
@@ -165,7 +165,7 @@ def zarr_documents(structure: Structure, compression: str | None, *, in_bases: b
                 attribute["mesh"] = dict(doc["meshes"][sharding["mesh"]])
             listed = attribute.get("mesh", attribute).get("devices")
             if max(len(sharding.get("op_sharding", "")), 2 * len(listed) if isinstance(listed, list) else 0) > LONGEST_TEXT:
-                # Ids that follow no pattern, of very many devices: the record has them once, not each array.
+                # Irregular device ids of very many devices: only the record has them, once, instead of every array.
                 for key in ("op_sharding", "devices"):
                     attribute.pop(key, None)
                 attribute.get("mesh", {}).pop("devices", None)
@@ -186,7 +186,7 @@ _LOCK = re.compile(r"\.__lock(?=/|\Z)")
 
 
 def plain_key(key: str) -> str:
-    """Where the plain layout has a chunk, a document or an array, relative to the attempt.
+    """The key of a chunk, a document or an array in the plain layout, relative to the attempt.
 
     >>> plain_key("model/w.__lock/c/0/1")
     'zarr/model/w=2E__lock/c/0/1'
@@ -209,14 +209,14 @@ def chunk_object_key(piece: Piece, position: int) -> str:
 
 
 def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | None:
-    """The array and the position of a chunk; None where no array has such a chunk.
+    """The array and the position of a chunk; None if no array has such a chunk.
 
     >>> from shardckpt.plan.pieces import Piece
     >>> w = Piece("w", (0, 0), (4, 4), (2, 2))
     >>> split_chunk_key("w/c/1/1", {"w": w})[1]
     3
     """
-    # A scalar's one chunk is called "c"; a component of a name may be called so, too.
+    # A scalar's only chunk is called "c"; a component of a name may have the same name.
     if key.endswith("/c"):
         path, index = key[:-2], ""
     else:
@@ -232,17 +232,17 @@ def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | N
         if i >= n:
             return None
         position = position * n + i
-    # One key per chunk: "w/c/01" is none.
+    # Each chunk has one key: "w/c/01" is not a valid one.
     return (piece, position) if prod(piece.grid) and chunk_object_key(piece, position) == key else None
 
 
-# --- chunks as they are stored
+# --- stored chunks
 
 CHECKSUM_BYTES = 4
 
 
 def room_for(chunk_shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes in which a chunk is laid out: its elements, and its checksum."""
+    """Bytes of an uncompressed stored chunk: its elements and its checksum."""
     return prod(chunk_shape) * itemsize + CHECKSUM_BYTES
 
 
@@ -252,34 +252,34 @@ def largest_chunk(tensors: Iterable[TensorRecord]) -> int:
 
 
 def lay_out(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]) -> None:
-    """Copy a block of whole chunks to how they are stored; `close` then makes chunks of it.
+    """Copy a block of complete chunks into the stored form; `close` then finishes the chunks.
 
     Args:
-        elements: the chunks' elements, cut off at the array's edge, in the stored dtype.
-        chunk_shape: of one chunk, the shape to pad to.
+        elements: the chunks' elements in the stored dtype, cut off at the array's edge.
+        chunk_shape: shape of one chunk, to which edge chunks are padded.
         rows: (n, `room_for`) memory, one row per chunk in grid order.
     """
     lay_out_all([elements], chunk_shape, rows)
 
 
 def lay_out_all(blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]) -> None:
-    """As `lay_out`, many blocks of one shape and dtype, one behind the other.
+    """Like `lay_out` for many blocks of one shape and dtype, one after another.
 
-    Per dimension there are the chunks that are full and, where the array ends inside of one, the last. One copy is made of each
-    combination of these: mostly one of a block, however many chunks.
+    In each dimension there are full chunks and, if the array ends inside a chunk, a partial last one. One copy is made for each
+    combination of these, mostly one per block, however many chunks there are.
     """
     sides = [(n, side) for n, side in zip(blocks[0].shape, chunk_shape, strict=True) if (n, side) != (1, 1)]  # numpy has 64 dimensions
     blocks = [elements.reshape([n for n, _ in sides]) for elements in blocks]
     shape, chunk_shape, itemsize = blocks[0].shape, tuple(side for _, side in sides), blocks[0].itemsize
-    kind = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype  # numpy knows how to copy these fast
+    kind = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype  # numpy copies these types fast
     grid = [-(-n // side) for n, side in zip(shape, chunk_shape, strict=True)]
     chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([len(blocks), *grid, *chunk_shape])
-    # Axes by dimension: which chunk, and where in it.
+    # Two axes per dimension: the index of the chunk, and the index in the chunk.
     chunks = chunks.transpose([0, *(axis for d in range(1, len(grid) + 1) for axis in (d, len(grid) + d))])
     if any(n % side for n, side in zip(shape, chunk_shape, strict=True)):
         rows[:, :-CHECKSUM_BYTES] = 0
     for runs in product(*map(_runs, shape, chunk_shape)):
-        # The ellipses keep 0-d arrays arrays.
+        # The ellipses make numpy return 0-d arrays instead of scalars.
         cells: Any = (slice(None), *(index for n, begin, side in runs for index in (slice(begin, begin + n), slice(side))))
         first = [begin * full for (_, begin, _), full in zip(runs, chunk_shape, strict=True)]
         inside: Any = (*(slice(at, at + n * side) for (n, _, side), at in zip(runs, first, strict=True)), ...)
@@ -290,21 +290,21 @@ def lay_out_all(blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, .
 
 
 def _runs(n: int, side: int) -> list[tuple[int, int, int]]:
-    """Chunks of a dimension that have equally many elements: how many, the first, and elements of each."""
+    """Groups of chunks of a dimension with equally many elements: number of chunks, index of the first, elements of each."""
     full, rest = divmod(n, side)
     return [run for run in ((full, 0, side), (1, full, rest)) if run[0] and run[2]]
 
 
 def close(rows: NDArray[np.uint8], compression: str | None) -> tuple[NDArray[np.uint8], list[int], list[int]]:
-    """Make chunks of elements that are laid out.
+    """Add checksums to laid-out elements, and compress them if wanted.
 
     Args:
-        rows: (n, size) what `lay_out` filled, contiguous; the last bytes of each are written to.
+        rows: (n, size) filled by `lay_out`, contiguous; the last bytes of each row are overwritten.
         compression: None or "zstd".
 
     Returns:
-        The bytes to store, one chunk behind the other, which are `rows` themselves without compression; of each chunk the bytes, and
-        the crc32c that ends it.
+        The bytes to store, one chunk after another (`rows` themselves without compression); the number of bytes of each chunk; and the
+        crc32c at the end of each chunk.
     """
     if compression is not None:
         return _compressed(rows)
@@ -325,7 +325,7 @@ def _compressed(rows: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], list[int], 
 
 
 def encode(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], compression: str | None) -> tuple[NDArray[np.uint8], int]:
-    """Encode one chunk: `lay_out` in memory of its own, and `close`; the bytes to store, and the crc32c that ends them."""
+    """Encode one chunk (`lay_out` and `close`); return the bytes to store and the crc32c at their end."""
     rows = np.empty((1, room_for(chunk_shape, elements.itemsize)), np.uint8)
     lay_out(elements, chunk_shape, rows)
     data, _, (crc,) = close(rows, compression)
@@ -333,14 +333,14 @@ def encode(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], compress
 
 
 def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[np.uint8]:
-    """The `expected` bytes that a zstd frame holds.
+    """Decompress a zstd frame of `expected` bytes.
 
     Raises:
-        CorruptionError: not a zstd frame of that size (its checksum passed, so it was written wrongly).
+        CorruptionError: not a zstd frame of that size (its checksum was right, so the writer made an error).
     """
     out = np.empty(expected, np.uint8)
     try:
-        # numcodecs sizes nothing by the frame's own word when it is given where to decompress to.
+        # With an output buffer, numcodecs does not trust the size in the frame.
         data = _zstd().decode(stored, out)
     except (RuntimeError, ValueError) as e:
         raise CorruptionError(f"{where}: not a zstd frame of {expected} bytes ({e}).") from e

@@ -1,23 +1,23 @@
-"""The data types that zarr-python does not know by itself, such as bfloat16 and float8, for zarr-python.
+"""zarr-python classes for data types that zarr-python does not have, such as bfloat16 and float8.
 
-zarr-python 3 asks a registry for the class of an array's `data_type`. This module has one class for each type that
-ml_dtypes and TensorStore share, and gets them into the registry without anybody importing shardckpt:
+zarr-python 3 looks up the class of an array's `data_type` in a registry. This module has one class for each type that
+ml_dtypes and TensorStore share, and registers them without an explicit import of shardckpt:
 
-1. The entry points `zarr.data_type` name every class here. zarr-python loads them when it first looks for a type.
-2. zarr-python 3.1 collects those entry points and never loads them. Buffer classes it does load, whenever it first
-   reads or writes, so an entry point `zarr.buffer` names `Buffer` here: zarr's own class, registered once more under
-   its own name, and importing this module is what it is for.
+1. The entry points `zarr.data_type` name every class here. zarr-python loads them when it first looks up a type.
+2. zarr-python 3.1 collects those entry points and never loads them. It does load buffer classes, whenever it first
+   reads or writes. So an entry point `zarr.buffer` names `Buffer` here: zarr's own class, registered once more under
+   its own name. Its only purpose is that this module is imported.
 
-Where something else has registered a type of the same name before (a later zarr-python, another extension), that one
-stays. Both mean the same bytes: names, bits and fill values are those of the zarr-extensions repository, as
+If another package (a later zarr-python, another extension) has registered a type of the same name before, that one
+stays. Both mean the same bytes: names, bits and fill values come from the zarr-extensions repository, as
 TensorStore writes them.
 
-What is read and written are ml_dtypes' own arrays. NaN payloads and negative zeros survive, in elements and in fill
+Arrays are read and written as ml_dtypes' own arrays. NaN payloads and negative zeros survive, in elements and in fill
 values alike. Types of fewer than eight bits have a byte per element, of which only the low bits count.
 
-Who writes such arrays with zarr-python 3.1 imports this module first (creating an array reads nothing, so 2. comes
-too late), and sets `config={"write_empty_chunks": True}`: zarr-python does not store a chunk that equals the fill
-value, and for it -0.0 equals 0.0.
+To write such arrays with zarr-python 3.1, import this module first (creating an array reads nothing, so step 2 would come
+too late), and set `config={"write_empty_chunks": True}`: zarr-python does not store a chunk that equals the fill
+value, and treats -0.0 as equal to 0.0.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _MlDType(ZDType[NumpyDType, np.generic], HasItemSize):
 
     @classmethod
     def from_native_dtype(cls, dtype: NumpyDType) -> Self:
-        """The data type of a numpy dtype; DataTypeValidationError where it is another one's."""
+        """The data type of a numpy dtype; DataTypeValidationError if the dtype belongs to another type."""
         if dtype != cls.native:
             cls._refuse(dtype)
         return cls()
@@ -66,12 +66,12 @@ class _MlDType(ZDType[NumpyDType, np.generic], HasItemSize):
 
     @classmethod
     def _from_json_v2(cls, data: DTypeJSON) -> Self:
-        """Zarr v2 has no names for these types."""
+        """Refuse, because zarr v2 has no names for these types."""
         cls._refuse(data)
 
     @classmethod
     def _from_json_v3(cls, data: DTypeJSON) -> Self:
-        """From `data_type` in a zarr.json: the name, or an object with the name and an empty configuration."""
+        """Read `data_type` of a zarr.json: the name, or an object with the name and an empty configuration."""
         name = cls._zarr_v3_name
         if data not in (name, {"name": name, "configuration": {}}):
             cls._refuse(data)
@@ -93,14 +93,14 @@ class _MlDType(ZDType[NumpyDType, np.generic], HasItemSize):
         return self.native.itemsize
 
     def default_scalar(self) -> np.generic:
-        """What zarr fills with when it is not told: all bits zero, as TensorStore has it."""
+        """Default fill value of zarr: all bits zero, as in TensorStore."""
         return self._of_bits(0)
 
     def cast_scalar(self, data: Any) -> np.generic:
-        """A number as an element; one that is an element already keeps its bits.
+        """Convert a number to an element; an element keeps its bits.
 
         Raises:
-            TypeError: not a number, or one that an integer type cannot hold.
+            TypeError: not a number, or out of the range of an integer type.
         """
         if isinstance(data, np.generic) and data.dtype == self.native:
             return data
@@ -109,8 +109,8 @@ class _MlDType(ZDType[NumpyDType, np.generic], HasItemSize):
         return self._of_number(data)
 
     def from_json_scalar(self, data: JSON, *, zarr_format: ZarrFormat) -> np.generic:
-        """The element that `fill_value` of a zarr.json says; TypeError where it says none."""
-        del zarr_format  # There is only v3 for these types.
+        """The element for the `fill_value` of a zarr.json; TypeError if it is invalid."""
+        del zarr_format  # these types exist only in v3
         return self.cast_scalar(data)
 
     def _of_bits(self, bits: int) -> np.generic:
@@ -128,7 +128,7 @@ class _Float(_MlDType):
     """A floating point type. Its fill values are numbers, "NaN", "Infinity", "-Infinity", or bits as "0x7fc1"."""
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> JSON:
-        """`fill_value` in a zarr.json, by TensorStore's rule: bits only where nothing else says the same."""
+        """`fill_value` in a zarr.json, by TensorStore's rule: bits only if no other form is exact."""
         del zarr_format
         element = self.cast_scalar(data)
         value = float(element)
@@ -142,7 +142,7 @@ class _Float(_MlDType):
     def _check_scalar(self, data: object) -> bool:
         if isinstance(data, str):
             return data in _SPECIAL or self._bits_of_text(data) is not None
-        # Not complex, and no bool in a document; ml_dtypes' scalars have __float__ and are no numbers.Real.
+        # Neither complex numbers nor bools are valid. ml_dtypes' scalars have __float__ and are no numbers.Real.
         return not isinstance(data, (bool, complex, np.complexfloating, np.ndarray)) and hasattr(data, "__float__")
 
     def _of_number(self, data: Any) -> np.generic:
@@ -153,7 +153,7 @@ class _Float(_MlDType):
         return super()._of_number(float(data))
 
     def _bits_of_text(self, text: str) -> int | None:
-        """The bits that a hexadecimal text says, None where it says none of this width."""
+        """The bits in a hexadecimal text; None if it is invalid or too wide."""
         try:
             bits = int(text, 16) if text.startswith("0x") else -1
         except ValueError:
@@ -162,7 +162,7 @@ class _Float(_MlDType):
 
 
 _SPECIAL = ("NaN", "Infinity", "-Infinity")
-"""What JSON cannot say as a number; Python's float() reads all three."""
+"""Numbers that JSON cannot represent; Python's float() reads all three."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,13 +189,13 @@ class _Integer(_MlDType):
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(_Float, HasEndianness):
-    """bfloat16, the one type here with a byte order."""
+    """bfloat16, the only type here with a byte order."""
 
     native = np.dtype(ml_dtypes.bfloat16)
     _zarr_v3_name = "bfloat16"
 
     def to_native_dtype(self) -> NumpyDType:
-        """The numpy dtype; ValueError for data in the other byte order, of which ml_dtypes has no dtype."""
+        """The numpy dtype; ValueError for data in the other byte order, for which ml_dtypes has no dtype."""
         if self.endianness != sys.byteorder:
             raise ValueError(
                 f"bfloat16 data that is stored {self.endianness}-endian cannot be read on this machine: ml_dtypes has no such dtype. "
@@ -257,8 +257,8 @@ class Float8E8M0FNU(_Float):
     """float8_e8m0fnu: powers of two from 2^-127 to 2^127, and NaN; no sign and no zero.
 
     Fill values are written as bits, because numbers are not safe: TensorStore (0.1.86) reads and writes them with
-    half the exponent bias of its elements. Its zero, which is what it fills with when it is not told, is all bits
-    zero, and that is what a zero means here.
+    half the exponent bias of its elements. Its default fill value, zero, has all bits
+    zero, and a zero means the same here.
     """
 
     native = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -305,14 +305,14 @@ CLASSES: dict[str, type[_MlDType]] = {
         *(Float4E2M1FN, Int2, Int4),
     )
 }
-"""Every class by the name of its data type."""
+"""All classes by the name of their data type."""
 
 
 # --- the registry ---------------------------------------------------------------------------------------------------
 
 
 def __getattr__(name: str) -> type[ZDType[Any, Any]]:
-    """What an entry point `zarr.data_type` loads: the class to be registered for the data type `name`."""
+    """The class to register for the data type `name`, loaded by an entry point `zarr.data_type`."""
     if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return data_type_registry.contents.get(name, CLASSES[name])

@@ -1,9 +1,9 @@
-"""For how long has nothing been written below a place, by the storage's own clock?
+"""Seconds since the last write below a location, by the storage's own clock.
 
-Machines' clocks differ, and what is removed for its age must be old for certain: both times come from the storage.
+Machines' clocks differ, and data that is removed for its age must be old for certain. So both times come from the storage.
 
-1. *Now* is asked first, so that what takes time makes nothing older than it is.
-2. *Last written* is the newest modification time of all objects below. Directories count only where there are no
+1. *Now* is read first, so that slow requests do not make data look older than it is.
+2. *Last written* is the newest modification time of all objects below. Directories count only if there are no
    files: they show that a save has just begun, but removing a file changes them, too.
 """
 
@@ -25,10 +25,10 @@ __all__ = ["idle_seconds", "last_written"]
 
 
 def idle_seconds(store: Store, prefixes: Iterable[str]) -> dict[str, float | None]:
-    """Prefix → seconds since anything was written below it; None where that is not known (`last_written`).
+    """Prefix → seconds since the last write below it; None if that is not known (`last_written`).
 
     Args:
-        store: a place that this process may write to, which shows what time it is there.
+        store: a location that this process may write to, in order to read the storage's clock.
         prefixes: each ends in a slash, or is the key of an object.
 
     Raises:
@@ -40,10 +40,10 @@ def idle_seconds(store: Store, prefixes: Iterable[str]) -> dict[str, float | Non
 
 
 def last_written(store: Store, prefix: str) -> float | None:
-    """When something was written below `prefix` for the last time: POSIX seconds by the storage's clock.
+    """Time of the last write below `prefix`: POSIX seconds by the storage's clock.
 
     Returns:
-        None where the storage keeps no times (`memory://`), or nothing is there.
+        None if the storage keeps no times (`memory://`), or nothing is there.
 
     Raises:
         StorageError: the storage failed or refused.
@@ -62,4 +62,4 @@ def _modified(directory: str) -> float:
     try:
         return Path(directory).stat().st_mtime
     except FileNotFoundError:
-        return 0.0  # somebody removes it at this moment
+        return 0.0  # deleted by another process at this moment

@@ -1,15 +1,15 @@
-"""Host memory that bytes are read into and written from: a pool within a limit, memory that is kept, and many pieces in one call.
+"""Host memory for reads and writes: a memory-limited buffer pool, an arena for arrays that stay, and vectored reads.
 
-Fresh memory is the slowest part of moving data on a host, because the kernel clears every page at its first touch. So a `BufferPool`
-keeps what it has allocated. What is lent, and what is counted beside it, never exceeds the limit, with one exception: a request
-larger than the whole limit is let through when nothing else is lent, because a framework may want all of a tensor's shards in one
-call. Requests are served in the order in which they come, so none starves. One request asks for all that its user needs until it
-is through, memory that others allocate for it included. A thread that holds a lease never waits for another one, so leases are
-always given back, and each request is served in the end.
+Fresh memory is the slowest part of moving data on a host, because the kernel clears every page at its first use. So a `BufferPool`
+keeps the buffers that it has allocated. Leased bytes, and bytes counted beside them, never exceed the limit, with one exception: a
+request larger than the limit succeeds when nothing else is leased, because a framework may need all of a tensor's shards in one
+call. Requests are served in the order of their arrival, so none starves. One request covers all memory that its user needs until
+the user is done, including memory that others allocate for it. A thread that holds a lease never waits for another lease. So leases
+are always given back, and each request is served in the end.
 
-An `Arena` cuts arrays that somebody keeps from new memory. Most of what fresh memory costs is the page faults, and a large page takes
-one fault instead of 512. numpy asks for large pages from 4 MiB on, and there are some only where whole ones fit. So arrays are cut
-from blocks of many, which begin at a large page. A block lives as long as any of its arrays.
+An `Arena` cuts arrays that the caller keeps from new memory. Most of the cost of fresh memory is page faults, and a large page needs
+one fault instead of 512. numpy asks for large pages from 4 MiB on, and the kernel uses them only where a complete large page fits. So
+arrays are cut from larger blocks that begin at a large page. A block lives as long as any of its arrays.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 ALIGNMENT = 64
-"""Buffers start at multiples of this many bytes, as devices' transfer engines like it."""
+"""Byte alignment of buffers, which devices' transfer engines prefer."""
 BLOCK = 32 << 20
-"""Bytes of an arena's block; a larger array has one of its own."""
+"""Bytes of an arena's block; an array of more than half of this has a block of its own."""
 _LARGE_PAGE = 2 << 20
-"""Bytes; the smallest of x86-64 and of arm64 with pages of 4 KiB."""
+"""Bytes of the smallest large page of x86-64, and of arm64 with 4 KiB pages."""
 MOST_VECTORS = 1000
-"""Pieces of memory per call of the system, below the kernel's IOV_MAX of 1024."""
+"""Memory pieces per system call, below the kernel's IOV_MAX of 1024."""
 
 
 class Lease:
-    """Bytes lent by a pool; a context manager that gives them back."""
+    """Bytes leased from a pool; a context manager that gives them back."""
 
     def __init__(self, pool: BufferPool, buffer: NDArray[np.uint8], nbytes: int, beside: int) -> None:
         self._pool = pool
@@ -50,7 +50,7 @@ class Lease:
         self._used = 0
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]:
-        """The next part of the lease as an array; its contents are whatever was there."""
+        """The next part of the lease as an array, with undefined contents."""
         assert self._buffer is not None, "the lease was given back"
         kind = np.dtype(dtype)
         size = prod(shape) * kind.itemsize
@@ -61,13 +61,13 @@ class Lease:
         return array
 
     def release(self, nbytes: int) -> None:
-        """So many of the bytes that are counted beside the buffer have been freed."""
+        """Record that `nbytes` of the bytes counted beside the buffer have been freed."""
         assert nbytes <= self._beside, "more released than was counted"
         self._beside -= nbytes
         self._pool._take_back(None, nbytes)  # noqa: SLF001  (pool and lease are one thing)
 
     def give_back(self, *, keep: bool = True) -> None:
-        """End the lease; arrays taken from it must no longer be used. Unless it is to be kept, nobody gets the buffer again."""
+        """End the lease; its arrays must no longer be used. With `keep=False` the pool does not reuse the buffer."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._pool._take_back(buffer, self._beside, keep=keep)  # noqa: SLF001
@@ -82,29 +82,29 @@ class Lease:
 
 
 class BufferPool:
-    """Lends buffers of at most `limit` bytes together (or one larger one, alone)."""
+    """Leases buffers of at most `limit` bytes in total (or one larger buffer, alone)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        """Bytes."""
+        """Most bytes of all leases together."""
         self.high_water = 0
-        """Most bytes that existed at once: lent, counted beside that, or kept for later."""
+        """Most bytes that existed at once: leased, counted beside leases, or kept for reuse."""
         self._taken = 0
-        """Bytes that are lent, or counted beside that."""
+        """Bytes that are leased, or counted beside leases."""
         self._kept: list[NDArray[np.uint8]] = []
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
 
     def take(self, nbytes: int, *, most: int = 0, beside: int = 0) -> Lease:
-        """Lend a buffer, waiting until there is room for it and all who came earlier are served.
+        """Lease a buffer; wait until there is room for it and all earlier requests are served.
 
         A thread that holds a lease must not wait for another one.
 
         Args:
-            nbytes: that the buffer has at least.
-            most: what it should rather have, as far as there is room without waiting longer.
-            beside: bytes that are allocated by others as long as the lease lasts, and count like lent ones; `Lease.release`
-                ends that earlier.
+            nbytes: least bytes of the buffer.
+            most: preferred bytes, granted as far as there is room without a longer wait.
+            beside: bytes that others allocate during the lease. They count like leased bytes until the lease ends or
+                `Lease.release` is called.
         """
         turn = object()
         with self._changed:
@@ -118,19 +118,19 @@ class BufferPool:
                 self._changed.notify_all()
 
     def take_at_once(self, nbytes: int, *, beside: int = 0) -> Lease | None:
-        """Like `take`; None where that would have to wait."""
+        """Like `take`, but return None instead of waiting."""
         with self._changed:
             fits = not self._waiting and self._fits(_size(nbytes) + beside)
             return self._lend(nbytes, beside) if fits else None
 
     def clear(self) -> None:
-        """Free what is kept for later; what is lent stays so."""
+        """Free the buffers that are kept for reuse; leased ones stay."""
         with self._changed:
             self._kept.clear()
 
     @property
     def kept(self) -> list[int]:
-        """Addresses of the buffers that are kept for later, ascending."""
+        """Addresses of the buffers that are kept for reuse, ascending."""
         with self._changed:
             return sorted(buffer.ctypes.data for buffer in self._kept)
 
@@ -150,7 +150,7 @@ class BufferPool:
         return Lease(self, buffer, nbytes, beside)
 
     def _reuse(self, wanted: int, room: int) -> NDArray[np.uint8] | None:
-        """The smallest kept buffer that is large enough and not wastefully larger."""
+        """The smallest kept buffer that is large enough and not wastefully larger; None if there is none."""
         most = max(wanted, min(2 * wanted + (1 << 20), room))
         fitting = [i for i, b in enumerate(self._kept) if wanted <= b.nbytes <= most]
         return self._kept.pop(min(fitting, key=lambda i: self._kept[i].nbytes)) if fitting else None
@@ -176,10 +176,10 @@ class Arena:
         self._rest: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]:
-        """A new array, aligned as a pool's buffers are; its contents are whatever was there."""
+        """A new array, aligned like a pool's buffers, with undefined contents."""
         kind = np.dtype(dtype)
         size = prod(shape) * kind.itemsize
-        if size > BLOCK // 2:  # its own block, and the rest of the one before stays in use
+        if size > BLOCK // 2:  # a block of its own; the rest of the current block stays in use
             return _aligned(size, _LARGE_PAGE).view(kind).reshape(shape)
         if size > self._rest.nbytes:
             self._rest = _aligned(BLOCK, _LARGE_PAGE)
@@ -189,7 +189,7 @@ class Arena:
 
 
 def after(vectors: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of some memory after so many bytes.
+    """The remaining vectors after the first `nbytes` bytes.
 
     >>> [bytes(rest) for rest in after([memoryview(b"abc"), memoryview(b"de")], 2)]
     [b'c', b'de']
@@ -202,7 +202,7 @@ def after(vectors: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview]) -> None:
-    """Fill all vectors from one place of a file; EOFError where it ends before."""
+    """Fill all vectors from one range of a file; EOFError if the file ends before."""
     while length:
         got = os.preadv(fd, vectors[:MOST_VECTORS], offset)
         if got == 0:
@@ -213,12 +213,12 @@ def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview
 
 
 def round_up(nbytes: int) -> int:
-    """To the next multiple of the alignment: what an array of `nbytes` takes from a lease."""
+    """Round up to the next multiple of the alignment: the bytes of a lease that an array of `nbytes` uses."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _size(nbytes: int) -> int:
-    """Of the buffer that is lent for so many bytes."""
+    """Bytes of the buffer that is leased for a request of `nbytes`."""
     return max(round_up(nbytes), ALIGNMENT)
 
 

@@ -1,7 +1,7 @@
 """Copies of many arrays from one place in a host's memory to another.
 
-One core rarely fills the memory's bandwidth. So arrays are cut into parts, and a few threads take one part after another:
-numpy lets go of the interpreter's lock while it copies. Small arrays are copied by the calling thread, since a thread costs more.
+One core rarely uses all of the memory bandwidth. So arrays are cut into parts, and a few threads copy the parts:
+numpy releases the interpreter lock while it copies. The calling thread copies small arrays itself, because threads cost more.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _Pair: TypeAlias = "tuple[NDArray[Any], NDArray[Any]]"
 """A target and a source, of one shape and dtype."""
 
 _PART_BYTES = 4 << 20
-"""Of what a thread copies at once: a millisecond's work, and hundreds of times what it takes to get the next part."""
+"""Bytes per part: takes a millisecond to copy, hundreds of times as long as getting the next part."""
 _MOST_THREADS = 4
-"""More than that hardly helps one process, and others on the host may be saving at the same time."""
+"""Most threads: more hardly help one process, and other processes on the host may be saving at the same time."""
 
 
 def copy_all(pairs: Sequence[_Pair]) -> None:
     """Copy each source to its target, in any order.
 
-    When this returns or raises, no thread touches any of them any more; but after Ctrl-C some may end what they are copying.
+    When this returns or raises, no thread uses the arrays any more; but after Ctrl-C some threads finish their current part first.
     """
     threads = min(_MOST_THREADS, cores(), sum(target.nbytes for target, _ in pairs) // _PART_BYTES)
     if threads < 2:
@@ -44,7 +44,7 @@ def _copy(pair: _Pair) -> None:
 
 
 def _parts(target: NDArray[Any], source: NDArray[Any]) -> Iterator[_Pair]:
-    """The pair, cut along its first side that is longer than one where it is large."""
+    """Cut a large pair into parts along its first dimension that is longer than one; yield a small pair unchanged."""
     if target.nbytes <= _PART_BYTES:
         yield target, source
         return

@@ -1,12 +1,12 @@
-"""Data files, written front to back, once, and made durable at their end; and the room that a disk has for them.
+"""Data files, which are written once from front to back and then made durable, and the free space of a disk.
 
-On a local disk bytes go from the caller's buffer straight into the file: no copy, no memory of ours. The disk is told to begin
-with them while others are appended (`begin_write_back`), so that making the file durable finds little left to do. Elsewhere an
-object is written whole, so its bytes are collected first, in a buffer that the caller lends and has back as soon as
+On a local disk bytes go from the caller's buffer straight into the file, without a copy. The disk starts to write
+them while others are appended (`begin_write_back`), so that making the file durable finds little left to do. An object in an object
+store is written in one request. Its bytes are collected first, in a buffer that the caller provides and gets back when
 the file is sealed: fresh memory is slow, and the upload has a copy of its own.
 
-A local disk can say how much room it has (`statvfs`); buckets and memory cannot, nor can file systems that report no size at
-all. Other processes may write to the same disk meanwhile, so room that is there now is no promise.
+A local disk reports its free space (`statvfs`). Buckets and memory do not, nor do file systems that report no size at
+all. Other processes may write to the same disk meanwhile, so free space now is no guarantee.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ if TYPE_CHECKING:
 
 
 _AT_ONCE = 8 << 20
-"""Bytes of a local file that its disk is told of at a time."""
+"""Bytes of a local file per write-back request."""
 
 
 class DataFile(Protocol):
-    """Bytes that are appended."""
+    """A file that bytes are appended to."""
 
     def append(self, data: Data) -> None:
-        """Add bytes at the end; the buffer is the caller's again when this returns."""
+        """Append bytes; the caller may reuse the buffer when this returns."""
 
     def append_all(self, parts: Sequence[memoryview]) -> None:
-        """Add the bytes of several buffers, one after the other."""
+        """Append the bytes of several buffers, one after the other."""
 
     def seal(self) -> None:
-        """End it: nothing is appended any more. What makes it durable may have begun."""
+        """End the file: nothing is appended any more. Making it durable may have begun."""
 
     def wait(self) -> None:
         """After `seal`: return when everything is durable. May run on another thread than `append`."""
 
     def interrupt(self) -> None:
-        """After `seal`: give up what would keep a `wait` on another thread for long."""
+        """After `seal`: cancel work that would block `wait` on another thread for long."""
 
     def abandon(self) -> None:
-        """Give up and free what is held; no other thread is in `wait` any more. What was written may or may not be there."""
+        """Give up and free resources; no other thread may be in `wait` any more. The written bytes may or may not be there."""
 
 
 def create_data_file(store: Store, key: str, buffer: bytearray | None = None, *, draft: str | None = None) -> DataFile:
-    """A new, empty data file.
+    """Create an empty data file.
 
     Args:
-        store: where.
-        key: its name; attempts are never used twice, so it is a new one.
-        draft: another name, under which it is written on a local disk until it is whole and durable. Then it takes the place of
-            whatever has its name. (An object does so anyway.)
-        buffer: memory to collect an object's bytes in; it grows as it must, and is the lender's again after `seal`.
+        store: location of the file.
+        key: its name, which is new because attempt names are never reused.
+        draft: another name for the file on a local disk until it is complete and durable. Then it is renamed, and replaces
+            any file of that name. (An object replaces another one in any case.)
+        buffer: memory in which an object's bytes are collected; it grows as needed, and the caller may reuse it after `seal`.
 
     Raises:
-        StorageError: there is one of that name already, or none can be made (on a local disk).
+        StorageError: a file of that name exists already, or none can be created (on a local disk).
     """
     path = store.local_path(key)
     if path is None:
@@ -89,7 +89,7 @@ class _LocalDataFile:
         self._final = path if final is None else final
         self._size = self._begun = 0
         with storage_errors("create", path):
-            # O_EXCL: attempts are never used twice, so a file that is there belongs to somebody else.
+            # O_EXCL: attempt names are never reused, so an existing file belongs to another writer.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def append(self, data: Data) -> None:
@@ -138,7 +138,7 @@ class _LocalDataFile:
 
 
 class _ObjectDataFile:
-    """An object that is written whole when it is sealed."""
+    """An object that is written in one request when it is sealed."""
 
     def __init__(self, store: Store, key: str, buffer: bytearray) -> None:
         self._store = store
@@ -161,7 +161,7 @@ class _ObjectDataFile:
             self.append(part)
 
     def seal(self) -> None:
-        # Python keeps the memory of a bytearray that loses less than half of itself.
+        # Without this cut, the upload would copy leftover bytes; Python keeps a bytearray's memory if it loses less than half.
         del self._buffer[self._size :]
         self._upload = self._store.upload(self._key, self._buffer)
         self._buffer = bytearray()
@@ -185,7 +185,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def _found() -> Any:
-    """The C library's function; None where there is none, which is everywhere but on Linux."""
+    """The C library's function; None if there is none (everywhere except on Linux)."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -196,11 +196,11 @@ _sync_file_range = _found()
 
 
 def begin_write_back(fd: int, offset: int, nbytes: int) -> bool:
-    """Have the disk begin to write a part of a file that is still being appended to; whether it was told to.
+    """Start write-back of a part of a file that is still appended to; return whether the system accepted that.
 
-    The kernel by itself waits for some seconds, or until a tenth of the memory is to be written; `fsync` then waits for nearly all
-    of it. Linux can be told to begin. That is a hint: it waits for no byte to be written, though perhaps for room in the disk's
-    queue, makes nothing durable, and takes note of no error. `fsync` reports whatever went wrong since the file was opened.
+    By itself the kernel waits for some seconds, or until a tenth of the memory is dirty; `fsync` then waits for nearly all of it.
+    Linux can be asked to begin earlier. The request is only a hint: it does not wait for bytes to be written, though perhaps for room in
+    the disk's queue. It makes nothing durable and reports no error. `fsync` reports all errors since the file was opened.
     """
     return _sync_file_range is not None and _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE) == 0
 
@@ -209,14 +209,14 @@ def begin_write_back(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def check_space(store: Store, nbytes: int) -> None:
-    """Refuse a save for which there is no room.
+    """Refuse a save if there is not enough free space.
 
     Args:
-        store: where to; nothing needs to be there yet, and nothing is created.
-        nbytes: bytes that the save will take there.
+        store: destination; nothing needs to exist there, and nothing is created.
+        nbytes: bytes that the save will need there.
 
     Raises:
-        StorageError: fewer are free; names the place, both numbers and what to do.
+        StorageError: less is free; the message has the place, both numbers and what to do.
     """
     free = free_bytes(store)
     if free is not None and free < nbytes:
@@ -227,16 +227,16 @@ def check_space(store: Store, nbytes: int) -> None:
 
 
 def free_bytes(store: Store) -> int | None:
-    """Bytes that may still be written there by this user; None where the storage does not say."""
+    """Bytes that this user may still write there; None if the storage does not say."""
     path = store.local_path("")
     if path is None:
         return None
     for existing in (path, *path.parents):
         try:
             found = os.statvfs(existing)
-        except FileNotFoundError:  # the save will make it, on the disk of the nearest directory that is there
+        except FileNotFoundError:  # the save creates this directory, on the disk of the nearest existing parent
             continue
-        except OSError:  # what is wrong there, the save itself says better
+        except OSError:  # the save itself reports this error better
             return None
         return found.f_bavail * found.f_frsize if found.f_blocks else None
     return None

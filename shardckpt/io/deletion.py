@@ -1,4 +1,4 @@
-"""Deletion of everything below a place: of a directory on disk, or of the objects below a prefix."""
+"""Deletion of everything below a location: of a directory on disk, or of the objects below a prefix."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_DELETIONS = 64
-"""Deletions under way at a time."""
+"""Deletions in progress at a time."""
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory and all below it; a link is removed, what it points to stays."""
+    """Remove a directory and everything below it; a link is removed, and its target stays."""
     if path.is_symlink():
         path.unlink()
         return
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
-        # Gone already; or somebody else is deleting it, too, and then what is left goes in a second round.
+        # It is gone already; or another process is deleting it too, and a second pass removes the rest.
         shutil.rmtree(path, ignore_errors=True)
 
 
 def delete_objects(keys: Iterable[str], begin: Callable[[str], Any]) -> None:
-    """Delete objects, a few at a time; an object that is added meanwhile may stay.
+    """Delete objects, a few at a time; an object that is created meanwhile may stay.
 
     Args:
-        keys: of the objects.
+        keys: keys of the objects.
         begin: begins a deletion, and returns its future.
     """
     under_way: deque[Any] = deque()

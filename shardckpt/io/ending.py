@@ -1,9 +1,9 @@
-"""The end of the interpreter: threads that have to come to their end before, and what cannot be done any more.
+"""Interpreter shutdown: background threads that must end before it, and threads that can no longer start.
 
-Python ends daemon threads wherever they are. One that is inside a C++ library then takes the process with it ("terminate called
-without an active exception", SIGABRT), and launchers count the job as failed. So what goes on in the background is begun by
-`start_background`, and ended in order before the interpreter is: `threading._register_atexit` calls back before the pools of
-`concurrent.futures`, which the background needs, are ended. Once what `atexit` has is run, Python starts no threads for anybody.
+Python stops daemon threads wherever they are. A thread that is inside a C++ library then aborts the process ("terminate called
+without an active exception", SIGABRT), and launchers count the job as failed. So background work is started by
+`start_background`, and ended in order before the interpreter shuts down: `threading._register_atexit` calls back before the pools of
+`concurrent.futures`, which the background needs, are shut down. Once the `atexit` functions have run, Python starts no more threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What goes on in the background."""
+    """A background task."""
 
     finish: Callable[[], None]
     stop: Callable[[], None]
@@ -32,23 +32,23 @@ class _Task:
 
 _tasks: dict[threading.Thread, _Task] = {}
 _guard = threading.Lock()
-"""Held while a task is begun: none is begun once the end has looked at which there are."""
+"""Held while a task starts, so that no task starts after the shutdown has listed the tasks."""
 _closed = False
-"""Whether the end of the interpreter has looked. Threads of the program's own may still run then, and save."""
+"""Whether the shutdown has listed the tasks. Other threads of the program may still run then, and save."""
 
 
 def start_background(
     thread: threading.Thread, *, finish: Callable[[], None] = lambda: None, stop: Callable[[], None] = lambda: None
 ) -> None:
-    """Start a thread that the end of the interpreter waits for.
+    """Start a thread that the interpreter shutdown waits for.
 
     Args:
-        thread: a daemon that has not been started; its `run` is called.
-        finish: called, on another thread, when the interpreter ends first: waits as long as waiting is worth it.
-        stop: called after all `finish`, or after Ctrl-C: the thread has to come to its end soon.
+        thread: a daemon thread that has not been started; its `run` is called.
+        finish: called on another thread when the interpreter shuts down first; waits as long as waiting is useful.
+        stop: called after all `finish` calls, or after Ctrl-C; makes the thread end soon.
 
     Raises:
-        RuntimeError: Python starts no thread.
+        RuntimeError: Python cannot start the thread.
     """
     task, run = _Task(finish, stop, SimpleQueue()), thread.run
 
@@ -72,11 +72,11 @@ def start_background(
 
 
 def _end_all() -> None:
-    """At the end of the interpreter: finish all, then stop all; Ctrl-C, at any moment, has them stopped at once."""
+    """At interpreter shutdown: finish all tasks, then stop them; after Ctrl-C, at any moment, stop them at once."""
     global _closed  # noqa: PLW0603  (of the interpreter)
     finish = not _closed
     while True:
-        with suppress(KeyboardInterrupt, SystemExit):  # the second from a handler of SIGTERM
+        with suppress(KeyboardInterrupt, SystemExit):  # SystemExit comes from a handler of SIGTERM
             with _guard:
                 _closed = True
                 tasks = [*_tasks.items()]
@@ -88,17 +88,17 @@ def _end_all() -> None:
             for _, task in tasks:
                 task.stop()
             for thread, task in tasks:
-                if thread.ident is not None:  # else Ctrl-C came before it was started
+                if thread.ident is not None:  # otherwise Ctrl-C came before the thread started
                     task.ended.get()
             return
 
 
 getattr(threading, "_register_atexit", atexit.register)(_end_all)
-atexit.register(_end_all)  # Ctrl-C may come before the first line of the function, and then Python calls none of its kind
+atexit.register(_end_all)  # Ctrl-C may come before the function's first line, and then Python calls no more `_register_atexit` functions
 
 
 def _after_fork() -> None:
-    """Forget what goes on in the parent, whose threads may have held the lock."""
+    """Forget the parent's tasks, whose threads may have held the lock."""
     global _guard  # noqa: PLW0603  (of the interpreter)
     _guard = threading.Lock()
     _tasks.clear()

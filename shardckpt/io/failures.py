@@ -1,17 +1,17 @@
 """Failures of a storage: its errors, threads that cannot start, forks, and writes of killed processes.
 
-1. `storage_errors` turns errors of TensorStore and the system into ours, which say what to do.
-2. `saving_takes_threads` and `reading_takes_threads` do so with threads that cannot be started.
-3. `begin_use` and `check_fork` refuse a process that was forked after TensorStore was used: TensorStore's threads are not
+1. `storage_errors` turns errors of TensorStore and the system into our errors, which say what to do.
+2. `saving_takes_threads` and `reading_takes_threads` do the same for threads that cannot be started.
+3. `begin_use` and `check_fork` refuse a process that was forked after TensorStore was used: TensorStore's threads do not exist
    there, and a call would hang, or end the process.
-4. `forget_interrupted_write` removes what a killed process has left of a write.
+4. `forget_interrupted_write` removes the bytes that a killed process has left of a write.
 
-TensorStore writes a file as `<name>.__lock`, holds a lock on that, and renames it. When the process dies the kernel frees the
-lock, and the bytes stay. The next writer of the same file finds them under the name that it writes to, overwrites them from
-the start, and does not cut off what was longer (TensorStore 0.1.86): its file then ends in bytes of the dead one's. So before
-a write the `.__lock` file is locked, as TensorStore does, without waiting; if that fails, a living process is writing. If the
-file still has that name (a writer that has just ended has renamed it), it is truncated. Another process may die between that
-and the write, and then its bytes are met all the same: a caller that must not be wrong looks at the length afterwards.
+TensorStore writes a file as `<name>.__lock`, holds a lock on it, and renames it. When the process dies, the kernel frees the
+lock, and the bytes stay. The next writer of the same file opens the existing `.__lock` file, overwrites it from
+the start, and does not truncate it (TensorStore 0.1.86): if the old file was longer, the new file ends in old bytes. So before
+a write the `.__lock` file is locked, in the same manner as TensorStore does, without waiting. If that fails, a living process is
+writing. If the file still has that name (a writer that has just ended has renamed it), it is truncated. Another process may die
+between this and the write, and leave bytes again. A caller that must exclude that checks the length after the write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _DENIED = ("permission denied", "permission_denied", "read-only file system", "forbidden", "accessdenied")
-"""Parts of the messages of storages that refuse a caller's rights, in lower case."""
+"""Parts of storages' messages about missing permissions, in lower case."""
 
 _ADVICE = {
     "permission denied": "give this user the right to write there",
@@ -59,13 +59,13 @@ _ADVICE = {
     "permissionerror": "give these credentials the right to do that there, or use others",
     "not_found": "what it needs is not there: it was removed meanwhile, or there is no such bucket; check its name and the endpoint",
 }
-"""A part of the storage's message, in lower case → what to do. The first that is found counts: TensorStore's codes come last,
-since one of them stands for several causes (`PERMISSION_DENIED` for a disk that is mounted read-only)."""
+"""A part of the storage's message, in lower case → what to do. The first match counts. TensorStore's codes come last,
+because one code stands for several causes (`PERMISSION_DENIED` also for a disk that is mounted read-only)."""
 
 
 @contextmanager
 def storage_errors(action: str, place: object) -> Iterator[None]:
-    """Turn what TensorStore and the system raise into `StorageError("cannot <action> <place>: …")`."""
+    """Turn errors of TensorStore and the system into `StorageError("cannot <action> <place>: …")`."""
     try:
         yield
     except ShardckptError:
@@ -77,7 +77,7 @@ def storage_errors(action: str, place: object) -> Iterator[None]:
 
 
 def is_denied(error: StorageError) -> bool:
-    """Whether the storage refused an operation for lack of rights, so that trying it again is of no use."""
+    """Whether the storage refused an operation for lack of permission, so that a retry is useless."""
     said = str(error.__cause__ or error).lower()
     return any(part in said for part in _DENIED)
 
@@ -131,9 +131,9 @@ def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
 # --- forks
 
 _used = False
-"""Whether this process, or one that it was forked from, has used TensorStore."""
+"""Whether this process, or a process that it was forked from, has used TensorStore."""
 _forked = False
-"""Whether this process was forked from one that had."""
+"""Whether this process was forked from a process that had used TensorStore."""
 
 
 def _note_fork() -> None:
@@ -152,7 +152,7 @@ def begin_use(place: object) -> None:
 
 
 def check_fork(place: object) -> None:
-    """Refuse to work in a fork that came too late.
+    """Refuse to work in a process that was forked after TensorStore was used.
 
     Raises:
         CoordinationError: this process was forked from one that had used shardckpt.
@@ -167,17 +167,17 @@ def check_fork(place: object) -> None:
 # --- writes of killed processes
 
 LOCK_SUFFIX = ".__lock"
-"""What TensorStore's file driver calls a file while it writes it."""
+"""Suffix of the name of a file while TensorStore's file driver writes it."""
 
 
 def forget_interrupted_write(path: Path) -> None:
-    """Empty what a dead process has left of a write to this file, if there is something; leave alone what is being written.
+    """Truncate the remains of a killed write to this file, if there are any; leave a file alone that a process is writing.
 
     Args:
-        path: the file. It need not exist, nor its directory.
+        path: the file. Neither it nor its directory need exist.
     """
     lock = f"{path}{LOCK_SUFFIX}"
-    with suppress(OSError):  # no such file, or somebody's: writing it then tells what is wrong, if anything is
+    with suppress(OSError):  # no such file, or another process's; if that is an error, the write itself reports it
         fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             _lock(fd)
@@ -189,7 +189,7 @@ def forget_interrupted_write(path: Path) -> None:
 
 
 def _lock(fd: int) -> None:
-    """Take TensorStore's kind of lock on an open file; it ends when that is closed. Raises OSError if somebody has it."""
+    """Take the same kind of lock as TensorStore on an open file; closing the file releases it. Raises OSError if another holder has it."""
     if hasattr(fcntl, "F_OFD_SETLK"):  # of the open file, not of the process: it excludes other threads, too
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     else:

@@ -1,7 +1,7 @@
-"""One version of a file that somebody else has written: it is read as it was when it was first looked at, or not at all.
+"""One version of a file that another program wrote: it is read unchanged since it was first opened, or not at all.
 
-On a local disk its size and time are compared each time that it is opened, and before it is closed; on an object store the
-generation comes with every answer. Who overwrites a file with as many bytes, and gives it the former time, is not noticed.
+On a local disk its size and time are compared each time that it is opened, and before it is closed. On an object store the
+generation comes with every response. A file that is overwritten with as many bytes, and gets its former time, is not detected.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class FileVersion:
     """A version of a file. Safe to use from several threads."""
 
     def __init__(self, store: Store, key: str) -> None:
-        """The present version of the file at a key.
+        """Record the current version of the file at a key.
 
         Raises:
-            MissingDataError: there is none.
-            StorageError: it cannot be looked at, or is no file.
+            MissingDataError: there is no such file.
+            StorageError: its metadata cannot be read, or it is not a regular file.
         """
         self.store, self.key = store, key
         self._path = store.local_path(key)
@@ -59,21 +59,21 @@ class FileVersion:
         self._known = _version(found)
 
     def __str__(self) -> str:
-        """Its path or url."""
+        """The file's path or url."""
         return self.store.path_of(self.key)
 
     @property
     def identity(self) -> list[Any]:
-        """JSON that is another one for another version, and the same on every machine that sees the file, or a copy with its times."""
+        """JSON that differs between versions, and is the same on every machine that sees the file, or a copy with its times."""
         return [self.key, self._known.hex() if isinstance(self._known, bytes) else list(self._known)]
 
     def read(self, start: int, stop: int) -> Bytes:
-        """Some of its bytes.
+        """Read bytes `start` to `stop`.
 
         Raises:
             ReplacedError: the file has changed, or is gone.
-            CorruptionError: it ends before.
-            StorageError: it cannot be read.
+            CorruptionError: the file ends before `stop`.
+            StorageError: the file cannot be read.
         """
         if self._path is None:
             return self._of_object(start, stop)
@@ -82,7 +82,7 @@ class FileVersion:
         return buffer
 
     def read_into(self, start: int, vectors: Sequence[memoryview]) -> None:
-        """Some of its bytes, to several places one after the other; raises what `read` does."""
+        """Read bytes from `start` on into several buffers, one after the other; raises the errors of `read`."""
         if self._path is not None:
             self._of_file(start, vectors)
             return
@@ -91,11 +91,11 @@ class FileVersion:
             vector[:], data = data[: len(vector)], data[len(vector) :]
 
     def read_whole(self, most: int) -> bytes:
-        """All of its bytes.
+        """Read all bytes.
 
         Raises:
             ReplacedError, StorageError: as for `read`.
-            FormatError: it has more than `most`.
+            FormatError: the file has more than `most` bytes.
         """
         if self._known[0] > most if isinstance(self._known, tuple) else self.store.is_longer(self.key, most):
             raise FormatError(f"{self} has more than {most} bytes; it is not what its name says.")
@@ -107,10 +107,10 @@ class FileVersion:
         return data
 
     def require_length(self, nbytes: int) -> None:
-        """See to it that the file has just so many bytes.
+        """Check that the file has exactly `nbytes` bytes.
 
         Raises:
-            FormatError: it has more, or fewer.
+            FormatError: the file has more or fewer.
         """
         if isinstance(self._known, tuple):
             if self._known[0] == nbytes:
@@ -128,7 +128,7 @@ class FileVersion:
         length = sum(map(len, vectors))
         with storage_errors("read", self):
             try:
-                # Without O_NONBLOCK a pipe that has taken the file's place would be waited for.
+                # Without O_NONBLOCK, opening a pipe that has replaced the file would block.
                 fd = os.open(str(self._path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except (FileNotFoundError, NotADirectoryError) as e:
                 raise self._replaced() from e
@@ -159,10 +159,10 @@ class FileVersion:
 
 
 def file_at(location: Location) -> FileVersion | None:
-    """The file at a location; None where there is a directory, or nothing.
+    """The file at a location; None if there is a directory or nothing.
 
     Raises:
-        StorageError: it cannot be looked at, or is a pipe or device.
+        StorageError: its metadata cannot be read, or it is a pipe or device.
     """
     above = location.parent
     if above is None or (location.local is not None and not (location.local.exists() and not location.local.is_dir())):
@@ -174,7 +174,7 @@ def file_at(location: Location) -> FileVersion | None:
 
 
 def identity_of(location: Location, files: Iterable[FileVersion]) -> str:
-    """What is another text whenever one of the files at a location is another version: 64 hex digits."""
+    """A digest of 64 hex digits that changes whenever one of the files at a location changes."""
     seen = [str(location), *(file.identity for file in files)]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
@@ -184,7 +184,7 @@ def _version(found: os.stat_result) -> tuple[int, int]:
 
 
 def _filled(fd: int, start: int, length: int, vectors: Sequence[memoryview]) -> bool:
-    """Whether a file has the bytes that fill all vectors."""
+    """Fill all vectors from a file; return whether it has enough bytes."""
     try:
         scatter_read(fd, start, length, vectors)
     except EOFError:

@@ -1,12 +1,12 @@
-"""Zarr arrays that somebody else wrote: which are there, of which shape and dtype, and their elements.
+"""Reading zarr arrays that other programs wrote: their shapes, dtypes and elements.
 
-1. Arrays lie in a directory, each in one of its own below, or under such names in one OCDBT database over the directory.
-2. All that are asked for are opened at once, some at a time, as zarr v2 or v3.
-3. `read` gives the elements of a box. What is read at once is a stored chunk; where they are small, the whole array, or of chunks
-   that are packed into larger objects (`sharding_indexed`) a whole object.
+1. Each array lies in a directory of its own below a common one, or under such a name in one OCDBT database over that directory.
+2. All requested arrays are opened concurrently, a limited number at a time, as zarr v2 or v3.
+3. `read` returns the elements of a box. One read covers a stored chunk. It covers the complete array if that is small, or a complete
+   object of several chunks (`sharding_indexed`) if that is small.
 
-A chunk that is missing is an error, or the fill value where whoever wrote the arrays leaves out what is equal to it: only who
-knows the format can say which.
+A missing chunk is an error, or stands for the fill value if the writer leaves out chunks that equal it. The caller
+says which, because it knows the format.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 __all__ = ["ForeignArray", "open_arrays"]
 
 _AT_ONCE = 128
-"""Arrays that are being opened at a time."""
+"""Number of arrays that are opened at a time."""
 _INDEX_BYTES = 100_000_000
-"""Of an OCDBT database's index that is kept: Orbax writes it as one node of up to so many bytes."""
+"""Bytes of an OCDBT database's index that are cached: Orbax writes it as one node of up to that size."""
 _SMALL_ARRAY = 1 << 20
-"""Bytes of an array up to which it is read at once, whatever its chunks."""
+"""Most bytes of an array that is read at once, whatever its chunks."""
 _SMALL_OBJECT = 16 << 20
-"""Bytes of an object of several chunks up to which it is read at once."""
+"""Most bytes of an object of several chunks that is read at once."""
 _UNREADABLE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE", "Error decoding")
-"""In TensorStore's messages about bytes that are there and make no sense."""
+"""Parts of TensorStore's messages about bytes that cannot be decoded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,11 +54,11 @@ class ForeignArray:
     """A zarr array, open for reading. Safe to use from several threads."""
 
     place: str
-    """Where it lies, for messages."""
+    """Location, for messages."""
     shape: tuple[int, ...]
     dtype: DType
     chunks: tuple[int, ...]
-    """Shape of what is read at once."""
+    """Shape of one read."""
     _array: Any
     """The `ts.TensorStore`."""
 
@@ -83,15 +83,15 @@ def open_arrays(
 
     Args:
         place: the directory.
-        names: relative to it.
-        driver: TensorStore's: "zarr" is version 2.
+        names: array names relative to it.
+        driver: TensorStore's driver; "zarr" is version 2.
         ocdbt: whether an OCDBT database over the directory holds them.
         fill_missing: whether a missing chunk stands for the fill value.
 
     Raises:
-        MissingDataError: there is no array of one of the names.
-        CorruptionError: what describes one makes no sense.
-        FormatError: one is larger than can be addressed, has chunks that are larger by far than itself; or its name leads elsewhere.
+        MissingDataError: an array does not exist.
+        CorruptionError: an array's metadata is invalid.
+        FormatError: an array is too large to be addressed, has chunks much larger than itself, or its name leads outside `place`.
         DtypeError: an array's elements cannot be stored.
         StorageError: the storage failed or refused.
     """
@@ -114,14 +114,14 @@ def open_arrays(
 
 def _database(place: Store) -> Any:
     """The OCDBT database over a directory."""
-    place.read("manifest.ocdbt")  # says better than TensorStore what is missing
+    place.read("manifest.ocdbt")  # its error message is clearer than TensorStore's if the file is missing
     spec = {"driver": "ocdbt", "base": place.location.kvstore(), "cache_pool": {"total_bytes_limit": _INDEX_BYTES}}
     with _typed_errors("open", place):
         return ts.KvStore.open(spec, context=shared_context()).result()
 
 
 def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any) -> None:
-    """Take an array that has been opened."""
+    """Add an array that has been opened."""
     with _typed_errors("open", where):
         array = opening.result()
     try:
@@ -134,7 +134,7 @@ def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any)
     layout = array.chunk_layout
     whole, inner = tuple(layout.write_chunk.shape or ()), tuple(layout.read_chunk.shape or ())
     if prod(inner) * dtype.itemsize > max(_SMALL_OBJECT, 2 * prod(shape) * dtype.itemsize):
-        # TensorStore would ask for the memory of a whole chunk, and ends the process where it gets none.
+        # TensorStore would allocate a complete chunk, and aborts the process if it gets no memory.
         raise FormatError(f"{where}: an array of shape {shape} has chunks of shape {inner}; nobody writes such. Restore it from a copy.")
     at_once = shape if prod(shape) * dtype.itemsize <= _SMALL_ARRAY else whole if prod(whole) * dtype.itemsize <= _SMALL_OBJECT else inner
     found[name] = ForeignArray(where, shape, dtype, tuple(max(1, min(c, n)) for c, n in zip(at_once, shape, strict=True)), array)
@@ -142,7 +142,7 @@ def _finish(found: dict[str, ForeignArray], name: str, where: str, opening: Any)
 
 @contextmanager
 def _typed_errors(action: str, place: object) -> Iterator[None]:
-    """What TensorStore raises of bytes that are gone, or make no sense, as errors of ours; all else as `storage_errors` does."""
+    """Turn TensorStore's errors for missing and invalid bytes into typed errors; all others are handled by `storage_errors`."""
     with storage_errors(action, place):
         try:
             yield

@@ -3,12 +3,12 @@
 OCDBT is TensorStore's copy-on-write B+tree over a key-value store (its "Storage format" is documented with the
 driver). A value outside the tree is `(data file, offset, length)`, and any file below the database may be the
 data file. So chunks can be appended to files straight from the caller's buffer, in the caller's order and
-without a transaction that holds them all in memory; what is left is to write the index:
+without a transaction that holds them all in memory. Then only the index must be written:
 
-1. `leaf_node`: all keys and places of a lane in one B+tree leaf (at most 2**20 keys, a limit of TensorStore's).
+1. `leaf_node`: all keys and places of a lane in one B+tree leaf (at most 2**20 keys, TensorStore's limit).
 2. `manifest`: one version whose root is that leaf.
 
-Integers are unsigned LEB128, whole columns of them are encoded at once. Nodes and manifest end in their crc32c.
+Integers are unsigned LEB128; complete columns are encoded at once. Nodes and manifest end in their crc32c.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
 __all__ = ["MOST_KEYS", "Node", "Place", "Version", "leaf_node", "manifest", "read_manifest", "read_node", "shared_prefixes", "varints"]
 
 Place = tuple[str, int, int]
-"""Data file relative to the database, first byte, bytes."""
+"""Data file relative to the database, offset of the first byte, bytes."""
 
 MOST_KEYS = 1 << 20
-"""Keys that TensorStore accepts in one node."""
+"""Most keys that TensorStore accepts in one node."""
 _NODE_MAGIC = 0x0CDB20DE
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _UUID_BYTES = 16
 _ZSTD = 1
 _MOST_VARINT = 10
-"""Bytes of an integer of 64 bits."""
+"""Most bytes of an encoded 64-bit integer."""
 _MISSING = (1 << 64) - 1
-"""Length of the root of a tree without keys."""
+"""Length that stands for the root of a tree without keys."""
 _NO_FILE = "it refers to a file that its table does not have"
 _COMPARED_BYTES = 1 << 22
-"""Of keys that are compared at a time, all as long as the longest."""
+"""Bytes of keys that are compared at a time, each padded to the longest."""
 _MAX_DECODED_NODE_BYTES = 8 << 20
-"""TensorStore's default; a hint to writers, readers do not insist on it."""
+"""TensorStore's default; a hint to writers that readers do not enforce."""
 
 
 def leaf_node(keys: Sequence[bytes], files: Sequence[str], file: ArrayLike, offset: ArrayLike, length: ArrayLike) -> bytes:
-    """The B+tree leaf that maps each key to its place.
+    """The B+tree leaf that maps each key to its place, as bytes.
 
     Args:
         keys: n different keys, in ascending order.
         files: data files, relative to the database.
         file: (n,) index into `files`.
-        offset: (n,) first byte.
+        offset: (n,) offset of the first byte.
         length: (n,) bytes.
     """
     assert 0 < len(keys) <= MOST_KEYS, "a leaf holds between one and 2**20 keys"
@@ -67,7 +67,7 @@ def leaf_node(keys: Sequence[bytes], files: Sequence[str], file: ArrayLike, offs
     body = b"".join(
         [
             b"\0",  # height: a leaf
-            # Data file table: prefix lengths, suffix lengths, base path lengths (ours need none), suffixes.
+            # Data file table: prefix lengths, suffix lengths, base path lengths (0 here), suffixes.
             *(
                 varints([len(paths)]),
                 varints(np.zeros(len(paths) - 1)),
@@ -86,7 +86,7 @@ def leaf_node(keys: Sequence[bytes], files: Sequence[str], file: ArrayLike, offs
 
 
 def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int) -> bytes:
-    """The manifest of a database whose one node is the file `node`."""
+    """The manifest of a database whose only node is the file `node`."""
     root = {
         "location": f"btreenode::{node}:0:{node_bytes}",
         "statistics": {"num_keys": num_keys, "num_tree_bytes": node_bytes, "num_indirect_value_bytes": value_bytes},
@@ -133,7 +133,7 @@ def _framed(magic: int, body: bytes) -> bytes:
 
 
 def shared_prefixes(keys: Sequence[bytes]) -> NDArray[np.int64]:
-    """(n - 1,) bytes that each key begins with as the one before it does; keys have no zeros, and two in a row differ.
+    """(n - 1,) lengths of the common prefix of each key and the key before it; keys have no NULs, and adjacent keys differ.
 
     >>> shared_prefixes([b"w/c/0", b"w/c/10", b"w/c/2"]).tolist()
     [4, 4]
@@ -156,34 +156,34 @@ class Version:
     num_keys: int
     num_tree_bytes: int
     num_indirect_value_bytes: int
-    """Bytes of the values outside nodes."""
+    """Bytes of the values outside the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of a tree. Keys and prefixes lack the prefix of the node itself."""
+    """One node of a tree. Keys and prefixes lack the node's own prefix."""
 
     children: list[tuple[bytes, Place]]
-    """Of an inner node: the prefix of all keys below each child, and the child."""
+    """For an inner node: the common prefix of all keys below each child, and the child."""
     values: Iterator[tuple[bytes, Place]]
-    """Of a leaf: keys of the values that lie outside nodes, ascending."""
+    """For a leaf: keys of the values outside the nodes, ascending."""
 
 
 def read_manifest(encoded: bytes) -> list[Version]:
-    """The versions that a manifest lists, the newest last; as `ts.ocdbt.dump` says, which keeps some of what it returns (0.1.86).
+    """The versions in a manifest, the newest last; like `ts.ocdbt.dump`, which leaks part of its result (0.1.86).
 
     Raises:
-        ValueError: not a manifest, or one whose versions lie in other files.
+        ValueError: not a manifest, or its versions lie in other files.
     """
     read = _Reader(_unframed(_MANIFEST_MAGIC, encoded))
     read.bytes(_UUID_BYTES)
     if read.varint() != 0:
         raise ValueError("OUT_OF_RANGE: the versions are in other files")
-    read.varint()  # bytes of a value in a node
-    read.varint()  # bytes of a node
-    read.bytes(1)  # arity of the tree of versions
+    read.varint()  # most bytes of a value in a node
+    read.varint()  # most bytes of a node
+    read.bytes(1)  # arity of the version tree
     if read.varint() == _ZSTD:
-        read.bytes(4)  # its level
+        read.bytes(4)  # compression level
     files = read.files()
     count = read.varint()
     read.varints(count)  # generations
@@ -194,10 +194,10 @@ def read_manifest(encoded: bytes) -> list[Version]:
 
 
 def read_node(encoded: bytes) -> Node:
-    """A node of a tree; as `ts.ocdbt.dump`, without keeping anything.
+    """Parse a node of a tree; like `ts.ocdbt.dump`, without its memory leak.
 
     Raises:
-        ValueError: not a node. Iterating over its values raises it too.
+        ValueError: not a node. Iterating over its values may raise it too.
     """
     read = _Reader(_unframed(_NODE_MAGIC, encoded))
     (height,) = read.bytes(1)
@@ -220,7 +220,7 @@ def read_node(encoded: bytes) -> Node:
 
 
 def _prefixed(shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: bytes) -> Iterator[bytes]:
-    """Texts that are given by how much each has in common with the one before it, and what follows that."""
+    """Decode texts, each given by the length of its common prefix with the text before it and by its suffix."""
     text, at = b"", 0
     for prefix, length in zip(shared.tolist(), rest.tolist(), strict=True):
         if prefix > len(text):
@@ -230,7 +230,7 @@ def _prefixed(shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: by
 
 
 class _Reader:
-    """Reads the columns of a node or manifest, one after another; ValueError at its end."""
+    """Reads the columns of a node or manifest, one after another; raises ValueError at its end."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -268,7 +268,7 @@ class _Reader:
         count = self.varint()
         shared = np.append(np.zeros(min(1, count), np.uint64), self.varints(max(0, count - 1)))
         rest = self.varints(count)
-        self.varints(count)  # how much of each is the base's path
+        self.varints(count)  # length of the base path in each name
         return [name.decode() for name in _prefixed(shared, rest, self.bytes(sum(rest.tolist())))]
 
     def places(self, files: list[str], count: int) -> list[Place | None]:
@@ -283,7 +283,7 @@ class _Reader:
 
 
 def _unframed(magic: int, encoded: bytes) -> bytes:
-    """What `_framed` was given, decompressed if need be."""
+    """Inverse of `_framed`, with decompression if needed."""
     size = int.from_bytes(encoded[4:12], "little")
     if len(encoded) < 18 or int.from_bytes(encoded[:4], "big") != magic or size != len(encoded):
         raise ValueError("it is no such file, or a part of one")

@@ -1,4 +1,4 @@
-"""Requests to an object store: an object on its way, and answers that are asked for again."""
+"""Requests to an object store: uploads in progress, and retries of broken responses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LOOK_UP = 0.2
-"""Seconds after which a thread that waits for an upload looks whether it was given up."""
+"""Seconds between two checks whether an upload that a thread waits for was cancelled."""
 _PAUSES = (0.1, 1.0)
-"""Seconds before an answer that was broken is asked for again."""
+"""Seconds before each retry after a broken response."""
 _BROKEN = ("CURL error", "Failed to parse")
-"""In messages about answers that make no sense, from a proxy on the way, say."""
+"""Parts of messages about invalid responses, for example from a proxy."""
 _GAVE_UP = "retry attempts failed"
-"""In the message of an error after TensorStore's own retries."""
+"""Part of the message of an error after TensorStore's own retries."""
 
 
 class Upload:
-    """An object on its way."""
+    """An upload in progress."""
 
     def __init__(self, place: str, future: Any) -> None:
         self._place = place
@@ -31,13 +31,13 @@ class Upload:
         self._abandoned = False
 
     def wait(self) -> None:
-        """Wait until it is durable.
+        """Wait until the object is durable.
 
         Raises:
-            StorageError: it could not be written, or was given up.
+            StorageError: it could not be written, or the upload was cancelled.
         """
         with storage_errors("write", self._place):
-            # TensorStore 0.1.86 does not always wake a thread that waits when another one cancels: it looks up by itself.
+            # TensorStore 0.1.86 does not always wake a waiting thread when another one cancels, so this thread polls.
             while not self._abandoned and not self._future.done():
                 with suppress(TimeoutError, asyncio.CancelledError):
                     self._future.result(timeout=_LOOK_UP)
@@ -47,13 +47,13 @@ class Upload:
                 raise OSError("the upload was given up" if self._abandoned else str(e)) from e
 
     def abandon(self) -> None:
-        """Give it up, if it has not ended; it may or may not come to be there."""
+        """Cancel the upload if it has not ended; the object may or may not exist afterwards."""
         self._abandoned = True
         self._future.cancel()
 
 
 def repeat_broken(begin: Callable[[], Any]) -> Any:
-    """The result of a request that may be repeated: it is, where its answer was broken in a way that TensorStore takes for final."""
+    """The result of a request that may be repeated; it is retried after a broken response that TensorStore treats as final."""
     for pause in _PAUSES:
         try:
             return begin().result()

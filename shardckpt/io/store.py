@@ -1,23 +1,23 @@
-"""Keys and bytes at one location, with typed errors: all that shardckpt asks of a storage.
+"""Keys and bytes at one location, with typed errors: the only storage interface of shardckpt.
 
-A `Store` is a thin layer over TensorStore's key-value stores. It adds these.
+A `Store` is a thin layer over TensorStore's key-value stores. It adds:
 
-1. *Conditional writes that hold.* Create-if-absent passes the generation that reading the missing key returned
-   (an empty `if_equal` overwrites silently); a lost race shows as an empty generation in the result. A network may
-   lose the answer to a write that happened, and the second try then finds "somebody else's" object: who loses a
-   race therefore reads what is there, and has won it after all if those are its own bytes.
-2. *Durability on a local disk.* TensorStore syncs each file and the directory it lies in, but not the directories
-   that it makes on the way. The store makes those itself, and syncs each one's parent, so that after a power cut
-   a file is not only whole but also to be found. (An object store answers when an object is durable.)
-3. *Retries and a rate limit.* Requests to an object store are tried again (`cloud` says when and for how long). The few kinds
-   of broken answers that TensorStore takes for final are asked for again here, where that does no harm. The rate at which
+1. *Reliable conditional writes.* Create-if-absent passes the generation that reading the missing key returned
+   (an empty `if_equal` overwrites silently). A lost race shows as an empty generation in the result. If a network
+   loses the response to a successful write, the retry finds an object there and looks like a lost race. So after
+   a lost race the store reads the object, and counts the write as successful if the bytes are its own.
+2. *Durability on a local disk.* TensorStore syncs each file and its directory, but not the parent directories
+   that it creates. The store creates those itself and syncs the parent of each, so that after a power failure
+   a file is complete and can be found. (An object store responds when an object is durable.)
+3. *Retries and a rate limit.* Requests to an object store are retried (`cloud` says when and for how long). TensorStore treats
+   a few kinds of broken responses as final; the store retries those where a retry is harmless. The rate at which
    requests begin is limited, and each of several processes has a share of it (`pace`).
-4. *Nothing of a killed write in the next one*, see `failures`.
-5. *Complete listings*, see `listing`: TensorStore's own are empty where GCS refuses them.
-6. *Typed errors.* The message keeps what TensorStore or the system says, with the url before it and what to do after it.
+4. *No bytes of a killed write in the next write*, see `failures`.
+5. *Complete listings*, see `listing`: TensorStore's own listings are empty when GCS refuses them.
+6. *Typed errors.* A message has the url, then the text of TensorStore or the system, then what to do.
 
-All stores of a process share one `ts.Context`: `memory://` then is one memory, OCDBT databases can be merged by
-reference, and limits on requests hold for all of them together.
+All stores of a process share one `ts.Context`. So `memory://` is one memory, OCDBT databases can be merged by
+reference, and request limits hold for all stores together.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 Data = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous bytes of any kind."""
 LARGEST_WHOLE = 1 << 30
-"""Bytes of a file on disk that is read as a whole: of records, tables and indexes. TensorStore ends the process where it gets
-no memory, and a file that is all hole can be of any size."""
+"""Most bytes of a file on disk that is read completely: a record, table or index. TensorStore aborts the process when it cannot
+allocate memory, and a sparse file can have any size."""
 
 
 @cache
@@ -67,7 +67,7 @@ class Store:
     """Keys and bytes below one location. Keys are relative, with slashes. Safe to use from several threads."""
 
     location: Location
-    """What keys are relative to."""
+    """The location that keys are relative to."""
     _opened: Any
     """The `ts.KvStore` of that location."""
     _top: Path | None
@@ -75,16 +75,16 @@ class Store:
     _synced: set[Path] = field(repr=False)
     """Directories whose entry in their parent is durable."""
     _share: RequestShare = ALONE
-    """Of an object store's pace."""
+    """This process's share of an object store's request rate."""
 
     @classmethod
     def open(cls, location: Location | str | os.PathLike[str]) -> Store:
-        """Open a place, which need not exist; nothing is created.
+        """Open a location. It need not exist; nothing is created.
 
         Raises:
-            UrlError: it is no place that we can store to.
-            MissingExtraError: what an object store needs is not installed.
-            OptionError: an environment variable that an object store goes by makes no sense.
+            UrlError: the location cannot be used as a storage.
+            MissingExtraError: a package that the object store needs is not installed.
+            OptionError: an environment variable that configures an object store has an invalid value.
         """
         place = location if isinstance(location, Location) else parse(location)
         if place.bucket is not None:
@@ -92,16 +92,16 @@ class Store:
         return cls(place, _open(place.kvstore(), place), place.local, set())
 
     def sub(self, prefix: str) -> Store:
-        """The store of the location below."""
+        """The store of a location below this one."""
         place = self.location.join(prefix.rstrip("/"))
         return Store(place, _open(place.kvstore(), place), self._top, self._synced, self._share)
 
     def among(self, process: int, processes: int) -> Store:
-        """The same place for one of several processes that all use it now: of an object store's pace each keeps to its share."""
+        """The same location for one of several processes that use it now; each keeps to its share of an object store's request rate."""
         return dataclasses.replace(self, _share=RequestShare(process, processes))
 
     def kvstore(self) -> Any:
-        """The `ts.KvStore` itself, for what only TensorStore can do (OCDBT)."""
+        """The `ts.KvStore` itself, for operations that only TensorStore has (OCDBT)."""
         begin_use(self.location)
         return self._opened
 
@@ -114,7 +114,7 @@ class Store:
         return f"{str(self.location).rstrip('/')}/{key}" if key else str(self.location)
 
     def local_path(self, key: str) -> Path | None:
-        """Where a key ("": the location itself) lies on this machine's file system, None if it does not."""
+        """A key's path ("": the location itself) on this machine's file system; None if it is not there."""
         if self.location.local is None:
             return None
         if not key:
@@ -123,12 +123,12 @@ class Store:
         return self.location.local / key
 
     def read(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """The bytes of an object, or those from `start` to `stop`.
+        """Read an object's bytes, or its bytes from `start` to `stop`.
 
         Raises:
             MissingDataError: there is no such object.
-            CorruptionError: it ends before `stop`.
-            FormatError: on disk: all of it was asked for, and it has more than `LARGEST_WHOLE` bytes.
+            CorruptionError: the object ends before `stop`.
+            FormatError: the complete object was requested, and the file on disk has more than `LARGEST_WHOLE` bytes.
         """
         data, _ = self.read_versioned(key, start, stop)
         if data is None:
@@ -136,7 +136,7 @@ class Store:
         return data
 
     def read_versioned(self, key: str, start: int | None = None, stop: int | None = None) -> tuple[bytes | None, bytes]:
-        """An object's bytes, or those from `start` to `stop`, None where there is none; and the generation to hand to `replace`.
+        """Read an object's bytes (None if it does not exist), or those from `start` to `stop`, and its generation, for `replace`.
 
         Raises:
             CorruptionError, FormatError: as for `read`.
@@ -159,7 +159,7 @@ class Store:
         return data, found.stamp.generation
 
     def is_longer(self, key: str, nbytes: int) -> bool:
-        """Whether there is such an object, of more than that many bytes; reads no more than one of them."""
+        """Whether the object exists and has more than `nbytes` bytes; reads at most one byte."""
         path = self.local_path(key)
         if path is not None:
             with storage_errors("look for", path):
@@ -173,7 +173,7 @@ class Store:
             return False
 
     def exists(self, key: str) -> bool:
-        """Whether there is such an object; reads none of it."""
+        """Whether the object exists; reads none of its bytes."""
         check_key(key, self)
         with storage_errors("look for", self.path_of(key)):
             if self.location.bucket is not None:
@@ -181,27 +181,27 @@ class Store:
             return bool(self.kvstore().list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result())
 
     def create(self, key: str, data: Data) -> bool:
-        """Write an object unless there is one; durable when it returns.
+        """Create an object if it does not exist; durable when this returns.
 
         Returns:
-            Whether these bytes are there now. Of several callers with different bytes exactly one gets True; those with
-            the same get the same answer, so bytes that decide who may do something must name the caller.
+            Whether the object has these bytes now. Of several callers with different bytes exactly one gets True. Callers with the
+            same bytes get the same answer, so bytes that decide which caller may do something must name the caller.
         """
         there, generation = self.read_versioned(key)
         if there is None:
             if self.replace(key, data, generation):
                 return True
-            if not self.exists(key):  # TensorStore tells a refusal with status 404 like a race that was lost
+            if not self.exists(key):  # TensorStore reports a refusal with status 404 like a lost race
                 raise StorageError(f"cannot create {self.path_of(key)}: the storage refuses, and nothing is there; does the bucket exist?")
             return False
         return _same(there, data)
 
     def replace(self, key: str, data: Data, generation: bytes) -> bool:
-        """Write an object if it still has the generation that `read_versioned` gave; durable when it returns.
+        """Write an object if it still has the generation that `read_versioned` returned; durable when this returns.
 
         Returns:
-            Whether these bytes are there now, as for `create`. A generation is no fence against the past: "missing" is
-            true again after a deletion, and on S3 a generation is a digest, true again when the bytes come back.
+            Whether the object has these bytes now, as for `create`. A generation does not exclude an earlier state: "missing" matches
+            again after a deletion, and on S3 a generation is a digest, which matches again when the same bytes return.
         """
         assert generation, "an empty generation would overwrite whatever is there"
         with storage_errors("write", self.path_of(key)):
@@ -213,14 +213,14 @@ class Store:
         return _same(self.read_versioned(key)[0], data)
 
     def write(self, key: str, data: Data) -> None:
-        """Write an object, whatever was there; durable when it returns."""
+        """Write an object, and overwrite any object there; durable when this returns."""
         with storage_errors("write", self.path_of(key)):
             self._finish(lambda: self._begin(key, data, None))
 
     def upload(self, key: str, data: Data) -> Upload:
-        """Begin to write an object, whatever was there; the buffer is the caller's again when this returns.
+        """Begin to write an object, and overwrite any object there; the caller may reuse the buffer when this returns.
 
-        The bytes are copied: until the upload has ended there is memory for them besides.
+        The bytes are copied, so the upload needs that much additional memory until it ends.
         """
         with storage_errors("write", self.path_of(key)):
             return Upload(self.path_of(key), self._begin(key, data, None))
@@ -232,17 +232,17 @@ class Store:
             self._finish(lambda: self._begin_deletion(key))
 
     def remove(self, key: str, generation: bytes) -> bool:
-        """Delete an object if it still has the generation that `read_versioned` gave.
+        """Delete an object if it still has the generation that `read_versioned` returned.
 
         Returns:
-            Whether this deleted it. False, too, where it is another one or gone, and where the storage cannot delete on
-            condition: then it stays.
+            Whether this call deleted it. False if the object changed or is gone, and if the storage has no conditional deletion:
+            then the object stays.
         """
         assert generation, "an empty generation would delete whatever is there"
         check_key(key, self)
         with storage_errors("delete", self.path_of(key)):
-            if self.location.scheme == "s3":  # TensorStore 0.1.86 looks first, and then deletes whatever is there
-                from shardckpt.io.buckets.conditional_delete import delete_if_match  # botocore is there where the extra is
+            if self.location.scheme == "s3":  # TensorStore 0.1.86 compares first, and then deletes whatever object is there
+                from shardckpt.io.buckets.conditional_delete import delete_if_match  # botocore is installed with the extra
 
                 return delete_if_match(self.location, key, generation)
             if self.location.bucket is not None:
@@ -250,16 +250,16 @@ class Store:
             return bool(self.kvstore().write(key, None, if_equal=generation).result().generation)
 
     def remove_empty(self) -> None:
-        """On disk: remove the location's directory, if nothing is in it. Elsewhere there are none."""
+        """On disk: remove the location's directory if it is empty. Object stores have no directories."""
         path = self.local_path("")
         if path is not None:
             with suppress(OSError):
                 path.rmdir()
 
     def delete_prefix(self, prefix: str = "") -> None:
-        """Delete everything below `prefix`: "" (the whole location) or a name that ends in a slash.
+        """Delete everything below `prefix`: "" (the complete location) or a name that ends in a slash.
 
-        On disk directories go too, links are removed and not followed.
+        On disk, directories are deleted too. Symbolic links are removed and not followed.
         """
         assert prefix == "" or prefix.endswith("/"), "a prefix without a slash would take its namesakes along: step1, step10"
         with storage_errors("delete", self.path_of(prefix)):
@@ -272,40 +272,40 @@ class Store:
                 delete_objects(listing.keys(self.location, prefix), self._begin_deletion)
 
     def list(self, prefix: str = "") -> builtins.list[str]:
-        """All keys that start with `prefix`, sorted; empty where there is no such place. For prefixes of a few objects."""
+        """All keys that start with `prefix`, sorted; empty if the location does not exist. For prefixes of a few objects."""
         if self.location.bucket is not None:
             return sorted(listing.keys(self.location, prefix))
         with storage_errors("list", self.path_of(prefix)):
             return sorted(key.decode() for key in self.kvstore().list(_starting_with(prefix)).result())
 
     def list_children(self, prefix: str = "") -> builtins.list[str]:
-        """The names directly below `prefix` ("" or ending in a slash), sorted; those with more below end in a slash.
+        """The names directly below `prefix` ("" or ending in a slash), sorted; a name that has keys below it ends in a slash.
 
-        On disk one directory is read, and an empty directory counts as one with more below.
+        On disk, one directory is read, and the name of an empty directory ends in a slash too.
         """
         return listing.children(self, prefix)
 
     def make_parents(self, key: str) -> None:
-        """On disk: make the directories that a key needs, durably. Elsewhere there is nothing to make."""
+        """On disk: create the parent directories of a key, durably. Object stores have none."""
         path = self.local_path(key)
         if path is not None:
             with storage_errors("make a directory for", path):
                 self._make_directory(path.parent)
 
     def forget_interrupted_write(self, key: str) -> None:
-        """On disk: see to it that the next write of an object takes over nothing of one that was killed. Elsewhere nothing is left."""
+        """On disk: make sure that the next write of an object contains no bytes of a killed write. Object stores keep no such bytes."""
         path = self.local_path(key)
         if path is not None:
             forget_interrupted_write(path)
 
     def _has_a_foreign_end(self, key: str, data: Data, generation: bytes) -> bool:
-        """On disk: whether what was just written ends in bytes of a write that was killed at the same moment."""
+        """On disk: whether the written file ends in bytes of another write that was killed at the same moment."""
         if self.location.local is None or not self.is_longer(key, len(byte_view(data))):
             return False
-        return self.read_versioned(key)[1] == generation  # else it is somebody's who was next
+        return self.read_versioned(key)[1] == generation  # otherwise another writer has replaced the file
 
     def _refuse_special(self, key: str, *, whole: bool) -> None:
-        """On disk: raise StorageError for a pipe, say, in place of a file, which could take for ever; FormatError for too large a file."""
+        """On disk: raise StorageError for a special file such as a pipe, whose read may never end; FormatError for too large a file."""
         path = self.local_path(key)
         if path is not None:
             with storage_errors("read", path), suppress(FileNotFoundError, NotADirectoryError):
@@ -318,11 +318,11 @@ class Store:
                     )
 
     def _make_directory(self, path: Path) -> None:
-        """Make a directory, and make sure that its parent has it on disk."""
+        """Create a directory, and make its entry in the parent durable."""
         if path in self._synced and path.is_dir():
             return
         assert self._top is not None
-        # Below the top another process may have made it a moment ago and not have synced it yet.
+        # Below the top, another process may just have created the directory and not have synced it yet.
         ours = self._top in (path, *path.parents) or not path.is_dir()
         if not ours:
             return
@@ -333,7 +333,7 @@ class Store:
         self._synced.add(path)
 
     def _fetch(self, key: str, span: slice | None = None) -> Any:
-        """What TensorStore reads of an object."""
+        """Read an object with TensorStore, and return its read result."""
 
         def begin() -> Any:
             if self.location.bucket is not None:
@@ -343,11 +343,11 @@ class Store:
         return self._finish(begin)
 
     def _finish(self, begin: Callable[[], Any]) -> Any:
-        """The result of a request, which may be repeated."""
+        """The result of a request that may be retried."""
         return begin().result() if self.location.bucket is None else repeat_broken(begin)
 
     def _begin(self, key: str, data: Data, generation: bytes | None) -> Any:
-        """Begin to write; the future of the new generation, which is empty if `generation` is no longer the present one."""
+        """Begin to write; the future of the new generation, which is empty if the object no longer has `generation`."""
         check_key(key, self)
         self.make_parents(key)
         self.forget_interrupted_write(key)
@@ -368,7 +368,7 @@ def _same(there: bytes | None, data: Data) -> bool:
 
 
 def byte_view(data: Data) -> memoryview:
-    """Contiguous bytes of any kind as a flat view of bytes; nothing is copied."""
+    """A flat byte view of contiguous bytes of any kind, without a copy."""
     view = memoryview(data)  # type: ignore[arg-type]  # an ndarray is a buffer; its types say so from Python 3.12 on
     return view.cast("B") if view.nbytes else memoryview(b"")
 
@@ -389,6 +389,6 @@ def _open(spec: dict[str, Any], place: object) -> Any:
 
 
 def _starting_with(prefix: str) -> Any:
-    """The range of keys that start with `prefix`; "" is all keys."""
+    """The range of keys that start with `prefix`; "" means all keys."""
     first = prefix.encode()
     return ts.KvStore.KeyRange(first, first[:-1] + bytes([first[-1] + 1]) if first else b"")

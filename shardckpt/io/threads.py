@@ -1,12 +1,12 @@
-"""Threads: how many there may be, and how work is handed to them.
+"""Threads: their number, and how work is handed to them.
 
-`run_on_threads` has items done by new threads and the calling one, `Workers` by threads that are kept, `map_on_threads` returns what
-small reads return, and `read_ahead` reads one batch while another one is used.
+`run_on_threads` processes items on new threads and the calling one, `Workers` on threads that are kept, `map_on_threads` returns the
+results of small reads, and `read_ahead` reads one batch while another one is used.
 
-Ctrl-C, at whatever instant it comes, must not leave a thread at work: the thread may be writing into memory that is the caller's. An
-interrupt may keep from the caller that a thread has begun, and one that interrupts `Thread.join` makes it take the thread for ended
-(CPython 3.11 and 3.12). So each thread notes that it is at work before it takes its first item, and until it has done its last
-(`_AtWork`). Once there is nothing left to take, and no thread is noted, none will be.
+Ctrl-C, at whatever instant it comes, must not leave a thread at work, because the thread may be writing into the caller's memory. An
+interrupt may hide from the caller that a thread has started. An interrupt of `Thread.join` makes it report a running thread as ended
+(CPython 3.11 and 3.12). So each thread registers itself before it draws its first item, and until it has finished its last
+(`_AtWork`). Once nothing is left to draw, and no thread is registered, no thread will be.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 AT_ONCE = 16
-"""Small reads under way at a time: on an object store each takes a round trip."""
+"""Small reads in flight at a time; on an object store each needs a round trip."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def cores() -> int:
-    """Cores that the operating system lets this process run on, at least one; a job may have been given a part of a machine's."""
+    """CPU cores on which the operating system lets this process run, at least one; a job may have only a part of a machine."""
     return len(os.sched_getaffinity(0))
 
 
 class _AtWork:
-    """The threads that are at work for one caller."""
+    """The threads that are working for one caller."""
 
     def __init__(self) -> None:
         self.over = False
-        """Whether there is nothing left to begin with, or nothing may be begun any more. A thread looks after it is noted."""
+        """Whether no further work may begin, or none is left. A thread checks this after it has registered."""
         self._noted: list[None] = []
         self._left: SimpleQueue[None] = SimpleQueue()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note this thread while it is at work."""
+        """Register this thread while it works."""
         self._noted.append(None)
         try:
             yield
@@ -56,17 +56,17 @@ class _AtWork:
             self._left.put(None)
 
     def wait(self) -> None:
-        """Wait until all is done."""
+        """Wait until all work is finished."""
         while not self.over or self._noted:
             self._left.get()
 
     def stop(self) -> None:
-        """Wait until what has begun is done, however often Ctrl-C comes meanwhile; nothing else is begun."""
+        """Begin no further work, and wait until all work in progress is finished, however often Ctrl-C is pressed meanwhile."""
         self.over = True
         while self._noted:
             try:  # noqa: SIM105
                 self._left.get()
-            except BaseException:  # noqa: BLE001, S110  (called where an error is being raised)
+            except BaseException:  # noqa: BLE001, S110  (the caller is already raising an error)
                 pass
 
 
@@ -76,13 +76,13 @@ def _run(
     works: Sequence[Callable[[T], object]],
     own: Callable[[T], object] | None = None,
 ) -> None:
-    """Have each item taken by whoever is free; raise the first error, which ends all, when nobody is at work any more.
+    """Process each item on whichever thread is free; raise the first error, which stops all, when no thread is working any more.
 
     Args:
         items: drawn one by one.
-        start: has a function called on another thread.
-        works: what each of the other threads does with an item that it takes; at least one, unless there is `own`.
-        own: what the calling thread does with an item; None: it takes none.
+        start: calls a function on another thread.
+        works: the functions with which the other threads process an item; at least one, unless there is `own`.
+        own: the function with which the calling thread processes an item; None: it draws none.
     """
     rest, drawing, at_work = iter(items), threading.Lock(), _AtWork()
     failures: list[BaseException] = []
@@ -116,18 +116,18 @@ def _run(
         if failures:
             raise failures[0]
     finally:
-        failures.clear()  # an error that is kept would keep itself, and its frames with the memory that they hold
+        failures.clear()  # a reference cycle would keep the error, and its frames with the memory that they hold
 
 
 def run_on_threads(items: Iterable[T], works: Sequence[Callable[[T], object]], name: str) -> None:
-    """Do each item by one of several functions, whichever is free; each has a thread, and the first has the calling one.
+    """Process each item with whichever of several functions is free; each has a thread, and the first has the calling one.
 
     The first error, or Ctrl-C, ends all and is raised here. When this returns or raises, no thread is at work on any item.
 
     Args:
         items: drawn one by one, by one thread at a time.
         works: the functions; at least one.
-        name: of the threads.
+        name: name of the threads.
     """
 
     def start(work: Callable[[], None]) -> None:
@@ -137,20 +137,20 @@ def run_on_threads(items: Iterable[T], works: Sequence[Callable[[T], object]], n
 
 
 class Workers:
-    """Some threads, which begin when there is work for them, and are kept with what is local to them; for several callers."""
+    """A thread pool, started on demand and kept together with thread-local data; for several callers."""
 
     def __init__(self, threads: int, name: str) -> None:
-        """Use at most so many threads, whose names begin with `name`."""
+        """Use at most `threads` threads, whose names begin with `name`."""
         self.local = threading.local()
-        """What is local to each thread, and to each caller."""
+        """Data local to each pool thread, and to each calling thread."""
         self._most = threads
         self._pool = ThreadPoolExecutor(threads, name)
 
     def do(self, work: Callable[[T], object], tasks: Iterable[T]) -> None:
-        """Do `work` on each of the tasks; the first error stops the rest, and is raised.
+        """Call `work` for each task; the first error stops the rest, and is raised.
 
-        A single task is done by the calling thread, and so are all where there is to be one thread only. When this returns or raises, no
-        thread is at work on any of them.
+        The calling thread does the work itself if there is only one task, or if the pool has only one thread. When this returns or raises,
+        no thread is at work on any of the tasks.
         """
         listed = list(tasks)
         if len(listed) < 2 or self._most == 1:
@@ -161,7 +161,7 @@ class Workers:
 
 
 def map_on_threads(read: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Return what `read` returns for each item, in order; several small reads are under way at once.
+    """Call `read` for each item and return the results in order; several small reads run at once.
 
     The first error is raised when all reads that had begun have ended.
     """
@@ -173,33 +173,33 @@ def map_on_threads(read: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 def clocks() -> tuple[float, float]:
-    """Seconds that have passed, and seconds of processor time that this process, with all its threads, has used."""
+    """Seconds of wall-clock time, and seconds of processor time of this process with all its threads."""
     return time.perf_counter(), time.process_time()
 
 
 def read_ahead(
     batches: Sequence[T], read: Callable[[T], R], *, copies: bool, now: Callable[[], tuple[float, float]] = clocks
 ) -> Generator[tuple[T, R], None, None]:
-    """Yield each batch when it is read; at most one more is read before the next is asked for.
+    """Yield each batch when it is read; at most one more batch is read ahead.
 
-    The first batch is read alone. Where its reading waited for the storage, the next one is read while one is being placed. Where it
-    kept the processors busy, and placing copies on the host, reading and placing take turns: at once, they would keep each other from
-    the interpreter and from the processors, and take longer (docs/decisions/0031).
+    The first batch is read alone. If its reading waited for the storage, the next one is read while one is being placed. If it
+    kept the processors busy, and placing copies on the host, reading and placing take turns: together they would compete for
+    the interpreter and the processors, and take longer (docs/decisions/0031).
 
-    Close it if it is not used up: nothing is read any more when that returns.
+    Close the generator if it is not used up: when that returns, no read is in progress.
 
     Args:
-        batches: what is read.
+        batches: the batches to read.
         read: reads one; called on one thread, which is not the caller's.
-        copies: whether what the caller does between batches is to copy on the host.
-        now: tells the time, as `clocks` does.
+        copies: whether the caller copies on the host between batches.
+        now: returns times as `clocks` does.
     """
     at_work = _AtWork()
 
     def read_noted(batch: T) -> R:
         with at_work.noted():
             if at_work.over:
-                raise RuntimeError("closed")  # nobody hears of it
+                raise RuntimeError("closed")  # no caller sees this error
             return read(batch)
 
     def begin(number: int) -> Future[R]:
@@ -215,7 +215,7 @@ def read_ahead(
                 result = coming.result()
                 if number == 1 and copies:
                     ended, used_then = now()
-                    at_once = used_then - used < ended - began  # one core that is busy throughout uses as much as passes
+                    at_once = used_then - used < ended - began  # one busy core uses as much processor time as wall-clock time
                 if at_once and number < len(batches):
                     coming = begin(number)
                 yield batch, result

@@ -1,15 +1,15 @@
 """Locations: a user's path or url, and TensorStore's form of it.
 
 A location is a scheme and a path. Users write a path (`ckpt/100`, a `pathlib.Path`), `file:///data/ckpt`,
-`gs://bucket/ckpt`, `s3://bucket/ckpt` or `memory://name/ckpt`. TensorStore is always told by a JSON spec,
-`{"driver": …, "path": …}`, never by a url string, so a space, `%`, `?`, `#` or a letter outside ASCII in a
-name is only ever itself.
+`gs://bucket/ckpt`, `s3://bucket/ckpt` or `memory://name/ckpt`. TensorStore always gets a JSON spec,
+`{"driver": …, "path": …}`, never a url string, so a space, `%`, `?`, `#` or a non-ASCII letter in a
+name has no special meaning.
 
-1. `parse` decides between a path and a url, decodes a url's percent signs, and makes a path absolute (`~` is home).
-2. `Location` refuses what TensorStore would silently turn into another name (a backslash becomes a slash) or
-   refuse with a message about keys (`.__lock` is the suffix of its lock files), and what is no bucket's name.
-3. `Location.kvstore` is the one place where a scheme becomes a TensorStore key-value store; what a cloud's needs
-   besides is in `cloud`.
+1. `parse` distinguishes a path from a url, decodes a url's percent signs, and makes a path absolute (`~` is home).
+2. `Location` refuses names that TensorStore would silently change (a backslash becomes a slash) or
+   refuse with a message about keys (`.__lock` is the suffix of its lock files), and invalid bucket names.
+3. `Location.kvstore` is the only place where a scheme becomes a TensorStore key-value store; the other settings of a cloud
+   storage are in `cloud`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BUCKETS = {
     "gs": (re.compile(r"(?=.{3,222}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("_-"))), "dots, dashes and underscores"),
     "s3": (re.compile(r"(?=.{3,63}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("-"))), "dots and dashes"),
 }
-"""Scheme → what a bucket's name is, and what it has besides letters and digits.
+"""Scheme → pattern of a bucket's name, and the characters that it may have besides letters and digits.
 
 https://cloud.google.com/storage/docs/buckets#naming, https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html
 """
@@ -41,7 +41,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 UNQUOTED = "/:@!$&'()*+,;=-._~"
-"""What stays itself in the path of a url (RFC 3986, pchar and the slash)."""
+"""Characters that are not percent-encoded in the path of a url (RFC 3986, pchar and the slash)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Location:
     """`file`, `gs`, `s3` or `memory`."""
     path: str
     """`file`: an absolute, normalised path. `gs` and `s3`: the bucket, and names below it after slashes. `memory`:
-    slash-separated names. Without a slash at the end."""
+    slash-separated names. It has no slash at the end."""
 
     def __post_init__(self) -> None:
-        """Refuse unknown schemes, and names that the storage could not keep as they are."""
+        """Refuse unknown schemes, and names that the storage could not keep unchanged."""
         if self.scheme not in _SCHEMES:
             raise UrlError(_unknown(self.scheme, f"{self.scheme}://{self.path}"))
         if self.bucket is not None:
@@ -80,7 +80,7 @@ class Location:
             raise UrlError(f"{self.path!r} cannot be stored to: {why}. Choose another name.")
 
     def join(self, *parts: str) -> Location:
-        """The location below this one; each part is one or more names with slashes between.
+        """The location below this one; each part is one or more names separated by slashes.
 
         Raises:
             UrlError: a part is empty, absolute, or goes up with `..`.
@@ -93,17 +93,17 @@ class Location:
 
     @property
     def parent(self) -> Location | None:
-        """The place that this one lies in; None for what has none: a bucket, the root of a disk, the first name of a memory."""
+        """The location that contains this one; None for a bucket, the root of a disk, and the first name of a memory."""
         above = self.path.rpartition("/")[0] or ("/" if self.scheme == "file" and self.path != "/" else "")
         return Location(self.scheme, above) if above else None
 
     @property
     def resolved(self) -> Location:
-        """The same on disk without symbolic links; elsewhere there are none."""
+        """The location with symbolic links resolved on disk; unchanged elsewhere."""
         return self if self.scheme != "file" else Location("file", "/" + os.path.realpath(self.path).lstrip("/"))
 
     def is_within(self, other: Location) -> bool:
-        """Whether it is another place, or lies below it."""
+        """Whether it equals another location, or lies below it."""
         own, its = self.resolved, other.resolved
         return own.scheme == its.scheme and f"{own.path}/".startswith(f"{its.path.rstrip('/')}/")
 
@@ -119,44 +119,44 @@ class Location:
 
     @property
     def object_prefix(self) -> str:
-        """On an object store: what the names of all objects at this location begin with, "" or ending in a slash."""
+        """On an object store: prefix of the names of all objects at this location, "" or ending in a slash."""
         below = self.path.partition("/")[2]
         return f"{below}/" if below else ""
 
     @property
     def local(self) -> Path | None:
-        """The path on this machine's file system, None where there is none."""
+        """The path on this machine's file system; None on other storages."""
         return Path(self.path) if self.scheme == "file" else None
 
     @property
     def url(self) -> str:
-        """The url, percent-encoded, as TensorStore and browsers read it."""
+        """The percent-encoded url, as TensorStore and browsers read it."""
         return f"{self.scheme}://{quote(self.path, safe=UNQUOTED)}"
 
     def kvstore(self) -> dict[str, Any]:
-        """TensorStore's spec of the key-value store whose keys are relative to this location.
+        """TensorStore's spec of the key-value store with keys relative to this location.
 
         Raises:
-            OptionError: an environment variable that it depends on makes no sense.
+            OptionError: an environment variable that it depends on has an invalid value.
         """
         if self.bucket is not None:
             return cloud.kvstore(self.scheme, self.bucket, self.object_prefix)
         return {"driver": self.scheme, "path": self.path.rstrip("/") + "/"}
 
     def __str__(self) -> str:
-        """What a user recognises and can paste: the path on disk, or else the url."""
+        """The form that a user knows and can paste: the path on disk, otherwise the url."""
         return self.path if self.scheme == "file" else self.url
 
 
 def parse(url: str | os.PathLike[str]) -> Location:
-    """The location that a user means.
+    """Parse a user's path or url.
 
     Args:
         url: a path, absolute, relative to the working directory or below a home (`~/…`; a directory of that name is
             `./~`), or a `file://`, `gs://`, `s3://` or `memory://` url. A url is percent-decoded, a path is not.
 
     Raises:
-        UrlError: empty, not text, an unknown scheme, a name that cannot be stored to, or relative to a directory that is gone.
+        UrlError: empty, not text, an unknown scheme, an invalid name, or relative to a working directory that is gone.
 
     >>> parse("file:///data/a%20b").path
     '/data/a b'
@@ -201,7 +201,7 @@ def _of_url(scheme: str, rest: str, text: str) -> Location:
 
 
 def _absolute(path: str) -> str:
-    """Absolute and without `.`, `..` and doubled slashes; symbolic links stay as they are."""
+    """Make a path absolute and remove `.`, `..` and double slashes; symbolic links stay unresolved."""
     try:
         absolute = os.path.abspath(path)  # noqa: PTH100  (Path.resolve would follow links)
     except FileNotFoundError as e:

@@ -1,7 +1,7 @@
-"""Reading tensors of a checkpoint that has left some of them in others.
+"""Reads of a checkpoint that has left some of its tensors in other checkpoints, its bases.
 
-Requests are sorted by where their tensors lie: the checkpoint's own go to its own reader, each other to that of its base.
-Each is opened when the first of its tensors is wanted, and stays open.
+Requests are sorted by the checkpoint that holds their tensors, and go to that checkpoint's reader.
+Each reader is opened when the first of its tensors is needed, and stays open.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 
 class BasedReader:
-    """Reads boxes of the tensors of one checkpoint, wherever they lie; safe to use from several threads."""
+    """Reads boxes of the tensors of one checkpoint, from itself and its bases; safe to use from several threads."""
 
     def __init__(
         self, place: Store, record: CheckpointRecord, stats: ReadStats, open_one: Callable[[Store, CheckpointRecord], ChunkReader]
     ) -> None:
-        """Nothing is read yet.
+        """Prepare the readers; nothing is read yet.
 
         Args:
             place: the checkpoint's attempt.
-            record: of the checkpoint.
-            stats: where all reads are counted, of the bases too.
-            open_one: makes the reader of what an attempt holds itself.
+            record: the checkpoint's commit record.
+            stats: counts all reads, including those of bases.
+            open_one: makes the reader for the chunks that an attempt itself holds.
         """
         parent = place.location.parent
         assert parent is not None
@@ -55,22 +55,22 @@ class BasedReader:
         self._opening = Lock()
 
     def open(self, tensors: Iterable[TensorRecord]) -> None:
-        """Open the bases of those tensors.
+        """Open the bases of some tensors.
 
         Raises:
-            MissingDataError, FormatError: a base is gone, is another one now, or does not hold the tensor.
+            MissingDataError, FormatError: a base is gone, was replaced, or does not hold the tensor.
         """
         for tensor in tensors:
             self._holder(tensor)
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Fill every request's buffers; raises what `ChunkReader.read` and `open` do."""
+        """Fill every request's buffers; raises the errors of `ChunkReader.read` and `open`."""
         for base, some in self._sorted(requests).items():
             with self._may_be_gone(base, some):
                 self._opened[base][0].read(some)
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
-        """A call for each group of requests that does what `read` does, planned together; see `ChunkReader.reads`."""
+        """A callable for each group of requests that works like `read`, planned together; see `ChunkReader.reads`."""
         of_base: dict[Base | None, list[tuple[int, list[Request]]]] = defaultdict(list)
         for i, group in enumerate(groups):
             for base, some in self._sorted(group).items():
@@ -90,7 +90,7 @@ class BasedReader:
 
     @contextmanager
     def _may_be_gone(self, base: Base | None, requests: Sequence[Request]) -> Iterator[None]:
-        """Says so if a base from which something is read was replaced or deleted meanwhile."""
+        """Raise a clearer error if a base was replaced or deleted while it was being read."""
         try:
             yield
         except MissingDataError:
@@ -99,18 +99,18 @@ class BasedReader:
             raise
 
     def check(self, requests: Sequence[Request], damaged: Damaged) -> None:
-        """Compare every chunk of the requests' tensors with the table of whoever holds it; see `ChunkReader.check`."""
+        """Compare every chunk of the requests' tensors with the table of the checkpoint that holds it; see `ChunkReader.check`."""
         for base, some in self._sorted(requests).items():
             self._opened[base][0].check(some, damaged)
 
     def stored_chunk(self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int) -> bytes:
-        """A chunk's bytes as stored; see `ChunkReader.stored_chunk`."""
+        """A chunk's stored bytes; see `ChunkReader.stored_chunk`."""
         tensor = self._record.structure.tensors[name]
         held = self._holder(tensor)
         return self._opened[_base(tensor)][0].stored_chunk(name, dtype, held.pieces[tensor.pieces.index(piece)], position)
 
     def _sorted(self, requests: Sequence[Request]) -> dict[Base | None, list[Request]]:
-        """Requests by where their tensors lie, with the pieces as they are called there."""
+        """Requests by the base that holds their tensors (None: this checkpoint), with the names of the pieces there."""
         found: dict[Base | None, list[Request]] = defaultdict(list)
         for request in requests:
             tensor = self._record.structure.tensors[request.name]
@@ -119,7 +119,7 @@ class BasedReader:
         return found
 
     def _holder(self, tensor: TensorRecord) -> TensorRecord:
-        """The record of a tensor where it lies, which is open then."""
+        """A tensor's record in the checkpoint that holds it; opens that checkpoint if necessary."""
         base = _base(tensor)
         with self._opening:
             if base not in self._opened:

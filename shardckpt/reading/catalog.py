@@ -1,8 +1,8 @@
 """Listing the checkpoints in a directory.
 
-A checkpoint is a directory whose `checkpoint.json` names an attempt. Only that record is read, and of it only
-what a list shows: a record of many tensors is not turned into tensors. What else lies there and is an attempt
-(`commit.attempts`) is an unfinished save, or what is left of one; all other things are none of our business.
+A checkpoint is a directory whose `checkpoint.json` names an attempt. Only that record is read, and only the fields that a
+list shows are parsed: the tensors of a large record are not. A directory beside it that is an attempt (`commit.attempts`) is
+an unfinished save, or the rest of one. All other files and directories are ignored.
 """
 
 from __future__ import annotations
@@ -34,50 +34,49 @@ if TYPE_CHECKING:
 
 
 State = Literal["committed", "uncommitted", "deleted", "unreadable"]
-"""Of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""
+"""State of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""
 
 _STEP = re.compile(r"(?<!\d)\d{1,19}$", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One checkpoint, or one attempt that is none."""
+    """One checkpoint, or one attempt that is not a checkpoint."""
 
     name: str
-    """Relative to the root; "." for the root itself."""
+    """Name relative to the root; "." for the root itself."""
     location: Location
-    """Of the checkpoint's directory."""
+    """The checkpoint's directory."""
     state: State
     attempt: str | None = None
     """The attempt that the record names, or the unfinished one."""
     created: str | None = None
-    """UTC, ISO 8601, by the committer's clock."""
+    """Time of the commit: UTC, ISO 8601, by the committer's clock."""
     layout: str | None = None
     """"packed" or "zarr"."""
     tensors: int | None = None
     nbytes: int | None = None
     """Bytes of all elements."""
     stored_bytes: int | None = None
-    """Bytes of all chunks, with padding and checksums, compressed if they are."""
+    """Bytes of all chunks as stored, with padding and checksums, after compression."""
     reason: str | None = None
     """Why it was deleted or cannot be read."""
     finished: int | None = None
-    """Of an unfinished attempt: how many hosts have written all of their share."""
+    """Number of hosts that have finished writing, for an unfinished attempt."""
     hosts: int | None = None
-    """Of an unfinished attempt: how many there are. None while not one has finished: only those know."""
+    """Number of hosts of an unfinished attempt. None if no host has finished: only host records have this number."""
     committable: bool = False
-    """Of an unfinished attempt: whether it lacks nothing but its commit, and nothing speaks against that (`commit.leftover`)."""
+    """Whether an unfinished attempt lacks only its commit, and no check forbids that (`commit.leftover`)."""
     metrics: Mapping[str, float | str] = field(default_factory=dict)
-    """Of a checkpoint: what was given to `CheckpointManager.save(metrics=…)`; numbers that are not finite as text."""
+    """A checkpoint's metrics, as given to `CheckpointManager.save(metrics=…)`; non-finite numbers are text."""
     bases: tuple[str, ...] = ()
-    """Of a checkpoint: the urls of others in which tensors of it lie, as its record has them: `../0` is the one called 0 beside it."""
+    """Urls of the checkpoints that hold some of a checkpoint's tensors, as in its record: `../0` is the checkpoint 0 beside it."""
     pinned: bool = False
-    """Of a checkpoint: whether it is kept from being deleted."""
+    """Whether a checkpoint is protected against deletion."""
     superseded: bool = False
-    """Of a checkpoint: whether training went back to an earlier step."""
+    """Whether training went back to a step before this checkpoint."""
     idle: float | None = None
-    """Of an unfinished attempt: seconds since anything was written into it, by this machine's clock. None where the storage keeps
-    no times."""
+    """Seconds since the last write into an unfinished attempt, by this machine's clock. None if the storage keeps no times."""
 
     @property
     def step(self) -> int | None:
@@ -87,17 +86,17 @@ class CatalogEntry:
 
 
 def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[CatalogEntry]:
-    """List the checkpoint at `root`, if there is one, and those directly below it.
+    """List the checkpoint at `root`, if there is one, and the checkpoints directly below it.
 
     Args:
         root: A path or url.
         everything: Also list unfinished attempts and deleted checkpoints.
 
     Returns:
-        Entries in natural order of their names (9 before 10), `root` itself first; a checkpoint before its unfinished attempts.
+        Entries in natural order of their names (9 before 10), `root` itself first; each checkpoint before its unfinished attempts.
 
     Raises:
-        UrlError: `root` is no place.
+        UrlError: `root` is not a valid path or url.
         NotFoundError: There is no such directory.
     """
     location = parse(root)
@@ -122,7 +121,7 @@ def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:
     children = place.list_children()
     data = None
     if RECORD in children:
-        with contextlib.suppress(MissingDataError):  # it went away in between
+        with contextlib.suppress(MissingDataError):  # deleted since the listing
             data = place.read(RECORD)
     entry = None if data is None else _committed(data, place, name)
     if entry is not None and entry.state != "deleted":
@@ -138,12 +137,12 @@ def _entries(place: Store, name: str, everything: bool) -> list[CatalogEntry]:
 
 
 def _unfinished(place: Store, name: str, attempt: str, published: str | None, digest: str | None) -> CatalogEntry:
-    """How far an attempt has come; `published` is the one of the commit record as it is now, and `digest` that record's."""
+    """The state of an attempt. `published` is the attempt that the commit record names now; `digest` is the digest of that record."""
     inside = place.sub(attempt)
     last = last_written(place, f"{attempt}/")
     finished = finished_hosts(inside)
     hosts, committable = None, False
-    with contextlib.suppress(ShardckptError):  # whoever wants to commit it is told what is wrong with its records
+    with contextlib.suppress(ShardckptError):  # `shardckpt commit` reports what is wrong with the records
         if finished:
             first, _ = read_host_record(inside, finished[0])
             hosts = first.hosts
@@ -165,7 +164,7 @@ def _unfinished(place: Store, name: str, attempt: str, published: str | None, di
 
 
 def _committed(data: bytes, place: Store, name: str) -> CatalogEntry:
-    """What the commit record says."""
+    """The entry of a commit record; "unreadable" if it cannot be parsed."""
     where = place.path_of(RECORD)
     try:
         return _summary(open_envelope(data, where), name, place.location, where)
@@ -175,7 +174,7 @@ def _committed(data: bytes, place: Store, name: str) -> CatalogEntry:
 
 def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> CatalogEntry:
     if doc.get("begun") is True:
-        return CatalogEntry(name, location, "deleted")  # a placeholder: there never was a checkpoint
+        return CatalogEntry(name, location, "deleted")  # a placeholder: there has never been a checkpoint here
     if "tombstone" in doc:
         return CatalogEntry(name, location, "deleted", reason=_typed(doc, "tombstone", str, where))
     totals = _typed(doc, "totals", dict, where)
@@ -195,7 +194,7 @@ def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> 
 
 
 def _metrics(doc: dict[str, Any]) -> dict[str, float | str]:
-    """The numbers among the metrics of a record's metadata; the rest is nobody's metric."""
+    """The numeric metrics in a record's metadata; other values are left out."""
     metadata = doc.get("metadata")
     found = metadata.get("metrics") if isinstance(metadata, dict) else None
     return {

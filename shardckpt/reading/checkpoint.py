@@ -1,7 +1,7 @@
 """A committed checkpoint, open for reading.
 
-Opening reads the commit record and nothing else; host records and chunk tables follow when the first
-chunk is wanted.
+Opening reads only the commit record. Host records and chunk tables are read when the first
+chunk is needed.
 """
 
 from __future__ import annotations
@@ -65,38 +65,38 @@ if TYPE_CHECKING:
 _FOR_USERS = (
     "bases", "info", "location", "metadata", "names", "read", "record", "stats", "stock_spec", "stock_url", "tree", "verify", "zarr_store",
 )  # fmt: skip
-"""Members of a `Checkpoint` that docs and users speak of."""
+"""Members of a `Checkpoint` that docs and users refer to."""
 _opened: WeakSet[Checkpoint] = WeakSet()
 _opening = Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of one stored tensor."""
+    """Description of one stored tensor."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     layout: StoredLayout | None
-    """How it was laid out when it was saved: a `Sharding` with mesh and spec, an `OpSharding`, DTensor's `Placements` where
-    neither says it, or None (plain)."""
+    """Layout when it was saved: a `Sharding` with mesh and spec, an `OpSharding`, DTensor's `Placements` if
+    neither can express it, or None (plain)."""
     chunks: tuple[int, ...]
-    """Shape of a chunk (of the first piece)."""
+    """Shape of a chunk of the first piece."""
     num_chunks: int
     nbytes: int
-    """Bytes of its elements."""
+    """Bytes of all elements."""
     tied_names: tuple[str, ...]
     """Other names of the same tensor."""
     base: str | None = None
-    """The checkpoint that holds its elements (path or url), where this one has left them there; None: this one."""
+    """Path or url of the checkpoint that holds its elements, if this one has left them there; None: this one."""
 
 
 def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.open, as in gzip.open)
     """Open a committed checkpoint for reading.
 
     Raises:
-        NotFoundError: there is none (UncommittedError: a save was begun there and not finished).
-        FormatError: its record is damaged; VersionError: a newer format.
+        NotFoundError: there is none (UncommittedError: a save began there and did not finish).
+        FormatError: its record is damaged; VersionError: its format is newer.
     """
     return Checkpoint(url)
 
@@ -111,7 +111,7 @@ class Checkpoint:
         self.record = _read_record(self._store)
         self._place = self._store.sub(self.record.attempt)
         self.parsed_tree = parse_tree(self.record.structure.tree)
-        """The tree, read: for `shardckpt.state`, whose functions would each read it anew."""
+        """The parsed tree for functions of `shardckpt.state`, so that each need not parse it again."""
         self._opening = Lock()
         self._opened: ChunkReader | BasedReader | None = None
         self._reading: tuple[int | None, int] = (None, OBJECT_MEMORY)
@@ -126,19 +126,19 @@ class Checkpoint:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the user gave to `SaveOptions(metadata=…)`."""
+        """The user's metadata, as given to `SaveOptions(metadata=…)`."""
         return self.record.metadata
 
     def names(self) -> list[str]:
-        """Names of all tensors in tree order; then the further names of tied ones."""
+        """Names of all tensors in tree order; then the other names of tied ones."""
         return list(self._stored_name)
 
     def tensor(self, name: str) -> TensorRecord:
         """The record of a tensor, by any of its names.
 
         Raises:
-            NamesMismatchError: there is no such tensor; says which name is nearest.
-            OptionError: that is no name.
+            NamesMismatchError: there is no such tensor; the message has the nearest name.
+            OptionError: `name` is not a str.
         """
         if not isinstance(name, str):
             raise OptionError(f"{self.location}: {excerpt(name)} is no name of a tensor; give one of names(), as a str.")
@@ -166,10 +166,10 @@ class Checkpoint:
 
         Raises:
             NamesMismatchError: no such tensor.
-            ShapeMismatchError: the box lies outside it.
-            OptionError: that is no box.
-            CorruptionError: stored bytes are damaged or missing; MissingDataError where the base is gone that has them, or another
-                checkpoint has taken its place.
+            ShapeMismatchError: the box lies outside the tensor.
+            OptionError: `box` is not a Box.
+            CorruptionError: stored bytes are damaged or missing; MissingDataError if the base that holds them is gone or replaced
+                by another checkpoint.
         """
         t = self.tensor(name)
         box = Box.full(t.shape) if box is None else box
@@ -192,10 +192,10 @@ class Checkpoint:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Tell data that is gone because somebody replaced or deleted the checkpoint from data that is lost.
+        """Distinguish data that is gone because the checkpoint was replaced or deleted from data that is lost.
 
         Raises:
-            ReplacedError: what was raised inside is because of that.
+            ReplacedError: instead of a MissingDataError inside, if the checkpoint was replaced or deleted.
             StorageError: Python is ending, and starts no threads to read with.
         """
         try:
@@ -213,14 +213,14 @@ class Checkpoint:
             raise ReplacedError(f"{self.location}: the checkpoint was {what} while it was being read; open it again.") from e
 
     def bases(self) -> list[str]:
-        """The checkpoints (paths or urls) in which tensors of this one lie; they are opened when such a tensor is read."""
+        """Paths or urls of the checkpoints that hold tensors of this one; they are opened when such a tensor is read."""
         return [str(base_location(self.location, base)) for base in self.record.structure.bases]
 
     def open_bases(self, tensors: Iterable[TensorRecord]) -> None:
-        """Open the bases of some tensors, so that what is wrong with one is known before anything is read.
+        """Open the bases of some tensors, so that errors of a base come before anything is read.
 
         Raises:
-            MissingDataError, FormatError: a base is gone, is another one now, or does not hold the tensor.
+            MissingDataError, FormatError: a base is gone, was replaced, or does not hold the tensor.
         """
         elsewhere = [tensor for tensor in tensors if tensor.base is not None]
         if elsewhere and isinstance(self.reader, BasedReader):
@@ -228,12 +228,12 @@ class Checkpoint:
 
     @property
     def place(self) -> Store:
-        """The attempt, for parts of the library that read its files."""
+        """The attempt's location, for parts of the library that read its files."""
         return self._place
 
     @property
     def reader(self) -> ChunkReader | BasedReader:
-        """Reads chunks by the chunk table, whose header is read when this is first asked for; all threads share it."""
+        """Reads chunks with the help of the chunk table, whose header is read at first use; all threads share it."""
         check_fork(self.location)
         with self._opening:
             if self._opened is None:
@@ -242,18 +242,18 @@ class Checkpoint:
             return self._opened
 
     def limit_reading(self, *, threads: int | None, memory: int) -> None:
-        """Say what reading chunks may take, before the first is read.
+        """Set the resources for reading chunks, before the first read.
 
         Args:
-            threads: how many read at once, at most; None: as many as `ChunkReader` chooses.
-            memory: bytes of what is being read; less of it means smaller reads, and fewer at a time from an object store.
+            threads: most threads that read at a time; None: as many as `ChunkReader` chooses.
+            memory: bytes in flight; less means smaller reads, and fewer at a time from an object store.
         """
         assert self._opened is None, "its reader is at work already"
         self._reading = threads, memory
 
     @property
     def stats(self) -> ReadStats:
-        """Reads and bytes, of chunks and of the chunk table, of everything read through this object so far."""
+        """Numbers and bytes of reads, of chunks and of the chunk table, through this object so far."""
         return self.reader.stats
 
     def zarr_store(self) -> CheckpointStore:
@@ -263,11 +263,11 @@ class Checkpoint:
         return CheckpointStore(self.record, self.reader)
 
     def stock_spec(self, name: str) -> dict[str, Any]:
-        """The spec with which stock TensorStore opens the array of a tensor (its first piece), in whichever checkpoint it lies."""
+        """The spec for stock TensorStore to open the array of a tensor (its first piece), in the checkpoint that holds it."""
         return index.stock_spec(*self._stock_array(name))
 
     def stock_url(self, name: str) -> str:
-        """The same as a url, for people to paste."""
+        """Like `stock_spec`, as a url for people to paste."""
         return index.stock_url(*self._stock_array(name))
 
     def _stock_array(self, name: str) -> tuple[Location, str, str, str]:
@@ -282,21 +282,21 @@ class Checkpoint:
 
     @out_of_memory_is_typed
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read everything and compare it with what was written; nothing damaged stops it.
+        """Read everything and compare it with what was written; damage does not stop it.
 
         Args:
             progress: called with chunks checked so far and in all.
 
         Returns:
-            What was checked, and the damage: by tensor and index range for chunks, by file for metadata. Covers
-            every chunk, in bases too those of the tensors that lie there, that each is in its place, the host records,
-            the chunk tables, and what stock zarr readers go by (the merged index, the zarr.json documents).
+            Number of checked chunks, and the damage: by tensor and index range for chunks, by file for metadata. The check covers
+            every chunk (also of tensors in bases) and its position, the host records,
+            the chunk tables, and the metadata for stock zarr readers (the merged index, the zarr.json documents).
         """
         with reading_takes_threads(self.location):
             return verify(self._store, self.record, progress)
 
     def process_values(self, process: int) -> dict[str, Any]:
-        """What a process owned by itself when it saved (`PerProcess`), by name, not decoded."""
+        """A process's own values (`PerProcess`) at the save, by name, not decoded."""
         host = read_host_files(self._place, self.record.hosts[process])
         if host.values is None:
             return {}
@@ -305,7 +305,7 @@ class Checkpoint:
         return Fields(open_envelope(data, where), where).mapping("values")
 
     def __dir__(self) -> list[str]:
-        """What is there for users; the rest is for other parts of the library."""
+        """Members for users; the others are for other parts of the library."""
         return sorted(_FOR_USERS)
 
     def __repr__(self) -> str:
@@ -314,16 +314,16 @@ class Checkpoint:
 
 
 def open_in_this_process(location: Location) -> bool:
-    """Whether somebody in this process holds the checkpoint at a place open."""
+    """Whether the checkpoint at a location is open in this process."""
     with _opening:
         return any(checkpoint.location == location for checkpoint in _opened)
 
 
 def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Memory for a tensor.
+    """Allocate memory for a tensor.
 
     Raises:
-        BudgetError: this machine has not enough, or none could have.
+        BudgetError: this machine has not enough memory, or the shape is larger than any memory.
     """
     try:
         return np.empty(shape, dtype)
@@ -332,7 +332,7 @@ def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[An
 
 
 def _read_record(store: Store) -> CheckpointRecord:
-    """The commit record, or the reason why there is none."""
+    """The commit record; an error with the reason if there is none."""
     try:
         found = parse_checkpoint(store.read(RECORD), f"{store}/{RECORD}")
     except MissingDataError:

@@ -1,12 +1,12 @@
-"""Do two checkpoints hold the same state, and if not, where do they differ?
+"""Comparison of the states in two checkpoints.
 
-1. Structure, from the two records alone: every place of both trees is looked up by name, and names that only one
-   has, kinds, ties, shapes, dtypes, small leaves and layouts are compared. How the bytes are stored (chunks,
-   compression, packed or plain) is no part of the state and never a difference.
-2. Values of all tensors that both have with one shape and dtype, bit by bit, block after block within a memory
+1. Structure, from the two records alone: every place of both trees is looked up by name. The comparison covers names that only one
+   has, kinds, ties, shapes, dtypes, small leaves and layouts. How the bytes are stored (chunks,
+   compression, packed or plain) is not part of the state and never a difference.
+2. Values of all tensors that both have with the same shape and dtype, bit by bit, block after block within a memory
    limit (`compare_values`).
 
-How a tensor was laid out over devices is told, but is no difference by itself: restoring works from any layout.
+Different layouts over devices are reported, but are not a difference by themselves: restoring works from any layout.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 Aspect = Literal["kind", "tied", "shape", "dtype", "leaf", "layout", "per process"]
-"""What differs at a name that both have."""
+"""The aspect in which two checkpoints differ at a name that both have."""
 
 LEAST_MEMORY_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something other than a tensor's values that differs at one name."""
+    """A difference at one name, other than in a tensor's values."""
 
     name: str
     aspect: Aspect
@@ -47,30 +47,30 @@ class Change:
     """In the first checkpoint. kind: text; tied: the first name of the same tensor, or None; shape: tuple; dtype: name;
     leaf: the value as text, and its type where types differ; layout: the `Layout`, or None."""
     b: object
-    """The same in the second."""
+    """The same for the second checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two checkpoints."""
+    """Differences between two checkpoints."""
 
     only_a: tuple[str, ...]
-    """Leaves and empty containers that only the first has, in its order."""
+    """Leaves and empty containers that only the first checkpoint has, in its order."""
     only_b: tuple[str, ...]
-    """The same for the second."""
+    """The same for the second checkpoint."""
     changes: tuple[Change, ...]
     """Differences of structure and of small leaves."""
     layouts: tuple[Change, ...]
-    """Tensors that were laid out otherwise."""
+    """Tensors with different layouts."""
     values: tuple[ValueChange, ...]
     """Tensors with elements that differ."""
     tensors_compared: int
-    """How many tensors' values were compared: 0 where only the structure was."""
+    """Number of tensors whose values were compared; 0 if only the structure was."""
     bytes_compared: int
-    """Bytes of their elements, in one of the two."""
+    """Bytes of their elements, counted in one of the two checkpoints."""
 
     def equal(self, *, layout: bool = False) -> bool:
-        """Whether nothing differs; with `layout`, layouts neither."""
+        """Whether nothing differs; with `layout`, different layouts count as well."""
         return not (self.only_a or self.only_b or self.changes or self.values or (layout and self.layouts))
 
 
@@ -89,14 +89,14 @@ def compare(
         b: The other.
         values: Also read and compare the tensors' elements, bit by bit: NaNs with the same payload are equal, 0.0
             and -0.0 are not.
-        memory_limit: Bytes (or text such as "512MiB") for elements of both that are in memory at once, at least 1 MiB.
-            Reader threads take a few MiB each besides.
+        memory_limit: Bytes (or text such as "512MiB") for elements of both in memory at once, at least 1 MiB.
+            Reader threads need a few MiB each in addition.
         progress: Called with bytes compared so far and in all.
 
     Raises:
         OptionError: The memory limit is too low.
-        FormatError: A tree that cannot be.
-        CorruptionError: Stored bytes are damaged or missing; `verify` says where.
+        FormatError: A tree is invalid.
+        CorruptionError: Stored bytes are damaged or missing; `verify` lists them.
     """
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit < LEAST_MEMORY_LIMIT:
@@ -118,7 +118,7 @@ def compare(
 
 
 class _Structure:
-    """Comparing two trees and tensors' records."""
+    """Comparison of two trees and of the tensors' records."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
         self.nodes_a, self.nodes_b = _nodes(a), _nodes(b)
@@ -128,12 +128,12 @@ class _Structure:
         self.changes: list[Change] = []
         self.layouts: list[Change] = []
         self.pairs: dict[tuple[str, str], Pair] = {}
-        """Tensors whose values can be compared, each pair of stored ones once."""
+        """Tensors whose values can be compared; each pair of stored tensors once."""
         self.same_layouts: dict[tuple[int, int, int], bool] = {}
         self.owned = _owned(a), _owned(b)
 
     def compare(self) -> None:
-        """Look at every name that both have."""
+        """Compare every name that both have."""
         for name, node_a in self.nodes_a.items():
             node_b = self.nodes_b.get(name)
             if node_b is None:
@@ -148,7 +148,7 @@ class _Structure:
                 self.changes.append(Change(name, "per process", *(f"{len(values)} value{'s'[: len(values) != 1]}" for values in said)))
 
     def leaf(self, name: str, a: Small | Custom, b: Small | Custom) -> None:
-        """Compare two small leaves, types included."""
+        """Compare two small leaves, including their types."""
         kinds = _kind(a), _kind(b)
         if kinds[0] != kinds[1]:
             self.changes.append(Change(name, "leaf", f"{_value(a)} {kinds[0]}", f"{_value(b)} {kinds[1]}"))
@@ -156,7 +156,7 @@ class _Structure:
             self.changes.append(Change(name, "leaf", _value(a), _value(b)))
 
     def tensor(self, name: str, node_a: Tensor | Tied, node_b: Tensor | Tied) -> None:
-        """Compare all but the values of a tensor."""
+        """Compare everything except the values of a tensor."""
         first_a, first_b = (node.stored if isinstance(node, Tied) else None for node in (node_a, node_b))
         if first_a != first_b:
             self.changes.append(Change(name, "tied", first_a, first_b))
@@ -171,10 +171,10 @@ class _Structure:
             self.pairs.setdefault((a.name, b.name), Pair(name, a, b))
 
     def same_layout(self, a: StoredLayout | None, b: StoredLayout | None, ndim_a: int, ndim_b: int) -> bool:
-        """Whether every device holds the same part, whatever the mesh's axes are called."""
+        """Whether every device holds the same part, regardless of the names of the mesh's axes."""
         if a is None or b is None or ndim_a != ndim_b:
             return a is b or (a == b and ndim_a == ndim_b)
-        # Tensors share their layouts: one comparison serves them all.
+        # Many tensors share a layout, so the result of one comparison is reused.
         key = (id(a), id(b), ndim_a)
         if key not in self.same_layouts:
             self.same_layouts[key] = a == b or _equivalent(a, b, ndim_a)
@@ -204,7 +204,7 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
 
 
 def _owned(checkpoint: Checkpoint) -> dict[str, list[Any]]:
-    """What each process owned by itself, not decoded: name → the values of those that had one."""
+    """Processes' own values, not decoded: name → the values of the processes that have one."""
     found: dict[str, list[Any]] = {}
     if any(isinstance(node, Owned) for node in leaves_of(checkpoint.parsed_tree)):
         for process in range(checkpoint.record.processes):
@@ -214,7 +214,7 @@ def _owned(checkpoint: Checkpoint) -> dict[str, list[Any]]:
 
 
 def _counts(node: Node) -> bool:
-    """Whether a name says something that its children's names do not."""
+    """Whether a name carries information that its children's names do not."""
     return not isinstance(node, Branch) or not node.children
 
 
@@ -225,7 +225,7 @@ def _kinds_differ(a: Node, b: Node) -> bool:
 
 
 def _kind(node: Node) -> str:
-    """What stands at a place: a tensor, a leaf's type, or a container and the types of its keys unless all are text."""
+    """The kind at a place: a tensor, a leaf's type, or a container with the types of its keys unless all are text."""
     if isinstance(node, Tensor | Tied):
         return "tensor"
     if isinstance(node, Small):

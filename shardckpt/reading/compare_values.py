@@ -1,9 +1,9 @@
-"""Comparing the elements of pairs of tensors in bounded memory.
+"""Comparison of the elements of pairs of tensors in bounded memory.
 
-1. Every pair is cut into blocks: boxes of at most the memory allowed, whose sides are common multiples of both
-   tensors' chunks where that fits, so that each stored chunk is read once.
-2. Blocks go in batches, small tensors many at a time, each batch read by one call per checkpoint.
-3. Elements are compared as bits. Only those that differ are looked at as numbers.
+1. Every pair is cut into blocks: boxes within the memory limit, whose sides are common multiples of both
+   tensors' chunks if that fits, so that each stored chunk is read once.
+2. Blocks are read in batches, small tensors many at a time, with one call per checkpoint and batch.
+3. Elements are compared as bits. Only differing elements are compared as numbers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 DEFAULT_MEMORY_LIMIT = 256 << 20
-"""Bytes of elements, of both checkpoints together, that are in memory at once."""
+"""Bytes of elements of both checkpoints together that are in memory at once."""
 MOST_BLOCKS = 4096
-"""Blocks in one batch: what planning a batch takes stays small beside what reading it does."""
+"""Most blocks in one batch; keeps planning cheap compared with reading."""
 STRIDE = 1 << 16
-"""Elements compared at a time: masks and differences stay in the processor's cache."""
+"""Elements compared at a time, so that masks and differences fit the processor's cache."""
 
 Bits = NDArray[np.unsignedinteger[Any]]
 
@@ -50,20 +50,20 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class ValueChange:
-    """How the elements of two tensors differ."""
+    """Difference between the elements of two tensors."""
 
     name: str
     differing: int
-    """Elements with different bits."""
+    """Number of elements with different bits."""
     size: int
-    """Elements in all."""
+    """Number of all elements."""
     largest: float | None
-    """The largest absolute difference (exact for integers; 0 where only 0.0 and -0.0 differ; infinite beside an infinity)
-    among differing elements that are no NaN in either, or None where there are none."""
+    """The largest absolute difference (exact for integers; 0 if only 0.0 and -0.0 differ; infinite beside an infinity)
+    among differing elements that are not NaN in either tensor; None if there are none."""
     nans: int
-    """Differing elements that are NaN in one or both."""
+    """Number of differing elements that are NaN in one or both."""
     first: tuple[int, ...]
-    """Index of the first that differs, in row-major order."""
+    """Index of the first differing element, in row-major order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def compare_values(
     Args:
         a: Reads the pairs' first tensors.
         b: Reads their second ones.
-        pairs: Each of one shape and dtype.
+        pairs: Pairs of equal shape and dtype.
         limit: Bytes for elements of both tensors.
         progress: Called with bytes compared so far and in all.
     """
@@ -115,12 +115,12 @@ def compare_values(
 
 
 def block_shape(shape: Sequence[int], steps: Sequence[Sequence[int]], most: int) -> tuple[int, ...]:
-    """The sides of blocks in which a box is gone through.
+    """The shape of the blocks into which a box is cut.
 
     Args:
-        shape: Of the box, no side 0.
-        steps: Chunk shapes; block sides are common multiples of them where such a block is not too large.
-        most: Elements a block may have.
+        shape: Shape of the box, no side 0.
+        steps: Chunk shapes; block sides are common multiples of them if such a block is not too large.
+        most: Most elements of a block.
 
     >>> block_shape((100, 64), [(10, 64), (25, 64)], 3200)
     (50, 64)
@@ -164,7 +164,7 @@ def _block_box(piece: Piece, sides: Sequence[int], grid: Sequence[int], k: int) 
 
 
 def _read(reader: ChunkReader | BasedReader, batch: Sequence[_Block], side: str) -> list[NDArray[Any]]:
-    """The elements of a batch's blocks, as they are stored."""
+    """The elements of a batch's blocks, in the stored dtype."""
     requests = []
     for block in batch:
         tensor: TensorRecord = getattr(block.pair, side)
@@ -175,7 +175,7 @@ def _read(reader: ChunkReader | BasedReader, batch: Sequence[_Block], side: str)
 
 
 class _Tally:
-    """What is known of one pair so far."""
+    """Running result for one pair."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -206,23 +206,23 @@ class _Tally:
             self.largest = largest if self.largest is None else max(self.largest, largest)
 
     def result(self) -> ValueChange:
-        """The whole, once all blocks were added."""
+        """The result, after all blocks were added."""
         assert self.first is not None
         return ValueChange(self.pair.name, self.differing, prod(self.pair.a.shape), self.largest, self.nans, self.first)
 
 
 def _bits(array: NDArray[Any]) -> Bits:
-    """(elements, words): the elements as unsigned integers, several for types wider than 8 bytes."""
+    """(elements, words): the elements as unsigned integers, several words for types wider than 8 bytes."""
     word = min(array.itemsize, 8)
     return array.reshape(-1).view(f"u{word}").reshape(array.size, array.itemsize // word)
 
 
 def _distance(one: NDArray[Any], other: NDArray[Any], dtype: DType) -> tuple[float | None, int]:
-    """The largest absolute difference, and how many pairs have a NaN and so none."""
+    """The largest absolute difference, and the number of pairs with a NaN, which have no difference."""
     if dtype.name == "bool":
         return 1, 0
     if dtype.name.startswith(("int", "uint")):
-        if dtype.itemsize == 1:  # int4 and its kin have no arithmetic of their own
+        if dtype.itemsize == 1:  # int4 and similar types have no arithmetic
             one, other = one.astype(np.int16), other.astype(np.int16)
         # Modular arithmetic of the same width: exact where the signed difference would overflow.
         unsigned = f"u{one.itemsize}"
@@ -231,7 +231,7 @@ def _distance(one: NDArray[Any], other: NDArray[Any], dtype: DType) -> tuple[flo
     wide = np.complex128 if "complex" in dtype.name else np.float64
     with np.errstate(all="ignore"):
         difference = np.abs(one.astype(wide) - other.astype(wide))
-        # Infinities of one sign have equal bits, unless the type is complex; then their difference is no number.
+        # Infinities of one sign have equal bits and do not get here, unless the type is complex; their difference is NaN.
         is_nan = np.isnan(one.astype(wide)) | np.isnan(other.astype(wide))
     known = difference[~is_nan]
     largest = float(np.where(np.isnan(known), np.inf, known).max()) if len(known) else None

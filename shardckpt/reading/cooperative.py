@@ -1,17 +1,18 @@
-"""Cooperative restore: what several processes need, each reads a part of, and the interconnect brings it to the others.
+"""Cooperative restore: each of several processes reads a part of the data that all of them need, and sends it to the others.
 
-By itself every process reads what its own devices need, so that with R replicas the storage serves every byte R times.
-Here it serves it once:
+Without it every process reads what its own devices need, so with R replicas the storage serves every byte R times.
+With it the storage serves every byte once:
 
-1. Tensors are grouped by who needs the same boxes of them (`Sink.sharers`): with data-parallel replicas that are all
-   processes, or those of one place in the model's mesh.
-2. Where the caller leaves the choice, `Bandwidths` says of each group whether reading together is worth it.
-3. All processes of the job tell each other, once, the digests of the groups that they want to read together: of whose tensors,
-   boxes, dtypes and sizes. A group is read together if and only if all its members said the same of it. What was said is the same
-   for all, and so is the answer: nobody enters a collective that another one does not.
-4. Group after group, in one order, is read together (`shared_reading`), and by itself what is left.
+1. Tensors are grouped by the processes that need the same boxes of them (`Sink.sharers`). With data-parallel replicas these are all
+   processes, or the processes at one position of the model's mesh.
+2. If the caller leaves the choice, `Bandwidths` estimates for each group whether a shared read is faster.
+3. All processes of the job exchange once the digests of the groups that they propose to share: a digest covers the tensors,
+   boxes, dtypes and sizes. A group is shared if and only if all its members proposed the same digest. All processes see the same
+   proposals and come to the same result, so no process enters a collective that another one does not.
+4. Group after group, in the same order everywhere, is read together (`shared_reading`); the rest each process reads alone.
 
-Who fails before that tells it instead of digests; and all raise it. Who fails later tells the groups that it has not finished.
+A process that fails before the exchange sends its error instead of digests, and all raise it. A process that fails later announces
+its error to the groups that it has not finished.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ if TYPE_CHECKING:
 
 
 Choice: TypeAlias = "bool | Literal['auto'] | Bandwidths"
-"""Whether to read together: never, always, or as the model says."""
+"""Whether to share reads: never, always, or as the estimate says."""
 _log = logging.getLogger("shardckpt")
 
 
 def check_choice(choice: object) -> None:
-    """Refuse what is no choice; in the meeting, so that the others hear of it.
+    """Refuse an invalid choice; call it inside the meeting, so that the other processes learn of the error.
 
     Raises:
-        OptionError: neither a bool, nor "auto", nor bandwidths.
+        OptionError: not a bool, "auto" or bandwidths.
     """
     if not _is_choice(choice):
         raise OptionError(f'restore(cooperative={excerpt(choice)}): use True, False, "auto", or shardckpt.Bandwidths(…).')
@@ -62,27 +63,27 @@ def _is_choice(choice: object) -> bool:
 
 
 def exchange_bytes(limit: int) -> int:
-    """Of a restore's memory limit, the part that a round takes: what this process has read of it, and all that comes in."""
+    """Bytes of a restore's memory limit for one round: this process's part, and everything that it receives."""
     return limit // 4
 
 
 class Meeting:
-    """One restore, in which all processes of the job agree on what they read together.
+    """One restore, in which all processes of the job agree on the reads to share.
 
-    A context manager around all that may fail in it: whatever is raised inside, the others hear of it and do not wait.
-    Nobody is asked anything where the choice is False, the job has one process, or nothing connects its processes; and where
-    the choice is "auto" and the checkpoint on a path, since nothing is known of what is behind it.
+    A context manager around all code that may fail: an error inside is announced to the others, so that they do not wait.
+    There is no communication if the choice is False, the job has one process, or nothing connects its processes; nor if
+    the choice is "auto" and the checkpoint is on a path, whose speed is not known.
     """
 
     def __init__(self, choice: Choice, coordinator: Coordinator | None, location: Location | None = None) -> None:
-        """Nothing is exchanged yet.
+        """Prepare without communication.
 
         Args:
-            choice: the same on all processes; it need not be one (`check_choice`).
-            coordinator: of the job; None: found out.
-            location: of the checkpoint; None: not known yet.
+            choice: the same on all processes; it need not be valid (`check_choice`).
+            coordinator: coordinator of the job; None: detected.
+            location: location of the checkpoint; None: not known yet.
         """
-        self._choice: Choice = choice if _is_choice(choice) else True  # then the others expect this process
+        self._choice: Choice = choice if _is_choice(choice) else True  # with an invalid choice the others expect this process
         self._given = coordinator
         self.location = location
         self._met = False
@@ -93,7 +94,7 @@ class Meeting:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Tell the others what was raised."""
+        """Announce the error, if any, to the others."""
         if error is None or self._choice is False:
             return
         for reading in self._readings:
@@ -107,19 +108,19 @@ class Meeting:
                 _log.debug("%s: the others have not heard of the failure: %s", self.location, e)
 
     def divide(self, checkpoint: Checkpoint, jobs: Sequence[RestoreJob], limit: int) -> tuple[list[RestoreJob], list[SharedReading]]:
-        """Agree with all other processes of the job on what is read together. Blocks until all of them have called it.
+        """Agree with all other processes of the job on the reads to share. Blocks until all of them have called it.
 
         Args:
-            checkpoint: where from.
-            jobs: what this process needs.
+            checkpoint: the source.
+            jobs: the jobs of this process.
             limit: bytes of host staging; `exchange_bytes` of them are for a round.
 
         Returns:
-            What this process reads by itself, and what it reads with others, in an order that all of them have.
+            The jobs that this process reads alone, and the shared reads in an order that all processes use.
 
         Raises:
             CoordinationError: not all processes called it in time.
-            ShardckptError: what was raised on another process instead.
+            ShardckptError: the error of another process that failed before.
         """
         found = self._connection()
         if isinstance(found, str):
@@ -149,7 +150,7 @@ class Meeting:
         return [job for job in jobs if id(job) not in shared], self._readings
 
     def _connection(self) -> tuple[Coordinator, Interconnect] | str:
-        """What this process reaches the others with, or why everybody reads by itself: the same on all processes."""
+        """The connection to the other processes, or the reason why every process reads alone: the same on all processes."""
         if self._choice is False:
             return "so it was asked for"
         if self._choice == "auto" and (self.location is None or self.location.local is not None):
@@ -166,7 +167,7 @@ class _Group:
     members: tuple[int, ...]
     jobs: list[RestoreJob]
     digest: str = ""
-    """The same on all members that want the same."""
+    """Digest, equal on all members with equal jobs."""
     estimate: Estimate | None = None
 
     @property
@@ -175,7 +176,7 @@ class _Group:
 
 
 def _groups(checkpoint: Checkpoint, jobs: Sequence[RestoreJob], world: World, limit: int) -> list[_Group]:
-    """The tensors that this process needs together with others, by with whom; in an order that all of these have, too."""
+    """The tensors that this process needs together with others, grouped by those processes; in the same order on all of them."""
     found: dict[tuple[int, ...], list[RestoreJob]] = {}
     for job in jobs:
         sharers = job.landings[0].sink.sharers(world) if len(job.landings) == 1 and job.nbytes else None
@@ -189,7 +190,7 @@ def _groups(checkpoint: Checkpoint, jobs: Sequence[RestoreJob], world: World, li
 
 
 def _said_of(job: RestoreJob) -> list[Any]:
-    """All that the members of a group have to have alike: what is read, what is sent, and how it is put into batches."""
+    """Everything that must be equal on all members of a group: what is read, what is sent, and how batches are formed."""
     (landing,) = job.landings
     kinds = [array.dtype.str for array in landing.destinations or ()]
     boxes = [landing.boxes.start.tolist(), landing.boxes.stop.tolist()]
@@ -201,7 +202,7 @@ def _say(checkpoint: Checkpoint, why: str) -> None:
 
 
 def _tell(checkpoint: Checkpoint, groups: Sequence[_Group], proposed: Sequence[_Group], agreed: Sequence[_Group]) -> None:
-    """Log what was chosen, and why."""
+    """Log the choice and its reason."""
     if not groups:
         _say(checkpoint, "no tensor is needed by several processes alike")
     for group in groups:

@@ -1,7 +1,7 @@
-"""Getting a task's bytes from where they are stored.
+"""Reads of a task's bytes from the storage.
 
-On a local disk that is a positional scatter read: a chunk that is contiguous in its destination goes there
-directly, any other into the thread's scratch buffer. On an object store it is one ranged read into memory of its own.
+On a local disk a task is a positional scatter read: a chunk that is contiguous in its destination is read
+directly into it, any other chunk into the thread's scratch buffer. On an object store it is one ranged read into new memory.
 Nothing is verified here.
 """
 
@@ -33,40 +33,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FetchedChunks:
-    """The bytes of a task; they are good until the thread fetches again."""
+    """The bytes of a task; they are valid until the thread fetches again."""
 
     task: ReadTask
     payloads: Sequence[memoryview]
-    """Per chunk the stored bytes without the checksum."""
+    """For each chunk its stored bytes without the checksum."""
     data: NDArray[np.uint8]
-    """The bytes of all runs, one after another, without the elements of what is where it goes already."""
+    """The bytes of all runs, one after another, without the elements that were read directly into their destination."""
     at: Ints
-    """Per chunk where it begins in there; of what is where it goes, where it would if its checksum ended it."""
+    """For each chunk its offset in `data`; for a chunk read into its destination the offset at which only its checksum ends the chunk."""
     bands: Sequence[tuple[Band, Sequence[Place]]]
-    """Those that are not, and their places."""
+    """The bands that were not read into their destinations, and their destinations."""
 
     def checksums(self) -> NDArray[np.uint32]:
-        """Per chunk the checksum that it ends in."""
+        """For each chunk the checksum at its end."""
         last = self.at + self.task.chunks.length[self.task.begin : self.task.end] - CHECKSUM_BYTES
         found: NDArray[np.uint32] = self.data[last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
         return found
 
     def stored(self, band: Band) -> NDArray[np.uint8]:
-        """(chunks, bytes) of a band's chunks, which are of one length, without their checksums."""
+        """(chunks, bytes) stored bytes of a band's chunks, which have equal lengths, without their checksums."""
         begin, length = int(self.at[band.begin - self.task.begin]), int(self.task.chunks.length[band.begin])
         return self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)[:, :-CHECKSUM_BYTES]
 
 
 class Fetch(Protocol):
-    """A way to get the bytes of a task. Safe to use from several threads."""
+    """A callable that reads the bytes of a task. Safe to use from several threads."""
 
     def __call__(self, task: ReadTask) -> FetchedChunks:
-        """Read it.
+        """Read the task.
 
         Raises:
-            MissingDataError: there is no such file.
-            CorruptionError: it ends before a run does.
-            StorageError: it cannot be read.
+            MissingDataError: the file does not exist.
+            CorruptionError: the file ends before a run does.
+            StorageError: the file cannot be read.
         """
 
 
@@ -77,10 +77,10 @@ class LocalFetch:
         """Read below `place`, the attempt.
 
         Args:
-            place: where.
-            direct: whether a chunk's bytes are its elements, so that they may go to where those go.
-            scratch: bytes of each thread's buffer; a run that is larger takes what it takes.
-            of_thread: has that buffer; who reads other places by the same threads shares it.
+            place: location of the attempt.
+            direct: whether a chunk's stored bytes are its elements, so that they may be read into their destination.
+            scratch: bytes of each thread's buffer; a larger run gets a larger buffer.
+            of_thread: holds that buffer; readers of other places on the same threads share it.
         """
         self._place = place
         self._direct = direct
@@ -92,7 +92,7 @@ class LocalFetch:
         fetched, vectors = self._laid_out(task)
         run = task.runs[0]
         try:
-            # Without O_NONBLOCK a pipe in place of the file would be waited for.
+            # Without O_NONBLOCK, opening a pipe in place of the file would block.
             fd = os.open(str(self._place.local_path(task.file)), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 for run, into in zip(task.runs, vectors, strict=True):
@@ -104,7 +104,7 @@ class LocalFetch:
         return fetched
 
     def _laid_out(self, task: ReadTask) -> tuple[FetchedChunks, list[list[memoryview]]]:
-        """Where each byte of a task goes, before it is read: by chunk, and per run one after another."""
+        """Assign memory to each byte of a task before it is read: by chunk, and for each run one vector after another."""
         data = self._scratch_of(task.nbytes)
         stored = data.data
         offset, length = (column[task.begin : task.end].tolist() for column in (task.chunks.offset, task.chunks.length))
@@ -134,7 +134,7 @@ class LocalFetch:
                         into.append(stored[kept:free])
                     payloads.append(place[begin : begin + nbytes])
                     into.append(payloads[-1])
-                    at.append(free - nbytes)  # nothing but its checksum takes room: fresh memory costs as much as reading to it
+                    at.append(free - nbytes)  # only its checksum gets memory: fresh memory costs as much as reading into it
                     kept, free = free, free + CHECKSUM_BYTES
             if kept < free:
                 into.append(stored[kept:free])
@@ -142,7 +142,7 @@ class LocalFetch:
         return FetchedChunks(task, payloads, data, np.array(at), bands), vectors
 
     def _scratch_of(self, nbytes: int) -> NDArray[np.uint8]:
-        """This thread's scratch buffer, at least that large; what it held is gone."""
+        """This thread's scratch buffer, with at least `nbytes` bytes; its earlier contents are lost."""
         scratch: NDArray[np.uint8] | None = getattr(self._scratch, "buffer", None)
         if scratch is None or scratch.nbytes < nbytes:
             scratch = self._scratch.buffer = np.empty(max(nbytes, self._least), np.uint8)
@@ -157,7 +157,7 @@ class ObjectFetch:
         self._place = place
 
     def __call__(self, task: ReadTask) -> FetchedChunks:
-        """See `Fetch`. For a moment takes three times a run's bytes, and then once."""
+        """See `Fetch`. Briefly needs three times a run's bytes, and then once."""
         (run,) = task.runs
         try:
             data = np.frombuffer(self._place.read(task.file, run.start, run.stop), np.uint8)
@@ -171,13 +171,13 @@ class ObjectFetch:
 
 
 def _said(error: Exception, task: ReadTask, run: ChunkRun, place: Store) -> ShardckptError:
-    """An error of a run, with the tensor and the file."""
+    """The typed error for a failed run, with the tensor and the file."""
     chunks = task.chunks
     first = f"{chunks.wanted.where(run.begin)}: {place}/{task.file}"
     if isinstance(error, (FileNotFoundError, MissingDataError)):
         return MissingDataError(f"{first} is missing; restore it from a copy, or leave the tensor out with only= (an export: exclude=).")
     if isinstance(error, (EOFError, CorruptionError)):
-        # Chunks are in the order of their places: of those that reach beyond the end the first is named.
+        # Chunks are in order of offset; the error names the first one that reaches beyond the end of the file.
         row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(task.file, chunks.stop(row) - 1))
         row += run.begin
         return CorruptionError(

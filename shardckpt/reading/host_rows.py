@@ -1,15 +1,16 @@
-"""Rows of the table of all chunks, as the hosts' own chunk tables have them.
+"""Rows of the table of all chunks, read from the hosts' own chunk tables.
 
-In the table of all, a tensor's rows lie together, whoever wrote its chunks; who needs little of each of a thousand tensors finds a row
-or two in each of a thousand places. A host's own table has the rows of all that the host wrote side by side, and whoever needs
-little of everything mostly needs all of what one or a few hosts wrote: in two requests each, its record and its table.
+In the table of all hosts, a tensor's rows lie together, whichever host wrote its chunks. A process that needs a little of each of a
+thousand tensors finds a row or two in each of a thousand places. A host's own table has the rows of everything that the host wrote
+side by side. A process that needs a little of everything mostly needs all that one host or a few hosts wrote, which takes two
+requests per host: its record and its table.
 
-1. Which host wrote a chunk follows from a row that is known: its data file lies in the host's folder.
+1. A known row shows which host wrote a chunk: its data file lies in the host's folder.
 2. The record is compared with its digest in the commit record, the table with its digest in the record, each block with the table's
-   header, and every row with the array that it is said to be of.
-3. A row's number in the table of all is the first of its array and its position. By that it is found here.
+   header, and every row with its array in the table of all hosts.
+3. A row's number in the table of all hosts is its array's first row plus its position. Rows are looked up here by that number.
 
-A host whose record or table is gone, damaged or refused has no rows here: the table of all says the same.
+A host whose record or table is gone, damaged or refused has no rows here; the table of all hosts has the same rows.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ if TYPE_CHECKING:
 
 
 REQUEST_BYTES = 1 << 20
-"""Bytes that take an object store as long as a request does."""
+"""Bytes whose transfer from an object store takes as long as one request."""
 MOST_BYTES = 32 << 20
-"""Of hosts' tables that are known at a time."""
+"""Most bytes of rows from hosts' tables that are kept at a time."""
 _UNTOLD = (CorruptionError, FormatError, StorageError)
-"""Errors of a host that is done without: a storage may refuse its files alone; where all fails, so does the table of all."""
+"""Errors after which a host is skipped: a storage may refuse its files alone; if all fails, the table of all hosts fails too."""
 _FOLDER = re.compile(r"hosts/(\d{1,9})(?:-[^/]*)?/")
 
 
 def cost(requests: int, nbytes: int) -> float:
-    """What it takes to read something from an object store, in requests."""
+    """The cost of reads from an object store, in requests."""
     return requests + nbytes / REQUEST_BYTES
 
 
 class HostRows:
-    """The rows of some hosts. Safe to use from several threads."""
+    """Rows of some hosts. Safe to use from several threads."""
 
     def __init__(
         self, place: Store, records: Sequence[FileReference], header: TableHeader, first: Mapping[str, int], count: Callable[[int], object]
@@ -63,9 +64,9 @@ class HostRows:
 
         Args:
             place: the attempt.
-            records: of all hosts, in their order; at least one.
-            header: of the table of all.
-            first: array path → its first row there.
+            records: the records of all hosts, in their order; at least one.
+            header: header of the table of all hosts.
+            first: array path → its first row in that table.
             count: called with the bytes of each read of a record or table.
         """
         self._place = place
@@ -76,21 +77,21 @@ class HostRows:
         self._lock = Lock()
         self._asked: set[int] = set()
         self._known = np.empty(0, np.int64), np.empty(0, ROW)
-        """Numbers of rows, ascending, and the rows."""
+        """Row numbers, ascending, and the rows."""
 
     def least_cost(self, hosts: Sequence[int]) -> float:
-        """What asking so many hosts takes in requests, if their tables are as large as all are on average."""
+        """Estimated cost of reading these hosts' tables, in requests, for tables of average size."""
         return cost(2 * len(hosts), len(hosts) * self._header.rows * ROW.itemsize // len(self._records))
 
     def hosts_of(self, files: NDArray[np.uint32]) -> list[int]:
-        """Hosts that wrote some of those files of the table of all, and have not been asked; whose are the most comes first."""
+        """Hosts that wrote some of those files of the table of all hosts and have not been read, the one with the most rows first."""
         number, times = np.unique(files, return_counts=True)
         names = (self._header.files[i] for i in number[np.argsort(-times, kind="stable")].tolist() if i < len(self._header.files))
         hosts = dict.fromkeys(int(found[1]) for found in map(_FOLDER.match, names) if found)
         return [host for host in hosts if host < len(self._records) and host not in self._asked]
 
     def take(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
-        """An array with the rows of those numbers where they are known, and where that is."""
+        """An array with the rows of those numbers, and a mask of the rows that are known (the others are undefined)."""
         known, rows = self._known
         if not len(known):
             return np.empty(len(numbers), ROW), np.zeros(len(numbers), bool)
@@ -98,15 +99,15 @@ class HostRows:
         return rows[at], known[at] == numbers
 
     def read(self, hosts: Sequence[int], most: float, wanted: NDArray[np.int64]) -> float:
-        """Ask hosts for their rows, unless their tables turn out to cost more than `most`.
+        """Read the rows of some hosts, unless their tables turn out to cost more than `most`.
 
         Args:
-            hosts: which.
-            most: as `cost` says.
-            wanted: numbers of rows that stay known, if they are, where others must go to make room.
+            hosts: numbers of the hosts.
+            most: in the unit of `cost`.
+            wanted: numbers of rows that stay known when other rows are dropped to make room.
 
         Returns:
-            What it has cost; infinity where there was no room for all that they know.
+            The cost of what was read; infinity if there was no room for all rows of these hosts.
         """
         with self._lock:
             self._asked.update(hosts)
@@ -125,13 +126,13 @@ class HostRows:
         return inf if left_out else spent + costs
 
     def _make_room(self, nbytes: int, hosts: Sequence[int], wanted: NDArray[np.int64]) -> int:
-        """Forget rows that are not wanted, if that many bytes do not fit beside them; how many do then."""
+        """Drop rows that are not needed if `nbytes` more bytes do not fit; return how many bytes fit then."""
         with self._lock:
             numbers, rows = self._known
             if rows.nbytes + nbytes > MOST_BYTES:
                 kept = np.isin(numbers, wanted)
                 numbers, rows = self._known = numbers[kept], rows[kept]
-                self._asked = set(hosts)  # others' rows may be forgotten: they can be asked again
+                self._asked = set(hosts)  # rows of other hosts may be dropped, so those hosts may be read again
             return MOST_BYTES - rows.nbytes
 
     def _record(self, host: int) -> HostFiles | None:
@@ -143,14 +144,14 @@ class HostRows:
             return None
 
     def _table(self, files: HostFiles) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
-        """A host's rows with their numbers."""
+        """A host's rows with their numbers; None if its table cannot be read."""
         try:
             return self._numbered(read_table(self._place, files.table, self._count))
         except _UNTOLD:
             return None
 
     def _numbered(self, table: Table) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
-        """The rows of a table, as those of the table of all; None where that does not have them."""
+        """The rows of a host's table, renumbered for the table of all hosts; None if that table lacks some of them."""
         counts = np.fromiter(table.counts.values(), np.int64, len(table.counts))
         first, end = (
             np.repeat(np.fromiter(map(column.get, table.counts, [0] * len(counts)), np.int64, len(counts)), counts)
@@ -173,5 +174,5 @@ class HostRows:
 
     @cached_property
     def _file(self) -> dict[str, int]:
-        """Data file → which one of the table of all."""
+        """Data file → its index in the table of all hosts."""
         return {name: i for i, name in enumerate(self._header.files)}

@@ -32,7 +32,7 @@ Array = NDArray[np.generic]
 
 
 class Landing:
-    """One place that a tensor goes to."""
+    """One destination of a tensor."""
 
     def __init__(self, tensor: TensorRecord, sink: Sink) -> None:
         self.tensor = tensor
@@ -40,28 +40,28 @@ class Landing:
         self.names: list[str] = []
         """The names in the result that it is returned under."""
         self.buffers: list[Array] = []
-        """Per box, what the chunks are read into."""
+        """One buffer per box that the chunks are read into."""
         self.boxes = sink.boxes
         self.destinations = sink.destinations
         self.converts = sink.dtype != tensor.dtype or any(not v.dtype.isnative for v in self.destinations or ())
         """Whether elements are converted on their way into the buffers."""
         lent = sink.buffer_shapes if self.destinations is None and not sink.adopts else []
         self.staged_bytes = sum(round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in lent)
-        """Host bytes that it needs beyond its own memory."""
+        """Host bytes that it needs in addition to its own memory."""
 
     @property
     def view(self) -> list[object]:
-        """Where it is filled in place, and how that memory is seen."""
+        """Addresses, shapes, strides and dtypes of the memory that is filled in place."""
         return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.destinations or ()]
 
     def prepare(self, lease: Lease, arena: Arena) -> None:
-        """Set `buffers`, of the sink's dtype: where the leaf is, memory that it keeps, or lent memory."""
+        """Set `buffers` in the sink's dtype: the leaf's own memory, memory that the sink keeps, or leased memory."""
         memory = arena if self.sink.adopts else lease
         own = self.destinations
         self.buffers = [memory.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes] if own is None else own
 
     def finish(self) -> object:
-        """Hand the elements to the sink; the restored leaf."""
+        """Hand the elements to the sink; return the restored leaf."""
         return self.sink.place(self.buffers)
 
 
@@ -72,41 +72,41 @@ class RestoreJob:
     tensor: TensorRecord
     landings: list[Landing]
     nbytes: int = field(init=False)
-    """Bytes of the boxes that this process needs, as they are stored: its own share, not the whole tensor."""
+    """Stored bytes of the boxes that this process needs: its own share, not the complete tensor."""
 
     def __post_init__(self) -> None:
-        """Count them once."""
+        """Count the bytes once."""
         elements = sum(prod(shape) for landing in self.landings for shape in (landing.boxes.stop - landing.boxes.start).tolist())
         self.nbytes = elements * self.tensor.dtype.storage.itemsize
 
     @property
     def staged_bytes(self) -> int:
-        """Staging that the job takes from the pool."""
+        """Bytes of staging that the job leases from the pool."""
         return sum(landing.staged_bytes for landing in self.landings)
 
     @property
     def placing_bytes(self) -> int:
-        """Host bytes that placing takes besides; one leaf is placed at a time."""
+        """Additional host bytes while a leaf is placed; one leaf is placed at a time."""
         return max(landing.sink.placing_bytes for landing in self.landings)
 
     def request(self) -> Request:
-        """All boxes of all landings, so that a chunk that several want is read once."""
+        """A request for all boxes of all landings, so that a chunk that several of them need is read once."""
         boxes = [landing.boxes for landing in self.landings]
         together = boxes[0] if len(boxes) == 1 else BoxArray(*map(np.concatenate, ([b.start for b in boxes], [b.stop for b in boxes])))
         buffers = [buffer for landing in self.landings for buffer in landing.buffers]
         storage = self.tensor.dtype.storage
         if any(landing.converts for landing in self.landings):
             return Request(self.tensor.name, storage, self.tensor.pieces, together, buffers, convert_from=self.tensor.dtype.numpy)
-        # As bits: nothing touches them on their way.
+        # As bits, because nothing converts them between storage and buffer.
         return Request(self.tensor.name, storage, self.tensor.pieces, together, [buffer.view(storage) for buffer in buffers])
 
 
 def restore_jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tuple[str, Sink]]]], *, cast: bool) -> list[RestoreJob]:
-    """Return what to restore, every shape and dtype checked.
+    """The restore jobs for some tensors, after a check of every shape and dtype.
 
     Args:
-        checkpoint: where from.
-        places: stored name, and (name for messages, sink) of every place that gets the tensor.
+        checkpoint: the source.
+        places: stored name, and (name for messages, sink) of every destination of the tensor.
         cast: whether dtypes may differ.
     """
     jobs = []
@@ -129,7 +129,7 @@ def restore_jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tu
                     f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, which cannot be converted to {sink.dtype.name}; "
                     f"restore it as it is."
                 )
-            # Leaves of tied tensors that want the same thing get one object, as they were one when saved.
+            # Tied leaves with equal sinks get one object, because they were one object when saved.
             landings.setdefault(sink.tie_key, Landing(tensor, sink)).names.append(name)
         jobs.append(RestoreJob(tensor, list(landings.values())))
     _refuse_shared_memory(jobs)
@@ -137,7 +137,7 @@ def restore_jobs(checkpoint: Checkpoint, places: Iterable[tuple[str, Iterable[tu
 
 
 def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
-    """Raise unless what is filled in place has memory of its own: several threads write, in no particular order."""
+    """Raise if two destinations that are filled in place share memory: several threads write, in no particular order."""
     extents = [(*byte_bounds(array), array, landing) for job in jobs for landing in job.landings for array in landing.destinations or ()]
     extents.sort(key=lambda extent: extent[:2])
     open_until: list[tuple[int, Array, Landing]] = []
@@ -155,7 +155,7 @@ def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
 
 
 def _share_memory(a: Array, b: Array) -> bool:
-    """Whether an element of one lies in the memory of the other; in doubt, yes."""
+    """Whether an element of one array lies in the memory of the other; True if that cannot be decided quickly."""
     try:
         return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]  # numpy takes any number here
     except np.exceptions.TooHardError:

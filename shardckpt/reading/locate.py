@@ -1,14 +1,14 @@
-"""Locating: which stored chunks some boxes of some tensors need, where their elements go, and where they lie.
+"""Locating: which stored chunks some boxes of some tensors need, where their elements go, and where the chunks lie.
 
-Everything is in columns, a row per chunk, because a restore of small tensors reads tens of thousands of chunks and is slower by
-whatever Python does for each:
+All data is in columns with a row per chunk. A restore of small tensors reads tens of thousands of chunks, and Python code that
+runs once per chunk would slow it down.
 
-1. The boxes of all requests are put together, each with the array that it is to be read from, and `plan.overlaps_of` pairs the
-   chunks of all arrays with the boxes that they touch.
-2. Rows of pairs that belong to the same chunk become its *targets*: for each box that wants a part, which part and where to.
-3. The chunk table (`Lookup`) says for each chunk its file, its place there, its length and its checksum. A table comes from somebody
-   else: that it has every chunk, and no length that a chunk cannot have, is checked before memory is taken.
-4. Rows are taken, sorted and cut as a whole; what a message names is made of a row when there is one to be named.
+1. The boxes of all requests are concatenated, each with the array that it is read from. `plan.overlaps_of` pairs the chunks of
+   all arrays with the boxes that they touch.
+2. The pairs of one chunk become its *targets*: for each box that needs a part of the chunk, which part, and where it goes.
+3. The chunk table (`Lookup`) gives the file, offset, length and checksum of each chunk. The table is untrusted input. The code
+   checks that it has every chunk, and that no length is impossible, before it allocates memory.
+4. Rows are selected, sorted and cut as arrays. The names for a message are built from a row only when there is a message.
 """
 
 from __future__ import annotations
@@ -38,77 +38,77 @@ if TYPE_CHECKING:
     from shardckpt.reading.lookup import Lookup
 
     Damaged = Callable[[str, Box, str, ShardckptError], None]
-    """Called with tensor name, index range, file and error for each chunk that is not as it was written."""
+    """Called with tensor name, index range, file and error for each damaged or missing chunk."""
 
 Array = NDArray[np.generic]
 Ints = NDArray[np.int64]
 Index = tuple[slice | EllipsisType, ...]
 CopyTarget = tuple[Array, Index, Index]
-"""Where a part of a chunk goes: the buffer, where in the buffer, where in the chunk."""
+"""Destination of a part of a chunk: the buffer, the index in the buffer, the index in the chunk."""
 MOST_CHUNKS = 1 << 14
-"""Chunks that are looked up, sorted and read at a time."""
+"""Number of chunks that are looked up, sorted and read at a time."""
 MOST_REPORTED = 10_000
-"""Missing chunks of an array that are reported one by one."""
+"""Number of missing chunks of an array that are reported one by one."""
 _FARTHEST = 1 << 62
-"""An offset that no file reaches."""
+"""An offset beyond the end of any file."""
 _NO_CHUNKS = ArrayChunks.none()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One tensor's boxes to be read."""
+    """The boxes of one tensor that are to be read."""
 
     name: str
-    """The tensor, for messages."""
+    """Tensor name, for messages."""
     dtype: np.dtype[np.generic]
-    """dtype of what is stored."""
+    """dtype of the stored elements."""
     pieces: Sequence[Piece]
     boxes: BoxArray
-    """The boxes wanted, in the tensor's indices."""
+    """The requested boxes, in the tensor's indices."""
     buffers: Sequence[Array]
-    """Per box an array with the box at its start (it may be larger): of `dtype`, or of any other if it is converted."""
+    """One array per box, with the box at its start (the array may be larger). Its dtype is `dtype`, or any other if elements convert."""
     convert_from: np.dtype[np.generic] | None = None
-    """What the stored elements mean, where buffers are of another dtype than they; None: all are of `dtype`."""
+    """dtype that the stored elements mean, if buffers have another dtype; None: all buffers have `dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedArray:
-    """What a request wants of one array."""
+    """One array that a request reads from."""
 
     request: Request
     piece: Piece
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk's elements, as they lie in memory."""
+        """Bytes of a chunk's elements in memory (uncompressed)."""
         return prod(self.piece.chunks) * self.request.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTargets:
-    """Where the elements of chunks go: for each chunk the rows of its (chunk, box) pairs, side by side."""
+    """Destinations of the elements of chunks: for each chunk the rows of its (chunk, box) pairs, side by side."""
 
     buffers: Sequence[Array]
-    """Of all boxes of all requests."""
+    """Buffers of all boxes of all requests."""
     first: Ints
-    """(n,) the row of each chunk's first pair."""
+    """(n,) row of each chunk's first pair."""
     count: Ints
-    """(n,) how many pairs a chunk has."""
+    """(n,) number of pairs of each chunk."""
     box: Ints
-    """(p,) which box, and so which buffer. This and what follows has a row per pair."""
+    """(p,) index of the box, and so of the buffer. This field and the next two have a row per pair."""
     in_chunk: BoxArray
-    """Common part, in the chunk. Tensors of fewer dimensions than others have some before theirs: 0 to 1."""
+    """Common part, in the chunk. A tensor with fewer dimensions than others has leading dimensions 0 to 1 added."""
     in_box: BoxArray
-    """Common part, in the box and so in the buffer; as `in_chunk`."""
+    """Common part, in the box and so in the buffer; dimensions are padded like in `in_chunk`."""
 
     @classmethod
     def none(cls, n: int) -> CopyTargets:
-        """Of n chunks, none of which goes anywhere."""
+        """The targets of n chunks whose elements go nowhere."""
         empty, nothing = np.empty(0, np.int64), BoxArray.of([], 0)
         return cls([], np.zeros(n, np.int64), np.zeros(n, np.int64), empty, nothing, nothing)
 
     def take(self, rows: Ints) -> CopyTargets:
-        """Of those chunks, with their pairs in the same order."""
+        """The targets of the chunks in `rows`, with their pairs in the same order."""
         count = self.count[rows]
         first = np.cumsum(count) - count
         pairs = np.repeat(self.first[rows] - first, count) + np.arange(int(count.sum()))
@@ -116,7 +116,7 @@ class CopyTargets:
         return CopyTargets(self.buffers, first, count, self.box[pairs], in_chunk, in_box)
 
     def target(self, pair: int, ndim: int) -> CopyTarget:
-        """Of a pair, that belongs to a tensor of so many dimensions."""
+        """The target of a pair, for a tensor with `ndim` dimensions."""
         own = slice(self.in_box.start.shape[1] - ndim, None)
 
         def index(boxes: BoxArray) -> Index:
@@ -127,18 +127,18 @@ class CopyTargets:
 
 @dataclass(frozen=True, slots=True)
 class RequestedChunks:
-    """Chunks that are wanted; one row each."""
+    """Chunks that requests need; one row each."""
 
     parts: Sequence[RequestedArray]
     part: Ints
-    """(n,) what each belongs to."""
+    """(n,) index into `parts`: the request and array that each chunk belongs to."""
     position: Ints
-    """(n,) in the array's grid."""
+    """(n,) position in the array's grid."""
     targets: CopyTargets
 
     @classmethod
     def of_boxes(cls, requests: Sequence[Request]) -> RequestedChunks:
-        """The chunks that the requests' boxes touch, each once however many boxes share it, in the requests' order."""
+        """The chunks that the requests' boxes touch, each once even if several boxes share it, in the requests' order."""
         parts: list[RequestedArray] = []
         buffers: list[Array] = []
         owner, box = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -159,7 +159,7 @@ class RequestedChunks:
 
     @classmethod
     def of_positions(cls, wanted: Sequence[tuple[Request, Piece, Ints]]) -> RequestedChunks:
-        """Chunks by their positions in arrays, in that order, whose elements go nowhere."""
+        """Chunks given by their positions in arrays, in that order; their elements go nowhere."""
         part = np.repeat(np.arange(len(wanted)), [len(positions) for _, _, positions in wanted])
         position = np.concatenate([*(positions for _, _, positions in wanted), np.empty(0, np.int64)])
         return cls([RequestedArray(request, piece) for request, piece, _ in wanted], part, position, CopyTargets.none(len(part)))
@@ -169,11 +169,11 @@ class RequestedChunks:
         return len(self.position)
 
     def take(self, rows: Ints) -> RequestedChunks:
-        """Some of them, in that order."""
+        """The chunks in `rows`, in that order."""
         return RequestedChunks(self.parts, self.part[rows], self.position[rows], self.targets.take(rows))
 
     def part_of(self, row: int) -> RequestedArray:
-        """What a chunk belongs to."""
+        """The request and array that a chunk belongs to."""
         return self.parts[int(self.part[row])]
 
     def box(self, row: int) -> Box:
@@ -181,17 +181,17 @@ class RequestedChunks:
         return chunk_boxes(self.part_of(row).piece, self.position[row : row + 1])[0]
 
     def where(self, row: int) -> str:
-        """For messages: tensor, index range."""
+        """Tensor name and index range of a chunk, for messages."""
         return f"{self.part_of(row).request.name}{self.box(row)}"
 
     def targets_of(self, row: int) -> list[CopyTarget]:
-        """Where a chunk's elements go."""
+        """The destinations of a chunk's elements."""
         first, ndim = int(self.targets.first[row]), len(self.part_of(row).piece.shape)
         return [self.targets.target(pair, ndim) for pair in range(first, first + int(self.targets.count[row]))]
 
 
 def _together(boxes: Sequence[BoxArray]) -> BoxArray:
-    """All of them, with dimensions of one element before those of tensors that have fewer than others."""
+    """Concatenate boxes; tensors with fewer dimensions than others get leading dimensions of one element."""
     ndim = max((some.start.shape[1] for some in boxes), default=0)
     start, stop = (np.full((sum(map(len, boxes)), ndim), fill, np.int64) for fill in (0, 1))
     row = 0
@@ -203,52 +203,52 @@ def _together(boxes: Sequence[BoxArray]) -> BoxArray:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Chunks that are wanted, and where they lie; one row each."""
+    """Chunks that requests need, with their places; one row each."""
 
     wanted: RequestedChunks
     files: Sequence[str]
-    """The table's."""
+    """Files of the chunk table."""
     file: Ints
-    """(n,) which file, or `OWN_OBJECT`."""
+    """(n,) index into `files`, or `OWN_OBJECT`."""
     offset: Ints
-    """(n,) first byte."""
+    """(n,) offset of the first byte."""
     length: Ints
-    """(n,) bytes, the checksum included."""
+    """(n,) bytes, including the checksum."""
     crc: NDArray[np.uint32]
-    """(n,) of the bytes before the checksum."""
+    """(n,) CRC of the bytes before the checksum."""
 
     def __len__(self) -> int:
         """Number of chunks."""
         return len(self.file)
 
     def take(self, rows: Ints) -> Located:
-        """Some of them, in that order."""
+        """The chunks in `rows`, in that order."""
         return Located(self.wanted.take(rows), self.files, self.file[rows], self.offset[rows], self.length[rows], self.crc[rows])
 
     def is_own_object(self, row: int) -> bool:
-        """Whether the file is this chunk's alone."""
+        """Whether the file holds this chunk alone."""
         return bool(self.file[row] == OWN_OBJECT)
 
     def file_of(self, row: int) -> str:
-        """The file of a chunk, relative to the attempt."""
+        """A chunk's file, relative to the attempt."""
         if not self.is_own_object(row):
             return self.files[int(self.file[row])]
         return plain_key(chunk_object_key(self.wanted.part_of(row).piece, int(self.wanted.position[row])))
 
     def stop(self, row: int) -> int:
-        """One past a chunk's last byte."""
+        """Offset one past a chunk's last byte."""
         return int(self.offset[row] + self.length[row])
 
 
 class ChunkFinder:
-    """Finds chunks by an attempt's chunk table."""
+    """Finds chunks with the help of an attempt's chunk table."""
 
     def __init__(self, place: Store, table: Lookup, compression: str | None) -> None:
         """Find chunks below `place`, the attempt.
 
         Args:
             place: the attempt, for messages.
-            table: where they are.
+            table: the chunk table.
             compression: None or "zstd".
         """
         self._place = place
@@ -256,9 +256,9 @@ class ChunkFinder:
         self._compression = compression
 
     def check_table(self, request: Request) -> None:
-        """Raise MissingDataError unless the table has every chunk of the pieces, which a commit sees to.
+        """Raise MissingDataError unless the table has every chunk of the pieces (a commit makes sure that it has).
 
-        First of all: a record that claims a trillion chunks must not make us count them.
+        This check comes first: a record that claims a trillion chunks must not make the process enumerate them.
         """
         for piece in request.pieces:
             lost = self._table.first_missing(piece.path, piece.num_chunks)
@@ -266,19 +266,19 @@ class ChunkFinder:
                 raise self._lost(request.name, chunk_boxes(piece, np.array([lost]))[0])
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Read what the table says of all the requests' chunks, together; then as `check_table`."""
+        """Read the table's rows for the chunks of all requests together, then call `check_table` for each request."""
         self._table.prepare((piece, r.boxes) for r in requests for piece in touched(r.pieces, r.boxes))
         for request in requests:
             self.check_table(request)
 
     def needed(self, requests: Sequence[Request]) -> Iterator[Located]:
-        """The chunks that the requests' boxes touch, each once, however many boxes share it; some at a time."""
+        """Yield batches of the chunks that the requests' boxes touch; each chunk comes once even if several boxes share it."""
         wanted = RequestedChunks.of_boxes(requests)
         for i in range(0, len(wanted), MOST_CHUNKS):
             yield self.located(wanted.take(np.arange(i, min(i + MOST_CHUNKS, len(wanted)))))
 
     def every(self, requests: Sequence[Request], damaged: Damaged) -> Iterator[Located]:
-        """Every chunk of the requests' pieces that the table has, some at a time; the others are reported."""
+        """Yield batches of all chunks of the requests' pieces that the table has; call `damaged` for each missing chunk."""
         arrays = self._table.whole().arrays
 
         def held() -> Iterator[tuple[Request, Piece, Ints]]:
@@ -295,7 +295,7 @@ class ChunkFinder:
         missing = piece.num_chunks - int((table.chunk < piece.num_chunks).sum())
         if not missing:
             return
-        # However many there are, the first of them are among the first of all.
+        # The first missing chunks lie within this range, even if the rest of the grid is missing too.
         first = np.arange(min(piece.num_chunks, len(table) + MOST_REPORTED))
         first = first[table.find(first) < 0][:MOST_REPORTED]
         boxes = chunk_boxes(piece, first)
@@ -306,7 +306,7 @@ class ChunkFinder:
             damaged(request.name, piece.box, piece.path, error)
 
     def some(self, wanted: Iterable[tuple[Request, Piece, Ints]]) -> Iterator[Located]:
-        """Chunks by their positions, so many at a time as are read together."""
+        """Yield batches of chunks given by their positions; a batch is what is read together."""
         batch: list[tuple[Request, Piece, Ints]] = []
         room = MOST_CHUNKS
         for request, piece, positions in wanted:
@@ -322,7 +322,7 @@ class ChunkFinder:
             yield self.located(RequestedChunks.of_positions(batch))
 
     def located(self, wanted: RequestedChunks) -> Located:
-        """Those chunks with their places; MissingDataError where the table lacks one."""
+        """Look up the places of chunks; MissingDataError if the table lacks one."""
         try:
             files, rows = self._table.find([part.piece.path for part in wanted.parts], wanted.part, wanted.position)
         except KeyError as e:
@@ -332,13 +332,13 @@ class ChunkFinder:
         return Located(wanted, files, rows.file.astype(np.int64), offset, rows.length.astype(np.int64), rows.crc)
 
     def impossible(self, chunks: Located) -> Ints:
-        """Rows of those with a length that the chunk cannot have."""
+        """Rows of the chunks whose length is impossible for that chunk."""
         least, most = np.array([self._lengths(part.chunk_bytes) for part in chunks.wanted.parts], np.int64).reshape(-1, 2).T
         part = chunks.wanted.part
         return np.flatnonzero((chunks.length < least[part]) | (chunks.length > most[part]))
 
     def refusal(self, chunks: Located, row: int) -> FormatError:
-        """What is said of an impossible one."""
+        """The error for a chunk with an impossible length."""
         least, most = self._lengths(chunks.wanted.part_of(row).chunk_bytes)
         return FormatError(
             f"{chunks.wanted.where(row)}: the chunk table gives it {chunks.length[row]} bytes of {self._place}/{chunks.file_of(row)}, "
@@ -346,14 +346,14 @@ class ChunkFinder:
         )
 
     def _lengths(self, nbytes: int) -> tuple[int, int]:
-        """The least and the most bytes that a chunk of so many bytes of elements takes; of a hostile size, some that no table has."""
+        """Least and most stored bytes of a chunk with `nbytes` bytes of elements; a hostile `nbytes` gives lengths that no table has."""
         least = most = min(nbytes, _FARTHEST) + CHECKSUM_BYTES
         if self._compression is not None:
             least, most = CHECKSUM_BYTES, most + (most >> 8) + 64  # ZSTD_compressBound
         return least, most
 
     def bytes_in_files(self) -> dict[str, int]:
-        """How many bytes of each data file belong to a chunk."""
+        """Bytes of each data file that belong to chunks."""
         table = self._table.whole()
         held = np.zeros(len(table.files), np.uint64)
         for rows in table.arrays.values():

@@ -1,6 +1,6 @@
-"""Looking up chunks: the interface to a chunk table, and an implementation for a table that is in memory.
+"""Lookup of chunks: the interface of a chunk table, and an implementation for a table in memory.
 
-`TableBlocks` answers the same without reading all of a table.
+`TableBlocks` implements the same without reading the complete table.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Lookup(Protocol):
     """Finds chunks. Safe to use from several threads."""
 
     def first_missing(self, path: str, num_chunks: int) -> int | None:
-        """The first of a grid's chunks that an array lacks, None where it has all; cheap however large the grid claims to be."""
+        """The first chunk of a grid that an array lacks, None if it has all; cheap however large the grid claims to be."""
 
     def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
-        """Get ready to `find` all chunks of the pieces that boxes touch; what is read for it is read together."""
+        """Prepare `find` for all chunks of the pieces that the boxes touch; reads what is missing together."""
 
     def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
-        """Data files, and of each chunk the row, which refers to them.
+        """The data files, and each chunk's row, which refers to them.
 
         Args:
             paths: arrays.
@@ -42,16 +42,16 @@ class Lookup(Protocol):
             chunks: (n,) the chunk's position in its grid.
 
         Raises:
-            KeyError: there is no such chunk; its argument is the row of the first of them.
+            KeyError: there is no such chunk; the argument is the index of the first one.
         """
 
     def whole(self) -> WholeTable:
-        """All of it in memory."""
+        """The complete table in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeTable:
-    """A chunk table in memory, or several as one."""
+    """A chunk table in memory, or several merged ones."""
 
     files: Sequence[str]
     """Data files, relative to the attempt."""
@@ -63,7 +63,7 @@ class WholeTable:
         return self.arrays.get(path, _NO_CHUNKS).first_missing(num_chunks)
 
     def prepare(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> None:
-        """See `Lookup`; all is here."""
+        """See `Lookup`; nothing to do."""
 
     def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
         """See `Lookup`."""
@@ -80,5 +80,5 @@ class WholeTable:
         return self.files, ArrayChunks.concatenate(found)
 
     def whole(self) -> WholeTable:
-        """Itself."""
+        """Return this table."""
         return self

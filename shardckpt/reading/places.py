@@ -1,7 +1,7 @@
 """The file, offset and writing host of every chunk of a checkpoint.
 
-The table of all chunks names each chunk's data file, and a host's files lie below a prefix of its own. Where chunks are
-objects of their own (layout "zarr") no name tells, but each host's own table lists what that host has written.
+The table of all chunks names each chunk's data file, and a host's files lie below a prefix of its own. If chunks are
+objects of their own (layout "zarr"), their names do not show the host, but each host's own table lists the chunks that it wrote.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ class ChunkPlaces:
     """The chunks of some pieces, one after another, each in grid order."""
 
     file: Ints
-    """(n,) number of the data file; no two chunks that are objects of their own have the same."""
+    """(n,) number of the data file; each chunk that is an object of its own has a different number."""
     offset: Ints
-    """(n,) first byte in it."""
+    """(n,) offset of the first byte."""
     length: Ints
-    """(n,) stored bytes, checksum included."""
+    """(n,) stored bytes, including the checksum."""
     host: Ints
-    """(n,) who wrote it; -1: the committer, for small plain tensors."""
+    """(n,) number of the host that wrote it; -1: the committer, for small plain tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """All chunks of a checkpoint."""
+    """Places of all chunks of a checkpoint."""
 
     table: WholeTable
     host_of_file: Ints
-    """(files,)"""
+    """(files,) number of the host that wrote each file."""
     host_of_object: Mapping[str, Ints]
-    """Array path → who wrote each chunk that is an object of its own."""
+    """Array path → number of the host that wrote each chunk that is an object of its own."""
 
     def of(self, name: str, pieces: Sequence[Piece]) -> ChunkPlaces:
-        """Those of a tensor.
+        """The places of a tensor's chunks.
 
         Raises:
-            MissingDataError: the table lacks chunks of it.
+            MissingDataError: the table lacks some of its chunks.
         """
         found = [self._of_piece(name, piece) for piece in pieces]
         file, offset, length, host = (np.concatenate(columns) for columns in zip(*found, strict=True))
@@ -88,12 +88,12 @@ class Places:
 
 
 def read_places(place: Store, record: CheckpointRecord, table: WholeTable) -> Places:
-    """Find out who wrote what.
+    """Find the host that wrote each chunk.
 
     Args:
         place: the attempt.
-        record: of the checkpoint.
-        table: of all chunks.
+        record: the checkpoint's commit record.
+        table: the table of all chunks.
     """
     of_files = np.array([int(m[1]) if (m := _OF_HOST.match(file)) else _NOBODY for file in table.files], np.int64)
     of_objects: dict[str, Ints] = {}

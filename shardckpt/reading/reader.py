@@ -1,17 +1,17 @@
-"""Reading chunks by the chunk table, straight from the data files.
+"""Verified reads of chunks straight from the data files, with the help of the chunk table.
 
-1. `locate` says which chunks the boxes of a batch of tensors touch, where their elements go, and where they lie: in columns, a row per
-   chunk.
-2. They are sorted by file and offset, neighbours joined into `runs`, and these into tasks.
-3. Threads take tasks and `fetch` their bytes: of each run on a local disk one positional scatter read, on object stores one
-   ranged read; there more threads have larger runs, because a request costs milliseconds.
-4. Every chunk's crc32c is compared with the table's before it counts as read; what did not go straight to its
-   destination is then copied to each box that wants it, by bands: as many chunks at once as one copy can move.
+1. `locate` finds the chunks that the boxes of a batch of tensors touch, where their elements go, and where the chunks lie, in columns
+   with a row per chunk.
+2. The chunks are sorted by file and offset, adjacent ones are joined into `runs`, and runs into tasks.
+3. Threads take tasks and `fetch` their bytes: one positional scatter read per run on a local disk, one ranged read per run on object
+   stores. There more threads with larger runs are used, because a request costs milliseconds.
+4. Every chunk's crc32c is compared with the table's before the chunk counts as read. Chunks that were not read straight into their
+   destination are then copied to each box that needs them, in bands: as many chunks as one copy can move.
 
-`open_reader` makes the reader of a committed attempt: by the one table of all chunks, or, where that cannot be read, by the hosts' own.
+`open_reader` makes the reader of a committed attempt. It uses the table of all hosts, or the hosts' own tables if that one is damaged.
 
-Every chunk is read once, however many boxes share it. Memory besides the destinations: on a local disk a scratch buffer
-of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run takes what it takes.
+Every chunk is read once, even if several boxes share it. Memory besides the destinations: on a local disk a scratch buffer
+of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run needs memory of its own size.
 """
 
 from __future__ import annotations
@@ -50,35 +50,35 @@ if TYPE_CHECKING:
 
 
 LOCAL_RUN = (4 << 20, 8 << 20)
-"""Least and most bytes to which adjacent chunks are joined on a local disk, by memory and threads."""
+"""Least and most bytes of a run of adjacent chunks on a local disk; the value depends on memory and threads."""
 LOCAL_CHUNKS = 1 << 10
-"""Chunks that a run has there, at the most."""
+"""Most chunks of a run on a local disk."""
 TASK_RUNS = 64
-"""Runs of a task on a local disk, at most: a file is opened once for all of them."""
+"""Most runs of a task on a local disk; the file is opened once for all of them."""
 OBJECT_THREADS = 16
-"""Requests at a time on an object store, at most; a single one is a small part of what a host can receive."""
+"""Most requests at a time on an object store; a single stream uses a small part of a host's bandwidth."""
 OBJECT_MEMORY = 384 << 20
-"""Bytes for what is under way on an object store: by default 12 requests."""
+"""Bytes in flight on an object store; by default enough for 12 requests."""
 OBJECT_COPIES = 3
-"""Times that a run's bytes are in memory: as they come in from the network, TensorStore's value, and ours."""
+"""Copies of a run's bytes in memory: the network buffer, TensorStore's value, and ours."""
 OBJECT_RUN = (10 << 20, 16 << 20)
-"""Least and most bytes to which adjacent chunks are joined there, by memory and threads; of whole chunks, at least 8 MiB."""
+"""Least and most bytes of a run on an object store, by memory and threads; a run of complete chunks then has at least 8 MiB."""
 OBJECT_GAP = 64 << 10
-"""Bytes between two chunks that are rather read than asked around."""
+"""Most bytes between two chunks that are read along instead of starting another request."""
 
 
 @dataclass(slots=True)
 class ReadStats:
-    """What reading took so far: counted where it is done, asked for by users and tests."""
+    """Statistics of reading so far, for users and tests."""
 
     reads: int = 0
     """Read calls for chunks, or requests to an object store."""
     bytes_read: int = 0
     """Stored bytes of chunks that were read, checksums and small gaps included."""
     bytes_needed: int = 0
-    """Bytes of the boxes asked for, as they lie in memory."""
+    """Bytes of the requested boxes in memory."""
     index_reads: int = 0
-    """Reads of chunk tables, which say where the chunks are."""
+    """Reads of chunk tables."""
     index_bytes: int = 0
     """Bytes of chunk tables that were read."""
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
@@ -98,7 +98,7 @@ class ReadStats:
 
 
 def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[RunLimits, int]:
-    """How far a reader joins chunks into one read or request, and how many it makes at a time; for arguments see `ChunkReader`."""
+    """Limits for joining chunks into one read or request, and the number of reads at a time; for arguments see `ChunkReader`."""
     least, most = LOCAL_RUN if local else OBJECT_RUN
     if local:
         threads = threads or max(2, min(8, cores()))
@@ -126,12 +126,12 @@ class ChunkReader:
 
         Args:
             store: the attempt's place.
-            table: where the chunks are.
-            stats: where reads are counted; None: from zero.
+            table: the chunk table.
+            stats: counts the reads; None: a new one.
             compression: None or "zstd".
-            threads: how many read at once; by default as many as there are cores, from 2 to 8, and on object stores up to 16.
-            memory: bytes for what is under way; less of it means smaller reads, and fewer threads on object stores.
-            workers: the threads, if others read by the same ones: so many as `reading_limits` says. None: its own.
+            threads: number of concurrent reads; by default the number of cores, from 2 to 8, and on object stores up to 16.
+            memory: bytes in flight; less means smaller reads, and fewer threads on object stores.
+            workers: the threads, if other readers share them, as many as `reading_limits` says. None: its own.
         """
         self.stats = stats or ReadStats()
         self._store = store
@@ -140,7 +140,7 @@ class ChunkReader:
         self._finder = ChunkFinder(store, table, compression)
         self._fetch: Fetch
         self._limits, threads = reading_limits(local=store.location.local is not None, threads=threads, memory=memory)
-        # The same for all reads: they have scratch buffers, and fresh memory is slow.
+        # One pool for all reads, because its threads keep scratch buffers, and fresh memory is slow.
         self._workers = workers or Workers(threads, "shardckpt-read")
         if store.location.local is not None:
             of_thread = self._workers.local
@@ -152,20 +152,20 @@ class ChunkReader:
         """Fill every request's buffers.
 
         Raises:
-            MissingDataError: a chunk that is needed is not there.
-            CorruptionError: a chunk does not hold what was written; names tensor, index range and file.
+            MissingDataError: a needed chunk is not there.
+            CorruptionError: a chunk is damaged; the message names tensor, index range and file.
         """
         self._finder.prepare(requests)
         self.stats.count(needed=_needed(requests))
         self._read_all(self._finder.needed(requests))
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
-        """Plan to `read` several groups of requests, for all of them together, which costs less.
+        """Plan several calls of `read`, one per group of requests; planning them together costs less.
 
-        Buffers are looked at now, and written to when the call for their group is made. A chunk that two groups need is read for each.
+        Buffers are taken at planning, and filled when the group's call is made. A chunk that two groups need is read for each.
 
         Returns:
-            A call for each group; raises what `read` does.
+            A callable for each group; it raises what `read` raises.
         """
         requests = [request for group in groups for request in group]
         group_of = {id(request): i for i, group in enumerate(groups) for request in group}
@@ -187,7 +187,7 @@ class ChunkReader:
 
         Args:
             requests: tensors; `boxes` and `buffers` may be empty.
-            damaged: called with tensor name, index range, file and error for each chunk that is not as written.
+            damaged: called with tensor name, index range, file and error for each damaged or missing chunk.
         """
 
         def report(chunks: Located, row: int, error: ShardckptError) -> None:
@@ -202,7 +202,7 @@ class ChunkReader:
                         self._read_task(one)
                     except ShardckptError as e:
                         report(one.chunks, one.begin, e)
-            chunks, row = task.chunks, task.begin  # an object of its own is a task of its own
+            chunks, row = task.chunks, task.begin  # a chunk that is an object of its own is a task of its own
             if chunks.is_own_object(row) and self._store.is_longer(task.file, chunks.stop(row)):
                 report(
                     chunks,
@@ -220,15 +220,15 @@ class ChunkReader:
         """Read some chunks and compare them with the table.
 
         Args:
-            wanted: requests, of which boxes and buffers are not used, and positions of chunks in an array of each.
+            wanted: requests, whose boxes and buffers are not used, each with an array and positions of chunks in it.
 
         Raises:
-            MissingDataError, CorruptionError: one of them is not as it was written.
+            MissingDataError, CorruptionError: a chunk is missing or damaged.
         """
         self._read_all(self._finder.some(wanted))
 
     def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
-        """The data files that have more bytes than their chunks, between them or at the end. Nothing reads those."""
+        """The data files with more bytes than their chunks, between them or at the end. Readers never read those bytes."""
         for file, nbytes in self._finder.bytes_in_files().items():
             try:
                 if self._store.is_longer(file, nbytes):
@@ -238,21 +238,21 @@ class ChunkReader:
 
     @property
     def limits(self) -> RunLimits:
-        """How far chunks are joined into one read or request here."""
+        """Limits for joining chunks into one read or request."""
         return self._limits
 
     def whole_table(self) -> WholeTable:
-        """Where all chunks are; reads the whole table, 28 bytes per chunk."""
+        """The complete chunk table; reads 28 bytes per chunk."""
         return self._table.whole()
 
     def stored_chunk(self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int) -> bytes:
-        """A chunk's bytes as stored (checksum included), verified, for readers that decode by themselves.
+        """A chunk's stored bytes with the checksum, verified, for readers that decode chunks themselves.
 
         Args:
             name: the tensor, for messages.
-            dtype: of what is stored.
+            dtype: the stored dtype.
             piece: the array.
-            position: which chunk, in grid order.
+            position: the chunk's position in grid order.
         """
         request = Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])
         self._finder.check_table(request)
@@ -263,22 +263,22 @@ class ChunkReader:
         return bytes(fetched.payloads[0]) + fetched.checksums().astype("<u4").tobytes()
 
     def _read_all(self, some: Iterable[Located]) -> None:
-        """Read chunks, verify them, and copy them where they are wanted."""
+        """Read chunks, verify them, and copy them to their destinations."""
         for chunks in some:
             self._refuse_impossible(chunks)
             self._each(chunks, self._read_task)
 
     def _refuse_impossible(self, chunks: Located) -> None:
-        """FormatError for a length that a chunk cannot have, before memory is taken for it."""
+        """Raise FormatError for an impossible chunk length, before memory is allocated for it."""
         for row in self._finder.impossible(chunks)[:1].tolist():
             raise self._finder.refusal(chunks, row)
 
     def _each(self, chunks: Located, work: Callable[[ReadTask], None]) -> None:
-        """Do `work` on all chunks, some of a file at a time, in several threads; the first error stops the rest."""
+        """Call `work` for all chunks, several chunks of a file at a time, on several threads; the first error stops the others."""
         self._workers.do(work, tasks(chunks, self._limits))
 
     def _read_task(self, task: ReadTask) -> None:
-        """Read chunks of one file, verify each and copy it where it is wanted."""
+        """Read chunks of one file, verify each and copy it to its destinations."""
         fetched = self._verified(task)
         for band, places in fetched.bands:
             if not places:
@@ -291,10 +291,10 @@ class ChunkReader:
                 raw = decompress(np.asarray(fetched.payloads[row - task.begin]), part.chunk_bytes, where)
                 alone = Band(task.chunks, row, row + 1)
                 alone.scatter(raw[np.newaxis], places_of([alone])[0])
-                del raw  # before the next is unpacked: one at a time is what a reader's memory is for
+                del raw  # before the next is decompressed: the reader's memory has room for one at a time
 
     def _verified(self, task: ReadTask) -> FetchedChunks:
-        """Read chunks of one file; each is compared with the table and with its own checksum before any is handed out."""
+        """Read chunks of one file; each is compared with the table and with its own checksum before any is returned."""
         fetched = self._fetch(task)
         chunks = task.chunks
         self.stats.count(reads=len(task.runs), read=task.nbytes)
@@ -312,24 +312,24 @@ class ChunkReader:
 
 
 def _needed(requests: Sequence[Request]) -> int:
-    """Bytes that go to the buffers."""
+    """Bytes of the requests' boxes in memory."""
     return sum(int(r.boxes.sizes().sum()) * r.dtype.itemsize for r in requests)
 
 
 def open_reader(
     place: Store, record: CheckpointRecord, *, threads: int | None = None, memory: int = OBJECT_MEMORY
 ) -> ChunkReader | BasedReader:
-    """Reads the chunks of a checkpoint, of its attempt and of its bases.
+    """Open a reader for the chunks of a checkpoint's attempt and its bases.
 
     Args:
         place: the attempt.
-        record: of the checkpoint.
+        record: the checkpoint's commit record.
         threads: as for `ChunkReader`.
-        memory: as for `ChunkReader`; on a local disk, what threads that are given unpack is within it, too.
+        memory: as for `ChunkReader`; on a local disk with a given number of threads it includes the chunks that they decompress.
     """
     stats = ReadStats()
     _, most = reading_limits(local=place.location.local is not None, threads=threads, memory=memory)
-    workers = Workers(most, "shardckpt-read")  # of all bases together, however many: they have scratch buffers
+    workers = Workers(most, "shardckpt-read")  # one pool for all bases, because its threads keep scratch buffers
 
     def of_one(place: Store, record: CheckpointRecord) -> ChunkReader:
         lookup, left = _lookup(place, record, stats), memory_of_runs(place.location, record, threads, memory)
@@ -339,14 +339,14 @@ def open_reader(
 
 
 def memory_of_runs(location: Location, record: CheckpointRecord, threads: int | None, memory: int) -> int:
-    """What of a reader's memory is left for what is read at once: on a local disk a thread unpacks a chunk beside it."""
+    """A reader's memory that is left for runs: on a local disk each thread also decompresses a chunk beside its run."""
     if threads is None or record.compression is None or location.local is None:
         return memory
     return memory - threads * largest_chunk(record.structure.tensors.values())
 
 
 def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
-    """The one table of all; where that is damaged or missing, each host's own, and the committer's of small tensors."""
+    """The table of all hosts; if it is damaged or missing, each host's own table and the committer's table of small tensors."""
     of_hosts = partial(_read_host_tables, place, record, stats)
     if record.table is None:
         return of_hosts()
@@ -359,7 +359,7 @@ def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
 
 
 def _read_host_tables(place: Store, record: CheckpointRecord, stats: ReadStats) -> WholeTable:
-    """The chunks of all hosts, from each host's own table, and the committer's of small tensors."""
+    """The chunks of all hosts, from each host's own table and the committer's table of small tensors."""
     references = [host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)]
     if record.small_table is not None:
         references.append(record.small_table)

@@ -1,14 +1,14 @@
 """Restoring: from stored chunks to the leaves of a state, whatever layout they were saved in.
 
-1. Lay `like` beside the stored tree and check everything: names, kinds, shapes, dtypes (`state.match`, `restore_jobs`). No chunk has
+1. Match `like` with the stored tree and check everything: names, kinds, shapes, dtypes (`state.match`, `restore_jobs`). No chunk has
    been read yet.
-2. Each leaf says which distinct boxes of its tensor this process needs, and lends memory to read into, or asks for staging
+2. Each leaf says which distinct boxes of its tensor this process needs. It provides memory to read into, or asks for staging
    buffers (`frameworks.target`).
 3. Batch after batch within the memory limit: read the chunks that the boxes touch, each once, straight into place
-   or into staging (`Checkpoint.reader`). While one batch is being placed on the devices the next one may be read (`read_ahead`).
+   or into staging (`Checkpoint.reader`). While one batch is placed on the devices the next one may be read (`read_ahead`).
 4. Rebuild `like`'s containers around the leaves.
 
-Only a restore that is `cooperative` asks other processes anything: what they need alike is then read together.
+Only a `cooperative` restore communicates with other processes: reads that several of them need are then shared.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardckpt")
 LARGEST_BATCH = 256 << 20
-"""Bytes read in one go where no staging limits it; smaller batches tell less adjacent chunks apart."""
+"""Most bytes of a batch without staging; smaller batches join fewer adjacent chunks."""
 STAGED_BATCH = 64 << 20
-"""Bytes staged for one batch that is read from files. Two such buffers go round and stay warm, where larger ones are fresh memory for
-most of a state; from an object store many requests at a time matter more."""
+"""Bytes of staging for one batch that is read from files. Two such buffers are reused and stay warm, where larger ones would be fresh
+memory for most of a state. From an object store many requests at a time matter more."""
 
 
 @out_of_memory_is_typed
@@ -74,42 +74,42 @@ def restore(
     """Restore a state, or a part of one.
 
     Args:
-        source: where the checkpoint is, or an open one.
-        like: says where things go. CPU `torch.Tensor`s, Parameters and ndarrays are filled in place and returned as
+        source: location of the checkpoint, or an open one.
+        like: the destinations. CPU `torch.Tensor`s, Parameters and ndarrays are filled in place and returned as
             the same objects; meta tensors give new CPU tensors; torch_xla leaves (even lazy ones), JAX arrays, `jax.ShapeDtypeStruct`s
             and `shardckpt.Target`s give new device tensors with that sharding, built from this process's shards alone.
-            None: everything, as numpy arrays in plain containers. A `train_state` puts it all back into its objects.
+            None: everything, as numpy arrays in plain containers. A `train_state` puts all values back into its objects.
         only: patterns of names (`"model/**"`), or a function of a name; all other leaves keep what `like` holds.
-        strict: names that are missing from the checkpoint, or that it has and `like` has not, are an error. False: they are skipped,
-            and one warning in the log says which.
+        strict: whether names that only the checkpoint or only `like` has are an error. False: they are skipped,
+            and one warning in the log lists them.
         cast: allow stored tensors to be converted to the dtype of their leaf, as `numpy.astype` does: rounded to the nearest,
-            and integers wrap. What has no conversion, and complex to real, is refused.
-        memory_limit: bytes of host staging. One tensor's shards of this process are the least it takes.
-        cooperative: have processes that need the same read a part each and send it to the others, so that the storage serves
+            and integers wrap. Dtypes without a conversion, and complex to real, are refused.
+        memory_limit: bytes of host staging. It must be at least this process's shards of one tensor.
+        cooperative: have processes that need the same data read a part each and send it to the others, so that the storage serves
             every byte once. All processes of the job then call this together, with the same options, and wait for each other.
             True: wherever several need the same; "auto": where it is faster by `Bandwidths`, and never from a path; a
-            `Bandwidths`: where it is faster by these. False: each reads by itself and waits for nobody.
-        coordinator: says which process this is, for what is `PerProcess` in `like`, and connects it with the others for
-            `cooperative`; by default found out.
-        progress: called with bytes of tensors that are restored so far, and in all, by this process.
+            `Bandwidths`: where it is faster by these. False: each process reads alone and waits for no other.
+        coordinator: says which process this is, for `PerProcess` values in `like`, and connects it with the others for
+            `cooperative`; by default detected.
+        progress: called with bytes of tensors restored so far, and in all, by this process.
 
     Returns:
-        `like`'s containers with the restored leaves; containers of the stored tree where `like` is None.
+        `like`'s containers with the restored leaves; the stored tree's containers if `like` is None.
 
     Raises:
         NotFoundError: no committed checkpoint there.
         MismatchError: names, structure, shape or dtype differ from `like`; nothing was read.
         LeafError, ShardingError: a leaf that cannot be restored into, by name; nothing was read.
-        OptionError: an option that cannot be.
+        OptionError: an invalid option.
         ReplacedError: the checkpoint was replaced or deleted while it was being read.
         CorruptionError: stored bytes are damaged or missing; leaves that are filled in place are then undefined. A base that is gone,
             or was replaced, is a MissingDataError before anything is read.
         StorageError: the storage failed, or Python is ending and starts no threads to read with.
-        CoordinationError: `cooperative`, and another process does not answer, or failed in a way of its own. What one process
-            cannot read is raised on all that read together with it.
+        CoordinationError: with `cooperative`, another process does not answer, or failed for a reason of its own. If one process
+            cannot read, all processes that share its reads raise the error.
     """
     if coordinator is not None:
-        check_coordinator(coordinator)  # before the meeting, for without one nobody can be told
+        check_coordinator(coordinator)  # before the meeting: without a coordinator no other process can learn of the error
     place = source.location if isinstance(source, Checkpoint) else source
     meeting = None if cooperative is False else Meeting(cooperative, coordinator)
     with meeting or nullcontext(), reading_takes_threads(place):
@@ -137,17 +137,17 @@ def _restore_tree(
     cast: bool,
     coordinator: Coordinator | None,
 ) -> Any:
-    """`restore`, of an open checkpoint.
+    """Restore from an open checkpoint.
 
     Args:
-        checkpoint: where from.
-        tree: its state, in the form that `like` has.
-        like: see there, as all that follows.
-        run: reads and places what jobs say (`_read_all`).
-        only: see there.
-        strict: see there.
-        cast: see there.
-        coordinator: see there.
+        checkpoint: the source.
+        tree: its state's tree, in the form that `like` has.
+        like: see `restore`.
+        run: reads and places jobs (`_read_all`).
+        only: see `restore`.
+        strict: see `restore`.
+        cast: see `restore`.
+        coordinator: see `restore`.
     """
     wanted = selector(only)
     if only is not None and not any(map(wanted, [*checkpoint.names(), *leaf_names(checkpoint.parsed_tree)])):
@@ -177,21 +177,21 @@ def _restore_tree(
 
 
 def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]]) -> None:
-    """Read tensors, or boxes of them, into places that somebody has chosen, without a `like`.
+    """Read tensors, or boxes of them, into given places, without a `like`.
 
     Args:
-        checkpoint: where from.
-        places: stored name → (name for messages, sink) of every place that the tensor goes to. Tie keys tell them apart.
+        checkpoint: the source.
+        places: stored name → (name for messages, sink) of every destination of the tensor. Destinations differ in their tie keys.
 
     Raises:
-        MismatchError: a sink's shape or dtype is not the tensor's, or two different ones share memory; nothing was read.
+        MismatchError: a sink has another shape or dtype than its tensor, or two different sinks share memory; nothing was read.
         ReplacedError, CorruptionError: as in `restore`.
     """
     _read_all(checkpoint, restore_jobs(checkpoint, places.items(), cast=False), DEFAULT_MEMORY_LIMIT, in_place=True)
 
 
 def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
-    """Of each value that processes own by themselves, all, in the order of the processes."""
+    """All values of each per-process name, in the order of the processes."""
     if not names:
         return {}
     stored = [checkpoint.process_values(process) for process in range(checkpoint.record.processes)]
@@ -199,7 +199,7 @@ def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, objec
 
 
 def chosen_values(checkpoint: Checkpoint, wanted: Mapping[str, PerProcess], coordinator: Coordinator | None) -> dict[str, object]:
-    """Of each value that processes own by themselves, the one for this process."""
+    """This process's value for each per-process name."""
     if not wanted:
         return {}
     world = (Coordinator.current() if coordinator is None else coordinator).world
@@ -232,15 +232,15 @@ def _read_all(
     meeting: Meeting | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, object]:
-    """Read and place everything, with others or alone; the restored leaves by name.
+    """Read and place everything, together with other processes or alone; return the restored leaves by name.
 
     Args:
-        checkpoint: where from.
-        jobs: what.
+        checkpoint: the source.
+        jobs: the tensors and their destinations.
         limit: bytes of host staging.
-        in_place: whether memory that is filled is the caller's.
-        meeting: where it is agreed on what is read together with other processes; None: nothing is.
-        progress: told how many bytes are placed, and how many there are.
+        in_place: whether the filled memory belongs to the caller.
+        meeting: where processes agree on reads to share; None: none are shared.
+        progress: called with bytes placed so far and in all.
     """
     done, total = 0, sum(job.nbytes for job in jobs)
 
@@ -274,19 +274,19 @@ def _read_and_place(
     in_place: bool,
     placed: Callable[[int], None],
 ) -> dict[str, object]:
-    """Read and place some tensors; the restored leaves by name.
+    """Read and place some tensors; return the restored leaves by name.
 
     Args:
-        jobs: what.
-        pool: lends the buffers.
+        jobs: the tensors and their destinations.
+        pool: leases the buffers.
         fetch: fills the buffers of a batch.
-        staged: bytes of staging for one batch, where one tensor does not take more.
-        in_place: whether memory that is filled is the caller's, who is told so if that fails.
-        placed: told how many bytes are placed, after each batch.
+        staged: bytes of staging for one batch, unless one tensor needs more.
+        in_place: whether the filled memory belongs to the caller; an error message then says that it is undefined.
+        placed: called with the bytes placed, after each batch.
     """
     restored: dict[str, object] = {}
     arena = Arena()
-    # Tensors that are read together: at most half of the limit each, one batch being placed and one read.
+    # Batches have at most half of the limit each: one batch is placed while the next one is read.
     limits = (pool.limit // 2, LARGEST_BATCH, staged)
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits))
 

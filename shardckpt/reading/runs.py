@@ -1,16 +1,16 @@
-"""Runs of adjacent chunks that are read with one request, and bands of them that are moved with one copy.
+"""Runs of adjacent chunks that are read with one request, and bands of chunks that are moved with one copy.
 
-A read call costs microseconds on a local disk and a request of milliseconds on an object store, so chunks that lie
-side by side in a data file are read as one *run*. Where a request is dear, small gaps between them are read along. Runs of one file
-that a thread reads one after another are a *task*: what Python does for them is done for all of them at once.
+A read call costs microseconds on a local disk, and a request milliseconds on an object store. So chunks that are
+adjacent in a data file are read as one *run*. If requests are expensive, small gaps between chunks are read along. Consecutive runs of
+one file that one thread reads are a *task*; the Python code runs once for all of them.
 
-Chunks of one array that lie one after another in a file, and go one after another to the same boxes, are a *band*: in the file
-their elements are an array [chunks, *chunk shape], and in memory they are a box that is as many times as long in one dimension.
-One copy moves all of them, with no Python for each.
+Chunks of one array that are adjacent in a file, and go one after another to the same boxes, are a *band*. In the file
+their elements are an array [chunks, *chunk shape]. In memory they are a box that is as many times longer in one dimension.
+One copy moves all of them, without Python code for each.
 
-A chunk continues a band if it is the next in the grid, of as many bytes, and for each box the same part of it goes on in the box:
-nowhere back, as it would where a row of the grid ends. Then it lies beside the one before it along the grid's last dimension
-with more than one chunk. A box that reaches into both, and wants the same of both, wants all of either along that dimension.
+A chunk continues a band if it is the next one in the grid, has as many bytes, and for each box the same part of it continues in the
+box. That part must not step back, as it does at the end of a row of the grid. Then it lies beside the chunk before it along the last
+grid dimension with more than one chunk. A box that overlaps both chunks in the same part covers all of both along that dimension.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     Array = NDArray[np.generic]
     Ints = NDArray[np.int64]
     Place = tuple[Array, Index, int]
-    """Where elements of a band go: the place of all of them, which elements of each chunk, and along which dimension chunks follow."""
+    """Destination of elements of a band: memory for all of them, their index in each chunk, and the dimension along which chunks follow."""
 
 
 def continues(chunks: Located) -> NDArray[np.bool_]:
-    """(n,) whether each chunk continues the band of the one before it; chunks are in order of their place."""
+    """(n,) whether each chunk continues the band of the chunk before it; chunks are in order of their place."""
     wanted, targets = chunks.wanted, chunks.wanted.targets
     found = np.zeros(len(chunks), bool)
     found[1:] = (
@@ -50,7 +50,7 @@ def continues(chunks: Located) -> NDArray[np.bool_]:
         & (chunks.length[1:] == chunks.length[:-1])
         & (targets.count[1:] == targets.count[:-1])
     )
-    # Pairs lie in the order of their chunks, so the same of the chunk before is as many back as a chunk has.
+    # Pairs are in the order of their chunks, so the matching pair of the chunk before is `count` rows back.
     of = np.repeat(np.arange(len(chunks)), targets.count)
     pair = np.flatnonzero(found[of])
     before = pair - targets.count[of[pair]]
@@ -66,19 +66,19 @@ def continues(chunks: Located) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A band of chunks: the rows from `begin` to before `end`."""
+    """A band of chunks: rows `begin` to `end` (exclusive)."""
 
     chunks: Located
-    """In order of their place."""
+    """Chunks in order of their place."""
     begin: int
     end: int
 
     def destination(self, places: Sequence[Place], nbytes: int) -> memoryview | None:
-        """The place as bytes, if there is one only, of all elements, side by side and as they are.
+        """The destination as bytes, if it is the only one and takes all elements contiguously and unconverted; otherwise None.
 
         Args:
-            places: of the band.
-            nbytes: of a chunk.
+            places: destinations of the band.
+            nbytes: bytes of a chunk's elements.
         """
         if len(places) != 1 or self.chunks.wanted.part_of(self.begin).request.convert_from is not None:
             return None
@@ -90,36 +90,36 @@ class Band:
         return place.reshape(-1).view(np.uint8).data
 
     def scatter(self, raw: NDArray[np.uint8], places: Sequence[Place]) -> None:
-        """Copy the elements to where they go.
+        """Copy the elements to their destinations.
 
         Args:
-            raw: (chunks, bytes) of each chunk, side by side.
-            places: of the band.
+            raw: (chunks, bytes) elements of each chunk.
+            places: destinations of the band.
         """
         part = self.chunks.wanted.part_of(self.begin)
         request, shape, n = part.request, part.piece.chunks, len(raw)
         elements = raw.view(request.convert_from or request.dtype).reshape(n, *shape)
-        # What is too large for another dtype becomes infinite there, and NaN as an integer anything: asked for, so no warning.
+        # An overflow becomes infinite, and NaN any integer: the user asked for the conversion, so there is no warning.
         with np.errstate(all="ignore") if request.convert_from is not None else nullcontext():
             for place, in_chunk, along in places:
-                # Cut along the step, the place has the chunks as a dimension before that one.
+                # Split the dimension along which chunks follow into chunks and elements.
                 cut = place.reshape(*place.shape[:along], n, -1, *place.shape[along + 1 :]) if n > 1 else place[np.newaxis]
                 axes = (*range(1, along + 1), 0, *range(along + 1, cut.ndim))
                 np.copyto(cut, elements[:, *in_chunk].transpose(axes), casting="unsafe")
 
 
 def places_of(bands: Sequence[Band]) -> list[list[Place]]:
-    """Per band where its elements go, for every box that wants some of them.
+    """For each band the destinations of its elements, one for every box that needs some of them.
 
     Args:
-        bands: of the same chunks, one after another.
+        bands: consecutive bands of the same chunks.
     """
     wanted, begin, end = bands[0].chunks.wanted, bands[0].begin, bands[-1].end
     targets = wanted.targets
     count = targets.count[begin:end].tolist()
     row = int(targets.first[begin])
     pairs = slice(row, row + sum(count))
-    # As Python's numbers, all at once: taken from arrays one by one they cost more than all that is done with them.
+    # Convert all columns to Python numbers at once; single array accesses would cost more than the rest of the function.
     box, *sides = (
         column[pairs].tolist()
         for column in (targets.box, targets.in_box.start, targets.in_box.stop, targets.in_chunk.start, targets.in_chunk.stop)
@@ -145,34 +145,34 @@ def places_of(bands: Sequence[Band]) -> list[list[Place]]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Chunks in order of their place, none beginning before the one before has ended: rows `begin` to before `end`."""
+    """Non-overlapping chunks in order of their place: rows `begin` to `end` (exclusive)."""
 
     begin: int
     end: int
     start: int
-    """First byte, in the file."""
+    """Offset of the first byte in the file."""
     stop: int
     """One past the last byte."""
     bands: Sequence[Band]
-    """All of its chunks, by what one copy moves."""
+    """All of its chunks, grouped into bands."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read, gaps among them."""
+        """Bytes that are read, including gaps."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """Runs of one file that follow each other in it, and in the rows of their chunks."""
+    """Consecutive runs of one file, which are also consecutive in the rows of their chunks."""
 
     chunks: Located
-    """Among others; in order of their place."""
+    """Chunks of this task and of others, in order of their place."""
     runs: Sequence[ChunkRun]
 
     @property
     def file(self) -> str:
-        """The file that they lie in."""
+        """The file of the runs."""
         return self.chunks.file_of(self.begin)
 
     @property
@@ -191,7 +191,7 @@ class ReadTask:
         return sum(run.nbytes for run in self.runs)
 
     def alone(self) -> Iterator[ReadTask]:
-        """Each of its chunks as a task of its own."""
+        """Yield each of its chunks as a task of its own."""
         for row in range(self.begin, self.end):
             run = ChunkRun(row, row + 1, int(self.chunks.offset[row]), self.chunks.stop(row), [Band(self.chunks, row, row + 1)])
             yield ReadTask(self.chunks, [run])
@@ -199,25 +199,25 @@ class ReadTask:
 
 @dataclass(frozen=True, slots=True)
 class RunLimits:
-    """How far chunks are joined."""
+    """Limits for joining chunks into runs, and runs into tasks."""
 
     nbytes: int
-    """Bytes of a run, unless a single chunk is larger."""
+    """Most bytes of a run, unless a single chunk is larger."""
     gap: int
-    """Bytes between two chunks that are read although nobody wants them."""
+    """Most unneeded bytes between two chunks that are read along."""
     chunks: int
-    """Chunks of a run."""
+    """Most chunks of a run."""
     runs: int = 1
-    """Runs of a task, which together have no more bytes than one may."""
+    """Most runs of a task, which together have at most `nbytes` bytes."""
 
 
 def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iterator[ReadTask]:
-    """All chunks in order of their place, neighbours together; if they are in groups, one group after the other, each by itself.
+    """Make tasks of all chunks in order of their place, with neighbours joined; groups come one after the other and are not mixed.
 
     Args:
         chunks: in any order.
-        limits: how far they are joined.
-        group: (n,) number of the group that each belongs to.
+        limits: limits for joining.
+        group: (n,) number of each chunk's group.
     """
     order, begins = join(chunks.file, chunks.offset, chunks.length, limits, group)
     if (order[1:] < order[:-1]).any():
@@ -246,17 +246,17 @@ def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iter
 
 
 def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits, group: Ints | None = None) -> tuple[Ints, Ints]:
-    """Join chunks to runs.
+    """Join chunks into runs.
 
     Args:
-        file: (n,) number of each chunk's file; `OWN_OBJECT` is another one for each.
+        file: (n,) number of each chunk's file; each `OWN_OBJECT` is a file of its own.
         offset: (n,) first byte.
         length: (n,) bytes.
-        limits: how far chunks are joined.
-        group: (n,) number of the group that each belongs to; only those of one are joined, and the first group's come first.
+        limits: limits for joining.
+        group: (n,) number of each chunk's group; only chunks of one group are joined, and lower groups come first.
 
     Returns:
-        (n,) the chunks in order of group and place, and (runs,) where in that order each run begins.
+        (n,) the chunks in order of group and place, and (runs,) the position in that order at which each run begins.
     """
     order = np.lexsort((offset, file) if group is None else (offset, file, group))
     file, offset, stop = file[order], offset[order], (offset + length)[order]
@@ -271,7 +271,7 @@ def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits, group: Ints 
     for begin, after in zip(first[long].tolist(), last[long].tolist(), strict=True):
         at = begin
         while True:
-            # Within such a stretch chunks follow each other, so where a run ends is a matter of its own length.
+            # Chunks of such a stretch are adjacent, so the end of a run depends only on its own length.
             end = int(np.searchsorted(stop[at:after], offset[at] + limits.nbytes, side="right")) + at
             at = min(max(end, at + 1), at + limits.chunks)
             if at == after:
@@ -281,7 +281,7 @@ def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits, group: Ints 
 
 
 def count_runs(file: Ints, offset: Ints, length: Ints, limits: RunLimits) -> tuple[int, int]:
-    """How many runs `join` makes of some chunks, and the bytes of all of them, gaps included; arguments as there."""
+    """The number of runs that `join` makes, and the bytes of all of them, including gaps; for arguments see `join`."""
     order, begins = join(file, offset, length, limits)
     if not len(begins):
         return 0, 0

@@ -1,12 +1,13 @@
-"""One process's part in reading what several processes need.
+"""One process's part in a shared read: data that several processes need is read once and exchanged.
 
-1. What is needed is read in rounds (`plan.shares`). Of each, every member reads its part into the places where it
-   belongs, packs it, and announces that it has.
-2. When all have, they send each other their parts (`interconnect`), and unpack the others'. Meanwhile the next round is read.
-3. Who fails announces what went wrong instead, and all raise it. Who dies is missed: its announcement by the coordinator's
-   timeout, its bytes by the interconnect.
+1. The needed data is read in rounds (`plan.shares`). In each round every member reads its part into its destinations,
+   packs it, and announces that it is ready.
+2. When all are ready, they send each other their parts (`interconnect`), and unpack the others' parts. Meanwhile the next round is
+   read.
+3. A member that fails announces its error instead, and all members raise it. The death of a member is detected: a missing
+   announcement by the coordinator's timeout, missing bytes by the interconnect.
 
-Memory: a round, besides the places themselves. What is sent and received has no dtype, so that every dtype may be.
+Memory: one round, besides the destinations. The exchanged bytes have no dtype, so every dtype works.
 """
 
 from __future__ import annotations
@@ -42,35 +43,35 @@ _log = logging.getLogger("shardckpt")
 
 
 def told(error: BaseException) -> dict[str, Any]:
-    """A failure, as other processes hear of it."""
+    """An error as a document for other processes."""
     return {"code": error.code if isinstance(error, ShardckptError) else None, "message": str(error) or type(error).__name__}
 
 
 @dataclass(slots=True)
 class SharedReading:
-    """One process's part in reading what a group of them needs."""
+    """One process's part in the shared read of a group."""
 
     checkpoint: Checkpoint
     coordinator: Coordinator
     interconnect: Interconnect
     members: tuple[int, ...]
     jobs: list[RestoreJob]
-    """In an order that all members have."""
+    """Jobs in an order that all members share."""
     key: str
-    """Of the group and this one restore."""
+    """Key of the group and this restore."""
     limit: int
-    """Bytes of a round."""
+    """Bytes per round."""
     _round: int = 0
-    """Rounds that this process has announced."""
+    """Number of rounds that this process has announced."""
     _memory: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
-    """What is sent and received, from round to round."""
+    """Buffer for sending and receiving, reused by each round."""
 
     def read(self, batch: Sequence[RestoreJob]) -> None:
-        """Fill the buffers of some tensors, which all members give in the same order. A collective of the members.
+        """Fill the buffers of some tensors, which all members pass in the same order. A collective of the members.
 
         Raises:
             CoordinationError: a member is gone.
-            ShardckptError: what this process's or another one's reading raised.
+            ShardckptError: the error of this process's or another member's read.
         """
         wanted = [SharedBoxes(job.tensor.pieces, job.landings[0].boxes, _itemsize(job)) for job in batch]
         me = self.members.index(self.coordinator.world.process)
@@ -92,14 +93,14 @@ class SharedReading:
                 shares = following
 
     def give_up(self, error: BaseException) -> None:
-        """Let the others know that this process comes to no further round."""
+        """Announce that this process takes part in no further round."""
         try:
             self._announce(told(error))
         except ShardckptError:
             _log.debug("%s: the job's store is gone, too", self.checkpoint.location)
 
     def _read(self, batch: Sequence[RestoreJob], regions: Sequence[Region]) -> None:
-        """Read this process's part of a round into the places where it belongs."""
+        """Read this process's part of a round into its destinations."""
         requests = []
         for i, some in groupby(regions, lambda region: region.tensor):
             mine = list(some)
@@ -115,7 +116,7 @@ class SharedReading:
             self.checkpoint.reader.read(requests)
 
     def _packed(self, batch: Sequence[RestoreJob], shares: Sequence[Sequence[Region]], me: int) -> list[_Packed]:
-        """Memory for all members' parts, with this one's in it."""
+        """Allocate memory for all members' parts, and pack this member's part."""
         views = [[_view(batch[region.tensor].landings[0], region) for region in share] for share in shares]
         sizes = [sum(round_up(view.nbytes) for view in some) for some in views]
         if self._memory.size < sum(sizes):
@@ -148,7 +149,7 @@ class _Packed:
 
     memory: NDArray[np.uint8]
     views: Sequence[Array]
-    """Where its elements belong, in the order in which they lie in the memory."""
+    """Destinations of its elements, in the order in which they lie in the memory."""
 
     def pack(self) -> None:
         for place, view in self._pairs():
@@ -166,7 +167,7 @@ class _Packed:
 
 
 def _view(landing: Landing, region: Region) -> Array:
-    """The memory of some elements."""
+    """The part of a landing's buffer for a region."""
     origin = landing.boxes[region.box].start
     inside: tuple[Any, ...] = tuple(slice(a - o, b - o) for a, b, o in zip(region.part.start, region.part.stop, origin, strict=True))
     view: Array = landing.buffers[region.box][(*inside, ...)]

@@ -1,20 +1,20 @@
-"""Looking up chunks in a chunk table of which only the blocks that are needed are read.
+"""Chunk lookup in a table of which only the needed blocks are read.
 
-1. The header is read once. It says how many chunks each array has; in the table of all hosts each array has all of its
-   grid, so a chunk's row is the array's first row and its position.
-2. Rows are read in *units*, which are whole blocks: one block on a local disk, and on object stores, where a request
-   costs milliseconds, so many as make 256 KiB. A table that is no larger than that is read at once, header and all.
-3. `prepare` takes the boxes of many tensors, and reads what is missing of their rows together: units side by side in one
-   request, several requests at a time. On object stores, who goes through the table call by call, as a restore with its batches does,
-   reads on beyond what a call asks for, twice as far each time: a request costs the time of about a megabyte.
-4. On object stores, where that would be many requests, it first looks at one unit, the one with most of the rows: in whose
-   data files are the chunks? That host's own table (`host_rows`) is read, and so on with what it does not have: with more hosts at a
-   time where it had much, and no further where some had little.
-5. Every block is compared with its digest in the header, and every row with the place where it stands.
-6. A table that is damaged is given up for what other tables say (`spare`), from then on.
+1. The header is read once. It has the number of chunks of each array. The table of all hosts has every chunk of every array's
+   grid, so a chunk's row number is the array's first row plus the chunk's position.
+2. Rows are read in *units* of complete blocks. A unit is one block on a local disk. On object stores, where a request costs
+   milliseconds, a unit is as many blocks as make 256 KiB. A table of at most that size is read at once with its header.
+3. `prepare` takes the boxes of many tensors and reads the missing rows of all of them together: adjacent units in one request,
+   several requests at a time. On object stores, a caller that goes through the table call by call, as a restore does with its
+   batches, gets read-ahead: each call reads twice as far as the call before, because a request costs the time of about a megabyte.
+4. On object stores, if many requests would be needed, it first reads the one unit that has most of the needed rows. The data
+   files in those rows show which host wrote them, and that host's own table (`host_rows`) is read. This repeats for the rows
+   that are still missing: with more hosts at a time if a host had many of them; it stops if hosts had few.
+5. Every block is compared with its digest in the header, and every row with its expected position.
+6. If the table is damaged, it is given up, and the other tables (`spare`) are used from then on.
 
-Units are kept until there are 32 MiB of others that were asked for later; what one call asks for stays, however much. Of hosts' tables
-another 32 MiB are kept.
+The most recently used units are kept, up to 32 MiB. All units of one call are kept, however large. Another 32 MiB are kept of
+hosts' tables.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ if TYPE_CHECKING:
 
 
 LEAST_REQUEST = 256 << 10
-"""Bytes that a request to an object store asks for: fewer take no less time."""
+"""Least bytes per request to an object store; a smaller request takes as long."""
 LARGEST_REQUEST = 4 << 20
-"""Bytes; more of them are several requests at a time."""
+"""Most bytes per request; a longer range is split into several requests that run at a time."""
 NEAR_BYTES = 1 << 20
-"""Of the table, that may lie between what one call reads and the next, for the second to follow on the first."""
+"""Most bytes of the table between the reads of two calls for the second call to count as a continuation of the first."""
 KEPT_BYTES = 32 << 20
-"""Bytes of rows that are kept for later."""
+"""Bytes of rows that are kept for later calls."""
 FEW_REQUESTS = 8
-"""Fewer are not worth asking hosts for their tables."""
+"""Number of requests below which it does not pay to read hosts' tables."""
 MOST_WASTED = 1 / 16
-"""Of what is left to read, so much may be spent on hosts that turn out to tell little."""
+"""Share of the remaining cost that may be wasted on hosts whose tables turn out to have few of the needed rows."""
 MOST_ROWS = 1 << 20
-"""Of one call, for which hosts are asked: each is looked at."""
+"""Most rows of one call for which hosts' tables are considered, because each row is examined."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A table's rows in its file."""
+    """A table whose rows are read from its file."""
 
     place: Store
     reference: TableReference
     header: TableHeader
     rows: int
-    """Rows of a unit."""
+    """Rows per unit."""
     begins: NDArray[np.int64]
     """First row of each array."""
     count: Callable[[int], object]
@@ -81,21 +81,21 @@ class _Source:
 
     @property
     def units(self) -> int:
-        """How many there are."""
+        """Number of units."""
         return -(-(self.reference.size - self.header.nbytes) // (self.rows * ROW.itemsize))
 
     def read(self, units: range) -> NDArray[np.void]:
-        """Read neighbours; their rows."""
+        """Read adjacent units and return their rows."""
         nbytes = self.rows * ROW.itemsize
         start = self.header.nbytes + units.start * nbytes
         stop = min(self.header.nbytes + units.stop * nbytes, self.reference.size)
         return self.parse(_read(self.place, self.reference.key, start, stop, self.count), units.start)
 
     def parse(self, data: bytes | memoryview, unit: int) -> NDArray[np.void]:
-        """The rows that `data` holds, from the beginning of a unit on, each of which is where it is to be."""
+        """Parse rows from the start of a unit on, and check that each row is at its expected position."""
         rows = self.header.read_rows(data, unit * self.rows // self.header.block, self.where)
         row = np.arange(unit * self.rows, unit * self.rows + len(rows))
-        # Of arrays without chunks, which begin where the next one does, the last that begins there counts.
+        # Arrays without chunks begin at the same row as the next array; side="right" selects the last array that begins there.
         position = row - self.begins[np.searchsorted(self.begins, row, side="right") - 1]
         if (rows["chunk"] != position.astype(np.uint64)).any():
             raise FormatError(f"{self.where}: the table of all chunks lacks some, or has them in another order.")
@@ -103,7 +103,7 @@ class _Source:
 
 
 class TableBlocks:
-    """The chunk table of all hosts, of which only that is read which is asked for."""
+    """The chunk table of all hosts, read block by block as needed."""
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class TableBlocks:
 
         Args:
             place: the attempt.
-            reference: to the table, in the commit record.
+            reference: refers to the table, from the commit record.
             count: called with the bytes of each read of a table.
-            spare: reads what other tables say, for when this one is found to be damaged; None: there are none.
-            hosts: their records, which refer to tables of their own.
+            spare: reads the other tables, for when this one is damaged; None: there are none.
+            hosts: references to the host records, which refer to the hosts' own tables.
 
         Raises:
-            FormatError: it is not the table that the record vouches for; MissingDataError, CorruptionError: it is gone, or too short.
+            FormatError: the file is not the table that the record refers to; MissingDataError, CorruptionError: it is gone, or too short.
         """
         where = place.path_of(reference.key)
         check_sizes(reference, where)
@@ -135,13 +135,13 @@ class TableBlocks:
         begins = np.cumsum(counts) - counts
         self._source = _Source(place, reference, header, header.block * blocks, begins, count)
         self._first = dict(zip(header.counts, begins.tolist(), strict=True))
-        # Chunks that are objects of their own do not say who wrote them.
+        # A chunk that is an object of its own does not show which host wrote it.
         self._hosts = None if local or not header.files or not hosts else HostRows(place, hosts, header, self._first, count)
-        """Rows that hosts' own tables have told; None where hosts are not asked."""
+        """Rows from hosts' own tables; None if hosts' tables are not used."""
         self._units: dict[int, NDArray[np.void]] = {}
-        """Those kept, by number, the ones asked for last at the end."""
+        """Kept units by number, the most recently used last."""
         self._last = range(-1, -1)
-        """The units that were read last, side by side."""
+        """The adjacent units that were read last."""
         self._instead: WholeTable | None = None
         self._spare = spare
         self._lock = Lock()
@@ -177,19 +177,19 @@ class TableBlocks:
         return self._instead.find(paths, array, chunks)
 
     def _rows(self, number: NDArray[np.int64]) -> NDArray[np.void] | None:
-        """The rows of those numbers; None where the table is damaged, and has been given up."""
+        """The rows with those numbers; None if the table is damaged and was given up."""
         unit, within = np.divmod(number, self._source.rows)
         units, nth = np.unique(unit, return_inverse=True)
         found = self._load(units.tolist())
         if found is None:
             return None
-        # Only the table's last unit may have fewer rows than the others, and it comes last.
+        # Only the table's last unit may be shorter than the others, and it comes last.
         read = found[0] if len(found) == 1 else np.concatenate([np.empty(0, ROW), *found])
         rows: NDArray[np.void] = read[nth * self._source.rows + within]
         return rows
 
     def _rows_with_hosts(self, number: NDArray[np.int64], hosts: HostRows) -> NDArray[np.void] | None:
-        """As `_rows`, but rows that hosts have told are not read."""
+        """Like `_rows`, but rows known from hosts' tables are not read."""
         rows, known = hosts.take(number)
         others = self._rows(number[~known])
         if others is None:
@@ -205,7 +205,7 @@ class TableBlocks:
         return self._instead
 
     def _units_of(self, piece: Piece, boxes: BoxArray) -> Iterable[int]:
-        """Units with the rows of the chunks that boxes touch; may name some of them more than once."""
+        """Units with the rows of the chunks that the boxes touch; a unit may occur more than once."""
         if not 0 < piece.num_chunks <= self._source.header.counts.get(piece.path, 0):
             return ()
         first = self._first[piece.path]
@@ -217,7 +217,7 @@ class TableBlocks:
         return units
 
     def _units_to_read(self, wanted: Iterable[tuple[Piece, BoxArray]]) -> list[int]:
-        """Units with the rows of all chunks that boxes touch, but for those that hosts have told."""
+        """Units with the rows of all chunks that the boxes touch, without rows that are known from hosts' tables."""
         if self._hosts is None:
             return sorted(set(chain.from_iterable(self._units_of(*some) for some in wanted)))
         counts = self._source.header.counts
@@ -232,7 +232,7 @@ class TableBlocks:
         return units
 
     def _ask_hosts(self, number: NDArray[np.int64], told: HostRows) -> list[int]:
-        """Read tables of hosts, as long as that pays; the units that are then left to read for those rows."""
+        """Read hosts' tables as long as that pays off; return the units that must still be read for the given rows."""
         wasted, several, wanted = 0.0, 1, number
         while True:
             number = number[~told.take(number)[1]]
@@ -251,17 +251,17 @@ class TableBlocks:
                 return units
             spent = told.read(hosts, costs / 2, wanted)
             new = int(told.take(number)[1].sum())
-            if spent * (len(number) - new) < costs * new:  # to hear of all others like this costs less than reading them
+            if spent * (len(number) - new) < costs * new:  # the remaining rows cost less from hosts at this rate than from units
                 several *= 4
             else:
                 wasted, several = wasted + spent + 1, 1
 
     def _spans(self, units: Sequence[int]) -> Iterable[range]:
-        """Units as what is read at a time."""
+        """Group units into the ranges that are read with one request each."""
         return _neighbours(units, max(1, LARGEST_REQUEST // (self._source.rows * ROW.itemsize)))
 
     def _load(self, units: Sequence[int]) -> list[NDArray[np.void]] | None:
-        """The rows of each of those units, which ascend; None where the table is damaged, and has been given up."""
+        """The rows of the given ascending units; None if the table is damaged and was given up."""
         with self._lock:
             if self._instead is not None:
                 return None
@@ -273,7 +273,7 @@ class TableBlocks:
                 except (CorruptionError, FormatError):
                     if ahead == spans:
                         raise
-                    self._read(spans)  # what is damaged may be what nobody has asked for
+                    self._read(spans)  # the damage may be in the read-ahead, which no caller needs
             except (CorruptionError, FormatError):
                 if self._spare is None:
                     raise
@@ -282,7 +282,7 @@ class TableBlocks:
                 return None
             found = []
             for unit in units:
-                self._units[unit] = self._units.pop(unit)  # asked for last
+                self._units[unit] = self._units.pop(unit)  # most recently used
                 found.append(self._units[unit])
             most = max(len(found), KEPT_BYTES // (self._source.rows * ROW.itemsize))
             for unit in list(islice(self._units, max(0, len(self._units) - most))):
@@ -290,7 +290,7 @@ class TableBlocks:
         return found
 
     def _read_on(self, spans: list[range]) -> list[range]:
-        """What to read for some spans: where they are one that follows on the one read last, twice as much as that at least."""
+        """The spans to read: a single span that continues the last read is extended to at least twice the length of that read."""
         unit = self._source.rows * ROW.itemsize
         if self._source.place.location.local is None and len(spans) == 1 and 0 <= spans[0].start - self._last.stop < NEAR_BYTES // unit:
             (span,) = spans
@@ -300,34 +300,34 @@ class TableBlocks:
         return spans
 
     def _read(self, spans: Sequence[range]) -> None:
-        """Read neighbours, and keep them."""
+        """Read spans of adjacent units, and keep them."""
         local = self._source.place.location.local is not None
         read = [self._source.read(span) for span in spans] if local else map_on_threads(self._source.read, spans)
         for span, rows in zip(spans, read, strict=True):
             self._keep(span, rows)
 
     def _keep(self, units: range, rows: NDArray[np.void]) -> None:
-        """Keep the rows of neighbours."""
+        """Keep the rows of adjacent units."""
         n = self._source.rows
         for i, unit in enumerate(units):
             self._units[unit] = rows[i * n : i * n + n].copy()
 
 
 def _read(place: Store, key: str, start: int, stop: int, count: Callable[[int], object]) -> bytes:
-    """A part of a file."""
+    """Read a part of a file."""
     data = place.read(key, start, stop)
     count(len(data))
     return data
 
 
 def _spread(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All numbers of ranges, one range after another."""
+    """All numbers in the ranges, one range after another."""
     sizes = stops - starts
     return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
 
 
 def _neighbours(units: Sequence[int], most: int) -> Iterable[range]:
-    """Ascending numbers as ranges, none longer than `most`."""
+    """Group ascending numbers into ranges of at most `most` numbers."""
     begin = 0
     for i in range(1, len(units) + 1):
         if i == len(units) or units[i] != units[i - 1] + 1 or i - begin == most:

@@ -1,10 +1,10 @@
-"""Is everything in a checkpoint as it was written?
+"""Verification that everything in a checkpoint is as it was written.
 
-1. The records, and all chunk tables, against what vouches for them; the table of all hosts against the hosts' own.
-2. Every chunk against the table; of a tensor that lies in a base, against the base's.
-3. What stock zarr readers go by against record and table.
+1. The records and all chunk tables are compared with the digests that refer to them, and the table of all hosts with the hosts' own.
+2. Every chunk is compared with the table; a chunk of a tensor in a base with the base's table.
+3. The metadata for stock zarr readers is compared with record and table.
 
-Nothing damaged stops it: all is reported.
+Damage does not stop the verification; all damage is reported.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ if TYPE_CHECKING:
 
 
 _MOST_TENSORS = 4096
-"""Tensors that are checked together, at most: what is kept for each is small, but of 100,000 it is not."""
+"""Most tensors that are checked together: the data kept for each is small, but for 100,000 tensors it is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something that is not as it was written."""
+    """A part of a checkpoint that is not as it was written."""
 
     tensor: str | None
-    """Name, or None where a metadata file is concerned."""
+    """Tensor name; None for a metadata file."""
     box: Box | None
-    """Index range of the tensor that is lost."""
+    """Index range of the damaged part of the tensor."""
     file: str
-    """Relative to the checkpoint; of a tensor in a base, the base's url or a file below it."""
+    """File relative to the checkpoint; for a tensor in a base, the base's url or a file below it."""
     reason: str
 
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `Checkpoint.verify` found."""
+    """Result of `Checkpoint.verify`."""
 
     chunks: int = 0
-    """Chunks compared with their checksums, those in bases too."""
+    """Number of chunks compared with their checksums, including those in bases."""
     bytes_read: int = 0
     damage: list[Damage] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it was written."""
+        """Whether there is no damage."""
         return not self.damage
 
 
@@ -76,7 +76,7 @@ def verify(store: Store, record: CheckpointRecord, progress: Callable[[int, int]
 
     Args:
         store: the checkpoint's place.
-        record: as it was when the checkpoint was opened.
+        record: its record at the time it was opened.
         progress: called with chunks checked so far and in all.
     """
     return _Verification(store, record, progress).run()
@@ -93,10 +93,10 @@ class _Verification:
         self.report = VerifyReport()
         self.lanes: list[str] = []
         self.versions: list[tuple[int, int]] = []
-        """Of the format, that the hosts' files name."""
+        """Format versions in the hosts' files."""
 
     def run(self) -> VerifyReport:
-        """Metadata first, then all chunks, then what other readers go by."""
+        """Check the metadata first, then all chunks, then the metadata for stock readers."""
         version = self._record()
         table = self._table()
         if version is not None and self.versions and version != max(self.versions):
@@ -119,14 +119,14 @@ class _Verification:
             self.progress(total, total)
         for file, error in reader.longer_files():
             self._damaged_file(file, error)
-        if complete:  # else every entry of an index would be news to an incomplete table
+        if complete:  # otherwise the table may be incomplete, and the index would seem to have extra entries
             self._index(table)
         return self.report
 
     def _record(self) -> tuple[int, int] | None:
-        """Compare the commit record as it is now with what was opened; the format version that it names.
+        """Compare the current commit record with the opened one; return its format version.
 
-        No digest covers the version, but the hosts' files are covered whole, and the newest of theirs is the record's.
+        No digest covers the version. But digests cover the hosts' files completely, and the newest version among them is the record's.
         """
         try:
             data = self.store.read(RECORD)
@@ -138,7 +138,7 @@ class _Verification:
             return None
 
     def _table(self) -> WholeTable:
-        """The chunk table of all hosts, compared with the hosts' own; where it cannot be read, theirs as one."""
+        """The chunk table of all hosts, compared with the hosts' own; the merged hosts' tables if it cannot be read."""
         own = self._host_tables()
         if self.record.table is None:
             return own
@@ -156,9 +156,9 @@ class _Verification:
         return WholeTable(table.files, arrays)
 
     def _host_tables(self) -> WholeTable:
-        """All hosts' chunk tables that can be read, and the committer's of small tensors, as one; damage to hosts' files is reported."""
+        """Merge all hosts' readable chunk tables and the committer's table of small tensors; damage to hosts' files is reported."""
         own = [] if self.record.small_table is None else [self.record.small_table]
-        others: dict[FileReference, None] = {}  # each once, though hosts that say the same share a file
+        others: dict[FileReference, None] = {}  # each once, because hosts with the same contents share a file
         for reference in self.record.hosts:
             with self._reporting(reference.key):
                 host = read_host_files(self.place, reference)
@@ -182,7 +182,7 @@ class _Verification:
         return WholeTable(merged.files, merged.arrays())
 
     def _index(self, table: WholeTable) -> None:
-        """Compare what stock zarr readers go by with the record and the table."""
+        """Compare the metadata for stock zarr readers with the record and the table."""
         structure = self.record.structure
         documents = partial(zarr_documents, structure, self.record.compression)
         pieces = {p.path: p for t in structure.tensors.values() if t.base is None for p in t.pieces}
@@ -192,14 +192,14 @@ class _Verification:
 
     @contextmanager
     def _reporting(self, file: str) -> Iterator[None]:
-        """Report what is raised inside as damage to a file, and go on."""
+        """Report an error inside as damage to a file, and continue."""
         try:
             yield
         except ShardckptError as e:
             self._damaged_file(file, e)
 
     def _in_bases(self, tensors: Sequence[TensorRecord]) -> None:
-        """Compare tensors with what is in their bases; of one that cannot be had at all, that is reported."""
+        """Compare tensors with their chunks in the bases; a tensor whose base cannot be read is reported."""
         reader = open_reader(self.place, self.record)
         for tensor in tensors:
             assert tensor.base is not None
@@ -225,12 +225,12 @@ class _Verification:
 
 
 def _requests(tensors: Sequence[TensorRecord]) -> list[Request]:
-    """All of those tensors, to be checked and not to be kept."""
+    """Requests for all of the tensors, without boxes and buffers, for checks only."""
     return [Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([], len(t.shape)), []) for t in tensors]
 
 
 def _groups(tensors: Sequence[TensorRecord], limit: int = 512 << 20) -> list[list[TensorRecord]]:
-    """Consecutive tensors whose bytes are about `limit` together: how often progress is told."""
+    """Group consecutive tensors into about `limit` bytes each; progress is reported once per group."""
     groups: list[list[TensorRecord]] = []
     size = limit
     for tensor in tensors:
@@ -245,7 +245,7 @@ def _groups(tensors: Sequence[TensorRecord], limit: int = 512 << 20) -> list[lis
 def _same_places(
     a: ArrayChunks, a_files: NDArray[np.object_], b: ArrayChunks, b_files: NDArray[np.object_], row: NDArray[np.int64]
 ) -> bool:
-    """Whether two tables have the same places for the chunks of `a`, which are those rows of `b`."""
+    """Whether two tables have the same places for the chunks of `a`, which are in the given rows of `b`."""
     same = (a.offset == b.offset[row]) & (a.length == b.length[row]) & (a.crc == b.crc[row])
     last = np.uint32(len(a_files) - 1), np.uint32(len(b_files) - 1)  # chunks that are objects of their own
     return bool(same.all() and (a_files[np.minimum(a.file, last[0])] == b_files[np.minimum(b.file[row], last[1])]).all())

@@ -1,11 +1,11 @@
-"""A zarr-python store over a checkpoint of either layout; it verifies each chunk before zarr sees it.
+"""A zarr-python store over a checkpoint of either layout; it verifies each chunk before zarr-python sees it.
 
-zarr-python reads through a `Store`: keys and bytes. `CheckpointStore` is one whose
+zarr-python reads keys and bytes through a `Store`. `CheckpointStore` differs from others:
 
-1. `zarr.json` documents are made from the commit record, never read from where the chunks are;
-2. chunks come from a `ChunkReader`: found by the chunk table, compared with its checksums;
-3. missing chunks are errors. A store that has no bytes for a key says None, and zarr-python then fills with zeros;
-   here None is the answer for keys that belong to no chunk, and for nothing else.
+1. `zarr.json` documents are made from the commit record, never read from the storage.
+2. Chunks come from a `ChunkReader`: found with the chunk table, compared with its checksums.
+3. Missing chunks are errors. A store returns None for a key without bytes, and zarr-python then fills with zeros.
+   This store returns None only for keys that belong to no chunk.
 
 Names become nested groups at their slashes. A tensor that is stored in pieces appears as the arrays of its pieces.
 """
@@ -48,7 +48,7 @@ class CheckpointStore(Store):
     supports_listing = True
 
     def __init__(self, record: CheckpointRecord, reader: ChunkReader | BasedReader) -> None:
-        """Show the checkpoint of that commit record; `reader` reads its chunks, wherever they lie."""
+        """Show the checkpoint of a commit record; `reader` reads its chunks, also those in bases."""
         super().__init__(read_only=True)
         self._record = record
         self._reader = reader
@@ -64,28 +64,28 @@ class CheckpointStore(Store):
                 self._children[parent].append(name)
 
     def with_read_only(self, read_only: bool = False) -> CheckpointStore:
-        """The store itself; OptionError where a writable one is asked for."""
+        """Return the store itself; OptionError if a writable one is requested."""
         if not read_only:
             self._check_writable()
         return self
 
     def __eq__(self, value: object) -> bool:
-        """Whether both show the same attempt of the same place; an attempt's name is never given twice."""
+        """Whether both show the same attempt of the same place; attempt names are never reused."""
         return isinstance(value, CheckpointStore) and (self._place, self._record.attempt) == (value._place, value._record.attempt)
 
-    __hash__ = None  # type: ignore[assignment]  # as zarr's own stores
+    __hash__ = None  # type: ignore[assignment]  # like zarr's own stores
 
     def __reduce__(self) -> tuple[Callable[..., CheckpointStore], tuple[Location, CheckpointRecord]]:
-        """Pickled as place and record; whoever unpickles it reads the chunk tables again."""
+        """Pickle place and record; the unpickled store reads the chunk tables again."""
         return _reopened, (self._place, self._record)
 
     def __repr__(self) -> str:
-        """The attempt's place."""
+        """Location of the attempt."""
         return f"<CheckpointStore {self._place}>"
 
     @property
     def _place(self) -> Location:
-        """Where the attempt is."""
+        """Location of the attempt."""
         return self._reader._store.location  # noqa: SLF001  (pickling and comparing are the only uses)
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class CheckpointStore(Store):
 
         Raises:
             MissingDataError: a chunk is gone.
-            CorruptionError: a chunk is not what was written; checked for parts of chunks too.
+            CorruptionError: a chunk is damaged; checked for parts of chunks too.
         """
         document = self._document(key)
         if document is not None:
@@ -111,15 +111,15 @@ class CheckpointStore(Store):
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """`get` for several keys and ranges."""
+        """Call `get` for several keys and ranges."""
         return list(await asyncio.gather(*(self.get(key, prototype, byte_range) for key, byte_range in key_ranges)))
 
     async def exists(self, key: str) -> bool:
-        """Whether the checkpoint has such a document or chunk; by its record, in which every chunk of a grid exists."""
+        """Whether the checkpoint has such a document or chunk, according to its record, in which every chunk of a grid exists."""
         return self._document(key) is not None or self._chunk(key) is not None
 
     async def getsize(self, key: str) -> int:
-        """Bytes of a document or chunk; a compressed chunk is read for it. FileNotFoundError where there is none."""
+        """Bytes of a document or chunk; a compressed chunk is read for that. FileNotFoundError if there is none."""
         found = self._chunk(key)
         compression = found and (self._record if found[0].base is None else found[0].base.base).compression
         if found is None or compression is not None:
@@ -176,12 +176,12 @@ class CheckpointStore(Store):
     # --- keys -------------------------------------------------------------------------------------------------------
 
     def _document(self, key: str) -> dict[str, Any] | None:
-        """The document of that key."""
+        """The document with that key, or None."""
         path, _, name = key.rpartition("/")
         return self._documents.get(path) if name == DOCUMENT else None
 
     def _array(self, path: str) -> tuple[TensorRecord, Piece, Sequence[str]] | None:
-        """The array that a path leads into, and what of the path remains. No array lies in another."""
+        """The array that a path leads into, and the rest of the path. Arrays are never nested."""
         parts = path.split("/")
         for end in range(1, len(parts) + 1):
             found = self._arrays.get("/".join(parts[:end]))
@@ -190,7 +190,7 @@ class CheckpointStore(Store):
         return None
 
     def _chunk(self, key: str) -> tuple[TensorRecord, Piece, int] | None:
-        """The chunk of that key: tensor, array, position in grid order."""
+        """The chunk with that key: tensor, array, position in grid order; None if there is none."""
         found = self._array(key)
         if found is None:
             return None
@@ -209,18 +209,18 @@ class CheckpointStore(Store):
         raise OptionError(f"{self._place}: a checkpoint is read-only; open it with mode='r', or copy what you want to change.")
 
     async def set(self, key: str, value: Buffer) -> None:
-        """Refused: OptionError."""
+        """Refuse: OptionError."""
         del key, value
         self._check_writable()
 
     async def delete(self, key: str) -> None:
-        """Refused: OptionError."""
+        """Refuse: OptionError."""
         del key
         self._check_writable()
 
 
 def _reopened(place: Location, record: CheckpointRecord) -> CheckpointStore:
-    """A store of the attempt at that place."""
+    """Open a store of the attempt at a place, after unpickling."""
     return CheckpointStore(record, open_reader(Place.open(place), record))
 
 
@@ -229,7 +229,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _index(parts: Sequence[str], grid: tuple[int, ...]) -> list[int] | None:
-    """The coordinates that `c/0/1` says, as zarr writes them and inside the grid; None where it says none."""
+    """The coordinates in `c/0/1`, in zarr's form and inside the grid; None if the parts are invalid."""
     if not parts or parts[0] != "c" or len(parts) != len(grid) + 1:
         return None
     index = [int(part) if part.isdecimal() and len(part) < 20 else -1 for part in parts[1:]]
@@ -238,7 +238,7 @@ def _index(parts: Sequence[str], grid: tuple[int, ...]) -> list[int] | None:
 
 
 def _part(data: bytes, wanted: ByteRequest | None) -> bytes:
-    """The part of an object that is asked for; what lies beyond its ends is left out."""
+    """The requested part of an object, cut off at the object's ends."""
     match wanted:
         case None:
             return data

@@ -1,13 +1,13 @@
-"""One process's part in one attempt at a checkpoint: what is done, in which order, and what is said of it.
+"""One process's part in one attempt at a checkpoint: its steps, their order, and the messages between processes.
 
-1. Take: flatten the state; every tensor leaf becomes a source that knows its shape, dtype, layout, which distinct boxes
-   this process holds, and which processes hold them too. Plan (`save_plan`) each tensor's chunks, and those that this
-   process writes. Take whatever is small. No process asks another one, and none asks the storage.
-2. Find what this process skips in the base (`skipping`). Write its chunks, in grid order, until all is durable; then the
-   chunk table and the host's record.
-3. Process 0 waits for the records of all hosts and commits. The others look, from time to time, whether it has.
+1. Take: flatten the state. Every tensor leaf becomes a source that knows its shape, dtype, layout, the distinct boxes
+   that this process holds, and the other processes that hold them. Plan (`save_plan`) each tensor's chunks, and the chunks that
+   this process writes. Copy everything that is small. No process communicates with another one or with the storage.
+2. Find the tensors that this process skips in the base (`skipping`). Write its chunks, in grid order, until all are durable;
+   then write the chunk table and the host's record.
+3. Process 0 waits for the records of all hosts and commits. The others check from time to time whether it has.
 
-The first is for the thread that saves. The others may be done by another thread, which needs nothing of the state.
+The first step runs on the thread that saves. The others may run on another thread, and need nothing of the state.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ if TYPE_CHECKING:
 COMMITTER = 0
 """The process that commits."""
 _FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
-"""Seconds between two looks for the committer's word; in between an eighth of the time waited."""
+"""Seconds between two checks for the committer's word: least and most. Between these limits an eighth of the time waited so far."""
 _STORAGE_LOOK = 10.0
-"""Seconds until the first look whether the storage shows what nobody has said; the next ones are as long again apart as all before."""
+"""Seconds until the first check whether the storage shows a commit without announcement; the time until each next check doubles."""
 _PLACEHOLDER = 4.0
-"""Seconds that a process waits for the committer's placeholder before it writes one itself; on an object store."""
+"""Seconds that a process waits for the committer's placeholder on an object store before it writes one itself."""
 _COMMITTING = 60.0
 """Seconds that the committer may take after the last host has finished."""
 _WORD, _FAILURE = "word", "failure"
-"""Kinds of announcements: the committer's word on an attempt (or that of a process that gave up waiting for it), and the failure of a
-process that could not write its share."""
+"""Kinds of announcements: the committer's word on an attempt (or the word of a process that gave up waiting for it), and the failure
+of a process that could not write its share."""
 _SAMPLED = 1024
-"""Elements of a large plain tensor by which processes that have different ones under one name are found."""
+"""Number of elements of a large plain tensor that are compared, to find processes with different tensors under one name."""
 _WORDS = 64
-"""Places for either; a job of any length keeps no more keys."""
+"""Number of keys per kind of announcement; a job of any length keeps no more keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,10 @@ class StateShare:
 
     plan: SavePlan
     sources: Mapping[str, Source]
-    """Its tensors but for those that it skips. Nothing of them has been taken yet but what is in `contents`."""
+    """Its tensors without the skipped ones. Only the parts in `contents` have been copied so far."""
     contents: Contents
     values: bytes | None
-    """The file of what this process owns by itself; None: nothing."""
+    """The file of the values that this process owns by itself; None: there are none."""
 
 
 class Attempt:
@@ -112,32 +112,32 @@ class Attempt:
         self.place = store.sub(self.name)
         self.prior: Prior | None = None
         self.bases: tuple[str, ...] = ()
-        """The checkpoints in which tensors lie that this process has skipped, once it has found them."""
+        """The checkpoints that hold the tensors that this process skips, once it has found them."""
         self._skipped: frozenset[str] = frozenset()
         self._nbytes = 0
-        """Bytes that this process writes."""
+        """Bytes that this process writes, before compression."""
         self._said: dict[FileReference, Contents] = {}
-        """This process's contents by the file that holds them, where it is the only process."""
+        """This process's contents by the file that holds them, if it is the only process."""
         self._wrote = False
-        """Whether anything of the attempt may be there."""
+        """Whether any file of the attempt may exist."""
         self._stopped = ""
-        """Why other processes are not waited for any more."""
+        """Why this process stops waiting for other processes; "": it does not."""
         self._vouches = False
-        """Whether this process's record may be there, by which others may commit the attempt."""
+        """Whether this process's record may exist, which lets other processes commit the attempt."""
         if is_ending():
             error = CommitError(
                 f"{store}: Python is ending and starts no threads any more, so nothing can be saved, and nothing was. "
                 f"Save before the program ends, not in a function that `atexit` calls."
             )
-            self.give_up(error)  # others who save do not wait for this process
+            self.give_up(error)  # so that other processes do not wait for this one
             raise error
 
     def take(self, state: Any, plan: Callable[[Mapping[str, Source], SaveOptions, World], SavePlan] = plan_save) -> StateShare:
-        """Take this process's share of a state: everything but the elements of large tensors, when this returns.
+        """Take this process's share of a state. When this returns, everything is copied except the elements of large tensors.
 
         Args:
             state: as in `shardckpt.save`.
-            plan: plans it, or remembers having done so.
+            plan: makes the plan, or returns it from a cache.
         """
         flat = flatten(plain_state(state), frameworks.is_tensor, frameworks.identity, frameworks.meaning)
         tensors = frameworks.reduce_partial(flat.tensors) if self.options.reduce_partial else flat.tensors
@@ -158,17 +158,17 @@ class Attempt:
         """Write this process's share, and its record.
 
         Args:
-            contents: of the share.
-            values: of the share.
+            contents: the share's contents.
+            values: the share's values.
             fill: hands all chunks to the writer.
-            memory: bytes of chunks that may be on their way to the storage, where that is no local disk.
-            threads: that may write at a time.
+            memory: bytes of chunks that may be in flight to the storage, if it is not a local disk.
+            threads: most threads that write at a time.
         """
         us = self.world.process, self.world.processes
         store, place = (self.store, self.place) if self.alone else (self.store.among(*us), self.place.among(*us))
         prior = read_prior(store, overwrite=self.options.overwrite)
-        self._check_not_given_up()  # after what may be wrong with this process's own part: it is told that rather
-        if self.options.compression is None:  # else nobody knows
+        self._check_not_given_up()  # after the checks of this process's own part, whose errors are more useful to it
+        if self.options.compression is None:  # the size of compressed chunks is not known yet
             check_space(self.store, self._nbytes)
         contents = self._with_bases(contents)
         patience = 0.0 if self.commits or store.location.bucket is None else _PLACEHOLDER
@@ -185,7 +185,7 @@ class Attempt:
         )
         try:
             if not self.alone and self.commits:
-                writer.describe(contents)  # early: the others then find that it says what they would
+                writer.describe(contents)  # early, so that the others find the same contents written already
             fill(writer)
             record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values)
         except BaseException:
@@ -203,7 +203,7 @@ class Attempt:
             wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
 
     def assemble_record(self) -> CheckpointRecord:
-        """The record, with all that it refers to in place; what remains is to publish it."""
+        """The commit record, with everything that it refers to in place; only publishing remains."""
         assert self.prior is not None
         record = assemble(self.place, self._said)
         if record.structure.bases:
@@ -211,7 +211,7 @@ class Attempt:
         return record
 
     def publish(self, record: CheckpointRecord) -> None:
-        """Make the attempt the checkpoint, and tell the others."""
+        """Make the attempt the checkpoint, and announce that."""
         assert self.prior is not None
         try:
             publish(self.store, record, self.prior)
@@ -223,10 +223,10 @@ class Attempt:
             remove_replaced(self.store, self.prior.attempt)
 
     def see_published(self) -> None:
-        """Wait for the committer's word.
+        """Wait for the committer's announcement.
 
         Raises:
-            CommitError: it could not commit, or says nothing for too long.
+            CommitError: the committer could not commit, or announces nothing for too long.
         """
         began, silent = time.monotonic(), ""
         look = began + _STORAGE_LOOK
@@ -235,18 +235,18 @@ class Attempt:
                 raise CommitError(f"{self.store}: process {COMMITTER} has not committed yet, and {self._stopped}")
             try:
                 word, silent = self._heard(_WORD), ""
-            except SilentStoreError as e:  # the committer may have stopped, or only the store: the storage knows
+            except SilentStoreError as e:  # the committer may have stopped, or only the store: the storage shows which
                 word, silent = None, f" ({str(e).rstrip('.')})"
-            except CoordinationError as e:  # the committer's process has ended, perhaps with all done; likewise
+            except CoordinationError as e:  # the committer's process has ended, perhaps after the commit: the storage shows which
                 why = f"and cannot be asked ({str(e).rstrip('.')})"
                 break
             if word is not None and word["error"] is None:
                 return
-            if word is not None and word["process"] == COMMITTER:  # another one's is that it has waited in vain
+            if word is not None and word["process"] == COMMITTER:  # another process's word only says that it has waited in vain
                 kind = OtherJobError if word.get("code") == OtherJobError.code else CommitError
                 raise kind(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
             if (now := time.monotonic()) > look:
-                # A word gives way to that on a later save; and who calls the place by another name than the committer hears none.
+                # A later save overwrites the word, and a process that reaches the place by another name than the committer gets none.
                 with suppress(ShardckptError):
                     if published_attempt(self.store) == self.name:
                         return
@@ -255,7 +255,7 @@ class Attempt:
         else:
             why = f"within {timeout:g} s{silent}"
         if published_attempt(self.store) != self.name:
-            # For who comes too late, or has missed this save and would complete it with what it saves next.
+            # For processes that come too late, or have missed this save and would complete it with the data of their next save.
             self._tell(_WORD, CommitError(f"process {self.world.process} has given up waiting for it."))
             raise CommitError(
                 f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}; if it is gone, "
@@ -267,25 +267,25 @@ class Attempt:
         self._stopped = why
 
     def give_up(self, error: BaseException) -> None:
-        """This process's part has failed, and it publishes nothing."""
+        """Handle a failure of this process's part: it publishes nothing."""
         if self.alone:
-            # What is complete somebody may commit at any time (`shardckpt commit`); on a disk, where room is short, the risk is taken.
+            # Any process may commit a complete attempt (`shardckpt commit`). On a disk, where space is short, remove it all the same.
             if self._wrote and (self.store.location.local is not None or not self._vouches):
-                with suppress(ShardckptError):  # what cannot be read may name it
+                with suppress(ShardckptError):  # an unreadable record may name this attempt
                     if published_attempt(self.store) != self.name:
                         discard(self.place)
                         if self.prior is not None and self.prior.holds:
                             clear_place(self.store, self.prior.generation)
-        else:  # others may still be writing; `gc` collects what they leave
+        else:  # other processes may still be writing; `gc` collects the files of this one
             self._tell(_WORD if self.commits else _FAILURE, error)
 
     @property
     def _base(self) -> Location:
-        assert self.options.base is not None  # options that skip have one
+        assert self.options.base is not None  # set whenever skip= is
         return parse(self.options.base)
 
     def _with_bases(self, contents: Contents) -> Contents:
-        """What this process says of its state, with all that it skips found in the base."""
+        """This process's contents, with all tensors that it skips found in the base."""
         if not self._skipped:
             return contents
         structure = left_in_base(contents.structure, self._skipped, self.store.location, self._base)
@@ -293,14 +293,14 @@ class Attempt:
         return replace(contents, structure=structure)
 
     def _check_not_given_up(self) -> None:
-        """Refuse an attempt that others have ended before this process begins it.
+        """Refuse an attempt that other processes have given up before this process begins it.
 
-        The attempt is told by counting. A process that has missed a save is at one that the others have left behind, perhaps
-        with all their records: its own would complete it, with the values of another save.
+        The attempt's name comes from a counter. A process that has missed a save gets the name of an attempt that the others have left
+        behind, perhaps with all their records. Its own record would complete that attempt with the values of another save.
         """
         word = None
         if not self.alone:
-            with suppress(CoordinationError):  # nobody can be asked, so nobody has left it behind and gone on
+            with suppress(CoordinationError):  # no process can be asked, so none has left it behind and gone on
                 word = self._heard(_WORD)
         if word is not None:
             raise CommitError(
@@ -313,25 +313,25 @@ class Attempt:
             return f"not all hosts have finished, and {self._stopped}"
         try:
             heard = self._heard(_FAILURE)
-        except CoordinationError:  # nobody can say so; the records say who has finished
+        except CoordinationError:  # no announcement can be read; the records show which hosts have finished
             return None
         return None if heard is None else f"process {heard['process']} could not write its share: {heard['error']}"
 
     def _tell(self, what: str, error: BaseException | None) -> None:
-        """Announce something that has happened, without waiting; a store that cannot be reached changes nothing."""
+        """Announce an event without waiting; an unreachable coordination store changes nothing."""
         if not self.alone:
             with suppress(ShardckptError):
                 said = {"error": None if error is None else _in_words(error), "code": getattr(error, "code", None)}
                 self.coordinator.announce(self._key(what), {"save": self._save, "process": self.world.process, **said})
 
     def _heard(self, what: str) -> dict[str, Any] | None:
-        """The announcement of that kind about this attempt, if there is one."""
+        """The announcement of that kind about this attempt, or None."""
         said: Any = self.coordinator.peek(self._key(what))
         return said if isinstance(said, dict) and said.get("save") == self._save else None
 
     @property
     def _save(self) -> str:
-        """Tells this save from all others of the job."""
+        """A key that distinguishes this save from all others of the job."""
         return f"{self.store.location.name}/{self.name}"
 
     def _key(self, what: str) -> str:
@@ -339,7 +339,7 @@ class Attempt:
 
 
 def _in_words(error: BaseException) -> str:
-    """An error, as others are told of it."""
+    """An error as text for the announcement to other processes."""
     if isinstance(error, ShardckptError):
         return str(error)
     return f"{type(error).__name__}{f': {error}' if str(error) else ''}."
@@ -350,12 +350,12 @@ _counting = Lock()
 
 
 def _next_attempt(coordinator: Coordinator, store: Store) -> str:
-    """The attempt that all processes of a job make when they save to a place of this name for the n-th time.
+    """Name of the attempt that all processes of a job make when they save to a place of this name for the n-th time.
 
-    Of this name, because processes may reach one directory by different paths, or links. It is a part of what the attempt is called: no
-    other checkpoint of the job has one of that name, by which a base is told (`bases`).
+    The counter goes by the place's name, because processes may reach one directory by different paths or links. The name is a part of the
+    attempt's name, so no other checkpoint of the job has an attempt of the same name. Bases are identified by it (`bases`).
     """
-    name = store.location.resolved.name  # of a disk: looks at the names of the path, and no further
+    name = store.location.resolved.name  # on a disk this resolves links in the path, and reads nothing else
     with _counting:
         key = coordinator.run_id, name
         _counts[key] += 1
@@ -363,12 +363,12 @@ def _next_attempt(coordinator: Coordinator, store: Store) -> str:
 
 
 def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.generic]:
-    """Elements in the dtype as which they are stored, without a copy."""
+    """Elements viewed in the dtype in which they are stored, without a copy."""
     return array.view(tensor.dtype.storage) if array.dtype != tensor.dtype.storage else array
 
 
 def _small(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, bytes]:
-    """The elements of small plain tensors, as they are stored."""
+    """The elements of small plain tensors, as stored."""
     fetched = frameworks.fetch([sources[name] for name in plan.small])
     found = {}
     for name, arrays in zip(plan.small, fetched, strict=True):
@@ -377,7 +377,7 @@ def _small(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, bytes]:
 
 
 def _samples(plan: SavePlan, sources: Mapping[str, Source]) -> dict[str, int]:
-    """A checksum of some elements, first and last among them, of every large plain tensor that can be looked at without a copy."""
+    """A checksum of some elements (with the first and the last) of every large plain tensor that can be read without a copy."""
     names = [name for name in plan.shared if not sources[name].staged_bytes and 0 not in sources[name].shape]
     found = {}
     for name, arrays in zip(names, frameworks.fetch([sources[name] for name in names]), strict=True):

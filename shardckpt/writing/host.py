@@ -1,15 +1,15 @@
 """Writing one host's part of an attempt: its chunks, the table of their places, then its record.
 
-The record is written last, after everything it vouches for is durable, so its presence means the host is done.
+The record is written last, after everything that it refers to is durable. So its presence means that the host has finished.
 
-Chunks are made of elements many at a time:
+Elements of many chunks are encoded at a time:
 
-1. Blocks are taken some MiB at a time (`portions`): a part of a large tensor, or many small ones.
-2. Those of a portion that have one shape and are cut alike are laid out together, in memory that is used again and again, one
-   behind the other as they will lie in the file: shards of a tensor, too. A block is one copy.
+1. Blocks are processed some MiB at a time (`portions`): a part of a large tensor, or many small tensors.
+2. The blocks of a portion with the same shape and chunk shape are laid out together, also across tensors, in reused memory, one
+   after another as they will lie in the file. Each block is one copy.
 3. Each chunk gets its checksum there, and one call writes them all.
 
-So what costs Python is paid per portion or block and not per chunk, but for the checksum and the key.
+So the cost of Python code is per portion or block and not per chunk, except for the checksum and the key.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from shardckpt.plan.pieces import Piece
 
     Elements: TypeAlias = tuple[Piece, Box, NDArray[np.generic]]
-    """An array, a box of whole chunks of it (in the tensor's indices), and the elements there."""
+    """An array, a box of complete chunks of it (in the tensor's indices), and the box's elements."""
 
 
 def describe(place: Store, contents: Contents) -> FileReference:
-    """Write what a host says that the checkpoint holds into the attempt at `place`, unless another host says the same."""
+    """Write a host's contents into the attempt at `place`, unless a host with the same contents has written them."""
     reference, data = contents.seal()
     if not place.exists(reference.key):
         place.write(reference.key, data)
@@ -55,7 +55,7 @@ def describe(place: Store, contents: Contents) -> FileReference:
 
 
 class HostWriter:
-    """Takes a host's chunks in any order of tensors; `finish` or `abort` ends it."""
+    """Writes a host's chunks, in any order of tensors, until `finish` or `abort`."""
 
     def __init__(
         self,
@@ -78,15 +78,15 @@ class HostWriter:
             layout: "packed" or "zarr".
             compression: None or "zstd".
             memory_limit: bytes of encoded chunks that may wait for the storage.
-            run: where several writers may be at work as the same host, what tells this one's files from theirs. Of the
-                plain layout's chunks, which have one name each, the last one's are there.
-            threads: that `put_all` may use, to data files on a local disk: each writes files of its own.
+            run: a suffix that separates this writer's files from other writers' files, if several writers may work as the same
+                host. In the plain layout each chunk has only one name, and the last writer's chunk stays.
+            threads: threads that `put_all` may use for data files on a local disk; each thread writes files of its own.
         """
         self._place = place
         self._attempt = attempt
         self._host = host
         self.folder = f"hosts/{host:05d}{'' if run is None else f'-{run}'}"
-        """Where the host's own files are, relative to the attempt."""
+        """Folder of the host's own files, relative to the attempt."""
         self._layout = layout
         self._compression = compression
         writers: list[PackedWriter | PlainWriter]
@@ -97,7 +97,7 @@ class HostWriter:
             writers = [PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")]
         self._encoders = [Encoder(writer, compression) for writer in writers]
         self.vouches = False
-        """Whether the host's record may be there. From then on others may commit what it vouches for, and nothing of that goes."""
+        """Whether the host's record may exist. Then other processes may commit what it refers to, so none of that may be deleted."""
 
     def put(self, piece: Piece, box: Box, elements: NDArray[np.generic]) -> None:
         """Write the chunks of an array that make a box.
@@ -105,46 +105,46 @@ class HostWriter:
         Args:
             piece: the array.
             box: in the tensor's indices.
-            elements: of the box; copied before this returns.
+            elements: the box's elements; copied before this returns.
         """
         self._encoders[0].put_all([(piece, box, elements)])
 
     def put_all(self, blocks: Iterable[tuple[Piece, Box, NDArray[np.generic]]], at_a_time: int) -> None:
-        """Write many, each as `put` would, by as many threads as the writer has; nobody reads elements any more when this returns.
+        """Write many boxes, each like `put`, on as many threads as the writer has; elements are not used any more when this returns.
 
         Args:
             blocks: arrays, boxes and elements.
-            at_a_time: bytes that a thread lays out at a time; a block may take more.
+            at_a_time: bytes that a thread lays out at a time; one block may have more.
         """
         run_on_threads(portions(blocks, at_a_time), [encoder.put_all for encoder in self._encoders], "shardckpt-write")
 
     def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
-        """Write chunks of arrays, by position, of which the elements are laid out as they are stored; see `Encoder.put_laid_out`."""
+        """Write chunks of arrays by position from elements in their stored form; see `Encoder.put_laid_out`."""
         self._encoders[0].put_laid_out(chunks)
 
     def describe(self, contents: Contents) -> FileReference:
-        """Write what the host says that the checkpoint holds, unless another host says the same."""
+        """Write the host's contents, unless a host with the same contents has written them."""
         return describe(self._place, contents)
 
     def finish(self, contents: Contents, *, hosts: int, prior: str | None, values: bytes | None = None) -> HostRecord:
-        """`complete`, and then write the host's record.
+        """Call `complete`, and then write the host's record.
 
         Args:
-            contents: what the host says that the checkpoint holds.
-            hosts: how many hosts write into the attempt.
+            contents: the host's contents.
+            hosts: number of hosts that write into the attempt.
             prior: SHA-256 of the commit record that the save found; None: there was none.
-            values: file of what this process owns by itself; None: nothing.
+            values: file of this process's own values; None: there are none.
         """
         record, _ = self.complete(self.describe(contents), hosts=hosts, prior=prior, values=values)
-        self.vouches = True  # even if the write fails: its answer may be all that was lost
+        self.vouches = True  # even if the write fails: perhaps only its response was lost
         self._place.write(record.key, seal(record.to_json()))
         return record
 
     def complete(self, contents: FileReference, *, hosts: int, prior: str | None, values: bytes | None = None) -> tuple[HostRecord, Table]:
-        """Wait until all is durable, and write the chunk table and what else the host's record vouches for.
+        """Wait until all chunks are durable; write the chunk table and the other files that the host's record refers to.
 
         Args:
-            contents: file that says what the checkpoint holds.
+            contents: reference to the contents file.
             hosts: as for `finish`.
             prior: as for `finish`.
             values: as for `finish`.
@@ -156,7 +156,7 @@ class HostWriter:
         extents = written.extents
         order = np.lexsort((written.chunk, written.path))
         counts = np.bincount(written.path, minlength=len(written.paths)).tolist()
-        # Plain layout: the key tells the place, so the table names no files.
+        # Plain layout: the key determines the place, so the table names no files.
         file = extents.file if self._layout == "packed" else np.full(len(order), OWN_OBJECT)
         columns = (written.chunk, file, extents.offset, extents.length, written.crc)
         table = Table(
@@ -187,14 +187,14 @@ class HostWriter:
         return FileReference.of(key, data)
 
     def abort(self) -> None:
-        """Give up; what was written stays as garbage of the attempt, and all of it does once the host vouches for it."""
+        """Give up: delete this host's files, unless its record may exist; then they stay as garbage of the attempt."""
         if not self.vouches:
             for encoder in self._encoders:
                 encoder.writer.abort()
 
 
 _LEAST_BYTES = 1 << 10
-"""Bytes that a block counts for at least: its key, and the Python objects for it."""
+"""Least bytes that a block counts for: its key, and the Python objects for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,26 +202,26 @@ class Written:
     """Chunks in the order in which they were written."""
 
     paths: tuple[str, ...]
-    """Arrays that have some."""
+    """Arrays that have chunks here."""
     path: NDArray[np.uint32]
-    """(n,) which of the arrays."""
+    """(n,) index into `paths`."""
     chunk: NDArray[np.uint64]
     """(n,) position in the array's grid."""
     crc: NDArray[np.uint32]
-    """(n,) crc32c of what is stored."""
+    """(n,) crc32c of the stored bytes."""
     extents: Extents
-    """Where they are."""
+    """The places of the chunks."""
 
 
 class Encoder:
-    """Makes chunks and hands them to a writer; for one thread."""
+    """Encodes chunks and hands them to a writer; for one thread."""
 
     def __init__(self, writer: PackedWriter | PlainWriter, compression: str | None) -> None:
-        """Write with `writer`; `finish` ends it, or its own `abort`."""
+        """Write with `writer`; `finish`, or the writer's `abort`, ends it."""
         self.writer = writer
         self._compression = compression
         self._room = np.empty(0, np.uint8)
-        """In which one block after another is laid out."""
+        """Reused memory in which blocks are laid out."""
         self._paths: dict[str, int] = {}
         self._path = array("I")
         self._chunk = array("Q")
@@ -264,12 +264,12 @@ class Encoder:
         self._crc.extend(crcs)
 
     def put_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
-        """Write chunks of which the elements are laid out as they are stored (`codec.lay_out`); they are used before this returns.
+        """Write chunks from elements in their stored form (`zarr_arrays.lay_out`); the input is not used after this returns.
 
         Args:
-            chunks: of each the array, its position in the grid, and what is laid out.
+            chunks: for each chunk the array, its position in the grid, and the laid-out bytes.
         """
-        together = [chunks] if self._compression is None else [[chunk] for chunk in chunks]  # of which one at a time is in memory
+        together = [chunks] if self._compression is None else [[chunk] for chunk in chunks]  # one compressed chunk in memory at a time
         for some in together:
             closed = [close(raw[None], self._compression) for _, _, raw in some]
             keys = [chunk_object_key(piece, position) for piece, position, _ in some]
@@ -287,7 +287,7 @@ class Encoder:
 
 
 def _places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
-    """Positions in the grid, and ends of the keys behind the array's path, of the chunks of an array that make a box."""
+    """Grid positions of an array's chunks in a box, and the parts of their keys after the array's path."""
     positions, ends = [0], ["/c"]
     for span, n in zip(whole_chunks(piece, box), piece.grid, strict=True):
         positions = [row * n + i for row in positions for i in span]
@@ -296,12 +296,12 @@ def _places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
 
 
 def portions(blocks: Iterable[Elements], most: int) -> Iterator[list[Elements]]:
-    """Blocks one after another, as many at a time as take no more than `most` bytes, or one that takes more."""
+    """Group consecutive blocks into at most `most` bytes, or one block with more."""
     some: list[Elements] = []
     room = most
     for block in blocks:
         piece, _, elements = block
-        # As it is laid out: a host may have the edges of a thousand tensors, which are mostly padding.
+        # Padded size: a host may have the edges of a thousand tensors, which are mostly padding.
         nbytes = elements.nbytes if elements.shape == piece.chunks else padded_size(elements.shape, piece.chunks) * elements.itemsize
         nbytes = max(nbytes, _LEAST_BYTES)
         if nbytes > room and some:
@@ -314,7 +314,7 @@ def portions(blocks: Iterable[Elements], most: int) -> Iterator[list[Elements]]:
 
 
 def merge_written(parts: Sequence[Written]) -> Written:
-    """Join what several encoders have written.
+    """Merge what several encoders have written.
 
     Raises:
         CommitError: two of them have written the same chunk.

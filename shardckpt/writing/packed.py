@@ -1,18 +1,18 @@
 """The packed layout's writer: a host's chunks one after another in a few data files, and an OCDBT index of them.
 
 1. `put` appends a chunk to the current data file, in the order of the calls, and starts the next file when the
-   chunk does not fit. On a local disk that is one `write` from the caller's buffer; elsewhere bytes are collected,
-   because an object is written whole.
+   chunk does not fit. On a local disk that is one `write` from the caller's buffer. Elsewhere bytes are collected,
+   because an object is written in one request.
 2. Full files are made durable in the background while the next one fills: on a local disk one at a time, on an
-   object store as many as memory has room for. There a file is an upload, and what is sent again if that breaks off.
+   object store as many as memory has room for. There a file is one upload, and the unit of a retry.
 3. All data files, and a B+tree leaf with the key and place of each chunk, make a *lane*, an OCDBT database
    `hosts/<host>/<n>`. A lane is complete when its manifest is written, after everything that it points to. A
-   host needs more than one lane only for more chunks than a leaf should have.
-4. TensorStore then reads the leaf back, and must see every key where it was put.
+   host needs several lanes only if it has more chunks than a leaf should have.
+4. TensorStore then reads the leaf back, and must find every key at its place.
 
-Memory: none of the data on a local disk. Elsewhere one buffer, in which the files fill one after another; a copy of each
-file that is on its way; and while one is handed over two more, TensorStore's passing copy and what it has not yet
-freed. All that is within `memory_limit`: files are at most a fifth of it, so that two can be on their way. The
+Memory: none of the data on a local disk. Elsewhere: one buffer, in which the files fill one after another; a copy of each
+file in flight; and during a hand-over two more, TensorStore's temporary copy and memory that it has not yet
+freed. All of this is within `memory_limit`: files are at most a fifth of it, so that two can be in flight. The
 index takes some 300 bytes per chunk until `finish`.
 """
 
@@ -43,33 +43,33 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DATA_FILE_BYTES = 256 << 20
-"""On a local disk: several files of this size are written and read faster than one large one."""
+"""Bytes of a data file on a local disk: several files of this size are written and read faster than one large one."""
 OBJECT_BYTES = 64 << 20
-"""On an object store: several uploads are faster than one, and one that breaks off is sent again from its start."""
+"""Bytes of a data file on an object store: several uploads are faster than one, and a failed one is sent again from its start."""
 MOST_UPLOADS = 15
-"""Files on their way at a time; one stream to an object store is a small part of what a host can send."""
+"""Most files in flight; one stream to an object store uses a small part of a host's bandwidth."""
 _HANDED_OVER = 3
-"""Files' worth of memory besides those on their way, see above."""
+"""Memory besides the files in flight, in files; see the module's docstring."""
 LANE_KEYS = 1 << 16
-"""Chunks per lane: keeps the leaf within a few MiB."""
+"""Most chunks per lane; keeps the leaf within a few MiB."""
 _places_seen = Event()
-"""Set when TensorStore has shown the places of all chunks of one lane of this process, as they were put."""
+"""Set when TensorStore has returned the expected places of all chunks of one lane of this process."""
 _TREE = "d/tree"
 _MANIFEST = "manifest.ocdbt"
 
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """The places of n chunks, in the order in which they were put."""
+    """The places of n chunks, in the order of the calls of `put`."""
 
     files: tuple[str, ...]
-    """Data files, relative to the attempt; none in the plain layout, where each chunk's key names its object."""
+    """Data files, relative to the attempt; empty in the plain layout, where each chunk's key names its object."""
     file: NDArray[np.uint32]
     """(n,) index into `files`."""
     offset: NDArray[np.uint64]
-    """(n,) first byte."""
+    """(n,) offset of the first byte."""
     length: NDArray[np.uint64]
-    """(n,) bytes stored."""
+    """(n,) stored bytes."""
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -77,7 +77,7 @@ class Extents:
 
 
 class ExtentLog:
-    """Extents as they come to be: 20 bytes per chunk, and its key, so that no key is put twice."""
+    """A growing list of extents: 20 bytes per chunk, plus its key, which detects duplicate keys."""
 
     def __init__(self) -> None:
         self.files: list[str] = []
@@ -92,15 +92,15 @@ class ExtentLog:
         return len(self._length)
 
     def add(self, keys: Sequence[str], offset: int, lengths: Sequence[int]) -> None:
-        """Note chunks in the last of the files, one behind the other.
+        """Add chunks that lie one after another in the last file.
 
         Args:
-            keys: of each.
-            offset: where the first one begins.
-            lengths: bytes of each.
+            keys: one per chunk.
+            offset: offset of the first chunk.
+            lengths: bytes of each chunk.
 
         Raises:
-            CommitError: a chunk of one of the keys was put already, or one has no bytes.
+            CommitError: a key was added before, or a chunk has no bytes.
         """
         if not all(lengths):
             raise CommitError(f"chunk {keys[lengths.index(0)]} has no bytes; every stored chunk ends in a checksum.")
@@ -115,7 +115,7 @@ class ExtentLog:
         self._length.extend(lengths)
 
     def extents(self, first: int = 0) -> Extents:
-        """All that was noted, from a row on."""
+        """All extents from row `first` on."""
         columns = (
             np.array(self._file[first:], np.uint32),
             np.array(self._offset[first:], np.uint64),
@@ -125,7 +125,7 @@ class ExtentLog:
 
 
 class PackedWriter:
-    """Writes one host's chunks; `finish` or `abort` ends it. For one thread."""
+    """Writes one host's chunks until `finish` or `abort`. For one thread."""
 
     def __init__(
         self,
@@ -143,12 +143,12 @@ class PackedWriter:
         Args:
             store: the attempt's place.
             host: this writer's number.
-            folder: where its files go, relative to the attempt; None: `hosts/` and its number.
-            memory_limit: bytes, see the module's docstring; a chunk larger than a fifth of it is let through.
-            data_file_bytes: a data file ends before the chunk that would take it beyond this many bytes; by default
+            folder: folder of its files, relative to the attempt; None: `hosts/` and its number.
+            memory_limit: bytes, see the module's docstring; a chunk larger than a fifth of it is allowed.
+            data_file_bytes: most bytes of a data file, unless one chunk has more; by default
                 `DATA_FILE_BYTES` or `OBJECT_BYTES`.
             lane_keys: chunks per lane, at most 2**20.
-            among: (i, n): this is writer i of n in that folder, and every n-th number of a lane is its own.
+            among: (i, n): this is writer i of n in that folder, and uses every n-th lane number.
         """
         assert 0 < lane_keys <= ocdbt.MOST_KEYS, "TensorStore reads no larger leaf"
         self.lanes: list[str] = []
@@ -172,31 +172,31 @@ class PackedWriter:
         self._waiting: deque[tuple[Future[None], DataFile]] = deque()
 
     def put(self, key: str, data: Data) -> None:
-        """Append one encoded chunk; as `put_all`."""
+        """Append one encoded chunk; like `put_all`."""
         view = byte_view(data)
         self.put_all([key], view, [view.nbytes])
 
     def put_all(self, keys: Sequence[str], data: Data, lengths: Sequence[int]) -> None:
-        """Append encoded chunks; the buffer is the caller's again when this returns.
+        """Append encoded chunks; the caller may reuse the buffer when this returns.
 
         Args:
             keys: the chunks' zarr keys below the root of the arrays, `model/w/c/0/1`.
-            data: their bytes, as they are to be stored, one behind the other.
+            data: their stored bytes, one after another.
             lengths: bytes of each.
 
         Raises:
-            CommitError: a key was put before, or there are no bytes.
-            StorageError: these chunks, or some before them, could not be written.
+            CommitError: a key was put before, or a chunk has no bytes.
+            StorageError: these chunks, or earlier ones, could not be written.
         """
         view = byte_view(data)
         self._put(keys, lengths, lambda file, begin, end, _some: file.append(view[begin:end]))
 
     def put_each(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> None:
-        """Append encoded chunks, each with a buffer of its own; as `put_all`."""
+        """Append encoded chunks, each from a buffer of its own; like `put_all`."""
         self._put(keys, list(map(len, chunks)), lambda file, _begin, _end, some: file.append_all(chunks[some]))
 
     def _put(self, keys: Sequence[str], lengths: Sequence[int], append: Callable[[DataFile, int, int, slice], None]) -> None:
-        """Append encoded chunks; `append` is told the file, the first and last byte of all of theirs that go there, and which chunks."""
+        """Append encoded chunks; `append` gets a file, the first and last byte (among all chunks) for it, and the slice of chunks."""
         self._begin()
         ends = list(accumulate(lengths))
         first = begin = 0
@@ -220,11 +220,11 @@ class PackedWriter:
         """Wait until everything is durable.
 
         Returns:
-            Where each chunk is, in the order in which they were put; `lanes` names the databases.
+            The place of each chunk, in the order of the calls; `lanes` names the databases.
 
         Raises:
-            StorageError: something could not be written.
-            CommitError: TensorStore does not find every chunk where it was put.
+            StorageError: a file could not be written.
+            CommitError: TensorStore does not find every chunk at its place.
         """
         self._begin()
         self._end_lane()
@@ -233,7 +233,7 @@ class PackedWriter:
         return self._log.extents()
 
     def abort(self) -> None:
-        """Give up: stop writing and delete what this host has written so far; what cannot be deleted goes with the attempt."""
+        """Stop writing and delete this host's files; files that cannot be deleted are removed with the attempt."""
         for _, file in self._waiting:
             file.interrupt()
         self._background.shutdown(cancel_futures=True)
@@ -242,12 +242,12 @@ class PackedWriter:
         self._waiting.clear()
         self._file = None
         self._lane = None
-        with contextlib.suppress(ShardckptError):  # the error that made the caller give up is the one to tell
+        with contextlib.suppress(ShardckptError):  # the caller reports the error that made it give up
             for lane in self.lanes:
                 self._store.delete_prefix(f"{lane}/")
 
     def _begin(self) -> None:
-        """Count the call as failed until it has gone well, so that no later one can succeed after an error."""
+        """Mark the writer as failed until the call succeeds, so that no later call can succeed after an error."""
         if self._failed:
             raise CommitError(f"{self._store}: a chunk of this host could not be written, and the caller was told; call abort().")
         self._failed = True
@@ -266,7 +266,7 @@ class PackedWriter:
         return self._lane, self._file
 
     def _end_file(self) -> None:
-        """Have the file made durable in the background, as soon as there is room for one more."""
+        """Make the current file durable in the background, as soon as there is room for one more."""
         if self._file is not None:
             while len(self._waiting) >= self._most_waiting:
                 self._settle_one()
@@ -283,31 +283,31 @@ class PackedWriter:
             lane.seal(self._log.extents(lane.first))
 
     def _settle_one(self) -> None:
-        """Wait for the file that has waited longest, whose error is raised here."""
+        """Wait for the file that has waited longest, and raise its error."""
         waiting, _ = self._waiting.popleft()
         waiting.result()
 
 
 class _Lane:
-    """The index of one OCDBT database, until it is written."""
+    """The index of one OCDBT database until it is written."""
 
     def __init__(self, store: Store, first: int) -> None:
         self.store = store
         self.first = first
-        """How many chunks were put before its own."""
+        """Number of chunks that were put before its first one."""
         self.keys: list[bytes] = []
         self._files: list[str] = []
 
     def next_file(self) -> str:
-        """Name one more data file, relative to the lane."""
+        """The name of one more data file, relative to the lane."""
         self._files.append(f"d/{len(self._files):05d}")
         return self._files[-1]
 
     def seal(self, extents: Extents) -> None:
-        """Write the leaf and then the manifest; have TensorStore read them.
+        """Write the leaf and then the manifest; read them back with TensorStore.
 
         Args:
-            extents: of its chunks, in files of which the last ones are its own.
+            extents: places of its chunks; the last of the files are its own.
         """
         order = sorted(range(len(self.keys)), key=self.keys.__getitem__)
         keys = [self.keys[i] for i in order]
@@ -319,9 +319,9 @@ class _Lane:
         self._check(keys, places)
 
     def _check(self, keys: list[bytes], places: NDArray[np.int64]) -> None:
-        """Compare what TensorStore reads with what was put: keys, and the first time in a process places, too.
+        """Compare TensorStore's view with the chunks that were put: keys always, places only the first time in a process.
 
-        Its `dump`, which shows places, loses some 500 bytes per key for good each time (0.1.86).
+        `ts.ocdbt.dump`, which shows places, leaks some 500 bytes per key each time (0.1.86).
         """
         base = self.store.kvstore()
         if _places_seen.is_set():

@@ -1,8 +1,8 @@
 """The plain layout's writer: every chunk an object of its own, `zarr/<array path>/c/0/1`.
 
-`put` writes a chunk and leaves making it durable to a few threads, because that is what takes long on a disk and
-what takes a round trip elsewhere. Memory: none of the data on a local disk (the bytes are in the file when `put`
-returns); elsewhere `in_flight_bytes`, the copies of chunks that are on their way.
+`put` writes a chunk, and a few threads make it durable, because that is slow on a disk and
+needs a round trip elsewhere. Memory: none of the data on a local disk (the bytes are in the file when `put`
+returns); elsewhere `in_flight_bytes`, for the copies of chunks in flight.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["PlainWriter"]
 
 _THREADS = 16
 _MOST_OPEN = 256
-"""Files waiting to be made durable; each is open on a local disk, and so is the directory of each that a thread has."""
+"""Most files waiting to be made durable; each is open on a local disk, and a thread also has the file's directory open."""
 
 
 def most_open() -> int:
-    """Files that may wait: of the descriptors that this process may have a quarter, so that those and their directories take half."""
+    """Most files that may wait: a quarter of the process's file descriptors, so that files and directories use at most half."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(_MOST_OPEN, allowed // 4))
 
 
 class PlainWriter:
-    """Writes one host's chunks; `finish` or `abort` ends it. For one thread."""
+    """Writes one host's chunks until `finish` or `abort`. For one thread."""
 
     def __init__(
         self, store: Store, *, in_flight_bytes: int = 64 << 20, drafts: str | None = None, place: Callable[[str], str] = plain_key
@@ -45,9 +45,9 @@ class PlainWriter:
 
         Args:
             store: the attempt's place.
-            in_flight_bytes: see the module's docstring; a chunk larger than that goes alone.
-            drafts: directory, relative to the attempt, where chunks are written on a local disk before they take the place of
-                whatever is there under their names; None: nothing may be there.
+            in_flight_bytes: see the module's docstring; a larger chunk is sent alone.
+            drafts: directory, relative to the attempt, where chunks are written on a local disk before they replace any
+                file of their names; None: no such file may exist.
             place: the object of each key, relative to `store`.
         """
         self._store = store
@@ -62,15 +62,15 @@ class PlainWriter:
         self._failed = False
 
     def put(self, key: str, data: Data) -> None:
-        """Write one encoded chunk; the buffer is the caller's again when this returns.
+        """Write one encoded chunk; the caller may reuse the buffer when this returns.
 
         Args:
             key: the chunk's zarr key below the root of the arrays, `model/w/c/0/1`.
-            data: its bytes, as they are to be stored.
+            data: its stored bytes.
 
         Raises:
             CommitError: the key was put before, or there are no bytes.
-            StorageError: this chunk, or one before it, could not be written.
+            StorageError: this chunk, or an earlier one, could not be written.
         """
         self._begin()
         length = byte_view(data).nbytes
@@ -90,11 +90,11 @@ class PlainWriter:
         self._failed = False
 
     def put_all(self, keys: Sequence[str], data: Data, lengths: Sequence[int]) -> None:
-        """Write encoded chunks, one after another; as `put`.
+        """Write encoded chunks, one after another; like `put`.
 
         Args:
-            keys: of each.
-            data: their bytes, one behind the other.
+            keys: one per chunk.
+            data: their bytes, one after another.
             lengths: bytes of each.
         """
         view, begin = byte_view(data), 0
@@ -103,7 +103,7 @@ class PlainWriter:
             begin += length
 
     def put_each(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> None:
-        """Write encoded chunks, each with a buffer of its own; as `put`."""
+        """Write encoded chunks, each from a buffer of its own; like `put`."""
         for key, chunk in zip(keys, chunks, strict=True):
             self.put(key, chunk)
 
@@ -111,10 +111,10 @@ class PlainWriter:
         """Wait until everything is durable.
 
         Returns:
-            The length of each chunk, in the order in which they were put; each is an object, so no files.
+            The length of each chunk, in the order of the calls; each chunk is an object, so there are no files.
 
         Raises:
-            StorageError: something could not be written.
+            StorageError: a chunk could not be written.
         """
         self._begin()
         while self._waiting:
@@ -124,14 +124,14 @@ class PlainWriter:
         return self._log.extents()
 
     def abort(self) -> None:
-        """Give up: stop writing. What this host has written lies among other hosts' chunks and goes with the attempt."""
+        """Stop writing. This host's chunks lie among other hosts' chunks and are removed with the attempt."""
         for _, file, _ in self._waiting:
             file.interrupt()
         self._pool.shutdown(cancel_futures=True)
         for _, file, _ in self._waiting:
             file.abandon()
         self._waiting.clear()
-        with contextlib.suppress(ShardckptError):  # the error that made the caller give up is the one to tell
+        with contextlib.suppress(ShardckptError):  # the caller reports the error that made it give up
             self._remove_drafts()
 
     def _remove_drafts(self) -> None:
@@ -139,7 +139,7 @@ class PlainWriter:
             self._store.delete_prefix(f"{self._drafts}/")
 
     def _begin(self) -> None:
-        """Count the call as failed until it has gone well, so that no later one can succeed after an error."""
+        """Mark the writer as failed until the call succeeds, so that no later call can succeed after an error."""
         if self._failed:
             raise CommitError(f"{self._store}: a chunk of this host could not be written, and the caller was told; call abort().")
         self._failed = True

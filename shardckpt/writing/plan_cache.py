@@ -1,8 +1,8 @@
-"""Plans of earlier saves, for states that look the same.
+"""Cache of plans of earlier saves, for states with the same description.
 
-A plan follows from what the tensors say of themselves, from the options that it goes by, and from the world. That is the
-key, as one tuple with a row per tensor, compared with those of the last few saves: equal rows mostly are the very same
-objects, so the comparison costs little, and nothing has to be hashed. No counter, no identity of a tensor is in it.
+A plan depends on the tensors' metadata, on some options, and on the world. These are the
+key, as one tuple with a row per tensor. It is compared with the keys of the last few saves. Equal rows mostly are the same
+objects, so the comparison is cheap, and nothing has to be hashed. The key has no counter and no tensor identity.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 __all__ = ["PlanCache"]
 
 _REMEMBERED = 4
-"""Plans: a job that saves different things in turn has few of them."""
+"""Most cached plans: a job that saves different states in turn has few of them."""
 
 
 class PlanCache:
     """Plans saves. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        """Empty."""
+        """Create an empty cache."""
         self._plans: deque[tuple[Any, SavePlan]] = deque(maxlen=_REMEMBERED)
         self._changing = Lock()
 
     def plan(self, sources: Mapping[str, Source], options: SaveOptions, world: World) -> SavePlan:
-        """What `plan_save` returns; not to be changed."""
+        """The result of `plan_save`, which must not be modified."""
         key = _key(sources, options, world)
         with self._changing:
             for i, (known, plan) in enumerate(self._plans):

@@ -1,7 +1,7 @@
-"""Saving one checkpoint before the call returns, from one process or from many at once: `save`.
+"""`save`: one checkpoint saved before the call returns, by one process or by many together.
 
-The steps are those of `attempt`. Some threads lay chunks out and write them, some MiB at a time, straight from the tensors
-(`read`). `save_async` (`saver`) takes the same steps, and leaves all but copying to another thread.
+The steps are those of `attempt`. Several threads lay chunks out and write them, some MiB at a time, straight from the tensors
+(`read`). `save_async` (`saver`) has the same steps, and does all except copying on another thread.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from shardckpt.writing.save_plan import SavePlan
 
 MOST_COPIES = 32 << 20
-"""Bytes of copies that frameworks are asked for at a time. So few an allocator hands out again and again, where more is fresh
-memory each time, which the kernel has to clear: from torch_xla, reading takes four times as long."""
+"""Bytes of copies that frameworks make at a time. An allocator reuses so little memory again and again. More would be fresh
+memory each time, which the kernel has to clear: reads from torch_xla then take four times as long."""
 
 _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""
 _COPIES = {None: 1, "zstd": 3}
-"""Copies of these bytes that a thread holds, by compression: laid out; with zstd also the compressed chunks, and those joined."""
+"""Copies of these bytes that a thread holds, by compression: laid out; with zstd also the compressed chunks, and their joined bytes."""
 _MOST_THREADS = 4
-"""Threads that write, where the process has so many cores: more than cores gain nothing."""
+"""Most threads that write, if the process has as many cores: more threads than cores gain nothing."""
 _LEAST_SHARE = 32 << 20
-"""Bytes that each thread has to write on average: less is not worth data files of its own."""
+"""Least bytes that each thread writes on average: less does not justify data files of its own."""
 _LEAST_MEAN = 512 << 10
-"""Bytes of an average block from which on several threads pay: copying and writing, which release the interpreter, then take far longer
-than Python."""
+"""Least mean bytes of a block for which several threads pay off: copying and writing, which release the interpreter lock, then take
+far longer than the Python code."""
 
 
 def save(
@@ -63,26 +63,26 @@ def save(
 ) -> SaveReport:
     """Save `state` as one checkpoint; when this returns it is committed and durable.
 
-    In a job of several processes all of them call it, with the same url and each with its own view of the state. They
-    exchange no messages but one word in passing, that the checkpoint is committed.
+    In a job of several processes all of them call it, with the same url and each with its own view of the state. Their only
+    communication is one announcement that the checkpoint is committed.
 
     Args:
-        url: where: a path, `file://…`, `gs://…`, `s3://…` or `memory://…`. The checkpoint is a directory.
+        url: destination: a path, `file://…`, `gs://…`, `s3://…` or `memory://…`. The checkpoint is a directory.
         state: nested dicts, lists and tuples of tensors (torch_xla, DTensor, torch, JAX, numpy) and small leaves.
         options: see `SaveOptions`; the same on all processes.
         skip: instead of `SaveOptions(skip=…)`: patterns of tensors that lie in `SaveOptions(base=…)`; `()`: none.
-        coordinator: how the processes know of each other; by default found out, once (`Coordinator.current`).
+        coordinator: connects the processes of the job; by default detected once (`Coordinator.current`).
 
     Returns:
-        What this process did, as `SaveHandle.wait` returns it. Copying goes on while writing does, and counts as that.
+        The report of this process, as from `SaveHandle.wait`. Copying overlaps with writing, and counts as writing.
 
     Raises:
-        LeafError, ShardingError: a leaf, or its layout, that cannot be stored, by name; this process wrote nothing.
-        OptionError: a pattern in `shardings` or `skip` that no tensor goes by, or options that cannot be.
-        NotFoundError, MismatchError: the base is not there, or has not the tensors that are skipped; nothing was published.
+        LeafError, ShardingError: a leaf or its layout cannot be stored; the message names it, and this process wrote nothing.
+        OptionError: a pattern in `shardings` or `skip` matches no tensor, or an option is invalid.
+        NotFoundError, MismatchError: the base does not exist, or lacks skipped tensors; nothing was published.
         AlreadyExistsError: a checkpoint is committed there and `overwrite` is not set.
         CommitError: the processes contradict each other, some did not finish in time, or Python is ending; nothing was published.
-        StorageError: the storage failed; what was there before is as it was, or the new checkpoint is there and whole.
+        StorageError: the storage failed; either the earlier state of the place is unchanged, or the new checkpoint is complete.
     """
     began = time.monotonic()
     options = checked_options(options, skip)
@@ -96,7 +96,7 @@ def save(
 
 
 def _take_steps(attempt: Attempt, state: Any, began: float) -> SaveReport:
-    """Take all steps of a save, in their order, and report on them."""
+    """Run all steps of a save in order, and report on them."""
     try:
         share = attempt.take(state)
         planned = time.monotonic()
@@ -147,10 +147,10 @@ def _write(attempt: Attempt, share: StateShare) -> HostRecord:
 
 
 def _writing_threads(plan: SavePlan, memory: int) -> int:
-    """How many threads lay out and write what is planned, each in its own memory of `_AT_A_TIME` bytes, or of one chunk.
+    """Number of threads that lay out and write the plan, each with memory of `_AT_A_TIME` bytes, or of one chunk.
 
-    One, where there is little to write, or tensors are so small that threads would wait for each other's Python.
-    `memory` is what all of them have to lay out in.
+    It is one if there is little to write, or if tensors are so small that threads would wait for the interpreter lock.
+    `memory` is for the layouts of all threads together.
     """
     blocks = [block for some in plan.blocks.values() for block in some]
     if plan.nbytes < len(blocks) * _LEAST_MEAN:
@@ -160,16 +160,16 @@ def _writing_threads(plan: SavePlan, memory: int) -> int:
 
 
 class BlockElements(NamedTuple):
-    """A block, and its elements as they are stored."""
+    """A block, and its elements in the stored dtype."""
 
     block: Block
     elements: NDArray[np.generic]
     own: bool
-    """Whether the elements are in memory of their own, which nobody else has and nothing else is in."""
+    """Whether the elements are in memory that they share with nothing else."""
 
 
 def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
-    """Per block of a source, whether it will be fetched into memory of its own: a whole box, of which it gives such copies."""
+    """For each block of a source, whether it will be fetched into memory of its own: a complete box of a source that makes copies."""
     if not source.private:
         return [False] * len(blocks)
     sizes = source.boxes.sizes().tolist()
@@ -179,22 +179,22 @@ def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
 def read(plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize) -> Iterator[Iterator[BlockElements]]:
     """All blocks of this process, in batches.
 
-    Elements that are not in memory of their own may be views of the tensors, and are to be used up before the next batch is
-    asked for.
+    Elements that are not in memory of their own may be views of the tensors. Use them up before you request the next
+    batch.
 
     Args:
-        plan: what this process writes.
+        plan: the plan of this process's writes.
         sources: its tensors.
-        room: bytes of copies that may be made at a time; a tensor that takes more goes alone.
-        most: bytes of a block, where one chunk does not take more.
+        room: bytes of copies that may exist at a time; a tensor that needs more is a batch of its own.
+        most: most bytes of a block, unless one chunk has more.
     """
     for names in batches(plan.blocks, lambda name: (sources[name].staged_bytes,), (room,)):
-        # An iterator, and nothing of it stays here: used up, it leaves the batch's memory to the next one.
+        # This frame keeps no reference to the batch: when it is used up, its memory is free for the next one.
         yield _fetched(plan, {name: sources[name] for name in names}, most)
 
 
 def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[BlockElements]:
-    """A batch, which is fetched when this returns: frameworks have streams and settings of the thread that saves."""
+    """Fetch a batch before returning, because frameworks have streams and settings of the thread that saves."""
     wanted = [sorted({block.held for block in plan.blocks[name]}) for name in sources]
     return _cut(plan, sources, wanted, frameworks.fetch([*sources.values()], wanted), most)
 

@@ -12,46 +12,46 @@ from shardckpt.errors import CoordinationError, OptionError, out_of_memory
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What one process did in one save, and how many seconds each phase took.
+    """Report of one process on one save, with the seconds of each phase.
 
-    The phases follow one another and none is left out, so they add up:
+    The phases follow one another without gaps, so they add up:
 
-        stall_s = planning_s + copying_s + blocked_s                  for so long the call kept the caller
+        stall_s = planning_s + copying_s + blocked_s                  while the call blocked the caller
         total_s = stall_s + writing_s + waiting_s + committing_s      from the call to the commit
 
-    Work of the background during the stall is counted as stall: `writing_s` is what was left to write. `save` has no
-    background and keeps its caller for all of `total_s`; it copies while it writes, which is `writing_s`.
+    Background work during the stall counts as stall; `writing_s` is the time for the rest of the writing. `save` has no
+    background and blocks its caller for all of `total_s`; it copies while it writes, and that time is `writing_s`.
     """
 
     url: str
     attempt: str
-    """Name of the attempt, which the commit record has, too."""
+    """Name of the attempt, as in the commit record."""
     tensors: int
-    """Tensors of which this process knows."""
+    """Number of tensors that this process knows."""
     nbytes: int
     """Bytes of the elements that this process wrote."""
     stored_bytes: int
-    """Bytes that they take in the storage: padded, compressed, with checksums."""
+    """Bytes of these elements in the storage: padded, compressed, with checksums."""
     planning_s: float
-    """From the call to the first copy: names, layouts, and who writes what."""
+    """Seconds from the call to the first copy: names, layouts, and the assignment of writes."""
     copying_s: float
-    """From devices, or from the host's own tensors, to the buffers."""
+    """Seconds for copies from devices, or from the host's own tensors, to the buffers."""
     blocked_s: float
-    """Waiting for a buffer."""
+    """Seconds of waiting for a buffer."""
     writing_s: float
-    """From the end of the stall until this process's share was durable."""
+    """Seconds from the end of the stall until this process's share was durable."""
     waiting_s: float
-    """On the process that commits, for the other processes; on these, for its word."""
+    """Seconds of waiting: of the committing process for the other processes, of the others for its announcement."""
     committing_s: float
-    """On the process that commits, until the checkpoint was published; 0 on the others."""
+    """Seconds until the checkpoint was published, on the committing process; 0 on the others."""
     streamed: bool
     """Whether the buffers were too small, so that the call lasted until part of the state was written."""
     bases: tuple[str, ...] = ()
-    """The other checkpoints in which tensors lie that were skipped."""
+    """The other checkpoints that hold the skipped tensors."""
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which the call kept the caller."""
+        """Seconds for which the call blocked the caller."""
         return self.planning_s + self.copying_s + self.blocked_s
 
     @property
@@ -61,7 +61,7 @@ class SaveReport:
 
 
 class SaveHandle:
-    """A save that goes on in the background. Made by `save_async`; safe to use from several threads."""
+    """A save in the background. Made by `save_async`; safe to use from several threads."""
 
     def __init__(self, outcome: SaveProgress) -> None:
         """See `save_async`."""
@@ -69,7 +69,7 @@ class SaveHandle:
 
     @property
     def url(self) -> str:
-        """Where the checkpoint will be."""
+        """Location of the checkpoint."""
         return self._outcome.url
 
     @property
@@ -79,7 +79,7 @@ class SaveHandle:
 
     @property
     def report(self) -> SaveReport | None:
-        """The report of a save that has succeeded; None before, and where it failed."""
+        """The report of a save that has succeeded; None before that, and if it failed."""
         return self._outcome.report
 
     def done(self) -> bool:
@@ -90,16 +90,16 @@ class SaveHandle:
         """Wait for the save.
 
         Args:
-            until: "commit": the checkpoint is there. "local": what this process has to write is durable; of a job of
+            until: "commit": the checkpoint is committed. "local": this process's share is durable; in a job of
                 several processes the others' shares may still be missing.
-            timeout: seconds; None: as long as it takes. How long others are waited for, the save's options say.
+            timeout: seconds; None: no limit. The save's options limit the time of waiting for other processes.
 
         Returns:
-            How it went; None if the save goes on, which it may with "local".
+            The report; None if the save is still in progress, which is possible with "local".
 
         Raises:
-            ShardckptError: what ended the save, the same each time; see `save`. Another exception is passed on as it is.
-            CoordinationError: the time is up, and the save goes on; or this process was forked while it did.
+            ShardckptError: the error that ended the save, the same each time; see `save`. Other exceptions are raised unchanged.
+            CoordinationError: the timeout expired, and the save goes on; or this process was forked while it did.
         """
         if until not in ("commit", "local"):
             raise OptionError(f'SaveHandle.wait({until!r}): use "commit" or "local".')
@@ -110,7 +110,7 @@ class SaveHandle:
 
 
 class SaveProgress:
-    """The progress of a save. One thread sets it, any number may ask or wait."""
+    """The progress of a save. One thread sets it, any number of threads may read it or wait."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -128,7 +128,7 @@ class SaveProgress:
 
     @property
     def state(self) -> str:
-        """One or two words on the save, for `repr`."""
+        """One or two words about the save, for `repr`."""
         if self._error is not None:
             return f"failed with {type(self._error).__name__}"
         return "committed" if self.report is not None else "durable here" if self._durable else "in flight"

@@ -1,12 +1,12 @@
 """The plan of a save: what one process writes of a state, and how every tensor is stored.
 
-Pure, from what the tensors say of themselves; the same on every process, as far as two processes know the same tensor.
+Planning is pure: it depends only on the tensors' metadata. Processes that know the same tensor plan it the same.
 
-1. Choose each tensor's chunks from its shape and layout alone; a tensor that is skipped has none here.
-2. Ask which processes hold each box. A plain host tensor says nothing of that: a large one all processes have, or
-   only the one that shows it, as `host_tensors` says. Small ones may be on any processes, and nothing of them is
-   written: their elements go into what the host says of the checkpoint.
-3. Deal out the chunks of every box among its holders (`plan.writers`), and cut this process's share into what can be
+1. Choose each tensor's chunks from its shape and layout alone. A skipped tensor gets no chunks here.
+2. Ask which processes hold each box. A plain host tensor does not say. A large one is held by all processes, or only by
+   the process that has it in its state, as `host_tensors` says. Small ones may be on any processes, and none of their
+   chunks is written here: their elements go into the host's contents document.
+3. Deal out the chunks of every box among its holders (`plan.writers`), and cut this process's share into blocks that can be
    copied at once (`plan.pieces`).
 """
 
@@ -51,7 +51,7 @@ SMALL_BYTES = 64 << 10
 MOST_SMALL_BYTES = 64 << 20
 """Total bytes of small plain tensors; the committer holds several copies of them."""
 LONGEST_PATH = 60_000
-"""Bytes of a tensor's name as it is stored: OCDBT has keys of fewer than 2^16, and a chunk's place is a part of its key."""
+"""Most bytes of a tensor's stored name: OCDBT keys have fewer than 2^16 bytes, and a key also contains the chunk's grid position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class Write:
     """Some chunks of a piece, all in one box that this process holds."""
 
     box: int
-    """Which of the source's boxes."""
+    """Index of the source's box."""
     piece: Piece
     chunks: range
-    """Which of the piece's chunks in that box, counted in grid order."""
+    """The piece's chunks in that box, counted in grid order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,13 @@ class SavePlan:
     writes: dict[str, list[Write]]
     """Runs of chunks that this process writes, by tensor, in the order of the tensors; tensors without any are left out."""
     small: list[str]
-    """Small plain tensors, whose elements go into the host's contents."""
+    """Small plain tensors; their elements go into the host's contents."""
     shared: list[str]
-    """Large plain tensors that all processes have, each of which writes a part."""
+    """Large plain tensors that all processes hold; each process writes a part."""
     blocks: dict[str, list[Block]]
-    """The same as `writes`, cut into what is copied at once."""
+    """The same chunks as `writes`, cut into blocks that are copied at once."""
     skipped: frozenset[str] = frozenset()
-    """Tensors that lie in the base: they have no pieces yet, which are those in there."""
+    """Tensors that stay in the base; their records get the base's pieces later."""
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +93,7 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
 
     Raises:
         LeafError, ShardingError: a tensor that cannot be stored, by name.
-        OptionError: a pattern in `shardings` that no plain tensor goes by, or one in `skip` that no tensor goes by.
+        OptionError: a pattern in `shardings` that matches no plain tensor, or a pattern in `skip` that matches no tensor.
     """
     skipped = skipped_names(sources, options.skip)
     tensors = tensor_records(sources, options, world, skipped)
@@ -142,34 +142,34 @@ def plan_save(sources: Mapping[str, Source], options: SaveOptions, world: World)
 
 @dataclass(frozen=True, slots=True)
 class _Parted:
-    """The common part of one box that this process holds and one piece."""
+    """The intersection of one box that this process holds and one piece."""
 
     held: int
-    """Which of the boxes."""
+    """Index of the box."""
     corner: tuple[int, ...]
-    """Where that box begins."""
+    """First index of that box."""
     piece: int
-    """Which of the tensor's pieces."""
+    """Index of the tensor's piece."""
     box: Box
-    """The common part."""
+    """The intersection."""
     chunks: int
-    """Number of the piece's chunks in that part."""
+    """Number of the piece's chunks in the intersection."""
 
 
 def _parted(pieces: Sequence[Piece], boxes: BoxArray, known: dict[Hashable, list[_Parted]]) -> list[_Parted]:
-    """The common parts of all held boxes and all pieces of a tensor.
+    """The intersections of all held boxes with all pieces of a tensor.
 
     Args:
-        pieces: of a tensor.
-        boxes: that this process holds of it.
-        known: the same of other tensors: of a thousand some dozen are cut in different ways.
+        pieces: the tensor's pieces.
+        boxes: the tensor's boxes that this process holds.
+        known: cache of results of other tensors; a thousand tensors are cut in only some dozen different patterns.
     """
-    # Boxes of no dimensions have no bytes: their number tells whether this process holds one.
+    # Boxes of no dimensions have no bytes, so the key has their number: it shows whether this process holds one.
     key = (tuple([(p.start, p.shape, p.chunks) for p in pieces]), len(boxes), boxes.start.tobytes(), boxes.stop.tobytes())
     found = known.get(key)
     if found is None:
         found = known[key] = []
-        # A tensor may have as many pieces as shards: of each box only those that it touches are looked at in Python.
+        # A tensor may have as many pieces as shards: for each box the Python loop visits only the pieces that it overlaps.
         every = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
         for i in range(len(boxes)):
             box = boxes[i]
@@ -181,10 +181,10 @@ def _parted(pieces: Sequence[Piece], boxes: BoxArray, known: dict[Hashable, list
 
 
 def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[str]:
-    """The tensors that are left out, of all those names.
+    """The names that match a pattern; those tensors are skipped.
 
     Raises:
-        OptionError: a pattern that no tensor goes by.
+        OptionError: a pattern that matches no tensor.
     """
     found: set[str] = set()
     names = [*names]
@@ -199,7 +199,7 @@ def skipped_names(names: Iterable[str], patterns: Iterable[str]) -> frozenset[st
 def tensor_records(
     sources: Mapping[str, Source], options: SaveOptions, world: World, skipped: frozenset[str] = frozenset()
 ) -> dict[str, TensorRecord]:
-    """How each tensor will be stored; those that are skipped have no pieces yet."""
+    """How each tensor will be stored; skipped tensors have no pieces yet."""
     smallest = _smallest_chunks(
         {name: source for name, source in sources.items() if name not in skipped}, world, files=options.layout == "zarr"
     )
@@ -211,7 +211,7 @@ def tensor_records(
             _check_storable(name, shape, source.dtype)
             if layout is not None:
                 with _naming(name):
-                    layout.parts(len(shape))  # readers refuse one that does not fit, and nothing is cut by it here
+                    layout.parts(len(shape))  # readers refuse a layout that does not fit; the result is not needed here
             records[name] = TensorRecord(name, shape, source.dtype, layout, ())
         else:
             own_boxes = source.boxes if source.own_pieces else None
@@ -237,11 +237,11 @@ def tensor_record(
         shape: in elements.
         dtype: of its elements.
         layout: how it is laid out over devices; None: a plain host tensor.
-        smallest: what none of its chunks is cut below.
-        own_boxes: boxes of it, each to be stored as an array of its own, where nothing else is known of it.
+        smallest: lower limit for the size of its chunks.
+        own_boxes: boxes that are stored as one array each, for a tensor of which this process knows nothing else.
 
     Raises:
-        LeafError, ShardingError: it cannot be stored; names it.
+        LeafError, ShardingError: the tensor cannot be stored; the message names it.
     """
     _check_storable(name, shape, dtype)
     with _naming(name):
@@ -252,7 +252,7 @@ def tensor_record(
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Have what is wrong with a tensor's layout name the tensor."""
+    """Add the tensor's name to a ShardingError about its layout."""
     try:
         yield
     except ShardingError as e:
@@ -264,16 +264,16 @@ def _check_storable(name: str, shape: tuple[int, ...], dtype: DType) -> None:
         raise LeafError(f"{shown(name)} has {len(shape)} dimensions, and at most {MOST_DIMENSIONS} can be stored; reshape it.")
     if len(array_path(name)) > LONGEST_PATH:
         raise LeafError(f"{shown(name)} has a name of {len(name):,} characters, too long to be stored; use shorter keys.")
-    # One that has elements is in somebody's memory. This readers would refuse, and the whole checkpoint with it.
+    # A tensor with elements fits in some process's memory. Readers would refuse this one, and with it the complete checkpoint.
     if 0 in shape and prod([max(n, 1) for n in shape]) * dtype.itemsize > LARGEST_DIMENSION:
         raise LeafError(f"{shown(name)} has no elements, and with its shape {shape} more bytes than can be addressed; reshape it.")
 
 
 def _smallest_chunks(sources: Mapping[str, Source], world: World, *, files: bool) -> dict[str, Floor]:
-    """By tensor, what none of its chunks is cut below; `files`: each chunk is a file of its own.
+    """The lower limit of the chunk size by tensor; with `files`, each chunk is a file of its own.
 
-    Processes that know a tensor must cut it alike. A tensor that lies on some devices is known to all of their processes,
-    and so are all others on the very same devices; which tensors others know besides, nobody can say.
+    Processes that know a tensor must cut it the same. A tensor on some devices is known to all processes of those devices, and so
+    are all other tensors on exactly the same devices. No process can know which other tensors the other processes have.
     """
     groups = {name: None if world.processes == 1 else _known_with(source) for name, source in sources.items()}
     sizes: Counter[bytes | None] = Counter()
@@ -286,18 +286,18 @@ _PLAIN = b""
 
 
 def _known_with(source: Source) -> bytes:
-    """Equal for tensors that the same processes know, as far as that can be said; `_PLAIN` where it cannot."""
+    """A key that is equal for tensors that are certain to be known to the same processes; `_PLAIN` where nothing is certain."""
     return _PLAIN if source.holders is None or source.layout is None else _devices(source.layout, len(source.shape))
 
 
 @lru_cache(maxsize=64)
 def _devices(layout: StoredLayout, ndim: int) -> bytes:
     ids = layout.mesh.device_ids if isinstance(layout, Placements) else layout.tiling(ndim).device_ids
-    return sha256(np.sort(ids).tobytes()).digest()  # short: a thousand tensors ask for the same, perhaps of a hundred thousand devices
+    return sha256(np.sort(ids).tobytes()).digest()  # a short key: thousands of tensors may share a mesh of a hundred thousand devices
 
 
 def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> list[StoredLayout | None]:
-    """How each tensor is laid out: as it is on its devices, or a plain one by the first pattern that matches it."""
+    """Each tensor's layout: its layout over devices, or for a plain tensor the layout of the first pattern that matches it."""
     layouts: list[StoredLayout | None] = []
     used: set[str] = set()
     shadowed: dict[str, str] = {}
@@ -318,13 +318,13 @@ def _layouts(sources: Mapping[str, Source], shardings: Mapping[str, Layout]) -> 
 
 
 _Block: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
-"""A box of a tensor that is cut into equal tiles: its first index, its shape, and tiles per dimension."""
+"""A box of a tensor that is cut into equal tiles: its first index, its shape, and the number of tiles per dimension."""
 
 
 def _pieces(
     name: str, shape: tuple[int, ...], itemsize: int, blocks: Iterable[_Block], smallest: Floor, *, apart: bool
 ) -> tuple[Piece, ...]:
-    """One array for the whole tensor, or several where no useful common grid exists, or they are to be kept `apart`."""
+    """One array for the complete tensor, or several if no useful common grid exists or `apart` is set."""
     pieces = []
     for start, extent, parts in blocks:
         cut = chunking(extent, itemsize, parts, smallest=smallest)
@@ -338,7 +338,7 @@ def _pieces(
 
 
 def _blocks(shape: tuple[int, ...], layout: StoredLayout | None, own_boxes: BoxArray | None) -> Iterator[_Block]:
-    """A tensor, or what this process knows of it, as boxes that have a common grid each."""
+    """A tensor, or the part that this process knows, as boxes that have one common grid each."""
     undivided = (1,) * len(shape)
     if own_boxes is not None:
         for i in range(len(own_boxes)):

@@ -1,12 +1,12 @@
-"""Saving in the background: one thread per save, and buffers and plans that are kept from save to save.
+"""Saves in the background: one thread per save, and buffers and plans that are kept from save to save.
 
-On the thread that saves: plan, copy all blocks to the stage (`staging`). On the save's own thread: take the chunks
-off, write them and the record, commit or wait for the commit. What is asked of a storage, or of another process, is asked
-there.
+On the thread that saves: plan, and copy all blocks to the stage (`staging`). On the save's own thread: receive the blocks, write the
+chunks and the record, and commit or wait for the commit. All communication with the storage and with other processes is on that
+thread.
 
-When the interpreter ends, saves in flight are finished first (`ending`): what this process has to write without a limit of time, what
-others have to do for `_PATIENCE` seconds. After that, and after Ctrl-C, the save is given up in order, and a warning is logged. A process
-that is killed leaves an attempt that is not published, or one that is. A fork of this process knows nothing of the saves in flight.
+When the interpreter shuts down, saves in flight are finished first (`ending`): this process's writes without a time limit, the work
+of other processes for `_PATIENCE` seconds. After that, and after Ctrl-C, the save is given up in order, and a warning is logged. A
+killed process leaves an attempt that is either unpublished or published. A fork of this process has none of the saves in flight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardckpt.writing.host import HostWriter
 
 _PATIENCE = 60.0
-"""Seconds for which the end of the interpreter waits for other processes, per save in flight."""
+"""Seconds for which the interpreter shutdown waits for other processes, per save in flight."""
 _log = logging.getLogger("shardckpt")
 
 
@@ -50,28 +50,28 @@ class Saver:
     """Saves in the background. Safe to use from several threads; any number of saves may be in flight, to different urls."""
 
     def __init__(self, *, memory_limit: int | str = DEFAULT_MEMORY_LIMIT, coordinator: Coordinator | None = None) -> None:
-        """Nothing is allocated before the first save.
+        """Create a saver; nothing is allocated before the first save.
 
         Args:
-            memory_limit: bytes, or text such as "512MiB": of host memory for all saves in flight together; what
-                `SaveOptions` say of it does not count.
-            coordinator: how the processes know of each other; by default found out, once.
+            memory_limit: bytes, or text such as "512MiB", of host memory for all saves in flight together; the limit in
+                `SaveOptions` is ignored.
+            coordinator: connects the processes of the job; by default detected once.
 
         Raises:
-            OptionError: too little memory, or no coordinator.
+            OptionError: too little memory, or an invalid coordinator.
         """
         check_coordinator(coordinator)
         self.memory_limit = parse_bytes(memory_limit, "memory_limit")
-        """Bytes."""
+        """Bytes of host memory for all saves in flight."""
         if self.memory_limit < LEAST_MEMORY_LIMIT:
             raise OptionError(f"memory_limit={file_size(self.memory_limit)}: at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
         self._coordinator = coordinator
         self._renew()
 
     def _renew(self) -> None:
-        """Forget all buffers and plans: in a fork, threads that are not there may hold them."""
+        """Drop all buffers and plans: in a fork, threads that do not exist there may hold them."""
         self.pool = BufferPool(self.memory_limit)
-        """Where the buffers are."""
+        """The pool of all buffers."""
         self._plans = PlanCache()
         self._process = os.getpid()
 
@@ -86,20 +86,20 @@ class Saver:
         before_publish: Callable[[], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> SaveHandle:
-        """Begin a save; when this returns, all that this process has to write is in host buffers, or written.
+        """Begin a save; when this returns, everything that this process has to write is in host buffers, or written.
 
         Args:
             url: as in `shardckpt.save`.
-            state: likewise.
-            options: likewise.
-            coordinator: instead of the saver's own.
-            before_publish: called in the background, on the process that commits, just before the checkpoint is published;
-                what it raises fails the save.
-            progress: called in the background, again and again, with bytes of tensors that this process has written, and that
-                it has to write in all.
+            state: as in `shardckpt.save`.
+            options: as in `shardckpt.save`.
+            coordinator: replaces the saver's own.
+            before_publish: called in the background, on the committing process, just before the checkpoint is published;
+                an exception from it fails the save.
+            progress: called in the background, repeatedly, with the bytes of tensors that this process has written so far, and
+                the bytes that it has to write in all.
 
         Raises:
-            LeafError, ShardingError, OptionError: what cannot be saved; nothing was begun.
+            LeafError, ShardingError, OptionError: the state or an option is invalid; nothing was begun.
         """
         began = time.monotonic()
         options = checked_options(options)
@@ -113,7 +113,7 @@ class Saver:
         return SaveHandle(save.outcome)
 
     def close(self) -> None:
-        """Wait for the saves that are in flight, however they end, and free the buffers."""
+        """Wait for the saves in flight, whether they succeed or fail, and free the buffers."""
         for save in [*_in_flight]:
             if save.pool is self.pool:
                 save.join(None)
@@ -146,7 +146,7 @@ class _Save:
     # --- the thread that saves
 
     def run(self, state: Any, plans: PlanCache) -> None:
-        """Plan and copy; on return the rest goes on in the background."""
+        """Plan and copy; the rest continues in the background after the return."""
         try:
             share = self.attempt.take(state, plans.plan)
             self._planned = time.monotonic()
@@ -158,7 +158,7 @@ class _Save:
             self._stage.give_up(e)
             try:
                 self.join(None)
-            except RuntimeError:  # Ctrl-C came before it was started; should it start yet, it finds that all was given up
+            except RuntimeError:  # Ctrl-C came before the thread started; if it still starts, it finds the save given up
                 self._thread = None
                 _in_flight.discard(self)
             if self._thread is None:
@@ -167,7 +167,7 @@ class _Save:
             raise
 
     def _copy(self, share: StateShare) -> None:
-        """Copy all chunks to the stage, while copies of the frameworks' own, and the writer's, are counted too."""
+        """Copy all chunks to the stage; the memory for copies of the frameworks and of the writer is counted too."""
         plan, sources = share.plan, share.sources
         room = min(MOST_COPIES, self.pool.limit // 4)
         largest = max((sources[name].staged_bytes for name in plan.blocks), default=0)
@@ -182,13 +182,13 @@ class _Save:
         self._stage.close()
 
     def _start(self) -> None:
-        # Known before it runs: who gives up waits for it, and takes nothing away under it.
+        # Registered before the thread runs, so that giving up waits for it, and frees nothing that it uses.
         self._thread = threading.Thread(target=self._finish, name="shardckpt-save", daemon=True)
         _in_flight.add(self)
         start_background(self._thread, finish=self._wait_at_exit, stop=self._stop)
 
     def _wait_at_exit(self) -> None:
-        with suppress(Exception):  # the handle's to tell
+        with suppress(Exception):  # the handle raises it
             self.outcome.wait("local", None)
             self.outcome.wait("commit", _PATIENCE)
 
@@ -198,7 +198,7 @@ class _Save:
             self._stage.fail(CommitError(f"{self.outcome.url}: the save was given up because the program ends."))
 
     def join(self, timeout: float | None) -> None:
-        """Wait until the save's thread has ended."""
+        """Wait until the save's thread has ended, if it was started."""
         if self._thread is not None:
             self._thread.join(timeout)
 
@@ -208,7 +208,7 @@ class _Save:
         try:
             with saving_takes_threads(self.outcome.url):
                 self.outcome.end(self._report())
-        except BaseException as e:  # noqa: BLE001  (whoever waits for the save is told)
+        except BaseException as e:  # noqa: BLE001  (the handle raises it)
             self.outcome.end(e)
             if is_ending():
                 _log.warning("%s: the program ended before the save: %s", self.outcome.url, e)
@@ -284,30 +284,30 @@ def save_async(
     skip: str | Sequence[str] | None = None,
     coordinator: Coordinator | None = None,
 ) -> SaveHandle:
-    """Copy what this process has to save to host buffers, and save it in the background.
+    """Copy this process's data to host buffers, and save it in the background.
 
-    When this returns the state may change: the checkpoint will be what it was. What is not known yet is whether the save
-    will go well; `wait()` on the handle tells, or raises what went wrong. Buffers, and the plan of what to write, are
-    kept from call to call, so that later saves of the same state are quicker than the first. They take `memory_limit`
-    bytes at most; a state that is larger blocks until it is written all but for that (`SaveReport.streamed`).
+    When this returns the state may change; the checkpoint will have its values at the call. It is not known yet whether the save
+    will succeed: `wait()` on the handle returns the report, or raises the error. Buffers, and the plan of the writes, are
+    kept from call to call, so later saves of the same state are faster than the first. They need at most `memory_limit`
+    bytes. A larger state blocks until everything that does not fit is written (`SaveReport.streamed`).
 
     Args:
         url: as in `save`.
         state: as in `save`.
         options: as in `save`.
-        skip: as in `save`; the base is looked at in the background.
+        skip: as in `save`; the base is read in the background.
         coordinator: as in `save`.
 
     Raises:
         LeafError, ShardingError, OptionError: as in `save`; nothing was begun.
-        CommitError: Python is ending; nothing was begun. Everything else the handle raises.
+        CommitError: Python is ending; nothing was begun. The handle raises all other errors.
     """
     options = checked_options(options, skip)
     return _shared_saver(options.budget).begin(url, state, options, coordinator=coordinator)
 
 
 def _shared_saver(memory_limit: int) -> Saver:
-    """The saver whose buffers all calls of `save_async` share, as long as they set the same limit."""
+    """The saver whose buffers all calls of `save_async` share, as long as they use the same limit."""
     global _saver  # noqa: PLW0603  (kept from call to call)
     with _choosing:
         if _saver is None or _saver.memory_limit != memory_limit:

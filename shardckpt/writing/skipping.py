@@ -1,12 +1,12 @@
-"""Tensors that a save leaves out, because a base checkpoint holds them, and where exactly they lie there.
+"""Tensors that a save leaves out because a base checkpoint holds them, and their places in the base.
 
-Asked when this process writes, which in a save in the background is not on the thread that trains: nothing that is copied
-before depends on the answer. Every process asks for itself and gets the same, by reading one record; so none writes
-gigabytes for a checkpoint that cannot be, and whoever commits, later and without the others, finds the answer in their
-contents. Whether the base is still the same is looked at once more right before the checkpoint is published.
+The base is read when this process writes. For a save in the background this is not on the training thread, because the copy step
+does not depend on the result. Every process reads the base's record itself and gets the same result. So no process writes
+gigabytes for a checkpoint that cannot be committed, and a process that commits later finds the result in the hosts'
+contents. Just before the checkpoint is published, the base is checked once more.
 
-A base may have left tensors in a base of its own. What is recorded is the checkpoint that holds a tensor itself, so no
-reader ever follows more than one step, and what lies between may be deleted.
+A base may have left tensors in a base of its own. The record names the checkpoint that holds the tensor itself, so no
+reader follows more than one step, and checkpoints in between may be deleted.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = ["left_in_base"]
 
 
 def left_in_base(structure: Structure, skipped: Iterable[str], checkpoint: Location, base: Location) -> Structure:
-    """What a process says of its state, with the tensors that it skips found in the base.
+    """A process's structure with the tensors that it skips found in the base.
 
     Args:
-        structure: of the process's state.
-        skipped: names of its tensors that are left out.
-        checkpoint: that is being saved.
-        base: where they are.
+        structure: structure of the process's state.
+        skipped: names of the tensors to leave out.
+        checkpoint: the checkpoint that is being saved.
+        base: location of the base.
 
     Raises:
-        NotFoundError: no checkpoint is there.
-        NamesMismatchError, ShapeMismatchError, DtypeMismatchError: the base lacks a tensor, or has another one of that name.
+        NotFoundError: the base does not exist.
+        NamesMismatchError, ShapeMismatchError, DtypeMismatchError: the base lacks a tensor, or has one with another shape or dtype.
     """
     try:
         found = Checkpoint(str(base))
@@ -52,7 +52,7 @@ def left_in_base(structure: Structure, skipped: Iterable[str], checkpoint: Locat
 
 
 class _Found:
-    """An open base, and how the checkpoint names it and the bases that it has itself."""
+    """An open base, and the names that the checkpoint uses for it and for its own bases."""
 
     def __init__(self, checkpoint: Location, base: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -60,10 +60,10 @@ class _Found:
         record = base.record
         self.itself = Base(record.attempt, record.layout, record.compression, base_url(checkpoint, base.location))
         self.its_own: dict[Base, Base] = {}
-        """The base's bases: as it names them, and as the checkpoint does."""
+        """The base's own bases: as the base names them → as the checkpoint names them."""
 
     def tensor(self, ours: TensorRecord) -> TensorRecord:
-        """A skipped tensor's record, by that of the base."""
+        """A skipped tensor's record, made from the base's record."""
         expected = f"{shown(ours.name)}: {self.checkpoint} skips it, with shape {ours.shape} and dtype {ours.dtype.name}, and its base"
         advice = "Save it, or name another base. Nothing was published."
         try:
@@ -78,14 +78,14 @@ class _Found:
         return replace(ours, pieces=_pieces(ours.name, theirs), partial=False, base=there)
 
     def _renamed(self, base: Base) -> Base:
-        """A base of the base."""
+        """A base of the base, as the checkpoint names it."""
         if base not in self.its_own:
             self.its_own[base] = replace(base, url=base_url(self.checkpoint, base_location(self.base.location, base)))
         return self.its_own[base]
 
 
 def _pieces(name: str, theirs: TensorRecord) -> tuple[Piece, ...]:
-    """The pieces of the base's tensor, called by our name for it."""
+    """The pieces of the base's tensor, under the name of our tensor."""
     in_one = [piece.path for piece in theirs.pieces] == [array_path(theirs.name)]
     return tuple(
         replace(piece, path=array_path(name) if in_one else piece_path(name, theirs.shape, piece.start)) for piece in theirs.pieces

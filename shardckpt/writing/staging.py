@@ -1,20 +1,20 @@
-"""Elements of a save in the background, on their way from the thread that saves to the one that writes.
+"""Staging of a background save: elements move from the thread that saves to the thread that writes.
 
-1. `save.read` goes through this process's blocks in grid order: batch after batch of tensors, whose copies (where a framework
-   makes some) stay within a limit.
-2. A `Stage` takes them on the thread that saves. It keeps blocks that have memory of their own, and copies the others into
+1. `save.read` goes through this process's blocks in grid order: batch after batch of tensors, whose copies (if the framework
+   makes any) stay within a limit.
+2. A `Stage` receives the blocks on the thread that saves. It keeps blocks that have memory of their own, and copies the others into
    a pooled buffer, many bytes at once (`copying`).
-3. Another thread takes them off, in the same order, and cuts them into chunks (`write_chunks`).
+3. The writing thread receives them in the same order, and cuts them into chunks (`write_chunks`).
 
-The other thread starts when everything is copied, because until then the two would share the machine's memory bandwidth,
-and training waits for the first one. The buffer has the size of all blocks that are copied, the same from save to save. Only
-where the pool has no room for all of it the buffer is smaller and falls into parts, the second thread starts at once, and the
-first one waits for the parts that it frees: the save streams. Then all blocks are copied.
+The writing thread starts when everything is copied. Before that, the two would share the machine's memory bandwidth,
+and training waits for the copies. The buffer has the size of all blocks that are copied, the same from save to save. If
+the pool has no room for all of it, the buffer is smaller and has several parts, the writing thread starts at once, and the
+saving thread waits for free parts: the save streams. Then all blocks are copied.
 
-A save asks the pool once, for all that it needs until it is written. So saves wait for each other only while they hold
-nothing, and one that has begun to copy waits for its own second thread alone.
+A save makes one request to the pool for everything that it needs until it is written. So a save waits for other saves only while it
+holds nothing, and a save that has begun to copy waits only for its own writing thread.
 
-Either side that fails wakes the other one. What was taken from the pool is given back when both have left.
+If either thread fails, it wakes the other one. The lease is given back when both threads have left.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
     from shardckpt.writing.save import BlockElements
 
 WRITTEN_BYTES = 2 << 20
-"""Bytes of elements that the background encodes and writes at a time: many chunks, in no more memory than one may take."""
+"""Bytes of elements that the background encodes and writes at a time: many small chunks, in no more memory than one may need."""
 _BUFFER_BYTES = 32 << 20
-"""Bytes of a part of the buffer, where the buffer does not hold all."""
+"""Bytes of a part of the buffer, if the buffer does not hold everything."""
 _LEAST_PARTS = 8
-"""Least number of parts. Each part loses what its last block leaves, and both sides work on one at a time."""
+"""Least number of parts. The end of each part may stay unused, and each thread works on one part at a time."""
 
 
 def write_chunks(writer: HostWriter, blocks: Iterable[tuple[Block, NDArray[np.generic]]]) -> Iterator[int]:
-    """Write the chunks of blocks, some at a time; the bytes of elements of these, when they are written."""
+    """Write the chunks of blocks, some at a time; yield the bytes of the elements written each time."""
     cut = ((block.piece, box, elements[index]) for block, elements in blocks for box, index in parts_of(block, WRITTEN_BYTES))
     for portion in portions(cut, WRITTEN_BYTES):
         writer.put_all(portion, WRITTEN_BYTES)
@@ -61,57 +61,57 @@ def write_chunks(writer: HostWriter, blocks: Iterable[tuple[Block, NDArray[np.ge
 
 @dataclass(slots=True)
 class _Part:
-    """A part of the buffer: the blocks in it one after another, and blocks in memory of their own that come between them."""
+    """A part of the buffer with copied blocks one after another, and the blocks in memory of their own that come between them."""
 
     memory: NDArray[np.generic]
     used: int = 0
-    """Bytes of the memory."""
+    """Bytes of the memory that are in use."""
     blocks: list[tuple[Block, NDArray[np.generic]]] = field(default_factory=list)
 
 
 class Stage:
-    """Blocks on their way from the thread that saves to the one that writes."""
+    """Blocks in transit from the thread that saves to the thread that writes."""
 
     def __init__(self, pool: BufferPool, start: Callable[[], None]) -> None:
-        """Nothing is taken from the pool before `fit`.
+        """Create an empty stage; nothing is leased before `fit`.
 
         Args:
-            pool: where the buffer comes from, and goes back to.
-            start: starts the thread that takes the blocks off; called once, on the thread that saves.
+            pool: leases the buffer.
+            start: starts the writing thread; called once, on the thread that saves.
         """
         self.streamed = False
-        """Whether the buffer is smaller than what is copied."""
+        """Whether the buffer is smaller than the blocks to copy."""
         self.blocked = 0.0
-        """Seconds for which the thread that saves has waited for the pool, or for a part of the buffer."""
+        """Seconds that the thread that saves has waited for the pool, or for a free part."""
         self.started = False
         """Whether the writing thread was started."""
         self._pool = pool
         self._start = start
         self._lease: Lease | None = None
         self._sides = {"copying"}
-        """Who may still touch the buffer."""
+        """The sides that may still use the buffer."""
         self._fetching = 0
         self._filling: _Part | None = None
         self._free: deque[NDArray[np.generic]] = deque()
         self._ready: deque[_Part] = deque()
         self._closed = False
         self._interrupted = False
-        """Whether copying has failed: after Ctrl-C a thread may still be copying into the buffer, so that no other save may have it."""
+        """Whether copying has failed: after Ctrl-C a thread may still be copying into the buffer, so no other save may reuse it."""
         self._failure: BaseException | None = None
         self._changed = Condition()
 
     # --- the thread that saves
 
     def fit(self, blocks: Iterable[tuple[Block, bool]], *, fetching: int = 0, writing: int = 0) -> int:
-        """Take from the pool what the save needs, waiting until it has that.
+        """Lease everything that the save needs from the pool; wait until that is possible.
 
         Args:
-            blocks: all that will be put, and which of them are in memory of their own.
+            blocks: all blocks of the save, and whether each has memory of its own.
             fetching: bytes that frameworks allocate at a time, until everything is copied.
-            writing: bytes that the other thread allocates, until everything is written.
+            writing: bytes that the writing thread allocates, until everything is written.
 
         Returns:
-            How large a block may be, in bytes.
+            Most bytes of a block.
         """
         wanted = [*blocks]
         copied = sum(round_up(block.nbytes) for block, own in wanted if not own)
@@ -135,10 +135,10 @@ class Stage:
         return size
 
     def put(self, batch: Iterable[BlockElements]) -> None:
-        """Keep blocks, or copy them: when this returns, their tensors may change.
+        """Keep or copy blocks: their tensors may change when this returns.
 
         Raises:
-            BaseException: what ended the other thread.
+            BaseException: the error of the writing thread.
         """
         copies: list[tuple[NDArray[np.generic], NDArray[np.generic]]] = []
         for block, elements, own in batch:
@@ -160,7 +160,7 @@ class Stage:
         copy_all(copies)
 
     def close(self) -> None:
-        """Everything is copied."""
+        """Finish the copying side: everything is copied."""
         assert self._lease is not None
         self._lease.release(self._fetching)
         self._hand_over()
@@ -171,7 +171,7 @@ class Stage:
         self._leave("copying")
 
     def give_up(self, error: BaseException) -> None:
-        """Copying has failed: nothing of this is to be written any more."""
+        """Stop both sides after a failure of the copying side: nothing more is written."""
         self.fail(error)
         self._interrupted = True
         self._filling = None
@@ -188,7 +188,7 @@ class Stage:
             return self._free.popleft()
 
     def _hand_over(self) -> None:
-        """Let the other thread write what is copied so far."""
+        """Pass the blocks copied so far to the writing thread."""
         part, self._filling = self._filling, None
         with self._changed:
             if part is not None and self._failure is None:
@@ -204,10 +204,10 @@ class Stage:
     # --- the thread that writes
 
     def __iter__(self) -> Iterator[list[tuple[Block, NDArray[np.generic]]]]:
-        """The blocks and their elements, some at a time, which are to be used up before the next are asked for.
+        """Yield the blocks with their elements, some at a time; use them up before the next iteration.
 
         Raises:
-            BaseException: what ended the other thread.
+            BaseException: the error of the saving thread.
         """
         while (part := self._next()) is not None:
             try:
@@ -219,7 +219,7 @@ class Stage:
                     self._changed.notify_all()
 
     def end(self) -> None:
-        """Nothing is written any more: everything is, or something has failed."""
+        """Finish the writing side: everything is written, or a side has failed."""
         self._leave("writing")
 
     def _next(self) -> _Part | None:
@@ -232,7 +232,7 @@ class Stage:
     # --- both
 
     def fail(self, error: BaseException) -> None:
-        """One side has failed: the other one is told."""
+        """Record the first failure, and wake the other side."""
         with self._changed:
             if self._failure is None:
                 self._failure = error
@@ -240,7 +240,7 @@ class Stage:
             self._changed.notify_all()
 
     def _leave(self, side: str) -> None:
-        """One side touches nothing any more; the last one gives everything back."""
+        """Note that one side no longer uses the buffer; the last side gives the lease back."""
         with self._changed:
             self._sides.discard(side)
             lease = None

@@ -1,36 +1,36 @@
 """Settings of the object stores: endpoints, credentials, retries, request rates, and a lister.
 
-All of it comes from the environment, by the variables that each cloud's own tools go by.
+All of it comes from environment variables, the same ones that each cloud's own tools use.
 
 Google Cloud Storage (`gs://`, needs the extra `shardckpt[gcs]`):
 
-- Credentials are Google's application default ones: the file that `GOOGLE_APPLICATION_CREDENTIALS` names (a service
-  account's key or a user's refresh token; TensorStore reads no `external_account` files), else what
-  `gcloud auth application-default login` left, else the machine's own service account, else none.
-- `TENSORSTORE_GCS_HTTP_URL` (TensorStore's name) or `STORAGE_EMULATOR_HOST` (everybody else's) is another endpoint; one
+- Credentials are Google's application default credentials: the file in `GOOGLE_APPLICATION_CREDENTIALS` (a service
+  account's key or a user's refresh token; TensorStore reads no `external_account` files), otherwise the file from
+  `gcloud auth application-default login`, otherwise the machine's own service account, otherwise none.
+- `TENSORSTORE_GCS_HTTP_URL` (TensorStore's name) or `STORAGE_EMULATOR_HOST` (the name in other tools) sets another endpoint; one
   of them is enough. Over plain `http://`, to an emulator, no credentials are sent.
 
-S3 and what speaks its protocol (`s3://`, needs the extra `shardckpt[s3]`):
+S3 and compatible services (`s3://`, needs the extra `shardckpt[s3]`):
 
-- Credentials: `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` (and `AWS_SESSION_TOKEN`), else the profile
-  `AWS_PROFILE` of `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE`, else the container's or the machine's role.
+- Credentials: `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` (and `AWS_SESSION_TOKEN`), otherwise the profile
+  `AWS_PROFILE` of `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE`, otherwise the container's or the machine's role.
   `AWS_NO_SIGN_REQUEST=1`: none, for public buckets.
-- `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL` is another endpoint, addressed as endpoint/bucket/name. It must
-  enforce `If-Match` and `If-None-Match` on PUT, else two savers can both believe to have committed.
+- `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL` sets another endpoint, addressed as endpoint/bucket/name. It must
+  enforce `If-Match` and `If-None-Match` on PUT; otherwise two concurrent saves can both report that they have committed.
 - `AWS_REGION` or `AWS_DEFAULT_REGION` is the bucket's region. Without it AWS is asked, and another endpoint gets us-east-1.
 
 Both:
 
-- `SHARDCKPT_RETRY_SECONDS` (300): how long a request is tried again, with growing pauses, when the service answers
-  408, 429 or 5xx, or breaks off. A connection on which nothing moves is given up after
-  `TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` (30, unless it is set) and counts as broken off.
-  Listings and server-side copies are not TensorStore's: `patience` repeats them by the same rule.
-- `SHARDCKPT_READS_PER_SECOND`, `SHARDCKPT_WRITES_PER_SECOND`: at most how many reads and listings, and how many writes
-  and deletions, this process begins per second. By default 4000 and 800 (`BUCKET`), of which each process of a save has
-  its share. Tries after the first are not counted, their pauses spread them; nor are the few requests for an OCDBT index.
+- `SHARDCKPT_RETRY_SECONDS` (300): how long a request is retried, with growing pauses, after a response
+  408, 429 or 5xx, or a broken connection. A connection without traffic counts as broken after
+  `TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` (30, unless it is set).
+  TensorStore does not make listings and server-side copies: `patience` retries them by the same rule.
+- `SHARDCKPT_READS_PER_SECOND`, `SHARDCKPT_WRITES_PER_SECOND`: most reads and listings, and most writes
+  and deletions, that this process begins per second. By default 4000 and 800 (`BUCKET`), of which each process of a save has
+  its share. Retries are not counted, because their pauses spread them; nor are the few requests for an OCDBT index.
 - `TENSORSTORE_GCS_REQUEST_CONCURRENCY`, `TENSORSTORE_S3_REQUEST_CONCURRENCY` (32): requests at a time.
 
-Set them before a process first uses shardckpt: those of patience, rates and AWS credentials are read once.
+Set them before a process first uses shardckpt: the values for retries, rates and AWS credentials are read once.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ _EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 _RETRY_SECONDS = 300.0
 _STALLED_SECONDS = 30
 _AWS_SOURCES = ("aws_access_key_id", "role_arn", "credential_process")
-"""Options of a profile, one of which it needs."""
+"""Options of a profile with credentials; it needs one of them."""
 _PASSING = {408, 429, 500, 502, 503, 504}
-"""HTTP statuses of refusals that may be over the next time."""
+"""HTTP statuses of temporary refusals."""
 _RATES = {"read": "SHARDCKPT_READS_PER_SECOND", "write": "SHARDCKPT_WRITES_PER_SECOND"}
 BUCKET = {"read": 4000.0, "write": 800.0}
-"""Requests per second to one bucket: four fifths of what a new one of GCS bears. (S3 bears 5,500 and 3,500 per prefix.)
+"""Requests per second to one bucket: four fifths of the capacity of a new GCS bucket. (S3 allows 5,500 and 3,500 per prefix.)
 
 https://cloud.google.com/storage/docs/request-rate
 """
 
 
 def prepare(scheme: str) -> None:
-    """Make a process ready for an object store: its lister is there, and TensorStore knows the endpoint.
+    """Prepare a process for an object store: check that its lister is installed, and pass the endpoint to TensorStore.
 
     Raises:
         MissingExtraError: the scheme's extra is not installed.
-        OptionError: a rate is no number.
+        OptionError: a rate is not a positive number.
     """
     package, extra = _EXTRAS[scheme]
     if find_spec(package) is None:
@@ -93,7 +93,7 @@ def prepare(scheme: str) -> None:
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
     endpoint = endpoint_of(scheme)
     if scheme == "gs" and endpoint is not None:
-        # TensorStore's driver for GCS takes them in no other way.
+        # TensorStore's driver for GCS accepts these settings only from the environment.
         os.environ["TENSORSTORE_GCS_HTTP_URL"] = endpoint
         if endpoint.startswith("http:"):
             os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
@@ -112,21 +112,21 @@ def context() -> dict[str, Any]:
     """Spec of the TensorStore context that all of a process's stores share.
 
     Raises:
-        OptionError: a number of seconds is none, or `AWS_PROFILE` is no profile.
+        OptionError: a number of seconds is invalid, or `AWS_PROFILE` is not a usable profile.
     """
     tries = pauses()
-    # As many tries, with such pauses, as take about that long where each fails at once.
+    # If each try fails immediately, this number of retries with these pauses takes about the configured time.
     retries = {"max_retries": len(tries), "initial_delay": f"{tries[0]}s", "max_delay": f"{tries[-1]}s"}
     return {"gcs_request_retries": retries, "s3_request_retries": retries, "aws_credentials": _aws_credentials()}
 
 
 def pace(kind: Literal["read", "write"], share: RequestShare = ALONE) -> None:
-    """Return when this process, with that share of a bucket, may begin a request of that kind."""
+    """Wait until this process, with that share of a bucket's rate, may begin a request of that kind."""
     _pace(kind, share).wait()
 
 
 def endpoint_of(scheme: str) -> str | None:
-    """Where requests go, without a slash at the end; None: to the cloud itself."""
+    """The endpoint for requests, without a slash at the end; None: the cloud's own."""
     names = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST") if scheme == "gs" else ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     endpoint = next(filter(None, map(os.environ.get, names)), None)
     if endpoint is None:
@@ -135,26 +135,26 @@ def endpoint_of(scheme: str) -> str | None:
 
 
 def region_of_s3() -> str | None:
-    """The region that requests to S3 are signed for; None: AWS is asked where the bucket is."""
+    """The region that requests to S3 are signed for; None: TensorStore asks AWS for the bucket's region."""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return region or ("us-east-1" if endpoint_of("s3") else None)
 
 
 def is_anonymous() -> bool:
-    """Whether requests to S3 are to carry no credentials."""
+    """Whether requests to S3 are sent without credentials."""
     return os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true", "on")
 
 
 def stalled_seconds() -> float:
-    """After how long a connection on which nothing moves is given up."""
+    """Seconds after which a connection without traffic is given up."""
     return _number("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or _STALLED_SECONDS
 
 
 def pauses() -> list[float]:
-    """Seconds between one try and the next: they double up to a longest one, and take `SHARDCKPT_RETRY_SECONDS` together.
+    """Seconds of the pauses between tries: they double up to a maximum, and add up to about `SHARDCKPT_RETRY_SECONDS`.
 
     Raises:
-        OptionError: that is no positive number.
+        OptionError: the variable is not a positive number.
     """
     seconds = _number("SHARDCKPT_RETRY_SECONDS") or _RETRY_SECONDS
     first, longest = min(0.5, seconds / 8), min(16.0, seconds / 4)
@@ -165,9 +165,9 @@ def pauses() -> list[float]:
 
 
 def filesystem(scheme: str) -> Any:
-    """The fsspec file system that lists buckets: TensorStore knows no delimiter and no times. It makes each request once.
+    """The fsspec file system that lists buckets, because TensorStore has no delimiter and no times. It makes each request once.
 
-    And what it says of GCS is not to be relied on: a listing that is refused comes back empty (0.1.86).
+    TensorStore's own listings of GCS are not reliable: a refused listing comes back empty (0.1.86).
     """
     prepare(scheme)
     if scheme == "gs":
@@ -176,13 +176,13 @@ def filesystem(scheme: str) -> Any:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether what a client of `filesystem` has raised may be over the next time."""
+    """Whether an error from a client of `filesystem` is temporary."""
     if isinstance(error, TimeoutError):
         return True
     status = status_of(error)
     if status is not None:
-        return status in _PASSING or (status == 401 and "Invalid Credentials" in str(error))  # gcsfs then asks for others
-    # An error without a status is of the connection, or of an answer that broke off; each client knows its kinds.
+        return status in _PASSING or (status == 401 and "Invalid Credentials" in str(error))  # gcsfs then gets new credentials
+    # An error without a status comes from the connection, or from a truncated response; each client knows its own errors.
     module = type(error).__module__.partition(".")[0]
     if module in ("botocore", "aiobotocore", "urllib3"):
         from botocore.exceptions import ConnectionError as NoConnection
@@ -197,11 +197,11 @@ def is_passing(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status of an answer that a client of `filesystem` has made an error of; None: there was no answer, or it does not say."""
-    answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)  # of botocore, of which s3fs makes an OSError
+    """The HTTP status behind an error from a client of `filesystem`; None: there was no response, or the error does not have it."""
+    answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)  # from botocore; s3fs wraps it in an OSError
     if isinstance(answer, dict):
         return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
-    code = getattr(error, "code", None)  # of gcsfs, a number or its digits
+    code = getattr(error, "code", None)  # from gcsfs: a number or its digits
     return int(code) if str(code).isdecimal() else None  # type: ignore[arg-type]
 
 
@@ -209,15 +209,15 @@ def status_of(error: BaseException) -> int | None:
 def _gcs(endpoint: str | None, stalled: float) -> Any:
     from aiohttp import ClientTimeout
 
-    # Not gcsfs's default, which asks another service over gRPC what kind of bucket each one is, before anything else.
+    # Not gcsfs's default class, which first asks another service over gRPC for the kind of each bucket.
     from gcsfs.core import GCSFileSystem
 
     class OneTry(GCSFileSystem):  # type: ignore[misc]  # it has no types
-        """Makes each request once; gcsfs makes it six times, after pauses that it does not let anyone set."""
+        """Makes each request once; gcsfs makes it six times, with pauses that cannot be configured."""
 
-        _request = GCSFileSystem._request.__wrapped__  # noqa: SLF001  (the one place where it repeats requests)
+        _request = GCSFileSystem._request.__wrapped__  # noqa: SLF001  (the only place where it retries requests)
 
-    # It logs a traceback of every error that it also raises: not to stderr, unless the program says so.
+    # gcsfs logs a traceback of every error that it also raises: keep it off stderr, unless the program configures logging.
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     return OneTry(
         token="anon" if endpoint is not None and endpoint.startswith("http:") else None,
@@ -245,15 +245,15 @@ def _s3(endpoint: str | None, region: str | None, anonymous: bool, stalled: floa
 
 
 def _aws_credentials() -> dict[str, str]:
-    """TensorStore's spec of where credentials for S3 come from.
+    """TensorStore's spec of the source of credentials for S3.
 
     Raises:
         OptionError: `AWS_PROFILE` names a profile without keys or a role.
     """
     if is_anonymous():
         return {"type": "anonymous"}
-    # Asked for by name, the environment is all that is looked at: the default writes errors about files that nobody has,
-    # and does not find the files that somebody has (0.1.86).
+    # With type "environment" TensorStore looks only at the environment. Its default logs errors about missing credential files,
+    # and does not find existing ones (0.1.86).
     if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
         return {"type": "environment"}
     credentials, config = (
@@ -274,7 +274,7 @@ def _aws_credentials() -> dict[str, str]:
 
 
 def _has_profile(file: Path, section: str) -> bool:
-    """Whether a file of AWS's has credentials in that section; many have a region there and no more."""
+    """Whether a section of an AWS file has credentials; many sections have only a region."""
     parser = ConfigParser(interpolation=None, strict=False)
     try:
         parser.read(file)
@@ -285,7 +285,7 @@ def _has_profile(file: Path, section: str) -> bool:
 
 @cache
 def _pace(kind: str, share: RequestShare) -> Pace:
-    """The pace of those requests; what the environment sets is for the process, whatever its share."""
+    """The rate limiter for requests of that kind; a rate from the environment applies to the process, whatever its share."""
     own = _number(_RATES[kind])
     if own is not None and share != ALONE:
         return _pace(kind, ALONE)
@@ -293,7 +293,7 @@ def _pace(kind: str, share: RequestShare) -> Pace:
 
 
 def _number(variable: str) -> float | None:
-    """An environment variable that is a positive number, None where it is not set."""
+    """The value of an environment variable that must be a positive number; None if it is not set."""
     text = os.environ.get(variable)
     if not text:
         return None

@@ -1,9 +1,9 @@
-"""Deletion of an object of S3 on condition that it is still a known version.
+"""Deletion of an S3 object on condition that it still has a known version.
 
-TensorStore 0.1.86 asks S3 for the version, and then deletes whatever is there. S3 itself takes `If-Match` on DeleteObject
-(https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-deletes.html). Some services that speak its protocol ignore
-the header and delete the object all the same. So each bucket is tried once per process: an object of our own is deleted on a
-condition that does not hold.
+TensorStore 0.1.86 asks S3 for the version, and then deletes whatever object is there. S3 itself accepts `If-Match` on DeleteObject
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-deletes.html). Some compatible services ignore
+the header and delete the object all the same. So each bucket is tested once per process: an object of our own is deleted with a
+condition that is false.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _OTHER = f'"{"0" * 32}"'
 """An ETag that no object of ours has."""
 _REFUSED, _MISSING, _UNKNOWN = 412, 404, 501
 _honours: dict[tuple[str, str | None], bool] = {}
-"""Bucket and endpoint → whether the service there refuses to delete an object on a condition that does not hold."""
+"""Bucket and endpoint → whether the service there refuses a deletion whose condition is false."""
 
 
 def delete_if_match(location: Location, key: str, generation: bytes) -> bool:
     """Delete an object if it still has that generation.
 
     Args:
-        location: the place in a bucket of S3.
-        key: of the object, relative to it.
-        generation: TensorStore's.
+        location: a location in a bucket of S3.
+        key: key of the object, relative to it.
+        generation: TensorStore's generation.
 
     Returns:
-        Whether it was deleted; False where it is another one or gone, and where the service ignores conditions.
+        Whether it was deleted; False if the object changed or is gone, and if the service ignores conditions.
 
     Raises:
         OSError: the service failed or refused.
@@ -51,7 +51,7 @@ def delete_if_match(location: Location, key: str, generation: bytes) -> bool:
 
 
 def _refuses_others(bucket: str, prefix: str) -> bool:
-    """Whether an object is safe from a deletion on a condition that does not hold."""
+    """Whether the service refuses a deletion whose condition is false."""
     probe = f"{prefix}{PROBE}{secrets.token_hex(8)}"
     ask("put_object", bucket, probe, kind="write", patience=Patience(), Body=b"")
     try:

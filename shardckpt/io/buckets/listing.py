@@ -1,12 +1,12 @@
-"""Listing the keys below a place, with their times.
+"""Listings of the keys below a location, with their times.
 
-On an object store a listing is paged, and by far the most of a checkpoint's objects are data that nobody wants to
-see. So `children` asks for one level (a *delimited* listing): an attempt of a million chunks is one entry. `keys` and
-`modification_times` go through everything below a prefix, page by page, and are for places that hold little or
+On an object store a listing is paged, and most of a checkpoint's objects are data that no listing needs. So `children`
+asks for one level (a *delimited* listing): an attempt of a million chunks is one entry. `keys` and
+`modification_times` go through everything below a prefix, page by page, and are for locations with few objects or
 that are to be deleted.
 
-Ages are differences between times of one clock, the storage's own: `modification_times` says when an object was
-last written, `storage_now` what time it is there.
+Ages are differences between times of one clock, the storage's own: `modification_times` returns the time of an object's
+last write, `storage_now` the current time there.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 __all__ = ["children", "keys", "modification_times", "sizes", "storage_now"]
 
 PROBE = ".now-"
-"""Begins the names of the objects that `storage_now` writes and deletes; one that is left behind means nothing."""
+"""Prefix of the names of the objects that `storage_now` writes and deletes; one that is left behind has no meaning."""
 PAGE = 1000
-"""Objects per request, the most that S3 gives."""
+"""Objects per request, S3's maximum."""
 
 
 def children(store: Store, prefix: str = "") -> list[str]:
-    """The names directly below `prefix` ("" or ending in a slash), sorted; those with more below end in a slash.
+    """The names directly below `prefix` ("" or ending in a slash), sorted; a name that has keys below it ends in a slash.
 
-    On disk one directory is read, and an empty directory counts as one with more below.
+    On disk, one directory is read, and the name of an empty directory ends in a slash too.
 
     Raises:
         StorageError: the storage failed or refused.
@@ -63,7 +63,7 @@ def children(store: Store, prefix: str = "") -> list[str]:
 
 
 def keys(location: Location, prefix: str = "") -> Iterator[str]:
-    """All keys on an object store that start with `prefix`, in order, as they are at the time of each page.
+    """All keys on an object store that start with `prefix`, in order; each page shows the keys at the time of its request.
 
     Raises:
         StorageError: the storage failed or refused.
@@ -74,15 +74,15 @@ def keys(location: Location, prefix: str = "") -> Iterator[str]:
 
 
 def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every object below `prefix` ("", a whole key, or ending in a slash), and when it was last written.
+    """Every object below `prefix` ("", a complete key, or ending in a slash), and the time of its last write.
 
     Args:
-        store: where.
-        prefix: keys start with it.
+        store: the location.
+        prefix: prefix of the keys.
 
     Yields:
-        Key, and POSIX seconds by the storage's clock (S3's have no fractions). On disk in no particular order; links
-        are not followed. Memory keeps no times: everything was written this very moment.
+        Key, and POSIX seconds by the storage's clock (S3 has no fractions). On disk in no particular order; links
+        are not followed. Memory keeps no times, so the current time is returned for every object.
 
     Raises:
         StorageError: the storage failed or refused.
@@ -102,7 +102,7 @@ def modification_times(store: Store, prefix: str = "") -> Iterator[tuple[str, fl
 
 
 def sizes(store: Store, prefix: str) -> dict[str, int]:
-    """Bytes of every object whose key starts with `prefix`, which may be a whole key; on disk, of the files in one directory.
+    """Bytes of every object whose key starts with `prefix`, which may be a complete key; on disk, of the files in one directory.
 
     Raises:
         StorageError: the storage failed or refused.
@@ -119,7 +119,7 @@ def sizes(store: Store, prefix: str) -> dict[str, int]:
 
 
 def storage_now(store: Store) -> float:
-    """What time it is by the storage's own clock, in POSIX seconds: that of a small object written just now.
+    """The current time by the storage's own clock, in POSIX seconds: the modification time of a small object written for this purpose.
 
     Raises:
         StorageError: nothing can be written there.
@@ -136,26 +136,26 @@ def storage_now(store: Store) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An object, as a listing has it."""
+    """An entry of a listing."""
 
     key: str
-    """On its way here the whole name, then relative to the location."""
+    """Key: the full name as returned by the service, later relative to the location."""
     time: float
-    """Of its last write, in POSIX seconds."""
+    """Time of its last write, in POSIX seconds."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """One answer to a listing."""
+    """One response to a listing."""
 
     objects: list[_Object]
     prefixes: list[str]
-    """Keys up to the delimiter, where one was asked for."""
+    """Keys up to the delimiter, if the request has one."""
 
 
 def _pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[_Page]:
-    """The pages of a listing on an object store; there is one, if an empty one, as long as the bucket exists."""
+    """The pages of a listing on an object store; there is at least one, maybe empty, if the bucket exists."""
     ask = _gcs_page if location.scheme == "gs" else _s3_page
     filesystem = cloud.filesystem(location.scheme)
     below = location.object_prefix
@@ -167,7 +167,7 @@ def _pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[_Pa
             objects, prefixes, token = Patience().ask(partial(ask, filesystem, location.bucket, query, token), cloud.is_passing)
         except FileNotFoundError as e:
             raise OSError(f"there is no such bucket ({e})") from e
-        except Exception as e:  # the clients' own kinds, which have no root in common
+        except Exception as e:  # the clients' own exceptions, which have no common base class
             raise OSError(f"{type(e).__name__}: {e}") from e
         strip = len(below)
         yield _Page([replace(found, key=found.key[strip:]) for found in objects], [name[strip:] for name in prefixes])
@@ -198,7 +198,7 @@ def _s3_page(filesystem: Any, bucket: str | None, query: dict[str, str], token: 
 
 
 def _directory(path: Path) -> list[str]:
-    """A directory's entries, directories with a slash; none where there is no directory."""
+    """A directory's entries, directories with a slash; empty if there is no directory."""
     try:
         with os.scandir(path) as entries:
             return sorted(e.name + "/" if _is_directory(e) else e.name for e in entries if not e.name.endswith(LOCK_SUFFIX))
@@ -207,7 +207,7 @@ def _directory(path: Path) -> list[str]:
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a directory or a link to one; a link that leads back to itself is neither."""
+    """Whether an entry is a directory or a link to one; False for a link cycle."""
     try:
         return entry.is_dir()
     except OSError as e:
@@ -217,7 +217,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _tree(path: Path, prefix: str) -> Iterator[tuple[str, float]]:
-    """The files below a directory; what goes away meanwhile is left out."""
+    """The files below a directory; files deleted meanwhile are left out."""
     try:
         with os.scandir(path) as found:
             entries = list(found)

@@ -1,10 +1,10 @@
-"""Objects copied by the object store itself: nothing of them comes here, and nothing is uploaded.
+"""Server-side copies of objects: no bytes are downloaded or uploaded.
 
-1. Google Cloud Storage *rewrites* an object. Within one location and storage class that is done at once, however large it is; where
-   bytes must move it answers with a token, and is asked again until it is done.
-2. S3 *copies* an object of up to 5 GiB in one request. A data file of ours has 256 MiB at most, and nothing else is larger.
+1. Google Cloud Storage *rewrites* an object. Within one location and storage class that is immediate for any size. If
+   bytes must move, the service responds with a token, and the request is repeated until it is done.
+2. S3 *copies* an object of up to 5 GiB in one request. Our data files have at most 256 MiB, and no other object is larger.
 
-Each request takes a few milliseconds of nobody's time here, so a number of them is under way at once, at the pace of writes.
+Each request takes some milliseconds without work in this process, so several run at once, within the rate limit of writes.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 __all__ = ["can_copy", "copy_objects"]
 
 AT_ONCE = 16
-"""Copies under way at a time."""
+"""Copies in progress at a time."""
 _UNKNOWN = (405, 501)
-"""HTTP status of a request that a service does not know."""
+"""HTTP statuses for a request that a service does not know."""
 _LISTED = 1000
-"""Copies that are handed out before the first of them is waited for."""
+"""Copies that are submitted before their results are awaited."""
 
 
 def can_copy(source: Store, target: Store) -> bool:
-    """Whether both places are in buckets of one service, though not of one bucket necessarily."""
+    """Whether both places are in buckets of one service (maybe in different buckets)."""
     return source.location.bucket is not None is not target.location.bucket and source.location.scheme == target.location.scheme
 
 
 def copy_objects(source: Store, target: Store, keys: Iterable[tuple[str, str]]) -> None:
-    """Copy objects, in place of what is there; all are durable when it returns.
+    """Copy objects and replace existing ones; all are durable when this returns.
 
     Args:
-        source: what the first key of each pair is relative to.
-        target: what the second one is relative to.
-        keys: from where, and to where.
+        source: location of the first key of each pair.
+        target: location of the second key of each pair.
+        keys: pairs of source key and target key.
 
     Raises:
         NotImplementedError: the service cannot copy.
@@ -68,7 +68,7 @@ def _copy(source: Store, target: Store, old: str, new: str) -> None:
     cloud.pace("write")
     try:
         Patience().ask(lambda: ask(filesystem, found, made), cloud.is_passing)
-    except Exception as e:  # the clients' own kinds, which have no root in common
+    except Exception as e:  # the clients' own exceptions, which have no common base class
         if cloud.status_of(e) in _UNKNOWN:
             raise NotImplementedError(f"{target}: the service cannot copy objects ({e})") from e
         with storage_errors("copy", f"{source.path_of(old)} to {target.path_of(new)}"):

@@ -1,8 +1,8 @@
 """Retries: how often, and for how long, a request to an object store is sent again.
 
-TensorStore repeats its own requests. This repeats ours (uploads, listings, copies) by the same rule (`cloud.pauses`): one that
-fails in passing is made again, after pauses that grow, until those of `SHARDCKPT_RETRY_SECONDS` are used up. Each pause is cut
-short by up to half, at random, so that requests which failed together do not come back together.
+TensorStore retries its own requests. This module retries ours (uploads, listings, copies) by the same rule (`cloud.pauses`): a
+request with a temporary failure is sent again, after growing pauses, until the pauses add up to `SHARDCKPT_RETRY_SECONDS`. Each
+pause is shortened at random by up to half, so that requests that failed together do not return together.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Patience:
         self._given_up = threading.Event()
 
     def give_up(self) -> None:
-        """Make no request again from now on, and end the pauses of those that wait."""
+        """Do not retry from now on, and end the pauses of waiting threads."""
         self._given_up.set()
 
     def ask(self, once: Callable[[], T], passing: Callable[[Exception], bool]) -> T:
-        """The result of a request.
+        """The result of a request, with retries.
 
         Args:
-            once: makes it.
-            passing: whether an error may be over the next time.
+            once: makes the request once.
+            passing: whether an error is temporary.
 
         Raises:
-            OSError: it failed in passing, and no more tries are left.
-            Exception: what `once` raised and is not passing.
+            OSError: it failed with a temporary error, and no attempts are left.
+            Exception: an error of `once` that is not temporary.
         """
         pauses = cloud.pauses()
         for pause in (*pauses, None):

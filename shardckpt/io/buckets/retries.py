@@ -1,6 +1,6 @@
-"""Counting the requests that an object store was sent again, since this process began.
+"""Count of the retries of requests to object stores since this process began.
 
-TensorStore repeats requests that fail in passing, and keeps count of them for each kind of storage.
+TensorStore retries requests that fail temporarily, and counts the retries for each kind of storage.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ _COUNTS = ("/tensorstore/kvstore/gcs/retries", "/tensorstore/kvstore/s3/retries"
 
 
 def storage_retries() -> int:
-    """Requests that were repeated, to all object stores together."""
+    """Number of retries, for all object stores together."""
     return sum(int(metric["values"][0]["value"]) for name in _COUNTS for metric in ts.experimental_collect_matching_metrics(name))

@@ -1,7 +1,7 @@
 """Requests to S3 that TensorStore does not make.
 
-botocore is what s3fs signs its requests with. Here it is used directly: on the threads that send, without an event loop between, with
-one try per request, which `Patience` repeats as often as the user wants.
+s3fs signs its requests with botocore. Here botocore is used directly: on the threads that send, without an event loop, with
+one attempt per request; `Patience` makes as many attempts as the user wants.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 __all__ = ["RefusedError", "ask", "create_anew"]
 
 _PASSING = {408, 409, 429, 500, 502, 503, 504}
-"""Statuses that may be over the next time; 409 is a conflict of two conditional writes."""
+"""Statuses of temporary refusals; 409 is a conflict of two conditional writes."""
 _PASSING_CODES = {"RequestTimeout", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "SlowDown", "InternalError"}
-"""Names of errors, some of which come with status 400."""
+"""Codes of temporary errors, some of which come with status 400."""
 
 
 _EXISTS = 412
 
 
 class RefusedError(OSError):
-    """The service has said no."""
+    """The service has refused a request."""
 
     def __init__(self, error: ClientError) -> None:
         super().__init__(str(error))
@@ -42,15 +42,15 @@ class RefusedError(OSError):
 
 
 def create_anew(location: Location, key: str, make: Callable[[], bytes]) -> bool:
-    """Create an object that is another one with each try: what is removed between two tries does not come back.
+    """Create an object with new contents at each try, so that a version that was removed between two tries never comes back.
 
     Args:
-        location: the place in a bucket of S3.
-        key: of the object, relative to it.
-        make: the object; never the same twice.
+        location: a location in a bucket of S3.
+        key: key of the object, relative to it.
+        make: makes the object's bytes; never the same twice.
 
     Returns:
-        Whether this created it; False where there is one, which may be that of an earlier try whose answer was lost.
+        Whether this created it; False if an object exists, maybe from an earlier try whose response was lost.
 
     Raises:
         OSError: the service failed or refused.
@@ -75,20 +75,20 @@ def ask(
     body: Callable[[], object] | None = None,
     **parameters: Any,
 ) -> dict[str, Any]:
-    """The answer to one request about an object.
+    """The response to one request about an object.
 
     Args:
-        operation: as botocore calls it.
-        bucket: the object's.
-        name: the object's.
-        kind: of request, for the limit of requests per second.
-        patience: how often a request is made again that fails in passing.
-        body: makes the object, for each try anew.
-        **parameters: of the operation.
+        operation: botocore's name of it.
+        bucket: the object's bucket.
+        name: the object's name.
+        kind: kind of request, for the rate limit.
+        patience: retries requests that fail temporarily.
+        body: makes the object's bytes, once per try.
+        **parameters: parameters of the operation.
 
     Raises:
-        RefusedError: the service has said no.
-        OSError: no answer came.
+        RefusedError: the service has refused the request.
+        OSError: there was no response.
     """
 
     def once() -> dict[str, Any]:
@@ -102,13 +102,13 @@ def ask(
         return patience.ask(once, _is_passing)
     except ClientError as e:
         raise RefusedError(e) from e
-    except BotoCoreError as e:  # no credentials, say; it is no OSError
+    except BotoCoreError as e:  # for example no credentials; it is not an OSError
         raise OSError(f"{type(e).__name__}: {e}") from e
 
 
 @cache
 def _client(endpoint: str | None, region: str | None, anonymous: bool, stalled: float) -> Any:
-    """A client, which all threads may use. Credentials are found as AWS documents it."""
+    """A client for all threads. Credentials are found as AWS documents it."""
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.session import Session as Botocore
@@ -117,7 +117,7 @@ def _client(endpoint: str | None, region: str | None, anonymous: bool, stalled: 
         connect_timeout=stalled,
         read_timeout=stalled,
         retries={"total_max_attempts": 1},
-        # Checksums of parts are given; others are of no use.
+        # Uploads have checksums of their own, so botocore's are not needed.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         signature_version=UNSIGNED if anonymous else None,

@@ -1,18 +1,18 @@
-"""A large object for Google Cloud Storage, as a resumable upload of its JSON API.
+"""Upload of a large object to Google Cloud Storage, as a resumable upload of its JSON API.
 
-1. A POST begins a session, with `ifGenerationMatch=0` if nothing may be replaced; its URI is the upload's id. Cloud Storage keeps
-   it for a week.
-2. Each part is a PUT of a range, one after the other; the answer 308 says how far the session has come. After a failure the session
-   is asked (`Content-Range: bytes */*`), and only what it lacks is sent again.
-3. The last PUT names the object's size, and with it the CRC32C of the whole object (`x-goog-hash`): by then either that agrees or
-   nothing becomes visible. What the answer says of the object is compared once more.
-4. The CRC32C is summed up as parts go; to go on elsewhere, `UploadState` has the sum, and of how many bytes it is. Bytes that follow
-   and that the session has already are summed up, not sent.
+1. A POST begins a session, with `ifGenerationMatch=0` if nothing may be replaced. The session's URI is the upload's id. Cloud Storage
+   keeps it for a week.
+2. Each part is a PUT of a range, one after the other. The response 308 says how many bytes the session has. After a failure the
+   session is queried (`Content-Range: bytes */*`), and only missing bytes are sent again.
+3. The last PUT has the object's size and the CRC32C of the complete object (`x-goog-hash`). If the CRC32C does not match,
+   nothing becomes visible. The metadata of the finished object is compared once more.
+4. The CRC32C is updated with each part. To resume elsewhere, `UploadState` has the CRC32C and the number of bytes that it covers.
+   Bytes after those that the session already has are added to the CRC32C, and not sent.
 
 https://cloud.google.com/storage/docs/resumable-uploads, https://cloud.google.com/storage/docs/performing-resumable-uploads#json-api
 
-google-auth and requests are what gcsfs finds credentials with. Here they are used directly: on the thread that sends, without an event
-loop between, with one try per request, of which `Patience` makes as many as the user wants.
+gcsfs uses google-auth and requests to find credentials. Here they are used directly: on the thread that sends, without an event
+loop, with one attempt per request; `Patience` makes as many attempts as the user wants.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 __all__ = ["QUANTUM", "GcsSession"]
 
 QUANTUM = 1 << 18
-"""Parts but the last are multiples of this many bytes."""
+"""Bytes; the size of each part except the last is a multiple of this."""
 _SERVICE = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _PASSING = {408, 429, 500, 502, 503, 504}
 _GONE = {404, 410, 499}
-"""Statuses of a session that has expired, or was ended."""
+"""Response statuses of a session that has expired, or was ended."""
 _PIECE = 1 << 18
-"""Bytes that are handed to the connection at a time; on each the timeout begins anew."""
+"""Bytes that are handed to the connection at a time; the timeout restarts with each piece."""
 _RANGE = re.compile(r"bytes=0-(\d+)")
 
 
@@ -68,7 +68,7 @@ class GcsSession:
         self._http = _http(self._service)
         self._patience = Patience()
         self._unsure = False
-        """Whether a request has failed since the session was last heard of."""
+        """Whether a request has failed since the session's last response."""
 
     @classmethod
     def begin(cls, place: Location, part_bytes: int, *, if_absent: bool) -> Self:
@@ -95,7 +95,7 @@ class GcsSession:
 
     @classmethod
     def resume(cls, place: Location, state: UploadState) -> Self | None:
-        """Go on with an upload; None if it is known no more."""
+        """Resume an upload; None if the service no longer knows it."""
         session = cls(place, state)
         there = session._look()
         session.published = _token_of(there) == state.token
@@ -116,7 +116,7 @@ class GcsSession:
 
     @property
     def resume_at(self) -> int:
-        """The offset of the first part to send, or to sum up."""
+        """Offset of the first part to send, or to add to the CRC32C."""
         return self.state.summed
 
     def send(self, offset: int, data: memoryview) -> None:
@@ -130,7 +130,7 @@ class GcsSession:
         self._put(offset, data, last=True, headers={"x-goog-hash": f"crc32c={checksum}"})
         found = self._look()
         if found is None or _token_of(found) != self.state.token:
-            return  # replaced since by somebody else, who may
+            return  # another writer has replaced it since, which is allowed
         if found.get("crc32c") != checksum or int(found["size"]) != offset + len(data):
             self._ask("DELETE", self._object, params={"ifGenerationMatch": found["generation"]})
             raise CorruptionError(
@@ -139,23 +139,23 @@ class GcsSession:
             )
 
     def give_up(self) -> None:
-        """Make no request again that fails."""
+        """Do not retry requests that fail from now on."""
         self._patience.give_up()
 
     def abort(self) -> None:
-        """End the session. The service answers 499 when it has."""
+        """End the session. The service responds with 499 on success."""
         self._patience = Patience()
         if self._is_ours_to_ask():
-            # The session's URI may repeat the precondition, which is about the object and not about the session.
+            # The session's URI may contain the precondition, which applies to the object and not to the session.
             uri = self.state.upload.replace("&ifGenerationMatch=0", "")
             answer = self._ask("DELETE", uri, headers={"Content-Length": "0"})
             if answer.status_code in (401, 403):
                 raise _refused(answer)
 
     def _is_ours_to_ask(self) -> bool:
-        """Whether the session's URI is the service's; whoever may write to the bucket may have written the state.
+        """Whether the session's URI belongs to the service; anyone who may write to the bucket may have written the state.
 
-        Our bytes and credentials go to the service, and to nobody else.
+        Our bytes and credentials go only to the service.
         """
         return self.state.upload.startswith(f"{self._uploads}?")
 
@@ -187,11 +187,11 @@ class GcsSession:
             self._patience.ask(once, _is_passing)
 
     def _query(self) -> requests.Response:
-        """The session's answer to how far it is."""
+        """Query how many bytes the session has."""
         return self._once("PUT", self.state.upload, headers={"Content-Range": "bytes */*", "Content-Length": "0"})
 
     def _take(self, answer: requests.Response) -> None:
-        """Note what the session has said."""
+        """Update the state from a response of the session."""
         status = answer.status_code
         if status == 308:
             found = _RANGE.fullmatch(answer.headers.get("Range", ""))
@@ -207,11 +207,11 @@ class GcsSession:
         self._unsure = False
 
     def _is_ours(self) -> bool:
-        """Whether the object that is there was made by this upload."""
+        """Whether this upload made the object that is there."""
         return _token_of(self._look()) == self.state.token
 
     def _look(self) -> dict[str, Any] | None:
-        """What is said of the object that is there; None: there is none."""
+        """Metadata of the object that is there; None: there is none."""
         answer = self._ask("GET", self._object, params={"fields": "generation,size,crc32c,metadata"})
         if answer.status_code == 404:
             return None
@@ -220,11 +220,11 @@ class GcsSession:
         return dict(answer.json())
 
     def _ask(self, method: str, url: str, **given: Any) -> requests.Response:
-        """The answer to a request."""
+        """The response to a request, with retries."""
         return self._patience.ask(lambda: self._once(method, url, **given), _is_passing)
 
     def _once(self, method: str, url: str, **given: Any) -> requests.Response:
-        """The answer to one try of a request, read to its end."""
+        """The response to one attempt at a request, read to its end."""
         cloud.pace("read" if method == "GET" else "write")
         try:
             answer: requests.Response = self._http.request(method, url, timeout=cloud.stalled_seconds(), allow_redirects=False, **given)
@@ -237,11 +237,11 @@ class GcsSession:
 
 
 class _PassingError(OSError):
-    """A refusal that may be over the next time."""
+    """A temporary refusal; a retry may succeed."""
 
 
 class _Pieces:
-    """Bytes that a client of HTTP iterates over, again if it asks again; they are not copied."""
+    """Bytes that an HTTP client iterates over, repeatedly if needed; they are not copied."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -254,7 +254,7 @@ class _Pieces:
 
 
 def _http(service: str) -> requests.Session:
-    """What requests are made with: the application default credentials, or none over plain HTTP."""
+    """The HTTP session: with the application default credentials, or without credentials over plain HTTP."""
     if service.startswith("http:"):
         return requests.Session()
     import google.auth
@@ -268,13 +268,13 @@ def _http(service: str) -> requests.Session:
 
 
 def _token_of(found: dict[str, Any] | None) -> str | None:
-    """Of the upload that made an object, None if there is no object, or no upload of ours."""
+    """Token of the upload that made an object; None if there is no object, or it has no token of shardckpt."""
     token: str | None = (found or {}).get("metadata", {}).get(TOKEN)
     return token
 
 
 def _refused(answer: requests.Response) -> OSError:
-    """What the service says when it refuses."""
+    """The service's error message as an OSError."""
     try:
         said = answer.json()["error"]["message"]
     except (ValueError, LookupError, TypeError):

@@ -1,11 +1,10 @@
-"""A large object for S3, as a multipart upload.
+"""Upload of a large object to S3, as a multipart upload.
 
-1. `CreateMultipartUpload` asks for CRC32C of every part; a service that refuses that gets MD5.
-2. `UploadPart` carries the part's checksum, so that the service refuses what was damaged on the way. Parts are numbered by their
-   offset, so one that is sent again takes its own place.
-3. `CompleteMultipartUpload` names every part's checksum and ETag, and has `If-None-Match: *` if nothing may be replaced.
-4. To go on, `ListParts` says which parts are there. Those that follow each other from the first one, each of full size, are kept.
-
+1. `CreateMultipartUpload` requests CRC32C for every part; a service that refuses that gets MD5.
+2. `UploadPart` has the part's checksum, so that the service refuses damaged parts. A part's number follows from its
+   offset, so a part that is sent again replaces itself.
+3. `CompleteMultipartUpload` has every part's checksum and ETag, and `If-None-Match: *` if nothing may be replaced.
+4. To resume, `ListParts` lists the existing parts. Consecutive full-size parts from the first one on are kept.
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpuoverview.html, and for the conditional completion
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
 """
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["S3Session"]
 
 PARALLEL = 3
-"""Parts on their way at a time."""
+"""Parts that are sent at a time."""
 _KNOWS_NO_CHECKSUM = {"NotImplemented", "XNotImplemented", "InvalidArgument", "InvalidRequest"}
-"""Names of errors by which services refuse a header that they do not know."""
+"""Error codes of services that do not know a header."""
 
 
 class S3Session:
@@ -47,11 +46,11 @@ class S3Session:
         self._bucket, self._name = bucket_and_name(place)
         self._patience = Patience()
         self._parts: dict[int, dict[str, Any]] = {}
-        """Number → what `CompleteMultipartUpload` says of it."""
+        """Part number → its entry in `CompleteMultipartUpload`."""
         self._sizes: dict[int, int] = {}
-        """Number → bytes."""
+        """Part number → bytes."""
         self._together = 0
-        """Parts that are there from the first one on."""
+        """Number of consecutive parts from the first one on."""
         self._durable = 0
         self._lock = threading.Lock()
 
@@ -74,7 +73,7 @@ class S3Session:
 
     @classmethod
     def resume(cls, place: Location, state: UploadState) -> Self | None:
-        """Go on with an upload; None if it is known no more."""
+        """Resume an upload; None if the service no longer knows it."""
         session = cls(place, state)
         owner = session._owner()
         session.published = owner == state.token
@@ -97,7 +96,7 @@ class S3Session:
 
     @property
     def resume_at(self) -> int:
-        """The offset of the first part to send."""
+        """Offset of the first part to send."""
         return self._durable
 
     def send(self, offset: int, data: memoryview) -> None:
@@ -134,7 +133,7 @@ class S3Session:
         self.published = True
 
     def give_up(self) -> None:
-        """Make no request again that fails."""
+        """Do not retry requests that fail from now on."""
         self._patience.give_up()
 
     def abort(self) -> None:
@@ -147,7 +146,7 @@ class S3Session:
                 raise
 
     def _find_parts(self) -> None:
-        """Ask which parts are there."""
+        """List the parts that the service has."""
         marker = 0
         while True:
             answer = self._ask("list_parts", UploadId=self.state.upload, PartNumberMarker=marker)
@@ -161,7 +160,7 @@ class S3Session:
             marker = answer["NextPartNumberMarker"]
 
     def _confirm(self, number: int, nbytes: int, part: dict[str, Any]) -> None:
-        """Note that a part is there."""
+        """Note that the service has a part."""
         with self._lock:
             self._parts[number] = part
             self._sizes[number] = nbytes
@@ -170,7 +169,7 @@ class S3Session:
                 self._durable += self._sizes[self._together]
 
     def _gone(self, refused: RefusedError) -> None:
-        """The service refuses a request: raise that, unless the upload has ended by becoming the object."""
+        """Handle a refusal: raise it, unless the upload has already become the object."""
         if refused.status != 404 or refused.code == "NoSuchBucket":
             raise refused
         if self._owner() != self.state.token:
@@ -178,7 +177,7 @@ class S3Session:
         self.published = True
 
     def _owner(self) -> str | None:
-        """The token of the upload that made the object that is there; None: there is no object."""
+        """The token of the upload that made the object; None: there is no object."""
         try:
             answer = self._ask("head_object")
         except RefusedError as refused:
@@ -188,14 +187,14 @@ class S3Session:
         return str(answer["Metadata"].get(TOKEN, ""))
 
     def _ask(self, operation: str, body: memoryview | None = None, **parameters: Any) -> dict[str, Any]:
-        """The answer to one request about the object."""
+        """The response to one request about the object."""
         kind: Literal["read", "write"] = "read" if operation in ("head_object", "list_parts") else "write"
         send = None if body is None else partial(_Body, body)
         return ask(operation, self._bucket, self._name, kind=kind, patience=self._patience, body=send, **parameters)
 
 
 class _Body:
-    """Bytes that a client of HTTP reads, several times if it wants to; they are not copied."""
+    """Bytes that an HTTP client reads, repeatedly if needed; they are not copied."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -211,10 +210,10 @@ class _Body:
         return self._data[begin : self._at]
 
     def tell(self) -> int:
-        """Where the next byte is."""
+        """Offset of the next byte."""
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to an offset from the beginning (0), from here (1) or from the end (2)."""
+        """Set the offset relative to the beginning (0), the current offset (1) or the end (2)."""
         self._at = (0, self._at, len(self._data))[whence] + offset
         return self._at

@@ -1,14 +1,14 @@
-"""One large object, written from beginning to end to an object store, with little memory, and gone on with after a crash.
+"""Streaming upload of one large object to an object store, with little memory, and resumable after a crash.
 
-TensorStore writes an object from one value in memory. An exported model is larger than that may be, so:
+TensorStore writes an object from one value in memory. An exported model may be larger than the memory, so:
 
-1. `open_upload` asks the service for an upload, or goes on with one (`UploadState`, kept by the caller). Writing begins at `resume_at`.
-2. `write` fills a buffer of one part's size. When a byte more comes, the part goes to a thread that sends it, and the next buffer
-   is filled meanwhile; when all buffers are full, `write` waits. The last part stays here, so that nothing becomes visible yet.
-3. `finish` waits for all parts, sends the last one and publishes: the object is there as a whole or not at all.
-4. `abort` ends the upload and leaves nothing; `close` leaves it as it is, to be gone on with.
+1. `open_upload` starts an upload at the service, or resumes one (`UploadState`, kept by the caller). Writing begins at `resume_at`.
+2. `write` fills a buffer of one part. When one more byte comes, a thread sends the part, and the next buffer is filled
+   meanwhile. When all buffers are full, `write` waits. The last part is not sent yet, so that nothing becomes visible.
+3. `finish` waits for all parts, sends the last one and publishes: the object becomes visible completely or not at all.
+4. `abort` ends the upload and removes its parts; `close` leaves the upload open, to be resumed.
 
-What the service has confirmed (`durable`) survives this process. Buffers are all the memory there is, `buffers` times a part.
+Bytes that the service has confirmed (`durable`) survive this process. The only memory is `buffers` times the part size.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ __all__ = ["StreamingUpload", "abandon_upload", "open_upload", "part_size"]
 
 MiB = 1 << 20
 BUFFERS = 4
-"""Parts in memory: three on their way to S3, and one that is filled. Cloud Storage takes one at a time, and two are enough."""
+"""Parts in memory: three that are being sent to S3, and one that is filled. Cloud Storage accepts one at a time; two are enough there."""
 SMALLEST = 8 * MiB
-"""Bytes of a part. S3 takes no less than 5 MiB."""
+"""Least bytes of a part. S3 requires at least 5 MiB."""
 LARGEST = 64 * MiB
-"""Bytes of a part, unless an object of its size needs larger ones: what is sent again at most when a process was killed."""
+"""Most bytes of a part, unless the object's size requires larger parts. At most this much is sent again after a kill."""
 MOST_PARTS = 10_000
-"""Of an object on S3 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html)."""
+"""Most parts of an object on S3 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html)."""
 _SESSIONS = {"gs": ("shardckpt.io.buckets.upload_gcs", "GcsSession"), "s3": ("shardckpt.io.buckets.upload_s3", "S3Session")}
 
 
 def part_size(nbytes: int, memory_limit: int) -> int:
-    """Bytes per part for an object of `nbytes`, so that its parts are few enough and `BUFFERS` of them fit the limit, or at least two.
+    """Bytes per part for an object of `nbytes`: few enough parts for S3, and `BUFFERS` parts (at least two) within the memory limit.
 
     Raises:
-        BudgetError: two do not.
+        BudgetError: two parts do not fit.
 
     >>> part_size(140 * 10**9, 128 << 20) >> 20, part_size(5 << 40, 2 << 30) >> 20
     (32, 525)
@@ -69,19 +69,19 @@ def part_size(nbytes: int, memory_limit: int) -> int:
 def open_upload(
     place: Location, *, part_bytes: int, buffers: int = BUFFERS, if_absent: bool = True, resume: UploadState | None = None
 ) -> StreamingUpload:
-    """Begin to write an object, or go on.
+    """Begin to write an object, or resume.
 
     Args:
-        place: of the object, on an object store.
-        part_bytes: of each part but the last: see `part_size`. A multiple of 256 KiB.
-        buffers: how many parts may be in memory, at least two.
-        if_absent: publish only where there is no object.
-        resume: an upload of the same bytes to the same place. If the service knows it no more, another one is begun, and `resume_at`
-            is 0; so, too, if it was begun with another size of parts or another `if_absent`, and it is then ended.
+        place: the object's location, on an object store.
+        part_bytes: bytes of each part except the last, see `part_size`. A multiple of 256 KiB.
+        buffers: most parts in memory, at least two.
+        if_absent: publish only if the object does not exist.
+        resume: an upload of the same bytes to the same place. If the service no longer knows it, a new upload begins, and `resume_at`
+            is 0. The same happens if it has another part size or another `if_absent`; the old upload is then ended.
 
     Raises:
-        AlreadyExistsError: there is an object, and `if_absent`.
-        MissingExtraError: what the object store needs is not installed.
+        AlreadyExistsError: the object exists, and `if_absent` is set.
+        MissingExtraError: a package that the object store needs is not installed.
         StorageError: the storage failed or refused.
     """
     service = _service(place)
@@ -94,10 +94,10 @@ def open_upload(
 
 
 def abandon_upload(place: Location, state: UploadState) -> None:
-    """End an upload of any process, and remove what was sent, if it is not published.
+    """End an upload that any process began, and remove its parts, unless it is published.
 
     Raises:
-        MissingExtraError: what the object store needs is not installed.
+        MissingExtraError: a package that the object store needs is not installed.
         StorageError: the storage failed or refused.
     """
     service = _service(place)
@@ -106,14 +106,14 @@ def abandon_upload(place: Location, state: UploadState) -> None:
 
 
 def _service(place: Location) -> Any:
-    """The class of sessions."""
+    """The session class of the location's service."""
     cloud.prepare(place.scheme)
     module, name = _SESSIONS[place.scheme]
     return getattr(import_module(module), name)
 
 
 class StreamingUpload:
-    """An object on its way, for one thread to write. A context manager that closes it."""
+    """An upload in progress, for one thread to write. A context manager that closes it."""
 
     def __init__(self, place: Location, session: Session, buffers: int) -> None:
         assert buffers >= 2, "one part is filled while another one is sent"
@@ -123,7 +123,7 @@ class StreamingUpload:
         self.resume_at = session.resume_at
         """The offset of the first byte to write."""
         self._offset = self.resume_at
-        """Of the part that is being filled."""
+        """Offset of the part that is being filled."""
         threads = min(session.parallel, buffers - 1)
         self._pool = BufferPool((threads + 1) * self._part_bytes)
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="shardckpt-upload")
@@ -135,34 +135,34 @@ class StreamingUpload:
 
     @property
     def published(self) -> bool:
-        """Whether the object is visible already: of an upload that had ended when it was gone on with, nothing need be written."""
+        """Whether the object is visible already. A resumed upload may be complete, and then needs no further writes."""
         return self._session.published
 
     @property
     def durable(self) -> int:
-        """Bytes from the beginning that the service has confirmed, and that survive this process."""
+        """Bytes from the beginning that the service has confirmed; they survive this process."""
         return self._session.durable
 
     @property
     def state(self) -> UploadState:
-        """What another process needs in order to go on from here."""
+        """The state that another process needs to resume from here."""
         return self._session.state
 
     @property
     def memory(self) -> int:
-        """Bytes of buffers, at most."""
+        """Most bytes of buffers."""
         return self._pool.limit
 
     @property
     def most_memory(self) -> int:
-        """Bytes of buffers that there were at once until now."""
+        """Most bytes of buffers that existed at once until now."""
         return self._pool.high_water
 
     def write(self, data: Data) -> None:
-        """Write the bytes that follow; the buffer is the caller's again when this returns.
+        """Write the bytes that follow; the caller may reuse the buffer when this returns.
 
         Raises:
-            StorageError: the storage failed, perhaps with bytes that were written earlier.
+            StorageError: the storage failed, perhaps for bytes of an earlier call.
         """
         view = byte_view(data)
         while len(view) and not self.published:
@@ -178,12 +178,12 @@ class StreamingUpload:
             view = view[taken:]
 
     def finish(self) -> None:
-        """Publish the object; it is there as a whole when this returns.
+        """Publish the object; it is complete and visible when this returns.
 
         Raises:
-            AlreadyExistsError: it was to be published only where no object is, and there is one.
-            CorruptionError: what has arrived is not what was written; it was deleted again.
-            StorageError: the storage failed. Nothing is visible, or, where no answer came, all of it may be.
+            AlreadyExistsError: `if_absent` is set, and the object exists.
+            CorruptionError: the received bytes differ from the written ones; the object was deleted again.
+            StorageError: the storage failed. Nothing is visible; or, if the response was lost, the complete object may be visible.
         """
         if not self.published:
             self._check_open()
@@ -193,7 +193,7 @@ class StreamingUpload:
         self.close()
 
     def abort(self) -> None:
-        """End the upload and remove what was sent, if it is not published.
+        """End the upload and remove its parts, unless it is published.
 
         Raises:
             StorageError: the storage failed.
@@ -204,7 +204,7 @@ class StreamingUpload:
                 self._session.abort()
 
     def close(self) -> None:
-        """Stop sending, and leave the upload as it is. Takes as long as the requests under way, which time out."""
+        """Stop sending, and leave the upload open. Waits for the requests in progress, which time out."""
         self._session.give_up()
         self._workers.shutdown(cancel_futures=True)
         self._closed = True
@@ -223,7 +223,7 @@ class StreamingUpload:
         self.close()
 
     def _send(self) -> None:
-        """Hand the part that is full to a thread."""
+        """Hand the full part to a thread."""
         self._settle(0)
         assert self._lease is not None
         self._sending.append(self._workers.submit(self._send_part, self._lease, self._offset, self._part))
@@ -235,7 +235,7 @@ class StreamingUpload:
             self._session.send(offset, data)
 
     def _settle(self, parts: int) -> None:
-        """Wait for so many parts, and raise what has become of those that have ended; the first failure is raised each time."""
+        """Wait for `parts` parts, and raise the errors of parts that have ended; the first error is raised again each time."""
         with storage_errors("upload", self._place):
             while self._sending and (parts > 0 or self._sending[0].done()):
                 self._sending[0].result()
@@ -243,7 +243,7 @@ class StreamingUpload:
                 parts -= 1
 
     def _check_open(self) -> None:
-        """Raise StorageError if it was closed: what was in memory is lost."""
+        """Raise StorageError if the upload was closed, because bytes in memory are lost."""
         with storage_errors("upload", self._place):
             if self._closed:
                 raise OSError("this upload was closed; go on with it from its state")
