@@ -2,7 +2,7 @@
 
 A committer may sleep for any time just before the conditional write that would make its attempt the checkpoint. No other
 process can see that. The conditional write replaces the version of `checkpoint.json` that was there before any data of the
-attempt: a checkpoint or a placeholder (`commit.hold_place`). It never creates the file. So *before* data is removed,
+attempt: a checkpoint or a placeholder (`publish.hold_place`). It never creates the file. So *before* data is removed,
 `checkpoint.json` is replaced by a new version (the *fence*). From then on the sleeping committer can publish nothing, even
 after the file is deleted.
 

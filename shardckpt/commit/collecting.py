@@ -105,7 +105,7 @@ def _check_no_base(store: Store) -> None:
         if attempt is None:
             return
     except FormatError:
-        attempt = None  # not known: every base with this place's name counts
+        attempt = None  # not known: any checkpoint that names this place counts
     if location.parent is None:
         return
     root = Store.open(location.parent)

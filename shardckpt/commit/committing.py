@@ -1,11 +1,11 @@
 """Commits of attempts that a save has left complete and unpublished.
 
 The process that commits may die after all hosts have finished. The attempt then lacks nothing, and the host records contain
-everything that a commit needs. So any process can commit it later from the records alone. Of several attempts at one place
-the newest complete one is committed. Of several reshards none is, because their names give no order. An attempt is overtaken when
-the place no longer has the commit record that the save found: another attempt was committed there since, or the attempt's
+everything that a commit needs. So any process can commit it later from the records alone. If one place has several attempts,
+the newest complete one is committed. If it has several complete reshards, none is, because their names give no order. An attempt is
+overtaken when the place no longer has the commit record that the save found: another attempt was committed there since, or the attempt's
 place was collected. Some attempts may have been refused publication: an attempt of a run that no longer saves there, and an
-attempt that would replace a pinned checkpoint. Those are not committed (`commit.leftover`).
+attempt that would replace a pinned checkpoint. Such attempts are not committed (`commit.leftover`).
 Before the first save after a rollback is published, the steps that it supersedes are marked (`commit.rollback`).
 """
 

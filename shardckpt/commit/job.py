@@ -4,8 +4,8 @@ Two jobs that save to one root would disturb each other, for example after a res
 the root names the run that saves there.
 
 1. A run writes its id there with its first save, by compare-and-swap, in place of any earlier id.
-2. Before it publishes or deletes anything, it checks that its id is still there. If another id is there, a later job has taken
-   over; this one then raises and changes nothing any more.
+2. Before it publishes or deletes anything, it checks that its id is still there. If another id is there, a later job controls
+   the root; this one then raises and changes nothing any more.
 3. A run's checkpoints have its id in the metadata. A process that commits complete attempts of others (`committing`) leaves
    attempts of any other run than the one in `job.json` alone, because that run may have been refused publication.
 

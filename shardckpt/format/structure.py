@@ -216,7 +216,7 @@ class Structure:
         known: dict[str, TensorRecord] = {}
         suited: set[tuple[int, int]] = set()
         for name, entry in read.mapping("tensors").items():
-            # Of a thousand tensors only some dozen differ in more than their names. The key is text, because 1, 1.0 and True are equal.
+            # Among a thousand tensors only some dozen differ in more than their names. The key is text, because 1, 1.0 and True are equal.
             text = repr(entry)
             if text in known:
                 tensors[name] = known[text].called(name)

@@ -27,7 +27,7 @@ _MOST_THREADS = 4
 def copy_all(pairs: Sequence[_Pair]) -> None:
     """Copy each source to its target, in any order.
 
-    When this returns or raises, no thread uses the arrays any more; but after Ctrl-C some threads finish their current part first.
+    No thread uses the arrays when this returns or raises; after Ctrl-C it first waits for the parts in progress.
     """
     threads = min(_MOST_THREADS, cores(), sum(target.nbytes for target, _ in pairs) // _PART_BYTES)
     if threads < 2:

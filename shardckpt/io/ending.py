@@ -9,7 +9,7 @@ without an active exception", SIGABRT), and launchers count the job as failed. S
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  (registers its own end, which has to come after ours)
+import concurrent.futures.thread  # noqa: F401  (registers its own shutdown hook, which must run after ours)
 import os
 import threading
 from contextlib import suppress

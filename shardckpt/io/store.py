@@ -184,7 +184,7 @@ class Store:
         """Create an object if it does not exist; durable when this returns.
 
         Returns:
-            Whether the object has these bytes now. Of several callers with different bytes exactly one gets True. Callers with the
+            Whether the object has these bytes now. If several callers write different bytes, exactly one gets True. Callers with the
             same bytes get the same answer, so bytes that decide which caller may do something must name the caller.
         """
         there, generation = self.read_versioned(key)

@@ -1,7 +1,7 @@
 """Landings: the places that stored tensors go to, checked before anything is read.
 
-A `RestoreJob` is one stored tensor with a `Landing` for every place that gets it. A landing says which boxes are needed, where memory for
-them comes from, and hands the elements to its sink.
+A `RestoreJob` is one stored tensor with a `Landing` for every place that it goes to. A landing has the needed boxes and provides memory
+for them. At the end it hands the elements to its sink.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ class ChunkFinder:
             damaged(request.name, piece.box, piece.path, error)
 
     def some(self, wanted: Iterable[tuple[Request, Piece, Ints]]) -> Iterator[Located]:
-        """Yield batches of chunks given by their positions; a batch is what is read together."""
+        """Yield batches of chunks given by their positions; the chunks of a batch are read together."""
         batch: list[tuple[Request, Piece, Ints]] = []
         room = MOST_CHUNKS
         for request, piece, positions in wanted:

@@ -60,7 +60,7 @@ OBJECT_THREADS = 16
 OBJECT_MEMORY = 384 << 20
 """Bytes in flight on an object store; by default enough for 12 requests."""
 OBJECT_COPIES = 3
-"""Copies of a run's bytes in memory: the network buffer, TensorStore's value, and ours."""
+"""Copies of a run's bytes in memory: the network buffer, TensorStore's value, and the reader's buffer."""
 OBJECT_RUN = (10 << 20, 16 << 20)
 """Least and most bytes of a run on an object store, by memory and threads; a run of complete chunks then has at least 8 MiB."""
 OBJECT_GAP = 64 << 10
@@ -162,7 +162,7 @@ class ChunkReader:
     def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
         """Plan several calls of `read`, one per group of requests; planning them together costs less.
 
-        Buffers are taken at planning, and filled when the group's call is made. A chunk that two groups need is read for each.
+        Buffers are looked up at planning, and filled when the group's call is made. A chunk that two groups need is read for each.
 
         Returns:
             A callable for each group; it raises what `read` raises.

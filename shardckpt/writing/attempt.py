@@ -353,7 +353,7 @@ def _next_attempt(coordinator: Coordinator, store: Store) -> str:
     """Name of the attempt that all processes of a job make when they save to a place of this name for the n-th time.
 
     The counter goes by the place's name, because processes may reach one directory by different paths or links. The name is a part of the
-    attempt's name, so no other checkpoint of the job has an attempt of the same name. Bases are identified by it (`bases`).
+    attempt's name, so no other checkpoint of the job has an attempt of the same name. Bases are identified by it (`format.structure`).
     """
     name = store.location.resolved.name  # on a disk this resolves links in the path, and reads nothing else
     with _counting:

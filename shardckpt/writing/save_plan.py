@@ -49,7 +49,7 @@ __all__ = ["SMALL_BYTES", "SavePlan", "Write", "plan_save", "skipped_names", "te
 SMALL_BYTES = 64 << 10
 """Plain tensors of fewer bytes are not written by a job of several processes: their elements go into the host's contents."""
 MOST_SMALL_BYTES = 64 << 20
-"""Total bytes of small plain tensors; the committer holds several copies of them."""
+"""Most total bytes of small plain tensors; the committer holds several copies of them."""
 LONGEST_PATH = 60_000
 """Most bytes of a tensor's stored name: OCDBT keys have fewer than 2^16 bytes, and a key also contains the chunk's grid position."""
 

@@ -135,7 +135,7 @@ def endpoint_of(scheme: str) -> str | None:
 
 
 def region_of_s3() -> str | None:
-    """The region that requests to S3 are signed for; None: TensorStore asks AWS for the bucket's region."""
+    """The region that requests to S3 are signed for; None: the clients ask AWS for the bucket's region."""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return region or ("us-east-1" if endpoint_of("s3") else None)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["delete_if_match"]
 
 _OTHER = f'"{"0" * 32}"'
-"""An ETag that no object of ours has."""
+"""An ETag that no object of shardckpt has."""
 _REFUSED, _MISSING, _UNKNOWN = 412, 404, 501
 _honours: dict[tuple[str, str | None], bool] = {}
 """Bucket and endpoint → whether the service there refuses a deletion whose condition is false."""

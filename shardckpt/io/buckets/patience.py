@@ -1,8 +1,9 @@
 """Retries: how often, and for how long, a request to an object store is sent again.
 
-TensorStore retries its own requests. This module retries ours (uploads, listings, copies) by the same rule (`cloud.pauses`): a
-request with a temporary failure is sent again, after growing pauses, until the pauses add up to `SHARDCKPT_RETRY_SECONDS`. Each
-pause is shortened at random by up to half, so that requests that failed together do not return together.
+TensorStore retries its own requests. This module retries the requests of shardckpt (uploads, listings, copies) by the same rule
+(`cloud.pauses`): a request with a temporary failure is sent again, after growing pauses, until the pauses add up to
+`SHARDCKPT_RETRY_SECONDS`. Each pause is shortened at random by up to half, so that requests that failed together do not return
+together.
 """
 
 from __future__ import annotations
