@@ -19,8 +19,7 @@ from shardckpt.errors import StorageError
 from shardckpt.excerpt import file_size
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.requests import Upload
-from shardckpt.io.store import Data, Store, byte_view, sync_directory
+from shardckpt.io.store import Data, byte_view, sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
