@@ -39,7 +39,7 @@ ray: setup ## reshards on real Ray clusters of two nodes, whose parts are killed
 	$(BIN)/python -m pytest -p no:xdist -m ray tests/reshard
 
 torture: setup ## crashes, faults and the matrix of frameworks in full; takes an hour or more, needs root
-	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist -o timeout=3600 -o faulthandler_timeout=0 tests/torture tests/faults tests/end_to_end tests/convert/test_hostile_trees.py
+	SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -p no:xdist -o timeout=3600 -o faulthandler_timeout=0 tests/torture tests/faults tests/end_to_end tests/convert/test_hostile_trees.py tests/io/test_exits.py
 
 soak: setup ## a training that is killed at random moments, 1,000 saves long
 	$(BIN)/python tools/soak.py --saves 1000
