@@ -138,11 +138,12 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
         for output, (name, dtype) in zip(outputs, dtypes.items(), strict=True)
     )
     left = {options.add_prefix + name: options.add_prefix + first for name, first in further.items() if name not in kept}
+    unwritten = [] if importing else list(filter(_taken_by(options), leaf_names(structure.tree)))
     return Outputs(
         written,
         {name: first for name, first in left.items() if first in dtypes},
         tuple(
-            _notes(structure, meant, left, {name: first for name, first in further.items() if name in kept}, dtypes, importing=importing)
+            _notes(unwritten, meant, left, {name: first for name, first in further.items() if name in kept}, dtypes, importing=importing)
         ),
         {old: options.add_prefix + name if old in stored else name for old, name in new.items()},
         planned.subtrees,
@@ -197,7 +198,7 @@ def _are_tied(options: NameOptions) -> bool | None:
 
 
 def _notes(
-    structure: Structure,
+    leaves: Sequence[str],
     meant: Named[str, str],
     left: Named[str, str],
     copied: Named[str, str],
@@ -206,8 +207,7 @@ def _notes(
     importing: bool,
 ) -> Iterator[str]:
     """Messages for the user, a line each."""
-    leaves = leaf_names(structure.tree)
-    if leaves and not importing:
+    if leaves:
         others = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
         yield f"{shown(leaves[0])}{others}: no tensor, and not written."
     for name, what in ({} if importing else meant).items():
