@@ -62,7 +62,7 @@ __all__ = [
 
 RESERVED = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "array_metadatas", "commit_success.txt")
 """Names of Orbax's own files and directories."""
-PROCESS_PART = re.compile(r"ocdbt\.process_\d+")
+PROCESS_PART = re.compile(r"ocdbt\.process_\w*")
 """The directory of one process's arrays, until the save is finished."""
 _LEGACY_FILE = "checkpoint"
 """A file in which old releases of Orbax stored small arrays; Orbax opens anything of this name as a file."""

@@ -17,7 +17,6 @@ import numpy as np
 
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor
 from shardckpt.convert.formats.orbax.aggregate import read_aggregate
-from shardckpt.convert.formats.orbax.documents import PROCESS_PART
 from shardckpt.convert.formats.orbax.metadata import Leaf, Metadata, key_generators, parse_json, shardings
 from shardckpt.errors import FormatError, MissingDataError, ShardingError, UncommittedError
 from shardckpt.excerpt import excerpt
@@ -103,7 +102,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
     tree, zarr3, stores_all = _described(place, names)
     leaves = list(_leaves(tree))
     stored = [leaf.name for leaf in leaves if leaf.kind not in {*_EMPTY, "string"}]
-    if _MANIFEST not in names and stored and any(PROCESS_PART.fullmatch(name) for name in names):
+    if _MANIFEST not in names and stored and any(name.startswith("ocdbt.process_") for name in set(names) - set(stored)):
         raise UncommittedError(f"{place}: its processes' parts were never merged ({_MANIFEST}): saving it did not finish; import another.")
     twice = [name for name, count in Counter(stored).items() if count > 1]
     if twice:
