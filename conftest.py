@@ -1,4 +1,4 @@
-"""What tests of several packages share: the clouds' emulators, started when a test first asks for one, stores, and encoded chunks.
+"""Fixtures for tests of several packages: emulators of the clouds, which start with their first use, stores, and encoded chunks.
 
 `pythonpath` in pyproject.toml says where the tests' helpers are found; the programs that tests start find them by `PYTHONPATH`.
 """

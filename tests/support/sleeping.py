@@ -30,7 +30,7 @@ class Sleeper:
         return False
 
     def diary(self, name):
-        """What a process has noted under a name; None as long as it has not."""
+        """A process's note of that name; None until it is written."""
         with suppress(FileNotFoundError, json.JSONDecodeError):
             return json.loads((self._diary / name).read_text())
         return None

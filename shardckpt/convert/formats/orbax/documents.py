@@ -62,8 +62,8 @@ __all__ = [
 
 RESERVED = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "array_metadatas", "commit_success.txt")
 """Names of Orbax's own files and directories."""
-PROCESS_PART = re.compile(r"ocdbt\.process_\w*")
-"""The directory of one process's arrays, until the save is finished."""
+_PROCESS_PART = re.compile(r"ocdbt\.process_\w*")
+"""Matches the directory of one process's arrays, which Orbax merges when the save is finished."""
 _LEGACY_FILE = "checkpoint"
 """A file in which old releases of Orbax stored small arrays; Orbax opens anything of this name as a file."""
 _SEQUENCE, _DICT = 1, 2
@@ -199,7 +199,7 @@ def _check_names(found: list[OrbaxEntry], where: str) -> None:
 
 def _check_directory(name: str, where: str) -> None:
     first = name.partition("/")[0]
-    if first in (*RESERVED, _LEGACY_FILE) or PROCESS_PART.fullmatch(first):
+    if first in (*RESERVED, _LEGACY_FILE) or _PROCESS_PART.fullmatch(first):
         raise NamesMismatchError(f"{where}: {shown(name)} is what Orbax calls a file of its own; export it under another name.")
     try:
         check_key(name, where)
