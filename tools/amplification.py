@@ -42,7 +42,7 @@ from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.layout.box import distinct_boxes
 from shardckpt.layout.world import World
-from shardckpt.plan.overlaps import overlaps
+from shardckpt.plan.pieces import overlaps
 from shardckpt.reading.locate import Request
 from shardckpt.writing import save_plan
 

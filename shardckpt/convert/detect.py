@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.commit.publish import RECORD
+from shardckpt.convert.files.file_version import file_at
 from shardckpt.errors import FormatError, NotFoundError, OptionError
 from shardckpt.excerpt import excerpt, few
-from shardckpt.io.file_version import file_at
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.convert.detect import AUTO, detect, module_of
+from shardckpt.convert.files.file_version import file_at
 from shardckpt.convert.foreign_source import ForeignSpec
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.errors import NotFoundError, OptionError, out_of_memory_is_typed
 from shardckpt.io.failures import reading_takes_threads
-from shardckpt.io.file_version import file_at
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import check_flag

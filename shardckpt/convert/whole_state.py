@@ -23,7 +23,7 @@ from shardckpt.format.structure import Structure
 from shardckpt.reshard.dtype_rules import check_dtypes, plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import meanings, select
-from shardckpt.state.names import selector
+from shardckpt.state.select import selector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

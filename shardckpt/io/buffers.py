@@ -1,4 +1,4 @@
-"""Host memory for reads and writes: a memory-limited buffer pool, an arena for arrays that stay, and vectored reads.
+"""Host memory for reads and writes: a memory-limited buffer pool, and an arena for arrays that stay.
 
 Fresh memory is the slowest part of moving data on a host, because the kernel clears every page at its first use. So a `BufferPool`
 keeps the buffers that it has allocated. Leased bytes, and bytes counted beside them, never exceed the limit, with one exception: a
@@ -10,11 +10,12 @@ are always given back, and each request is served in the end.
 An `Arena` cuts arrays that the caller keeps from new memory. Most of the cost of fresh memory is page faults, and a large page needs
 one fault instead of 512. numpy asks for large pages from 4 MiB on, and the kernel uses them only where a complete large page fits. So
 arrays are cut from larger blocks that begin at a large page. A block lives as long as any of its arrays.
+
+`after` continues a vectored read or write that the system ended early.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from math import prod
@@ -199,17 +200,6 @@ def after(vectors: Sequence[memoryview], nbytes: int) -> list[memoryview]:
             return [vector[nbytes:], *vectors[i + 1 :]]
         nbytes -= len(vector)
     return []
-
-
-def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview]) -> None:
-    """Fill all vectors from one range of a file; EOFError if the file ends before."""
-    while length:
-        got = os.preadv(fd, vectors[:MOST_VECTORS], offset)
-        if got == 0:
-            raise EOFError
-        offset, length = offset + got, length - got
-        if length:
-            vectors = after(vectors, got)
 
 
 def round_up(nbytes: int) -> int:

@@ -95,6 +95,7 @@ class Chunking:
     """Shape of the arrays' chunks: one side per dimension, at least 1."""
 
 
+@lru_cache(maxsize=4096)
 def smallest_chunk(total_bytes: int, *, files: bool = False) -> Floor:
     """The floor in a checkpoint of `total_bytes`, a power of two; `files`: each chunk is a separate file.
 

@@ -1,11 +1,16 @@
-"""The pieces of a stored tensor, their chunks, and the boxes of chunks that are copied at a time.
+"""The pieces of a stored tensor, their chunks, and the chunks that a set of boxes needs. Pure.
 
 A tensor is stored in pieces: usually one that covers it, and several where no common grid suits its shards. Every piece has a
 regular grid of chunks.
 
-A process writes a run of a shard's chunks. The chunks that are copied at once should form a box: then one copy is enough, and if
-the box is complete rows of the shard, the copy is contiguous in memory. So a run is cut into boxes (`run_boxes`), its *blocks*.
-Blocks can be cut further when they are written (`parts_of`). `batches` groups items that are handled together. Pure.
+For a set of boxes that one process needs, `overlaps` lists each (chunk, box) pair that has elements in common, in closed form on
+the grid of a piece:
+
+1. per box and dimension, the first and one past the last chunk that it touches;
+2. all combinations of those, enumerated for all boxes at once (mixed radix over the ranges);
+3. per pair, the common part, as positions inside the chunk and inside the box.
+
+Cost and result are O(pairs); chunks are never compared with boxes one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from operator import add, gt
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +30,9 @@ from shardckpt.layout.box import Box, BoxArray
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import EllipsisType
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
-Index: TypeAlias = "tuple[slice | EllipsisType, ...]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ def whole_chunks(piece: Piece, box: Box) -> list[range]:
     """`chunk_spans` of a box whose overlap with the piece must be a union of its chunks.
 
     Raises:
-        FormatError: as for `chunks_inside`.
+        FormatError: a chunk crosses the border of the box, so it would have two writers.
     """
     spans = chunk_spans(piece, box)
     if all(spans):
@@ -124,6 +127,148 @@ def chunk_boxes(piece: Piece, chunk: Ints) -> BoxArray:
     start, shape, chunks = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks))
     coords = coordinates(chunk, piece.grid)
     return BoxArray(start + coords * chunks, start + np.minimum((coords + 1) * chunks, shape))
+
+
+def coordinates(chunk: Ints, grid: tuple[int, ...]) -> Ints:
+    """Grid coordinates of row-major positions."""
+    coords = np.empty((len(chunk), len(grid)), np.int64)
+    for d in reversed(range(len(grid))):
+        coords[:, d] = chunk % max(grid[d], 1)
+        chunk = chunk // max(grid[d], 1)
+    return coords
+
+
+# --- chunks that boxes need
+
+
+@dataclass(frozen=True, slots=True)
+class Overlaps:
+    """The (chunk, box) pairs of one piece; every array has one row per pair, ordered by chunk."""
+
+    chunk: Ints
+    """(n,) the chunk's position in grid order (row-major)."""
+    box: Ints
+    """(n,) index of the box."""
+    in_chunk: BoxArray
+    """Common part, relative to the chunk's first element."""
+    in_box: BoxArray
+    """Common part, relative to the box's first element."""
+
+
+def overlaps(piece: Piece, boxes: BoxArray) -> Overlaps:
+    """All pairs of a chunk of `piece` and one of `boxes` (in the tensor's indices) that share elements."""
+    return overlaps_of([piece], boxes, np.zeros(len(boxes), np.int64))
+
+
+def overlaps_of(pieces: Sequence[Piece], boxes: BoxArray, owner: Ints) -> Overlaps:
+    """`overlaps` for many pieces at once; each box belongs to one piece.
+
+    Args:
+        pieces: pieces of any tensors.
+        boxes: boxes in the indices of their tensors. A box with fewer dimensions than others is extended by leading dimensions
+            from 0 to 1.
+        owner: (n,) the piece of each box.
+
+    Returns:
+        The pairs, ordered by piece and chunk; a pair's piece is the `owner` of its box.
+    """
+    ndim = boxes.start.shape[1]
+    start, shape, chunks, grid = (
+        np.array([(fill,) * (ndim - len(row)) + row for row in rows], np.int64).reshape(len(pieces), ndim)
+        for rows, fill in (
+            ([p.start for p in pieces], 0),
+            ([p.shape for p in pieces], 1),
+            ([p.chunks for p in pieces], 1),
+            ([p.grid for p in pieces], 1),
+        )
+    )
+    first = np.maximum(boxes.start - start[owner], 0)
+    last = np.minimum(boxes.stop - start[owner], shape[owner])
+    touching = np.flatnonzero((first < last).all(axis=1))
+    sides = chunks[owner[touching]]
+    low = first[touching] // sides
+    coords, nth = _enumerate(low, -(-last[touching] // sides) - low)
+    coords += low[nth]
+    box = touching[nth]
+    piece = owner[box]
+    chunk = _linear(coords, grid[piece])
+    order = np.lexsort((chunk, piece))
+    coords, box, chunk, piece = coords[order], box[order], chunk[order], piece[order]
+
+    sides = chunks[piece]
+    origin = coords * sides
+    common_start = np.maximum(first[box], origin)
+    common_stop = np.minimum(last[box], origin + sides)
+    box_origin = boxes.start[box] - start[piece]
+    return Overlaps(
+        chunk,
+        box,
+        BoxArray(common_start - origin, common_stop - origin),
+        BoxArray(common_start - box_origin, common_stop - box_origin),
+    )
+
+
+def chunk_runs(piece: Piece, boxes: BoxArray) -> tuple[Ints, Ints]:
+    """Runs of consecutive chunks in grid order that together are the chunks of `overlaps`; O(runs), however long they are.
+
+    Returns:
+        (n,) first chunk and end (exclusive) of each run, by box; runs of different boxes may share chunks.
+    """
+    start, shape, chunks, grid = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks, piece.grid))
+    first = np.maximum(boxes.start - start, 0)
+    last = np.minimum(boxes.stop - start, shape)
+    touching = (first < last).all(axis=1)
+    low, high = first[touching] // chunks, -(-last[touching] // chunks)
+    if not piece.grid:
+        return np.zeros(len(low), np.int64), np.ones(len(low), np.int64)
+    # Runs go along one dimension: all boxes cover the later dimensions completely.
+    along = int(np.flatnonzero(((low > 0) | (high < grid)).any(axis=0)).max(initial=0))
+    coords, owner = _enumerate(low[:, :along], (high - low)[:, :along])
+    row = _linear(coords + low[owner, :along], piece.grid[:along]) * piece.grid[along]
+    inner = prod(piece.grid[along + 1 :])
+    return (row + low[owner, along]) * inner, (row + high[owner, along]) * inner
+
+
+def touched(pieces: Sequence[Piece], boxes: BoxArray) -> list[Piece]:
+    """The pieces that hold elements of any of the boxes, in their order.
+
+    A tensor may have thousands of pieces, and `overlaps` of each would take longer than reading the few relevant ones.
+    """
+    return list(pieces) if len(pieces) == 1 else [pieces[k] for k in np.unique(touching(pieces, boxes)[0]).tolist()]
+
+
+def touching(pieces: Sequence[Piece], boxes: BoxArray) -> tuple[Ints, Ints]:
+    """(n,) pieces and (n,) boxes that may overlap; a single piece is paired with every box."""
+    if len(pieces) == 1:
+        return np.zeros(len(boxes), np.int64), np.arange(len(boxes))
+    held = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
+    found = [held.overlapping(boxes[i]) for i in range(len(boxes))]
+    return np.concatenate([*found, np.empty(0, np.int64)]), np.repeat(np.arange(len(boxes)), [len(some) for some in found])
+
+
+def _enumerate(low: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """All coordinates of n grids of `counts` (n, ndim), concatenated, and the grid of each row."""
+    ndim = low.shape[1]
+    sizes = np.prod(counts, axis=1, dtype=np.int64)
+    owner = np.repeat(np.arange(len(low), dtype=np.int64), sizes)
+    within = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    coords = np.empty((len(owner), ndim), np.int64)
+    for d in reversed(range(ndim)):
+        radix = counts[owner, d]
+        coords[:, d] = within % radix
+        within //= radix
+    return coords, owner
+
+
+def _linear(coords: Ints, grid: Ints | tuple[int, ...]) -> Ints:
+    """Row-major positions of coordinates in one grid, or each in its own: (n, ndim)."""
+    position = np.zeros(len(coords), np.int64)
+    for d, n in enumerate(np.asarray(grid, np.int64).T):
+        position = position * n + coords[:, d]
+    return position
+
+
+# --- pieces of a tensor
 
 
 def coverage_gap(shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
@@ -173,134 +318,7 @@ def _same_elements(whole: Box, parts: Sequence[Box]) -> bool:
     return (sum(map(value, parts)) - value(whole)) % _PRIME == 0
 
 
-def coordinates(chunk: Ints, grid: tuple[int, ...]) -> Ints:
-    """Grid coordinates of row-major positions."""
-    coords = np.empty((len(chunk), len(grid)), np.int64)
-    for d in reversed(range(len(grid))):
-        coords[:, d] = chunk % max(grid[d], 1)
-        chunk = chunk // max(grid[d], 1)
-    return coords
-
-
-# --- blocks of chunks
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Chunks of one piece that form a box inside one box held by this process."""
-
-    held: int
-    """Index of the held box among the source's boxes."""
-    corner: tuple[int, ...]
-    """First index of the held box, in the tensor's indices."""
-    piece: Piece
-    box: Box
-    """The chunks' box, in the tensor's indices."""
-    itemsize: int
-    """Stored bytes of an element."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return self.box.size * self.itemsize
-
-    @property
-    def padded_bytes(self) -> int:
-        """Stored bytes of its chunks, including the padding at the piece's edges."""
-        return padded_size(self.box.shape, self.piece.chunks) * self.itemsize
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of its largest chunk."""
-        return min(self.nbytes, prod(self.piece.chunks) * self.itemsize)
-
-    @property
-    def inside(self) -> Index:
-        """Index of the block in the array of the held box."""
-        return _index(self.box.start, self.box.stop, self.corner)
-
-
-def blocks_of(
-    held: int, corner: tuple[int, ...], piece: Piece, part: Box, run: range, itemsize: int, most: int | None = None
-) -> Iterator[Block]:
-    """Yield the blocks of a run of chunks, in order.
-
-    Args:
-        held: as in `Block`.
-        corner: as in `Block`.
-        piece: as in `Block`.
-        part: a part of the tensor, a box of complete chunks.
-        run: range of the chunks in it, counted in grid order.
-        itemsize: as in `Block`.
-        most: maximum bytes of a block, unless a single chunk is larger.
-    """
-    first = [(a - start) // side for a, start, side in zip(part.start, piece.start, piece.chunks, strict=True)]
-    grid = tuple(-(-(b - start) // side) - a for a, b, start, side in zip(first, part.stop, piece.start, piece.chunks, strict=True))
-    cells = len(run) if most is None else most // (prod(piece.chunks) * itemsize)
-    for found in run_boxes(grid, run, max(1, cells)):
-        start = [o + (f + a) * side for o, f, a, side in zip(piece.start, first, found.start, piece.chunks, strict=True)]
-        stop = [o + (f + b) * side for o, f, b, side in zip(piece.start, first, found.stop, piece.chunks, strict=True)]
-        # The last chunk of a dimension may extend beyond the piece.
-        yield Block(held, corner, piece, Box(tuple(start), tuple(map(min, stop, part.stop))), itemsize)
-
-
-def smaller(block: Block, most: int) -> Iterator[Block]:
-    """Yield the block, cut into blocks of at most `most` bytes."""
-    if block.nbytes <= most:
-        yield block
-    else:
-        yield from _cut(block, most)
-
-
-def _cut(block: Block, most: int) -> Iterator[Block]:
-    run = range(count_chunks(block.piece, block.box))
-    return blocks_of(block.held, block.corner, block.piece, block.box, run, block.itemsize, most)
-
-
-def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
-    """Yield the parts of a block whose chunks, including padding at edges, have at most `most` bytes.
-
-    Each item is a box in the tensor's indices and its index in the block's array.
-    """
-    for part in _cut(block, most) if block.padded_bytes > most else (block,):
-        yield part.box, _index(part.box.start, part.box.stop, block.box.start)
-
-
-def _index(start: list[int] | tuple[int, ...], stop: list[int] | tuple[int, ...], corner: tuple[int, ...]) -> Index:
-    """The index of a box in an array that begins at `corner`. The ellipsis keeps a 0-d array an array."""
-    return (*(slice(a - o, b - o) for a, b, o in zip(start, stop, corner, strict=True)), ...)
-
-
-def run_boxes(grid: tuple[int, ...], run: range, most: int) -> Iterator[Box]:
-    """Divide a run of cells into consecutive boxes of cells.
-
-    From the current position, choose the largest box of complete rows (of cells, of rows of cells, …) that begins there, fits in
-    the rest of the run, and is not too large; continue after it. At most two boxes per dimension are smaller than the limit allows.
-
-    Args:
-        grid: cells per dimension.
-        run: cells, counted in row-major order.
-        most: maximum cells of a box, at least 1.
-
-    >>> [(box.start, box.stop) for box in run_boxes((3, 4), range(2, 12), 100)]
-    [((0, 2), (1, 4)), ((1, 0), (3, 4))]
-    """
-    inner = [prod(grid[d + 1 :]) for d in range(len(grid))]
-    at = run.start
-    while at < run.stop:
-        room = min(run.stop - at, most)
-        corner, sides = [], [1] * len(grid)
-        rest = at
-        for size in inner:
-            corner.append(rest // size)
-            rest %= size
-        for d, size in enumerate(inner):
-            if at % size == 0 and size <= room:
-                sides[d] = min(grid[d] - corner[d], room // size)
-                sides[d + 1 :] = grid[d + 1 :]
-                break
-        yield Box(tuple(corner), tuple(a + n for a, n in zip(corner, sides, strict=True)))
-        at += prod(sides)
+# --- batches
 
 
 def batches(items: Iterable[T], costs: Callable[[T], tuple[int, ...]], limits: tuple[int, ...]) -> Iterator[list[T]]:

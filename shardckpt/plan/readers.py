@@ -19,7 +19,7 @@ import numpy as np
 
 from shardckpt.layout.box import Box, BoxArray, distinct_boxes
 from shardckpt.layout.placements import Placements
-from shardckpt.plan.overlaps import overlaps, touched
+from shardckpt.plan.pieces import overlaps, touched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.layout.box import Box
-from shardckpt.plan.overlaps import touched
-from shardckpt.plan.pieces import Piece, chunk_spans, run_boxes
+from shardckpt.plan.blocks import run_boxes
+from shardckpt.plan.pieces import Piece, chunk_spans, touched
 from shardckpt.plan.writers import Part, deal
 
 if TYPE_CHECKING:

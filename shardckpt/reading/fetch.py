@@ -16,7 +16,7 @@ import numpy as np
 
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
-from shardckpt.io.buffers import scatter_read
+from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.reading.runs import places_of
 
 if TYPE_CHECKING:
@@ -168,6 +168,17 @@ class ObjectFetch:
         stored = data.data
         payloads = [stored[begin:end] for begin, end in zip(at.tolist(), ends.tolist(), strict=True)]
         return FetchedChunks(task, payloads, data, at, list(zip(run.bands, places_of(run.bands), strict=True)))
+
+
+def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview]) -> None:
+    """Fill all vectors from one range of a file; EOFError if the file ends before."""
+    while length:
+        got = os.preadv(fd, vectors[:MOST_VECTORS], offset)
+        if got == 0:
+            raise EOFError
+        offset, length = offset + got, length - got
+        if length:
+            vectors = after(vectors, got)
 
 
 def _said(error: Exception, task: ReadTask, run: ChunkRun, place: Store) -> ShardckptError:

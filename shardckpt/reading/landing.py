@@ -39,10 +39,10 @@ class Landing:
         self.sink = sink
         self.names: list[str] = []
         """The names in the result that it is returned under."""
-        self.buffers: list[Array] = []
-        """One buffer per box that the chunks are read into."""
         self.boxes = sink.boxes
         self.destinations = sink.destinations
+        self.buffers: list[Array] = self.destinations or []
+        """One buffer per box that the chunks are read into: the leaf's own memory, or what `prepare` provides."""
         self.converts = sink.dtype != tensor.dtype or any(not v.dtype.isnative for v in self.destinations or ())
         """Whether elements are converted on their way into the buffers."""
         lent = sink.buffer_shapes if self.destinations is None and not sink.adopts else []
@@ -55,10 +55,10 @@ class Landing:
         return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.destinations or ()]
 
     def prepare(self, lease: Lease, arena: Arena) -> None:
-        """Set `buffers` in the sink's dtype: the leaf's own memory, memory that the sink keeps, or leased memory."""
-        memory = arena if self.sink.adopts else lease
-        own = self.destinations
-        self.buffers = [memory.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes] if own is None else own
+        """Provide buffers in the sink's dtype, unless the leaf has its own memory: memory that the sink keeps, or leased memory."""
+        if self.destinations is None:
+            memory = arena if self.sink.adopts else lease
+            self.buffers = [memory.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes]
 
     def finish(self) -> object:
         """Hand the elements to the sink; return the restored leaf."""
@@ -78,6 +78,11 @@ class RestoreJob:
         """Count the bytes once."""
         elements = sum(prod(shape) for landing in self.landings for shape in (landing.boxes.stop - landing.boxes.start).tolist())
         self.nbytes = elements * self.tensor.dtype.storage.itemsize
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether chunks are read straight into the leaves' own memory, and nothing remains to be copied."""
+        return not self.placing_bytes and all(landing.destinations is not None for landing in self.landings)
 
     @property
     def staged_bytes(self) -> int:

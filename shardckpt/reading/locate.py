@@ -3,7 +3,7 @@
 All data is in columns with a row per chunk. A restore of small tensors reads tens of thousands of chunks, and Python code that
 runs once per chunk would slow it down.
 
-1. The boxes of all requests are concatenated, each with the array that it is read from. `plan.overlaps_of` pairs the chunks of
+1. The boxes of all requests are concatenated, each with the array that it is read from. `plan.pieces.overlaps_of` pairs the chunks of
    all arrays with the boxes that they touch.
 2. The pairs of one chunk become its *targets*: for each box that needs a part of the chunk, which part, and where it goes.
 3. The chunk table (`Lookup`) gives the file, offset, length and checksum of each chunk. The table is untrusted input. The code
@@ -25,8 +25,7 @@ from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, plain_key
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.overlaps import overlaps_of, touched, touching
-from shardckpt.plan.pieces import chunk_boxes
+from shardckpt.plan.pieces import chunk_boxes, overlaps_of, touched, touching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

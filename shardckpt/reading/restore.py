@@ -24,7 +24,7 @@ from shardckpt.errors import (
     NamesMismatchError,
     OptionError,
     ShardckptError,
-    out_of_memory_is_typed,
+    out_of_memory,
 )
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.per_process import choose_value, decode_value
@@ -39,7 +39,7 @@ from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchang
 from shardckpt.reading.landing import RestoreJob, restore_jobs
 from shardckpt.state import leaf_names, match, per_process_names, stored_names, unflatten
 from shardckpt.state.flatten import StateOwner
-from shardckpt.state.names import Only, selector
+from shardckpt.state.select import Only, selector
 
 if TYPE_CHECKING:
     import os
@@ -58,7 +58,6 @@ STAGED_BATCH = 64 << 20
 memory for most of a state. From an object store many requests at a time matter more."""
 
 
-@out_of_memory_is_typed
 def restore(
     source: str | os.PathLike[str] | Checkpoint,
     like: Any = None,
@@ -121,9 +120,14 @@ def restore(
         limit = parse_bytes(memory_limit, "memory_limit")
         if limit <= 0:
             raise OptionError(f"restore(memory_limit={limit}): must be positive.")
-        checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
-        run = partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
-        return _restore_tree(checkpoint, checkpoint.parsed_tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator)
+        try:
+            checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+            run = partial(_read_all, checkpoint, limit=limit, meeting=meeting, progress=progress)
+            return _restore_tree(
+                checkpoint, checkpoint.parsed_tree, like, run, only=only, strict=strict, cast=cast, coordinator=coordinator
+            )
+        except MemoryError as e:
+            raise out_of_memory(str(place), e) from e
 
 
 def _restore_tree(
@@ -149,7 +153,7 @@ def _restore_tree(
         cast: see `restore`.
         coordinator: see `restore`.
     """
-    wanted = selector(only)
+    wanted = (lambda _name: True) if only is None else selector(only)
     if only is not None and not any(map(wanted, [*checkpoint.names(), *leaf_names(checkpoint.parsed_tree)])):
         raise NamesMismatchError(f"{checkpoint.location}: only={only!r} selects none of its names; `shardckpt info` lists them.")
     if like is None:
@@ -258,30 +262,49 @@ def _read_all(
     checkpoint.open_bases(job.tensor for job in jobs)
     in_place = in_place and any(landing.destinations for job in jobs for landing in job.landings)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
-    pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
+    if all(job.is_in_place for job in jobs):  # nothing is staged
+        read_and_place = partial(_read_in_place, placed=placed)
+    else:
+        pool = BufferPool(limit - exchange_bytes(limit) if shared else limit)
+        read_and_place = partial(_stage_and_place, pool=pool, staged=staged, placed=placed)
     restored: dict[str, object] = {}
-    for group in shared:
-        restored |= _read_and_place(group.jobs, pool, group.read, staged, in_place=in_place, placed=placed)
-    return restored | _read_and_place(alone, pool, fetch, staged, in_place=in_place, placed=placed)
+    try:
+        for group in shared:
+            restored |= read_and_place(group.jobs, group.read)
+        return restored | read_and_place(alone, fetch)
+    except ShardckptError as e:
+        if in_place:
+            raise type(e)(f"{e} What `like` has been filled with in place is undefined now.") from e
+        raise
 
 
-def _read_and_place(
+def _read_in_place(
+    jobs: Sequence[RestoreJob], fetch: Callable[[Sequence[RestoreJob]], None], *, placed: Callable[[int], None]
+) -> dict[str, object]:
+    """Read some tensors straight into the memory of their leaves; arguments and result as for `_stage_and_place`."""
+    restored: dict[str, object] = {}
+    for batch in batches(jobs, lambda job: (job.nbytes,), (LARGEST_BATCH,)):
+        fetch(batch)
+        restored |= _place(batch)
+        placed(sum(job.nbytes for job in batch))
+    return restored
+
+
+def _stage_and_place(
     jobs: Sequence[RestoreJob],
-    pool: BufferPool,
     fetch: Callable[[Sequence[RestoreJob]], None],
-    staged: int,
     *,
-    in_place: bool,
+    pool: BufferPool,
+    staged: int,
     placed: Callable[[int], None],
 ) -> dict[str, object]:
     """Read and place some tensors; return the restored leaves by name.
 
     Args:
         jobs: the tensors and their destinations.
-        pool: leases the buffers.
         fetch: fills the buffers of a batch.
+        pool: leases the buffers.
         staged: bytes of staging for one batch, unless one tensor needs more.
-        in_place: whether the filled memory belongs to the caller; an error message then says that it is undefined.
         placed: called with the bytes placed, after each batch.
     """
     restored: dict[str, object] = {}
@@ -290,30 +313,31 @@ def _read_and_place(
     limits = (pool.limit // 2, LARGEST_BATCH, staged)
     some = list(batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits))
 
-    def read(batch: Sequence[RestoreJob]) -> Lease:
+    def stage(batch: Sequence[RestoreJob]) -> Lease:
         lease = pool.take(sum(job.staged_bytes for job in batch), beside=sum(job.placing_bytes for job in batch))
         try:
             for job in batch:
                 for landing in job.landings:
                     landing.prepare(lease, arena)
             fetch(batch)
-        except ShardckptError as e:
-            lease.give_back()
-            if in_place:
-                raise type(e)(f"{e} What `like` has been filled with in place is undefined now.") from e
-            raise
         except BaseException:
             lease.give_back()
             raise
         return lease
 
-    with closing(read_ahead(some, read, copies=any(job.placing_bytes for job in jobs))) as coming:
+    with closing(read_ahead(some, stage, copies=any(job.placing_bytes for job in jobs))) as coming:
         for batch, lease in coming:
             with lease:
-                for job in batch:
-                    for landing in job.landings:
-                        leaf = landing.finish()
-                        restored.update(dict.fromkeys(landing.names, leaf))
-                        landing.buffers = []
+                restored |= _place(batch)
             placed(sum(job.nbytes for job in batch))
+    return restored
+
+
+def _place(batch: Sequence[RestoreJob]) -> dict[str, object]:
+    """Hand the elements of a batch to the sinks, and return the restored leaves by name; the buffers are released."""
+    restored: dict[str, object] = {}
+    for job in batch:
+        for landing in job.landings:
+            restored.update(dict.fromkeys(landing.names, landing.finish()))
+            landing.buffers = []
     return restored

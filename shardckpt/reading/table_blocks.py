@@ -30,7 +30,7 @@ from shardckpt.commit.assemble import read_table
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.format.table import ROW, ArrayChunks, TableHeader, check_sizes
 from shardckpt.io.threads import map_on_threads
-from shardckpt.plan.overlaps import chunk_runs
+from shardckpt.plan.pieces import chunk_runs
 from shardckpt.reading.host_rows import HostRows, cost
 from shardckpt.reading.lookup import WholeTable
 

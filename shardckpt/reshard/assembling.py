@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.structure import TensorRecord
-    from shardckpt.plan.overlaps import Overlaps
-    from shardckpt.plan.pieces import Piece
+    from shardckpt.plan.pieces import Overlaps, Piece
     from shardckpt.plan.views import View
     from shardckpt.reshard.source import OpenSource
 

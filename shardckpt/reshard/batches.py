@@ -14,8 +14,7 @@ import numpy as np
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, room_for
 from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.overlaps import overlaps, touched
-from shardckpt.plan.pieces import chunk_boxes
+from shardckpt.plan.pieces import chunk_boxes, overlaps, touched
 from shardckpt.reshard.memory import PARTS
 
 if TYPE_CHECKING:
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.dtypes import DType
-    from shardckpt.plan.overlaps import Overlaps
-    from shardckpt.plan.pieces import Piece
+    from shardckpt.plan.pieces import Overlaps, Piece
     from shardckpt.plan.views import View
     from shardckpt.reshard.cells import Step
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.overlaps import touched
-from shardckpt.plan.pieces import count_chunks, run_boxes
+from shardckpt.plan.blocks import run_boxes
+from shardckpt.plan.pieces import count_chunks, touched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

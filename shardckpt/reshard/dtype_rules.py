@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 from shardckpt.errors import DtypeError, DtypeMismatchError, OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.layout.dtypes import DTYPES, by_name, castable
-from shardckpt.state.names import matches, shown
+from shardckpt.state.names import shown
+from shardckpt.state.select import matches
 
 if TYPE_CHECKING:
     from collections.abc import Container

@@ -14,7 +14,7 @@ from shardckpt.layout.mesh import Mesh
 from shardckpt.options import check_flag, parse_bytes
 from shardckpt.reshard.dtype_rules import check_dtypes
 from shardckpt.reshard.rules import Rules
-from shardckpt.state.names import selector
+from shardckpt.state.select import selector
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

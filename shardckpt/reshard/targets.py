@@ -17,7 +17,8 @@ from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.layouts import decide
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import meanings, per_process_names, select
-from shardckpt.state.names import array_path, piece_path, selector
+from shardckpt.state.names import array_path, piece_path
+from shardckpt.state.select import selector
 from shardckpt.writing.save_plan import tensor_record
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.errors import FormatError
 from shardckpt.state import leaves, names
@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardckpt.state.leaves import JSON
-    from shardckpt.state.names import PathKey
+    from shardckpt.state.names import Form, PathKey
 
 LONGEST_MEANING = 256
 """Most characters of a meaning."""
 MAX_DEPTH = 200
 """Most containers around a leaf: more is a mistake, or an attack on the reader's stack."""
-
-Form = Literal["dict", "list", "tuple"]
-"""The stored form of a container."""
 
 Meaning = Callable[[object], str | EllipsisType | None]
 """Returns the meaning of a tensor leaf's elements to its framework: None for plain numbers, `...` for a leaf that does not say."""

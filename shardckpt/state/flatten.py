@@ -1,29 +1,15 @@
-"""Flattening a state into named tensors and one document. Also the definition of containers, and of states that collect themselves.
+"""Flattening a state into named tensors and one document; also the interface of states that collect themselves.
 
 `flatten` walks a state once, depth first, in the order of the containers. Every value is, in this order: a tensor (the caller
 decides), a `PerProcess`, a leaf of a registered type, a small leaf, a container, or an error that names its place.
 
-`container_of` recognises these containers, in this order:
-
-1. dict, OrderedDict, defaultdict, Counter, and list, tuple, deque. Subclasses of these do not count, unless one of the
-   following applies: rebuilding them as the base class would lose what makes them different.
-2. Named tuples: by field.
-3. Classes in the pytree registry of torch or JAX: by the registry's keys. The registries are looked up, never
-   imported: an object of a registered class exists only if its framework is imported.
-4. Dataclasses: by field. They come after the registries, because a registered dataclass (a flax TrainState, say) keeps
-   functions and other constants out of the tree.
-
-A container of any class is stored in one of three plain forms: dict, list or tuple. A `StateOwner` (`shardckpt.TrainState`)
-collects its own state as plain containers, and provides the state that a stored one is restored into.
+A `StateOwner` (`shardckpt.TrainState`) collects its own state as plain containers, and provides the state that a stored one is
+restored into.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import sys
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +17,15 @@ from shardckpt.errors import LeafError
 from shardckpt.excerpt import excerpt
 from shardckpt.state import leaves, names
 from shardckpt.state.document import MAX_DEPTH, is_meaning, write_dict
-from shardckpt.state.names import shown
+from shardckpt.state.names import Container, container_of, shown
 from shardckpt.state.per_process import PerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping
 
     from shardckpt.layout.world import World
-    from shardckpt.state.document import Form, Meaning, Node
+    from shardckpt.state.document import Meaning, Node
     from shardckpt.state.leaves import JSON
-    from shardckpt.state.names import PathKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +53,7 @@ def flatten(
     """Flatten a state into named tensors and the tree document.
 
     Args:
-        state: nested dicts, lists and tuples, and other containers (`shardckpt.state.flatten`), which come back as these.
+        state: nested dicts, lists and tuples, and other containers (`shardckpt.state.names`), which come back as these.
         is_tensor: whether a value is a tensor leaf. Called first, for every value.
         identity: returns equal values for tensors that are the same view of the same memory, None for a tensor that is never
             shared. Tensors of equal identity are stored once.
@@ -207,146 +192,6 @@ def unsupported(value: object, name: str) -> LeafError:
 
 
 _BASES = frozenset({bool, int, float, complex, str, bytes, dict, list, tuple})
-
-
-@dataclass(frozen=True, slots=True)
-class Container:
-    """One level of a container."""
-
-    form: Form
-    """The stored form."""
-    keys: Sequence[PathKey]
-    """Keys of the children; 0, 1, … unless the form is dict."""
-    children: Sequence[object]
-    """Children, one per key."""
-    rebuild: Callable[[list[object]], object]
-    """Makes a container of the same class and other attributes from as many new children."""
-
-
-def container_of(value: object, where: str) -> Container | None:
-    """Split a container into keys and children; None if `value` is not a container.
-
-    Args:
-        value: any object.
-        where: its name, for messages.
-
-    Raises:
-        LeafError: a key is neither str, int, bool nor None, or occurs twice.
-    """
-    kind = type(value)
-    if value is None:  # a leaf here; to JAX, a node without children
-        return None
-    if kind in _DICTS:
-        return _of_dict(value, where)  # type: ignore[arg-type]
-    if kind in _SEQUENCES:
-        return _of_sequence(value)  # type: ignore[arg-type]
-    if isinstance(value, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make"):
-        return Container("dict", kind._fields, value, kind._make)
-    return _of_torch_node(value, where) or _of_jax_node(value, where) or _of_dataclass(value)
-
-
-# --- containers: Python's own ---------------------------------------------------------------------------------------------------
-
-_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
-_SEQUENCES = frozenset({list, tuple, deque})
-_KEYS = frozenset({str, int, bool, type(None)})
-
-
-def _of_dict(value: dict[Any, object], where: str) -> Container:
-    for key in value:
-        if type(key) not in _KEYS:
-            raise LeafError(
-                f"{shown(where)} has a key of type {type(key).__qualname__}, {_key_text(key)}; "
-                f"keys are str, int, bool or None. Convert it to one of these first."
-            )
-
-    def rebuild(children: list[object]) -> object:
-        new: dict[Any, object] = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-        # Attributes of the dict are kept: torch's Module.load_state_dict looks for `_metadata`.
-        if hasattr(value, "__dict__"):
-            vars(new).update(vars(value))
-        for key, child in zip(value, children, strict=True):
-            new[key] = child  # noqa: PERF403  # a Counter's constructor and update() count
-        return new
-
-    return Container("dict", list(value), list(value.values()), rebuild)
-
-
-def _of_sequence(value: list[object] | tuple[object, ...] | deque[object]) -> Container:
-    def rebuild(children: list[object]) -> object:
-        return deque(children, value.maxlen) if isinstance(value, deque) else type(value)(children)
-
-    return Container("tuple" if isinstance(value, tuple) else "list", range(len(value)), value, rebuild)
-
-
-def _of_dataclass(value: object) -> Container | None:
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return None
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-
-    def rebuild(children: list[object]) -> object:
-        # Neither __init__ nor __post_init__ runs: the stored values are final field values.
-        new = copy.copy(value)
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(new, name, child)  # works for frozen dataclasses, too
-        return new
-
-    return Container("dict", names, [getattr(value, name) for name in names], rebuild)
-
-
-def _key_text(key: object) -> str:
-    # Only of these types is repr() known to be short and free of side effects.
-    return repr(key) if isinstance(key, int | float | str) else f"in {type(key).__module__}"
-
-
-# --- containers: registered pytree nodes ----------------------------------------------------------------------------------------
-
-
-def _of_torch_node(value: object, where: str) -> Container | None:
-    pytree = sys.modules.get("torch.utils._pytree")
-    node = getattr(pytree, "SUPPORTED_NODES", {}).get(type(value))
-    if node is None:
-        return None
-    if node.flatten_with_keys_fn is None:
-        children, context = node.flatten_fn(value)
-        entries: Iterable[object] = [None] * len(children)
-    else:
-        pairs, context = node.flatten_with_keys_fn(value)
-        pairs = list(pairs)
-        entries, children = [entry for entry, _ in pairs], [child for _, child in pairs]
-    return _of_node(entries, children, lambda children: node.unflatten_fn(children, context), where)
-
-
-def _of_jax_node(value: object, where: str) -> Container | None:
-    tree_util = sys.modules.get("jax.tree_util")
-    # Older versions of JAX without `is_tree_node` flatten any value; newer ones warn about iterators.
-    if tree_util is None or not getattr(tree_util, "is_tree_node", lambda _kind: True)(type(value)):
-        return None
-    pairs, structure = tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
-    if any(not path for path, _ in pairs):  # JAX treats `value` as a leaf: the path is empty
-        return None
-    return _of_node([path[0] for path, _ in pairs], [child for _, child in pairs], structure.unflatten, where)
-
-
-def _of_node(entries: Iterable[object], children: Sequence[object], rebuild: Callable[[list[object]], object], where: str) -> Container:
-    """A registered node: a list if its registry only numbers the children, otherwise a dict."""
-    entries = list(entries)
-    if children and all(entry is None or hasattr(entry, "idx") or type(entry).__name__ == "FlattenedIndexKey" for entry in entries):
-        return Container("list", range(len(children)), children, rebuild)
-    keys = [_plain_key(entry) for entry in entries]
-    if len({(type(key), key) for key in keys}) != len(keys):
-        raise LeafError(
-            f"{shown(where)} is a pytree node whose registry gives two children the same key: {keys[:10]!r}; give them different keys."
-        )
-    return Container("dict", keys, children, rebuild)
-
-
-def _plain_key(entry: object) -> PathKey:
-    for attribute in ("key", "idx", "name"):
-        key = getattr(entry, attribute, entry)
-        if type(key) in _KEYS:
-            return key  # type: ignore[return-value]
-    return str(entry)
 
 
 # --- states that collect themselves

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.state import leaves, names
 from shardckpt.state.document import MAX_DEPTH, Branch, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, parse
-from shardckpt.state.flatten import NEVER_LEAVES, Container, container_of, unsupported
-from shardckpt.state.names import shown
+from shardckpt.state.flatten import NEVER_LEAVES, unsupported
+from shardckpt.state.names import Container, container_of, shown
 from shardckpt.state.per_process import PerProcess
 from shardckpt.state.unflatten import decode_leaf
 

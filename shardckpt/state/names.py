@@ -1,4 +1,16 @@
-"""Names of places in a state, and the paths under which their arrays are stored.
+"""The places of a state: its containers, the names of what they hold, and the paths under which arrays are stored.
+
+`container_of` recognises these containers, in this order:
+
+1. dict, OrderedDict, defaultdict, Counter, and list, tuple, deque. Subclasses of these do not count, unless one of the
+   following applies: rebuilding them as the base class would lose what makes them different.
+2. Named tuples: by field.
+3. Classes in the pytree registry of torch or JAX: by the registry's keys. The registries are looked up, never
+   imported: an object of a registered class exists only if its framework is imported.
+4. Dataclasses: by field. They come after the registries, because a registered dataclass (a flax TrainState, say) keeps
+   functions and other constants out of the tree.
+
+A container of any class is stored in one of three plain forms: dict, list or tuple.
 
 A *name* is for people and for JSON: the keys that lead to a leaf, joined with "/", each rendered so that no two
 places of one state share a name (`component_names`).
@@ -18,18 +30,25 @@ a dot. `array_path` escapes any string into such a path, and `name_of_array_path
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardckpt.errors import FormatError, OptionError
+from shardckpt.errors import FormatError, LeafError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+Form = Literal["dict", "list", "tuple"]
+"""The stored form of a container."""
 
 PathKey = str | int | bool | None
 """A key of a container: a dict's key, with its type, or an index into a sequence."""
-
-Only = str | Sequence[str] | Callable[[str], bool]
-"""A selection of names: a pattern, several patterns, or a function."""
 
 _UNSAFE_IN_NAME = re.compile("[~/\ud800-\udfff]")
 _LARGEST_DECIMAL = 10**20
@@ -78,6 +97,144 @@ def shown(name: str) -> str:
 
 
 _SHOWN = 300
+
+
+# --- containers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One level of a container."""
+
+    form: Form
+    """The stored form."""
+    keys: Sequence[PathKey]
+    """Keys of the children; 0, 1, … unless the form is dict."""
+    children: Sequence[object]
+    """Children, one per key."""
+    rebuild: Callable[[list[object]], object]
+    """Makes a container of the same class and other attributes from as many new children."""
+
+
+def container_of(value: object, where: str) -> Container | None:
+    """Split a container into keys and children; None if `value` is not a container.
+
+    Args:
+        value: any object.
+        where: its name, for messages.
+
+    Raises:
+        LeafError: a key is neither str, int, bool nor None, or occurs twice.
+    """
+    kind = type(value)
+    if value is None:  # a leaf here; to JAX, a node without children
+        return None
+    if kind in _DICTS:
+        return _of_dict(value, where)  # type: ignore[arg-type]
+    if kind in _SEQUENCES:
+        return _of_sequence(value)  # type: ignore[arg-type]
+    if isinstance(value, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make"):
+        return Container("dict", kind._fields, value, kind._make)
+    return _of_torch_node(value, where) or _of_jax_node(value, where) or _of_dataclass(value)
+
+
+_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_SEQUENCES = frozenset({list, tuple, deque})
+_KEYS = frozenset({str, int, bool, type(None)})
+
+
+def _of_dict(value: dict[Any, object], where: str) -> Container:
+    for key in value:
+        if type(key) not in _KEYS:
+            raise LeafError(
+                f"{shown(where)} has a key of type {type(key).__qualname__}, {_key_text(key)}; "
+                f"keys are str, int, bool or None. Convert it to one of these first."
+            )
+
+    def rebuild(children: list[object]) -> object:
+        new: dict[Any, object] = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+        # Attributes of the dict are kept: torch's Module.load_state_dict looks for `_metadata`.
+        if hasattr(value, "__dict__"):
+            vars(new).update(vars(value))
+        for key, child in zip(value, children, strict=True):
+            new[key] = child  # noqa: PERF403  # a Counter's constructor and update() count
+        return new
+
+    return Container("dict", list(value), list(value.values()), rebuild)
+
+
+def _of_sequence(value: list[object] | tuple[object, ...] | deque[object]) -> Container:
+    def rebuild(children: list[object]) -> object:
+        return deque(children, value.maxlen) if isinstance(value, deque) else type(value)(children)
+
+    return Container("tuple" if isinstance(value, tuple) else "list", range(len(value)), value, rebuild)
+
+
+def _of_dataclass(value: object) -> Container | None:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+    def rebuild(children: list[object]) -> object:
+        # Neither __init__ nor __post_init__ runs: the stored values are final field values.
+        new = copy.copy(value)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(new, name, child)  # works for frozen dataclasses, too
+        return new
+
+    return Container("dict", names, [getattr(value, name) for name in names], rebuild)
+
+
+def _key_text(key: object) -> str:
+    # Only of these types is repr() known to be short and free of side effects.
+    return repr(key) if isinstance(key, int | float | str) else f"in {type(key).__module__}"
+
+
+def _of_torch_node(value: object, where: str) -> Container | None:
+    pytree = sys.modules.get("torch.utils._pytree")
+    node = getattr(pytree, "SUPPORTED_NODES", {}).get(type(value))
+    if node is None:
+        return None
+    if node.flatten_with_keys_fn is None:
+        children, context = node.flatten_fn(value)
+        entries: Iterable[object] = [None] * len(children)
+    else:
+        pairs, context = node.flatten_with_keys_fn(value)
+        pairs = list(pairs)
+        entries, children = [entry for entry, _ in pairs], [child for _, child in pairs]
+    return _of_node(entries, children, lambda children: node.unflatten_fn(children, context), where)
+
+
+def _of_jax_node(value: object, where: str) -> Container | None:
+    tree_util = sys.modules.get("jax.tree_util")
+    # Older versions of JAX without `is_tree_node` flatten any value; newer ones warn about iterators.
+    if tree_util is None or not getattr(tree_util, "is_tree_node", lambda _kind: True)(type(value)):
+        return None
+    pairs, structure = tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+    if any(not path for path, _ in pairs):  # JAX treats `value` as a leaf: the path is empty
+        return None
+    return _of_node([path[0] for path, _ in pairs], [child for _, child in pairs], structure.unflatten, where)
+
+
+def _of_node(entries: Iterable[object], children: Sequence[object], rebuild: Callable[[list[object]], object], where: str) -> Container:
+    """A registered node: a list if its registry only numbers the children, otherwise a dict."""
+    entries = list(entries)
+    if children and all(entry is None or hasattr(entry, "idx") or type(entry).__name__ == "FlattenedIndexKey" for entry in entries):
+        return Container("list", range(len(children)), children, rebuild)
+    keys = [_plain_key(entry) for entry in entries]
+    if len({(type(key), key) for key in keys}) != len(keys):
+        raise LeafError(
+            f"{shown(where)} is a pytree node whose registry gives two children the same key: {keys[:10]!r}; give them different keys."
+        )
+    return Container("dict", keys, children, rebuild)
+
+
+def _plain_key(entry: object) -> PathKey:
+    for attribute in ("key", "idx", "name"):
+        key = getattr(entry, attribute, entry)
+        if type(key) in _KEYS:
+            return key  # type: ignore[return-value]
+    return str(entry)
 
 
 # --- array paths ----------------------------------------------------------------------------------------------------
@@ -173,81 +330,6 @@ def _unescape(component: str, path: str) -> str:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise FormatError(f"Array path {path!r}: the component {component[:80]!r} is no UTF-8; nothing of ours wrote it.") from None
-
-
-# --- choosing names -------------------------------------------------------------------------------------------------
-
-
-def matches(pattern: Only, name: str) -> bool:
-    """Whether `pattern` selects `name`.
-
-    In a pattern `*` stands for any characters within one component and `**` for any characters at all; a component
-    that is just `**` stands for any number of components, including none. `?` is one character within a component
-    and `[ab]`, `[!ab]` are sets of characters. A sequence of patterns selects the names that any of them selects.
-
-    >>> matches("model/layers.*.weight", "model/layers.0.weight"), matches("model/*", "model/a/b")
-    (True, False)
-    >>> matches("**/exp_avg", "exp_avg"), matches(["a", "model/**"], "model/a/b")
-    (True, True)
-
-    Raises:
-        OptionError: `pattern` is neither text, a sequence of texts nor a function.
-    """
-    return selector(pattern)(name)
-
-
-def selector(only: Only | None) -> Callable[[str], bool]:
-    """A function that returns whether `only` selects a name; None selects all names.
-
-    Raises:
-        OptionError: `only` is neither text, a sequence of texts nor a function.
-    """
-    if only is None:
-        return lambda _name: True
-    if callable(only):
-        return only
-    patterns = [only] if isinstance(only, str) else only
-    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise OptionError(f"only= takes a pattern, a list of patterns or a function of a name, not {only!r}.")
-    compiled = [pattern_regex(pattern) for pattern in patterns]
-    return lambda name: any(regex.fullmatch(name) for regex in compiled)
-
-
-_GLOB = re.compile(
-    r"""(?P<components> (?:(?:(?<=/)|^)\*\*/)+ )  # whole components, however many; repeats would only backtrack
-      | (?P<all> \*\*+ ) | (?P<star> \* ) | (?P<one> \? )
-      | \[ (?P<negated> !? ) (?P<members> \][^\]]* | [^\]]+ ) \]
-      | (?P<text> . )""",
-    re.VERBOSE | re.DOTALL,
-)
-
-
-@lru_cache(maxsize=1024)
-def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """A regular expression that fully matches the names that a pattern selects; see `matches`.
-
-    Raises:
-        OptionError: `pattern` is not a valid pattern.
-    """
-    try:
-        return re.compile("".join(map(_regex_of, _GLOB.finditer(pattern))), re.DOTALL)
-    except re.error as error:
-        raise OptionError(f"{pattern!r} is not a pattern of names: {error.msg}. Write a bracket that stands for itself as '[[]'.") from None
-
-
-def _regex_of(token: re.Match[str]) -> str:
-    if token["components"]:
-        return "(?:[^/]*/)*"
-    if token["all"]:
-        return ".*"
-    if token["star"]:
-        return "[^/]*"
-    if token["one"]:
-        return "[^/]"
-    if token["members"]:
-        members = re.sub(r"([\\\[\]^&|~])", r"\\\1", token["members"])
-        return f"(?!/)[{'^' if token['negated'] else ''}{members}]"
-    return re.escape(token["text"])
 
 
 # --- suggestions ----------------------------------------------------------------------------------------------------

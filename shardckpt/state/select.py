@@ -1,24 +1,99 @@
-"""Selecting names: the tree document of the selected part of a state.
+"""Selecting names by patterns, and the tree document of the selected part of a state.
 
-Names that are not selected are left out, and so are containers without any selected leaf. All other names stay the same. A
-list or tuple that has lost an item becomes a dict from index to item, as in `unflatten`. If the stored name of a tied tensor is left
-out, the first selected of its names becomes the tensor.
+In that document, names that are not selected are left out, and so are containers without any selected leaf. All other names
+stay the same. A list or tuple that has lost an item becomes a dict from index to item, as in `unflatten`. If the stored name of a
+tied tensor is left out, the first selected of its names becomes the tensor.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from shardckpt.errors import OptionError
 from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of, parse, write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shardckpt.state.document import Tree
     from shardckpt.state.leaves import JSON
 
-__all__ = ["select"]
+Only = str | Sequence[str] | Callable[[str], bool]
+"""A selection of names: a pattern, several patterns, or a function."""
+
+
+def matches(pattern: Only, name: str) -> bool:
+    """Whether `pattern` selects `name`.
+
+    In a pattern `*` stands for any characters within one component and `**` for any characters at all; a component
+    that is just `**` stands for any number of components, including none. `?` is one character within a component
+    and `[ab]`, `[!ab]` are sets of characters. A sequence of patterns selects the names that any of them selects.
+
+    >>> matches("model/layers.*.weight", "model/layers.0.weight"), matches("model/*", "model/a/b")
+    (True, False)
+    >>> matches("**/exp_avg", "exp_avg"), matches(["a", "model/**"], "model/a/b")
+    (True, True)
+
+    Raises:
+        OptionError: `pattern` is neither text, a sequence of texts nor a function.
+    """
+    return selector(pattern)(name)
+
+
+def selector(only: Only | None) -> Callable[[str], bool]:
+    """A function that returns whether `only` selects a name; None selects all names.
+
+    Raises:
+        OptionError: `only` is neither text, a sequence of texts nor a function.
+    """
+    if only is None:
+        return lambda _name: True
+    if callable(only):
+        return only
+    patterns = [only] if isinstance(only, str) else only
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(f"only= takes a pattern, a list of patterns or a function of a name, not {only!r}.")
+    compiled = [pattern_regex(pattern) for pattern in patterns]
+    return lambda name: any(regex.fullmatch(name) for regex in compiled)
+
+
+_GLOB = re.compile(
+    r"""(?P<components> (?:(?:(?<=/)|^)\*\*/)+ )  # whole components, however many; repeats would only backtrack
+      | (?P<all> \*\*+ ) | (?P<star> \* ) | (?P<one> \? )
+      | \[ (?P<negated> !? ) (?P<members> \][^\]]* | [^\]]+ ) \]
+      | (?P<text> . )""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+@lru_cache(maxsize=1024)
+def pattern_regex(pattern: str) -> re.Pattern[str]:
+    """A regular expression that fully matches the names that a pattern selects; see `matches`.
+
+    Raises:
+        OptionError: `pattern` is not a valid pattern.
+    """
+    try:
+        return re.compile("".join(map(_regex_of, _GLOB.finditer(pattern))), re.DOTALL)
+    except re.error as error:
+        raise OptionError(f"{pattern!r} is not a pattern of names: {error.msg}. Write a bracket that stands for itself as '[[]'.") from None
+
+
+def _regex_of(token: re.Match[str]) -> str:
+    if token["components"]:
+        return "(?:[^/]*/)*"
+    if token["all"]:
+        return ".*"
+    if token["star"]:
+        return "[^/]*"
+    if token["one"]:
+        return "[^/]"
+    if token["members"]:
+        members = re.sub(r"([\\\[\]^&|~])", r"\\\1", token["members"])
+        return f"(?!/)[{'^' if token['negated'] else ''}{members}]"
+    return re.escape(token["text"])
 
 
 def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str]]:

@@ -19,8 +19,7 @@ from shardckpt.errors import OptionError
 from shardckpt.frameworks.base import Target, dtype_of
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
-from shardckpt.state.flatten import container_of
-from shardckpt.state.names import shown
+from shardckpt.state.names import container_of, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable

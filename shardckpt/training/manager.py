@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.options import SaveOptions
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.cooperative import Choice
-    from shardckpt.state.names import Only
+    from shardckpt.state.select import Only
     from shardckpt.training.events import Callback
     from shardckpt.training.policies import OnPreemption
     from shardckpt.writing.save_handle import SaveReport

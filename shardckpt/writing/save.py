@@ -1,7 +1,7 @@
 """`save`: one checkpoint saved before the call returns, by one process or by many together.
 
-The steps are those of `attempt`. Several threads lay chunks out and write them, some MiB at a time, straight from the tensors
-(`read`). `save_async` (`saver`) has the same steps, and does all except copying on another thread.
+`take_steps` has the order of the steps, which are those of `attempt`. Several threads lay chunks out and write them, some MiB at a
+time, straight from the tensors (`read`). `save_async` (`saver`) has the same steps, and does all except copying on another thread.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from shardckpt.io.store import Store
 from shardckpt.io.threads import cores
 from shardckpt.io.url import parse
 from shardckpt.options import SaveOptions, checked_options
-from shardckpt.plan.pieces import batches, parts_of, smaller
+from shardckpt.plan.blocks import parts_of, smaller
+from shardckpt.plan.pieces import batches
 from shardckpt.writing.attempt import Attempt, stored
 from shardckpt.writing.save_handle import SaveReport
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from shardckpt.format.record import HostRecord
     from shardckpt.frameworks.base import Array, Source
-    from shardckpt.plan.pieces import Block
+    from shardckpt.plan.blocks import Block
     from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter
     from shardckpt.writing.save_plan import SavePlan
@@ -90,45 +91,85 @@ def save(
     try:
         attempt = Attempt(Store.open(parse(url)), Coordinator.current() if coordinator is None else coordinator, options)
         with saving_takes_threads(attempt.store):
-            return _take_steps(attempt, state, began)
+            return _save(attempt, state, began)
     except MemoryError as e:
         raise out_of_memory(str(url), e) from e
 
 
-def _take_steps(attempt: Attempt, state: Any, began: float) -> SaveReport:
-    """Run all steps of a save in order, and report on them."""
-    try:
+def _save(attempt: Attempt, state: Any, began: float) -> SaveReport:
+    planned, share = began, None
+
+    def write() -> HostRecord:
+        nonlocal planned, share
         share = attempt.take(state)
         planned = time.monotonic()
-        written = _write(attempt, share)
-        durable = time.monotonic()
-        if attempt.commits:
-            attempt.await_hosts()
-        waited = time.monotonic()
-        record = attempt.assemble_record() if attempt.commits else None
-    except BaseException as e:
-        attempt.give_up(e)
-        raise
-    if record is None:
-        attempt.see_published()
-        waited = time.monotonic()
-    else:
-        attempt.publish(record)
+        return _write(attempt, share)
+
+    steps = take_steps(attempt, write)
+    assert share is not None
     return SaveReport(
         url=str(attempt.store),
         attempt=attempt.name,
         tensors=len(share.plan.tensors),
         nbytes=share.plan.nbytes,
-        stored_bytes=written.stored_bytes,
+        stored_bytes=steps.written.stored_bytes,
         planning_s=planned - began,
         copying_s=0.0,
         blocked_s=0.0,
-        writing_s=durable - planned,
-        waiting_s=waited - durable,
-        committing_s=time.monotonic() - waited if record is not None else 0.0,
+        writing_s=steps.durable - planned,
+        waiting_s=steps.waited - steps.durable,
+        committing_s=steps.ended - steps.waited,
         streamed=False,
         bases=attempt.bases,
     )
+
+
+class StepTimes(NamedTuple):
+    """What a save has written, and when its steps ended, in seconds of the monotonic clock."""
+
+    written: HostRecord
+    durable: float
+    """When this process's share was durable."""
+    waited: float
+    """When all hosts had finished; on other processes than the committer, when the checkpoint was published."""
+    ended: float
+
+
+def take_steps(
+    attempt: Attempt,
+    write: Callable[[], HostRecord],
+    *,
+    durable: Callable[[], None] = lambda: None,
+    before_publish: Callable[[], None] = lambda: None,
+) -> StepTimes:
+    """Take all steps of a save in order: write, wait for the other hosts, publish or see it published.
+
+    Args:
+        attempt: the attempt; given up if a step before publishing fails.
+        write: writes this process's share.
+        durable: called when that is durable.
+        before_publish: called on the committing process just before the checkpoint is published; an error from it fails the save.
+    """
+    try:
+        written = write()
+        durable_at = time.monotonic()
+        durable()
+        record = None
+        if attempt.commits:
+            attempt.await_hosts()
+            waited_at = time.monotonic()
+            record = attempt.assemble_record()
+            before_publish()
+    except BaseException as e:
+        attempt.give_up(e)
+        raise
+    if record is None:
+        attempt.see_published()
+        ended_at = waited_at = time.monotonic()
+    else:
+        attempt.publish(record)
+        ended_at = time.monotonic()
+    return StepTimes(written, durable_at, waited_at, ended_at)
 
 
 def _write(attempt: Attempt, share: StateShare) -> HostRecord:

@@ -29,10 +29,12 @@ from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.format.structure import StoredLayout, TensorRecord
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.placements import Placements
+from shardckpt.plan.blocks import Block, blocks_of
 from shardckpt.plan.chunks import Floor, chunking, even_runs, smallest_chunk
-from shardckpt.plan.pieces import Block, Piece, blocks_of, count_chunks
+from shardckpt.plan.pieces import Piece, count_chunks
 from shardckpt.plan.writers import Part, deal
-from shardckpt.state.names import array_path, matches, piece_path, shown
+from shardckpt.state.names import array_path, piece_path, shown
+from shardckpt.state.select import matches
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence

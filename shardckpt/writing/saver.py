@@ -29,14 +29,14 @@ from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.plan_cache import PlanCache
-from shardckpt.writing.save import MOST_COPIES, are_own, read
+from shardckpt.writing.save import MOST_COPIES, are_own, read, take_steps
 from shardckpt.writing.save_handle import SaveHandle, SaveProgress, SaveReport
 from shardckpt.writing.staging import Stage, write_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardckpt.format.record import Contents
+    from shardckpt.format.record import Contents, HostRecord
     from shardckpt.options import SaveOptions
     from shardckpt.writing.attempt import StateShare
     from shardckpt.writing.host import HostWriter
@@ -134,7 +134,7 @@ class _Save:
         self.pool = pool
         self.attempt = attempt
         self.outcome = SaveProgress(str(attempt.store))
-        self._before_publish = before_publish
+        self._before_publish = before_publish or (lambda: None)
         self._progress = progress or (lambda _done, _total: None)
         self._stage = Stage(pool, self._start)
         self._thread: threading.Thread | None = None
@@ -217,48 +217,33 @@ class _Save:
 
     def _report(self) -> SaveReport:
         attempt, stage = self.attempt, self._stage
-        assert self._share is not None
-        (contents, values), self._share = self._share, None
-        try:
-            try:
-                written = attempt.write(contents, values, self._fill, self._writer_memory)
-            except BaseException as e:
-                stage.fail(e)
-                raise
-            finally:
-                stage.end()
-            durable = time.monotonic()
-            self.outcome.durable()
-            if attempt.commits:
-                attempt.await_hosts()
-            waited = time.monotonic()
-            record = attempt.assemble_record() if attempt.commits else None
-            if record is not None and self._before_publish is not None:
-                self._before_publish()
-        except BaseException as e:
-            attempt.give_up(e)
-            raise
-        if record is None:
-            attempt.see_published()
-            waited = time.monotonic()
-        else:
-            attempt.publish(record)
-        ended = time.monotonic() if attempt.commits else waited
+        steps = take_steps(attempt, self._write, durable=self.outcome.durable, before_publish=self._before_publish)
         return SaveReport(
             url=self.outcome.url,
             attempt=attempt.name,
             tensors=self._tensors,
             nbytes=self._nbytes,
-            stored_bytes=written.stored_bytes,
+            stored_bytes=steps.written.stored_bytes,
             planning_s=self._planned - self._began,
             copying_s=self._copied - self._planned - stage.blocked,
             blocked_s=stage.blocked,
-            writing_s=durable - self._copied,
-            waiting_s=waited - durable,
-            committing_s=ended - waited,
+            writing_s=steps.durable - self._copied,
+            waiting_s=steps.waited - steps.durable,
+            committing_s=steps.ended - steps.waited,
             streamed=stage.streamed,
             bases=attempt.bases,
         )
+
+    def _write(self) -> HostRecord:
+        assert self._share is not None
+        (contents, values), self._share = self._share, None
+        try:
+            return self.attempt.write(contents, values, self._fill, self._writer_memory)
+        except BaseException as e:
+            self._stage.fail(e)
+            raise
+        finally:
+            self._stage.end()
 
     def _fill(self, writer: HostWriter) -> None:
         done = 0

@@ -30,7 +30,7 @@ import numpy as np
 
 from shardckpt.io.buffers import round_up
 from shardckpt.io.copying import copy_all
-from shardckpt.plan.pieces import parts_of
+from shardckpt.plan.blocks import parts_of
 from shardckpt.writing.host import portions
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.io.buffers import BufferPool, Lease
-    from shardckpt.plan.pieces import Block
+    from shardckpt.plan.blocks import Block
     from shardckpt.writing.host import HostWriter
     from shardckpt.writing.save import BlockElements
 

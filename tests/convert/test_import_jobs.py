@@ -15,8 +15,8 @@ from safetensors.numpy import save, save_file
 
 import shardckpt
 from shardckpt import Mesh, errors
+from shardckpt.convert.files.file_version import FileVersion
 from shardckpt.convert.formats.safetensors import source as from_safetensors
-from shardckpt.io.file_version import FileVersion
 from shardckpt.io.store import Store
 from shardckpt.reshard import job
 from shardckpt.reshard.memory import PROCESS_BYTES

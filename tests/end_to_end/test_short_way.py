@@ -8,7 +8,7 @@ import sys
 
 from paths import CHILDREN
 
-SAVE, RESTORE = 30, 29
+SAVE, RESTORE = 30, 25
 """Of the second save and the second restore in a process; the first ones also enter what finds frameworks and opens the storage."""
 
 

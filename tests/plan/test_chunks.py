@@ -21,8 +21,7 @@ from shardckpt.plan.chunks import (
     divisors,
     smallest_chunk,
 )
-from shardckpt.plan.overlaps import overlaps
-from shardckpt.plan.pieces import Piece, grid_shape
+from shardckpt.plan.pieces import Piece, grid_shape, overlaps
 
 
 @st.composite

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from chunk_oracle import chunks_inside
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.overlaps import chunk_runs, chunks_inside, overlaps, touched
-from shardckpt.plan.pieces import Piece, chunk_boxes, count_chunks, coverage_gap
+from shardckpt.plan.pieces import Piece, chunk_boxes, chunk_runs, count_chunks, coverage_gap, overlaps, touched
 
 
 @st.composite

@@ -12,8 +12,7 @@ from shardckpt.errors import OptionError
 from shardckpt.frameworks.base import whole
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.chunks import chunk_shape
-from shardckpt.plan.overlaps import overlaps
-from shardckpt.plan.pieces import Piece
+from shardckpt.plan.pieces import Piece, overlaps
 from shardckpt.plan.shares import MOST_READERS, SharedBoxes, peers_sharing_reads, rounds
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import shardckpt.reading.fetch
 from shardckpt.format.table import ArrayChunks
-from shardckpt.io.buffers import scatter_read
 from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import Piece
+from shardckpt.reading.fetch import scatter_read
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader

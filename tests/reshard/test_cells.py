@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.overlaps import overlaps
-from shardckpt.plan.pieces import Piece
+from shardckpt.plan.pieces import Piece, overlaps
 from shardckpt.reshard import cells
 from shardckpt.reshard.cells import cut, read_bytes, steps
 

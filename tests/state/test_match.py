@@ -10,7 +10,7 @@ import pytest
 
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.state import flatten, leaves, match
-from shardckpt.state.names import selector
+from shardckpt.state.select import selector
 
 
 class Stored:

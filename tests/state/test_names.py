@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError, OptionError
 from shardckpt.state import names
+from shardckpt.state.select import matches, selector
 
 ANYTHING = st.text(st.characters(), max_size=40)
 SURROGATES = st.text(st.characters(categories=["Cs"]), min_size=1, max_size=3)
@@ -169,30 +170,30 @@ def test_a_path_that_no_name_has_is_refused(path):
     ],
 )
 def test_a_pattern_asks_for_these_names_and_not_for_those(pattern, yes, no):
-    assert [name for name in yes if not names.matches(pattern, name)] == []
-    assert [name for name in no if names.matches(pattern, name)] == []
+    assert [name for name in yes if not matches(pattern, name)] == []
+    assert [name for name in no if matches(pattern, name)] == []
 
 
 @given(NAMES)
 def test_no_pattern_at_all_asks_for_everything(name):
-    assert names.selector(None)(name)
-    assert names.matches("**", name)
+    assert selector(None)(name)
+    assert matches("**", name)
 
 
 @given(st.text(st.characters(exclude_characters="*?["), max_size=20), STRINGS)
 def test_a_pattern_without_wildcards_asks_for_itself_alone(pattern, name):
-    assert names.matches(pattern, pattern)
-    assert names.matches(pattern, name) == (pattern == name)
+    assert matches(pattern, pattern)
+    assert matches(pattern, name) == (pattern == name)
 
 
 def test_many_double_stars_take_no_exponential_time():
-    assert not names.matches("**/" * 30 + "x", "a/" * 60 + "b")
+    assert not matches("**/" * 30 + "x", "a/" * 60 + "b")
 
 
 @pytest.mark.parametrize("pattern", [3, [3], {"a"}, "[z-a]"])
 def test_what_is_no_pattern_is_an_option_error(pattern):
     with pytest.raises(OptionError, match=r"only=|is not a pattern of names"):
-        names.selector(pattern)
+        selector(pattern)
 
 
 # --- suggestions ---

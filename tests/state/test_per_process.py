@@ -19,7 +19,7 @@ from shardckpt.state import (
     tensor_names,
     unflatten,
 )
-from shardckpt.state.names import selector
+from shardckpt.state.select import selector
 
 
 class Key:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from shardckpt.state import flatten, select, tensor_names, unflatten
-from shardckpt.state.names import selector
+from shardckpt.state.select import selector
 
 
 def document(state):

@@ -12,7 +12,7 @@ import itertools
 import os
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -86,8 +86,9 @@ class FaultyCloud:
     proxy: FaultProxy
 
     def place(self) -> str:
-        """A url where nothing is yet."""
-        return self.emulator.url("faults", uuid.uuid4().hex)
+        """A url where nothing is yet, in a bucket of its own: the emulators list slower the more objects a bucket has."""
+        name = uuid.uuid4().hex
+        return replace(self.emulator, bucket=self.emulator.new_bucket(f"faults-{name}")).url("faults")
 
     @staticmethod
     def name_of(url: str, key: str = "") -> str:

@@ -18,7 +18,7 @@ from shardckpt.format.structure import TensorRecord
 from shardckpt.layout.dtypes import of_numpy
 from shardckpt.state import flatten, match
 from shardckpt.state.document import parse
-from shardckpt.state.names import selector
+from shardckpt.state.select import selector
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3) | st.binary(max_size=3)
@@ -80,7 +80,7 @@ def test_whatever_an_object_has_now_it_gets_what_is_stored(state, own):
 
 def test_an_empty_state_has_an_empty_likeness_where_jax_is_imported_too():
     """To JAX, None is a container without children. In a process of its own: other tests are without JAX."""
-    program = "import jax; from shardckpt.state.flatten import container_of; assert container_of(None, 'x') is None"
+    program = "import jax; from shardckpt.state.names import container_of; assert container_of(None, 'x') is None"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 

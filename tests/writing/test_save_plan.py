@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from chunk_oracle import chunks_inside
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_hosts import Hosts, HostSource
@@ -17,7 +18,6 @@ from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.options import SaveOptions
 from shardckpt.plan.chunks import even_runs
-from shardckpt.plan.overlaps import chunks_inside
 from shardckpt.plan.pieces import coverage_gap
 from shardckpt.writing.save_plan import SMALL_BYTES, plan_save
 

@@ -19,7 +19,8 @@ import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding, errors
 from shardckpt.commit.collecting import delete
 from shardckpt.format.documents import BASES_VERSION, seal
-from shardckpt.state.names import array_path, matches
+from shardckpt.state.names import array_path
+from shardckpt.state.select import matches
 from shardckpt.writing.saver import Saver
 
 MESH = Mesh((2, 2), ("x", "y"))

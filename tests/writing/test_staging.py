@@ -6,6 +6,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
+from chunk_oracle import chunks_inside
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +18,8 @@ from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.world import World
 from shardckpt.options import SaveOptions
-from shardckpt.plan.overlaps import chunks_inside
-from shardckpt.plan.pieces import Block, Piece, parts_of, run_boxes, smaller
+from shardckpt.plan.blocks import Block, parts_of, run_boxes, smaller
+from shardckpt.plan.pieces import Piece
 from shardckpt.writing.plan_cache import PlanCache
 from shardckpt.writing.save import BlockElements, read
 from shardckpt.writing.save_plan import plan_save

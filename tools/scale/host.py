@@ -29,7 +29,7 @@ from shardckpt.format.table import BLOCK_ROWS, ROW, TableHeader
 from shardckpt.layout.box import BoxArray, distinct_boxes
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.layout.world import DeviceOwners, World
-from shardckpt.plan.overlaps import overlaps, touched
+from shardckpt.plan.pieces import overlaps, touched
 from shardckpt.plan.writers import box_holders
 from shardckpt.state import flatten
 from shardckpt.writing.save_plan import SavePlan, plan_save, tensor_records

@@ -20,8 +20,7 @@ import numpy as np
 
 from shardckpt.layout.box import BoxArray
 from shardckpt.options import DEFAULT_MEMORY_LIMIT
-from shardckpt.plan.overlaps import overlaps, touched
-from shardckpt.plan.pieces import batches
+from shardckpt.plan.pieces import batches, overlaps, touched
 from shardckpt.plan.shares import SharedBoxes, peers_sharing_reads, rounds
 from shardckpt.plan.writers import box_holders
 from shardckpt.reading.cooperative import exchange_bytes

@@ -23,8 +23,7 @@ from shardckpt.format.table import ROW, ArrayChunks, Table, TableHeader
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io.url import Location, parse
 from shardckpt.layout.box import distinct_boxes
-from shardckpt.plan.overlaps import overlaps
-from shardckpt.plan.pieces import Piece
+from shardckpt.plan.pieces import Piece, overlaps
 from shardckpt.writing.packed import OBJECT_BYTES
 from tools.scale.host import ATTEMPT, DIGEST
 from tools.scale.layouts import DEVICES_PER_HOST

@@ -27,7 +27,8 @@ def info(
     from shardckpt.errors import NamesMismatchError
     from shardckpt.excerpt import given
     from shardckpt.state.document import Tensor, Tied
-    from shardckpt.state.names import selector, shown
+    from shardckpt.state.names import shown
+    from shardckpt.state.select import selector
 
     checkpoint = open_checkpoint(url)
     node = contents.find(checkpoint, name)

@@ -26,7 +26,8 @@ from shardckpt.reshard.dtype_rules import check_dtypes, plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.reshard.rules.hf_config import read_config
 from shardckpt.state import alias_map, leaf_names, meanings
-from shardckpt.state.names import selector, shown
+from shardckpt.state.names import shown
+from shardckpt.state.select import selector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

@@ -22,8 +22,8 @@ from shardckpt.state.unflatten import decode_leaf
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from shardckpt.state.document import Form, Node, Tree
-    from shardckpt.state.names import PathKey
+    from shardckpt.state.document import Node, Tree
+    from shardckpt.state.names import Form, PathKey
 
 __all__ = ["end_names", "renamed_state"]
 

@@ -14,7 +14,8 @@ from shardckpt.layout.placements import Placement, Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.reshard.batch_dims.inference import BatchDims, batch_dims
 from shardckpt.reshard.batch_dims.layouts import Layout, Partial, Replicate, Shard
-from shardckpt.state.names import matches, shown
+from shardckpt.state.names import shown
+from shardckpt.state.select import matches
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,7 +22,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.options import parse_bytes
-from shardckpt.plan.overlaps import overlaps
+from shardckpt.plan.pieces import overlaps
 
 if TYPE_CHECKING:
     from shardckpt.format.structure import TensorRecord

@@ -13,8 +13,7 @@ import numpy as np
 from shardckpt.format.zarr_arrays import room_for
 from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.overlaps import overlaps, touched
-from shardckpt.plan.pieces import batches, count_chunks
+from shardckpt.plan.pieces import batches, count_chunks, overlaps, touched
 from shardckpt.reading.locate import MOST_CHUNKS
 from shardckpt.reading.runs import count_runs
 

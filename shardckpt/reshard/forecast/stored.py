@@ -15,7 +15,7 @@ import numpy as np
 
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.overlaps import overlaps
+from shardckpt.plan.pieces import overlaps
 from shardckpt.plan.readers import host_boxes
 from shardckpt.reshard.forecast.hosts import Bins, Hosts, placed
 

@@ -14,7 +14,7 @@ import enum
 import re
 from functools import lru_cache
 
-from shardckpt.state.names import pattern_regex
+from shardckpt.state.select import pattern_regex
 
 __all__ = ["Match", "literal", "match", "owners"]
 

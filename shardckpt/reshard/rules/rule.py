@@ -13,7 +13,8 @@ from shardckpt.errors import OptionError, ShardingError
 from shardckpt.excerpt import excerpt, shortened
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.reshard.rules.spec_text import format_spec, parse_spec
-from shardckpt.state.names import did_you_mean, pattern_regex
+from shardckpt.state.names import did_you_mean
+from shardckpt.state.select import pattern_regex
 
 if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardckpt import PartitionSpec, Rules, Sharding
 from shardckpt.errors import OptionError, ShardingError
 from shardckpt.reshard.rules import Rule, parse_mesh
-from shardckpt.state.names import matches, pattern_regex
+from shardckpt.state.select import matches, pattern_regex
 
 MESH = parse_mesh("data=2,model=4")
 W1 = "model/layers.0.w1.weight"

@@ -11,7 +11,7 @@ from shardckpt.errors import OptionError, ShardingError
 from shardckpt.reshard.rules import Rule, parse_mesh
 from shardckpt.reshard.rules.pattern import Match, literal, match, owners
 from shardckpt.reshard.rules.spec_text import format_spec, parse_spec
-from shardckpt.state.names import matches
+from shardckpt.state.select import matches
 
 AXES = st.one_of(
     st.sampled_from(["data", "fsdp", "model", "None", "0", "a=(b", "ü-x.y", '"', "'", " ", "\\", "replicated", 0, 3]),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from chunk_oracle import chunks_inside
 
-from shardckpt.plan.overlaps import chunks_inside
 from tools.scale.host import Job
 from tools.scale.layouts import KINDS
 from tools.scale.reads import MEASURED

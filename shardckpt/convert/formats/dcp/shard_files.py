@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.convert.files.file_version import FileVersion, identity_of
 from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, row_chunks
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
 from shardckpt.convert.formats.torch.objects import Dtype, PickledTensor, Storage
@@ -21,7 +22,6 @@ from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strided import read_box, run_of
 from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.file_version import FileVersion, identity_of
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardckpt.convert.files.file_version import FileVersion, identity_of
 from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart
 from shardckpt.convert.formats.dcp.metadata import parse_metadata
 from shardckpt.convert.formats.dcp.shard_files import open_shards, shard_files
@@ -35,7 +36,6 @@ from shardckpt.convert.span import Span
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
 from shardckpt.excerpt import excerpt, few
-from shardckpt.io.file_version import FileVersion, identity_of
 from shardckpt.io.store import LARGEST_WHOLE, Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.dtypes import by_name

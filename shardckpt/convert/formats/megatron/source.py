@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.convert.files.file_version import FileVersion, identity_of
 from shardckpt.convert.formats.dcp.source import METADATA, children, read_state
 from shardckpt.convert.formats.torch.file import open_torch_file
 from shardckpt.convert.nested import nested
@@ -25,7 +26,6 @@ from shardckpt.convert.plain_values import LEFT, plain
 from shardckpt.convert.span import LoadedFile, Span
 from shardckpt.errors import FormatError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.file_version import FileVersion, identity_of
 from shardckpt.io.store import Store
 from shardckpt.state.names import shown
 

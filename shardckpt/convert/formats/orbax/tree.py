@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from shardckpt.convert.files.file_version import FileVersion
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor
 from shardckpt.convert.formats.orbax.aggregate import read_aggregate
 from shardckpt.convert.formats.orbax.metadata import Leaf, Metadata, key_generators, parse_json, shardings
 from shardckpt.errors import FormatError, MissingDataError, ShardingError, UncommittedError
 from shardckpt.excerpt import excerpt
-from shardckpt.io.file_version import FileVersion
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout import dtypes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
 from shardckpt.convert.formats.torch.file import is_torch_file
 from shardckpt.convert.formats.torch.states import open_state_file, state_in
 from shardckpt.convert.placed import place_tensors
@@ -17,7 +18,6 @@ from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import FormatError, NotFoundError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.buckets.listing import sizes
-from shardckpt.io.file_version import FileVersion, file_at, identity_of
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardckpt.convert.files.file_version import identity_of
 from shardckpt.convert.formats.dcp.source import METADATA, children, read_state
 from shardckpt.convert.placed import place_tensors
 from shardckpt.errors import NotFoundError, OptionError
-from shardckpt.io.file_version import identity_of
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
 from shardckpt.convert.formats.torch.file import is_torch_file
 from shardckpt.convert.formats.torch.objects import PickledTensor
 from shardckpt.convert.formats.torch.source import beginning, span_of
@@ -20,7 +21,6 @@ from shardckpt.convert.placed import place_tensors, stored
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.buckets.listing import sizes
-from shardckpt.io.file_version import FileVersion, file_at, identity_of
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:

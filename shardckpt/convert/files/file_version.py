@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError
-from shardckpt.io.buffers import scatter_read
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Store
+from shardckpt.reading.fetch import scatter_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

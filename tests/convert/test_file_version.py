@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
 from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError, StorageError
-from shardckpt.io.file_version import FileVersion, file_at, identity_of
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 

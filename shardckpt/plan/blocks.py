@@ -1,0 +1,141 @@
+"""Blocks: the boxes of chunks that a process copies and writes at a time. Pure.
+
+A process writes a run of a shard's chunks. The chunks that are copied at once should form a box: then one copy is enough, and if
+the box is complete rows of the shard, the copy is contiguous in memory. So a run is cut into boxes (`run_boxes`), its *blocks*.
+Blocks can be cut further when they are written (`parts_of`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, TypeAlias
+
+from shardckpt.layout.box import Box
+from shardckpt.plan.pieces import count_chunks, padded_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import EllipsisType
+
+    from shardckpt.plan.pieces import Piece
+
+Index: TypeAlias = "tuple[slice | EllipsisType, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Chunks of one piece that form a box inside one box held by this process."""
+
+    held: int
+    """Index of the held box among the source's boxes."""
+    corner: tuple[int, ...]
+    """First index of the held box, in the tensor's indices."""
+    piece: Piece
+    box: Box
+    """The chunks' box, in the tensor's indices."""
+    itemsize: int
+    """Stored bytes of an element."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.box.size * self.itemsize
+
+    @property
+    def padded_bytes(self) -> int:
+        """Stored bytes of its chunks, including the padding at the piece's edges."""
+        return padded_size(self.box.shape, self.piece.chunks) * self.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of its largest chunk."""
+        return min(self.nbytes, prod(self.piece.chunks) * self.itemsize)
+
+    @property
+    def inside(self) -> Index:
+        """Index of the block in the array of the held box."""
+        return _index(self.box.start, self.box.stop, self.corner)
+
+
+def blocks_of(
+    held: int, corner: tuple[int, ...], piece: Piece, part: Box, run: range, itemsize: int, most: int | None = None
+) -> Iterator[Block]:
+    """Yield the blocks of a run of chunks, in order.
+
+    Args:
+        held: as in `Block`.
+        corner: as in `Block`.
+        piece: as in `Block`.
+        part: a part of the tensor, a box of complete chunks.
+        run: range of the chunks in it, counted in grid order.
+        itemsize: as in `Block`.
+        most: maximum bytes of a block, unless a single chunk is larger.
+    """
+    first = [(a - start) // side for a, start, side in zip(part.start, piece.start, piece.chunks, strict=True)]
+    grid = tuple(-(-(b - start) // side) - a for a, b, start, side in zip(first, part.stop, piece.start, piece.chunks, strict=True))
+    cells = len(run) if most is None else most // (prod(piece.chunks) * itemsize)
+    for found in run_boxes(grid, run, max(1, cells)):
+        start = [o + (f + a) * side for o, f, a, side in zip(piece.start, first, found.start, piece.chunks, strict=True)]
+        stop = [o + (f + b) * side for o, f, b, side in zip(piece.start, first, found.stop, piece.chunks, strict=True)]
+        # The last chunk of a dimension may extend beyond the piece.
+        yield Block(held, corner, piece, Box(tuple(start), tuple(map(min, stop, part.stop))), itemsize)
+
+
+def smaller(block: Block, most: int) -> Iterator[Block]:
+    """Yield the block, cut into blocks of at most `most` bytes."""
+    if block.nbytes <= most:
+        yield block
+    else:
+        yield from _cut(block, most)
+
+
+def _cut(block: Block, most: int) -> Iterator[Block]:
+    run = range(count_chunks(block.piece, block.box))
+    return blocks_of(block.held, block.corner, block.piece, block.box, run, block.itemsize, most)
+
+
+def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
+    """Yield the parts of a block whose chunks, including padding at edges, have at most `most` bytes.
+
+    Each item is a box in the tensor's indices and its index in the block's array.
+    """
+    for part in _cut(block, most) if block.padded_bytes > most else (block,):
+        yield part.box, _index(part.box.start, part.box.stop, block.box.start)
+
+
+def _index(start: list[int] | tuple[int, ...], stop: list[int] | tuple[int, ...], corner: tuple[int, ...]) -> Index:
+    """The index of a box in an array that begins at `corner`. The ellipsis keeps a 0-d array an array."""
+    return (*(slice(a - o, b - o) for a, b, o in zip(start, stop, corner, strict=True)), ...)
+
+
+def run_boxes(grid: tuple[int, ...], run: range, most: int) -> Iterator[Box]:
+    """Divide a run of cells into consecutive boxes of cells.
+
+    From the current position, choose the largest box of complete rows (of cells, of rows of cells, …) that begins there, fits in
+    the rest of the run, and is not too large; continue after it. At most two boxes per dimension are smaller than the limit allows.
+
+    Args:
+        grid: cells per dimension.
+        run: cells, counted in row-major order.
+        most: maximum cells of a box, at least 1.
+
+    >>> [(box.start, box.stop) for box in run_boxes((3, 4), range(2, 12), 100)]
+    [((0, 2), (1, 4)), ((1, 0), (3, 4))]
+    """
+    inner = [prod(grid[d + 1 :]) for d in range(len(grid))]
+    at = run.start
+    while at < run.stop:
+        room = min(run.stop - at, most)
+        corner, sides = [], [1] * len(grid)
+        rest = at
+        for size in inner:
+            corner.append(rest // size)
+            rest %= size
+        for d, size in enumerate(inner):
+            if at % size == 0 and size <= room:
+                sides[d] = min(grid[d] - corner[d], room // size)
+                sides[d + 1 :] = grid[d + 1 :]
+                break
+        yield Box(tuple(corner), tuple(a + n for a, n in zip(corner, sides, strict=True)))
+        at += prod(sides)
