@@ -14,7 +14,7 @@ import numpy as np
 import shardckpt
 
 
-def save(url, value):
+def save_value(url, value):
     try:
         shardckpt.save(url, {"w": np.full(1000, value)})
     except shardckpt.ShardckptError as e:
@@ -22,9 +22,14 @@ def save(url, value):
     return "saved"
 
 
-first, threads = map(int, sys.argv[1:])
-save(f"memory://{first}", first)  # what is done once in a process is done now, not in the race
-with ThreadPoolExecutor(threads) as pool:
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(list(pool.map(save, [line.strip()] * threads, range(first, first + threads)))), flush=True)
+def main():
+    first, threads = map(int, sys.argv[1:])
+    save_value(f"memory://{first}", first)  # what is done once in a process is done now, not in the race
+    with ThreadPoolExecutor(threads) as pool:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            print(json.dumps(list(pool.map(save_value, [line.strip()] * threads, range(first, first + threads)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from faults import Rule, faulty_cloud, make_state, patience_of
+from faults import Rule, make_state, patience_of
 from placeholders import put_placeholder
 from processes import Processes
 
 import shardckpt
 from shardckpt.commit import collecting
 from shardckpt.errors import AlreadyExistsError, NotFoundError, StorageError
-from shardckpt.writing import packed
 
 pytestmark = pytest.mark.slow
 
@@ -26,19 +25,11 @@ RECORD, HOST_RECORD = "*/checkpoint.json", "*/records/00000.json"
 LATE = Rule("late", kinds=("upload",), objects=RECORD)
 
 
-@pytest.fixture(scope="module", params=["gs", "s3"])
-def bucket(request):
-    server = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
-    with faulty_cloud(replace(server, bucket=server.new_bucket("faults-late"))) as cloud:
-        yield cloud
-
-
 @pytest.fixture
-def cloud(bucket, monkeypatch):
-    """A bucket behind the proxy; a small state has several data files."""
-    monkeypatch.setattr(packed, "OBJECT_BYTES", 40_000)
-    yield bucket
-    bucket.proxy.land()
+def cloud(cloud):
+    """The same, where everything has landed when a test ends."""
+    yield cloud
+    cloud.proxy.land()
 
 
 def refused(status=503, objects=RECORD, **when):

@@ -118,10 +118,17 @@ def test_a_verification_of_20_000_tensors_takes_less_than_8_kib_for_each(tmp_pat
 
 
 FEW_DESCRIPTORS = """
-import resource, sys
+import os, resource, stat, sys, time
 import numpy as np
 import shardckpt
-state = {str(i): np.full((300, 300), float(i)) for i in range(100)}
+
+def slow_fsync(fd):
+    # Files are written faster than they become durable, and each is open until it is.
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        time.sleep(0.1)
+
+os.fsync = slow_fsync
+state = {str(i): np.full((100, 100), float(i)) for i in range(100)}
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 shardckpt.save(sys.argv[1], state, options=shardckpt.SaveOptions(layout=sys.argv[2]))
 restored = shardckpt.restore(sys.argv[1])
