@@ -212,6 +212,14 @@ def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview
             vectors = after(vectors, got)
 
 
+def gather_write(fd: int, offset: int, vectors: Sequence[memoryview]) -> None:
+    """Write all vectors, one after another, to a place in a file."""
+    while vectors:
+        written = os.pwritev(fd, vectors[:MOST_VECTORS], offset)
+        offset += written
+        vectors = after(vectors, written)
+
+
 def round_up(nbytes: int) -> int:
     """Round up to the next multiple of the alignment: the bytes of a lease that an array of `nbytes` uses."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
