@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.convert.files.draft import Draft
-    from shardckpt.convert.files.read_back import WrittenRun
+    from shardckpt.convert.files.read_back import WrittenBlock
     from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
-
-__all__ = ["StateWriter"]
 
 
 class StateWriter(ABC):
@@ -31,7 +29,7 @@ class StateWriter(ABC):
     """Parts of the state that are left out or changed, a line each."""
     memory: int = 0
     """Bytes of buffers that the writer keeps."""
-    checksum: Callable[[bytes, int], int] = staticmethod(crc32c.crc32c)
+    checksum: Callable[[memoryview, int], int] = staticmethod(crc32c.crc32c)
     """Computes a checksum of bytes, given the checksum of the bytes before them."""
     _draft: Draft
     """The file or directory in progress."""
@@ -55,11 +53,11 @@ class StateWriter(ABC):
         """
 
     @abstractmethod
-    def complete(self) -> Iterable[WrittenRun]:
+    def complete(self) -> Iterable[WrittenBlock]:
         """Write everything that is left, and make it durable.
 
         Returns:
-            The runs of the files that hold elements of tensors, with checksums by `checksum`.
+            The blocks of the files that hold elements of tensors, with checksums by `checksum`.
 
         Raises:
             MissingDataError: blocks are missing.
@@ -77,9 +75,9 @@ class StateWriter(ABC):
             CorruptionError, StructureMismatchError: the bytes or the tree read back differ from those written.
             AlreadyExistsError, StorageError: the state cannot be published.
         """
-        parts = self.complete()
+        blocks = self.complete()
         if verify:
-            read_back(parts, self.checksum)
+            read_back(blocks, self.checksum, self._draft.final)
             self.check_tree()
         self._draft.publish()
         self._published = True

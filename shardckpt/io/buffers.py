@@ -16,6 +16,7 @@ arrays are cut from larger blocks that begin at a large page. A block lives as l
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from math import prod
@@ -200,6 +201,14 @@ def after(vectors: Sequence[memoryview], nbytes: int) -> list[memoryview]:
             return [vector[nbytes:], *vectors[i + 1 :]]
         nbytes -= len(vector)
     return []
+
+
+def gather_write(fd: int, offset: int, vectors: Sequence[memoryview]) -> None:
+    """Write all vectors, one after another, to a place in a file."""
+    while vectors:
+        written = os.pwritev(fd, vectors[:MOST_VECTORS], offset)
+        offset += written
+        vectors = after(vectors, written)
 
 
 def round_up(nbytes: int) -> int:

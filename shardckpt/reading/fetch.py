@@ -44,6 +44,8 @@ class FetchedChunks:
     """For each chunk its offset in `data`; for a chunk read into its destination the offset at which only its checksum ends the chunk."""
     bands: Sequence[tuple[Band, Sequence[Place]]]
     """The bands that were not read into their destinations, and their destinations."""
+    checksum_bytes: int = CHECKSUM_BYTES
+    """Bytes of the checksum at the end of each chunk."""
 
     def checksums(self) -> NDArray[np.uint32]:
         """For each chunk the checksum at its end."""
@@ -54,7 +56,7 @@ class FetchedChunks:
     def stored(self, band: Band) -> NDArray[np.uint8]:
         """(chunks, bytes) stored bytes of a band's chunks, which have equal lengths, without their checksums."""
         begin, length = int(self.at[band.begin - self.task.begin]), int(self.task.chunks.length[band.begin])
-        return self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)[:, :-CHECKSUM_BYTES]
+        return self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)[:, : length - self.checksum_bytes]
 
 
 class Fetch(Protocol):
@@ -89,7 +91,7 @@ class LocalFetch:
 
     def __call__(self, task: ReadTask) -> FetchedChunks:
         """See `Fetch`."""
-        fetched, vectors = self._laid_out(task)
+        fetched, vectors = lay_out(task, scratch_buffer(self._scratch, task.nbytes, self._least), direct=self._direct)
         run = task.runs[0]
         try:
             # Without O_NONBLOCK, opening a pipe in place of the file would block.
@@ -102,51 +104,6 @@ class LocalFetch:
         except (OSError, EOFError) as e:
             raise _said(e, task, run, self._place) from e
         return fetched
-
-    def _laid_out(self, task: ReadTask) -> tuple[FetchedChunks, list[list[memoryview]]]:
-        """Assign memory to each byte of a task before it is read: by chunk, and for each run one vector after another."""
-        data = self._scratch_of(task.nbytes)
-        stored = data.data
-        offset, length = (column[task.begin : task.end].tolist() for column in (task.chunks.offset, task.chunks.length))
-        places = iter(places_of([band for run in task.runs for band in run.bands]))
-        payloads: list[memoryview] = []
-        at: list[int] = []
-        bands, vectors = [], []
-        free = 0
-        for run in task.runs:
-            into: list[memoryview] = []
-            kept, reached = free, run.start
-            for band in run.bands:
-                row, n = band.begin - task.begin, band.end - band.begin
-                each, nbytes = length[row], length[row] - CHECKSUM_BYTES
-                free += offset[row] - reached
-                reached = offset[row] + n * each
-                wanted = next(places)
-                place = band.destination(wanted, nbytes) if self._direct else None
-                if place is None:
-                    bands.append((band, wanted))
-                    begins = range(free, free := free + n * each, each)
-                    at += begins
-                    payloads += [stored[begin : begin + nbytes] for begin in begins]
-                    continue
-                for begin in range(0, len(place), nbytes):
-                    if kept < free:
-                        into.append(stored[kept:free])
-                    payloads.append(place[begin : begin + nbytes])
-                    into.append(payloads[-1])
-                    at.append(free - nbytes)  # only its checksum gets memory: fresh memory costs as much as reading into it
-                    kept, free = free, free + CHECKSUM_BYTES
-            if kept < free:
-                into.append(stored[kept:free])
-            vectors.append(into)
-        return FetchedChunks(task, payloads, data, np.array(at), bands), vectors
-
-    def _scratch_of(self, nbytes: int) -> NDArray[np.uint8]:
-        """This thread's scratch buffer, with at least `nbytes` bytes; its earlier contents are lost."""
-        scratch: NDArray[np.uint8] | None = getattr(self._scratch, "buffer", None)
-        if scratch is None or scratch.nbytes < nbytes:
-            scratch = self._scratch.buffer = np.empty(max(nbytes, self._least), np.uint8)
-        return scratch
 
 
 class ObjectFetch:
@@ -163,11 +120,78 @@ class ObjectFetch:
             data = np.frombuffer(self._place.read(task.file, run.start, run.stop), np.uint8)
         except (OSError, MissingDataError, CorruptionError) as e:
             raise _said(e, task, run, self._place) from e
-        at = task.chunks.offset[task.begin : task.end] - run.start
-        ends = at + task.chunks.length[task.begin : task.end] - CHECKSUM_BYTES
-        stored = data.data
-        payloads = [stored[begin:end] for begin, end in zip(at.tolist(), ends.tolist(), strict=True)]
-        return FetchedChunks(task, payloads, data, at, list(zip(run.bands, places_of(run.bands), strict=True)))
+        return split_answer(task, data)
+
+
+def lay_out(
+    task: ReadTask, data: NDArray[np.uint8], *, direct: bool, checksum_bytes: int = CHECKSUM_BYTES
+) -> tuple[FetchedChunks, list[list[memoryview]]]:
+    """Assign memory to each byte of a task before it is read: by chunk, and for each run one vector after another.
+
+    Args:
+        task: the task.
+        data: scratch memory, of at least the bytes of the task.
+        direct: whether a chunk's stored bytes are its elements, so that they may be read into their destination.
+        checksum_bytes: bytes of the checksum at the end of each chunk.
+    """
+    stored = data.data
+    offset, length = (column[task.begin : task.end].tolist() for column in (task.chunks.offset, task.chunks.length))
+    places = iter(places_of([band for run in task.runs for band in run.bands]))
+    payloads: list[memoryview] = []
+    at: list[int] = []
+    bands, vectors = [], []
+    free = 0
+    for run in task.runs:
+        into: list[memoryview] = []
+        kept, reached = free, run.start
+        for band in run.bands:
+            row, n = band.begin - task.begin, band.end - band.begin
+            each, nbytes = length[row], length[row] - checksum_bytes
+            free += offset[row] - reached
+            reached = offset[row] + n * each
+            wanted = next(places)
+            place = band.destination(wanted, nbytes) if direct else None
+            if place is None:
+                bands.append((band, wanted))
+                begins = range(free, free := free + n * each, each)
+                at += begins
+                payloads += [stored[begin : begin + nbytes] for begin in begins]
+                continue
+            for begin in range(0, len(place), nbytes):
+                if kept < free:
+                    into.append(stored[kept:free])
+                payloads.append(place[begin : begin + nbytes])
+                into.append(payloads[-1])
+                at.append(free - nbytes)  # only its checksum gets memory: fresh memory costs as much as reading into it
+                kept, free = free, free + checksum_bytes
+        if kept < free:
+            into.append(stored[kept:free])
+        vectors.append(into)
+    return FetchedChunks(task, payloads, data, np.array(at), bands, checksum_bytes), vectors
+
+
+def split_answer(task: ReadTask, data: NDArray[np.uint8], checksum_bytes: int = CHECKSUM_BYTES) -> FetchedChunks:
+    """The chunks of a task of one run in the bytes `data` of that run."""
+    (run,) = task.runs
+    at = task.chunks.offset[task.begin : task.end] - run.start
+    ends = at + task.chunks.length[task.begin : task.end] - checksum_bytes
+    stored = data.data
+    payloads = [stored[begin:end] for begin, end in zip(at.tolist(), ends.tolist(), strict=True)]
+    return FetchedChunks(task, payloads, data, at, list(zip(run.bands, places_of(run.bands), strict=True)), checksum_bytes)
+
+
+def scratch_buffer(thread: threading.local, nbytes: int, least: int) -> NDArray[np.uint8]:
+    """A thread's scratch buffer, with at least `nbytes` bytes; its earlier contents are lost.
+
+    Args:
+        thread: holds the buffer.
+        nbytes: bytes that are needed.
+        least: bytes of a new buffer, unless more are needed.
+    """
+    scratch: NDArray[np.uint8] | None = getattr(thread, "buffer", None)
+    if scratch is None or scratch.nbytes < nbytes:
+        scratch = thread.buffer = np.empty(max(nbytes, least), np.uint8)
+    return scratch
 
 
 def scatter_read(fd: int, offset: int, length: int, vectors: Sequence[memoryview]) -> None:

@@ -24,6 +24,7 @@ from shardckpt.format.documents import format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import zarr_documents
 from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.pieces import batches
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader, open_reader
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
 
-_MOST_TENSORS = 4096
+_GROUP_BYTES = 512 << 20
+"""Most bytes of tensors that are checked together, unless one has more; progress is reported once per group."""
+_GROUP_TENSORS = 4096
 """Most tensors that are checked together: the data kept for each is small, but for 100,000 tensors it is not."""
 
 
@@ -108,7 +111,7 @@ class _Verification:
         total = sum(t.num_chunks for t in everything)
         done = 0
         self.progress(0, total)
-        for some in _groups(tensors):
+        for some in batches(tensors, lambda tensor: (tensor.nbytes, 1), (_GROUP_BYTES, _GROUP_TENSORS)):
             reader.check(_requests(some), self._damaged_chunk)
             done += sum(t.num_chunks for t in some)
             self.progress(done, total)
@@ -227,19 +230,6 @@ class _Verification:
 def _requests(tensors: Sequence[TensorRecord]) -> list[Request]:
     """Requests for all of the tensors, without boxes and buffers, for checks only."""
     return [Request(t.name, t.dtype.storage, t.pieces, BoxArray.of([], len(t.shape)), []) for t in tensors]
-
-
-def _groups(tensors: Sequence[TensorRecord], limit: int = 512 << 20) -> list[list[TensorRecord]]:
-    """Group consecutive tensors into about `limit` bytes each; progress is reported once per group."""
-    groups: list[list[TensorRecord]] = []
-    size = limit
-    for tensor in tensors:
-        if size >= limit or len(groups[-1]) == _MOST_TENSORS:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    return groups
 
 
 def _same_places(

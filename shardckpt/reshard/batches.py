@@ -14,7 +14,7 @@ import numpy as np
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, room_for
 from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.pieces import chunk_boxes, overlaps, touched
+from shardckpt.plan.pieces import batches, chunk_boxes, overlaps, touched
 from shardckpt.reshard.memory import PARTS
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class PlannedStep:
         """Whether this step leaves a chunk unfinished."""
         return not self.target.is_one_chunk and any(bool(self.unfinished(boxes).any()) for _, _, boxes in self.pairs)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes in memory of the chunks that the step overlaps."""
         if self.target.is_one_chunk:
@@ -197,34 +197,16 @@ class Batch:
         return self._room[begin : begin + nbytes]
 
 
-def batches_together(batches: Iterable[Batch], at_once: int) -> Iterator[list[Batch]]:
+def batches_together(joined: Iterable[Batch], at_once: int) -> Iterator[list[Batch]]:
     """Group batches for joint planning; a large batch stands alone."""
-    some: list[Batch] = []
-    for batch in batches:
-        if some and (
-            batch.nbytes > at_once
-            or sum(one.nbytes for one in some) + batch.nbytes > _PLANNED
-            or sum(len(one.steps) for one in some) + len(batch.steps) > _PLANNED_STEPS
-        ):
-            yield some
-            some = []
-        some.append(batch)
-        if batch.nbytes > at_once:
-            yield some
-            some = []
-    if some:
-        yield some
+
+    def costs(batch: Batch) -> tuple[int, int]:
+        return batch.nbytes if batch.nbytes <= at_once else _PLANNED + 1, len(batch.steps)
+
+    return batches(joined, costs, (_PLANNED, _PLANNED_STEPS))
 
 
 def batches_of(steps: Iterable[PlannedStep], at_once: int) -> Iterator[Batch]:
     """Join steps into batches."""
-    batch = Batch([], 0)
-    for planned in steps:
-        nbytes = planned.nbytes
-        if batch.steps and (batch.nbytes + nbytes > at_once or len(batch.steps) == _PLANNED_STEPS):
-            yield batch
-            batch = Batch([], 0)
-        batch.steps.append(planned)
-        batch.nbytes += nbytes
-    if batch.steps:
-        yield batch
+    for some in batches(steps, lambda planned: (planned.nbytes, 1), (at_once, _PLANNED_STEPS)):
+        yield Batch(some, sum(planned.nbytes for planned in some))

@@ -28,7 +28,7 @@ from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import chunk_object_key, close, lay_out_all, room_for
 from shardckpt.io.store import byte_view
 from shardckpt.io.threads import map_on_threads, run_on_threads
-from shardckpt.plan.pieces import padded_size, whole_chunks
+from shardckpt.plan.pieces import batches, padded_size, whole_chunks
 from shardckpt.writing.packed import Extents, PackedWriter
 from shardckpt.writing.plain import PlainWriter
 
@@ -297,20 +297,14 @@ def _places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
 
 def portions(blocks: Iterable[Elements], most: int) -> Iterator[list[Elements]]:
     """Group consecutive blocks into at most `most` bytes, or one block with more."""
-    some: list[Elements] = []
-    room = most
-    for block in blocks:
-        piece, _, elements = block
-        # Padded size: a host may have the edges of a thousand tensors, which are mostly padding.
-        nbytes = elements.nbytes if elements.shape == piece.chunks else padded_size(elements.shape, piece.chunks) * elements.itemsize
-        nbytes = max(nbytes, _LEAST_BYTES)
-        if nbytes > room and some:
-            yield some
-            some, room = [], most
-        some.append(block)
-        room -= nbytes
-    if some:
-        yield some
+    return batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,))
+
+
+def _bytes_of_chunks(block: Elements) -> int:
+    """Bytes of a block's chunks with their padding: a host may have the edges of a thousand tensors, which are mostly padding."""
+    piece, _, elements = block
+    nbytes = elements.nbytes if elements.shape == piece.chunks else padded_size(elements.shape, piece.chunks) * elements.itemsize
+    return max(nbytes, _LEAST_BYTES)
 
 
 def merge_written(parts: Sequence[Written]) -> Written:

@@ -217,7 +217,7 @@ def test_a_file_that_is_there_stays_unless_it_is_to_be_replaced(tmp_path, small)
     source(tmp_path / "c")
     to = tmp_path / "a.safetensors"
     to.write_bytes(b"mine")
-    with pytest.raises(errors.AlreadyExistsError, match=r"is there already; choose another name, or replace it with overwrite=True"):
+    with pytest.raises(errors.AlreadyExistsError, match=r"is there already; choose another place, or replace it with overwrite=True"):
         shardckpt.export(tmp_path / "c", to)
     assert to.read_bytes() == b"mine"
     to.unlink()

@@ -102,9 +102,10 @@ class FrontToBack:
     def begin(self, plan):
         self.directory.mkdir(exist_ok=True)
         held = [self._size(number) for number in range(len(plan.sizes))]
-        return next((i for i, runs in enumerate(plan.blocks()) if any(at + n > held[file] for _, file, at, n in runs)), 1 << 62)
+        return next((i for i, (_, file, runs) in enumerate(plan.blocks()) if any(at + n > held[file] for at, n in runs)), 1 << 62)
 
-    def write(self, writes):
+    def write(self, writes, checks):
+        assert all(checks)
         for write in writes:
             have = self._size(write.file)
             assert have >= min(write.offset, have + len(write.data))
@@ -116,14 +117,8 @@ class FrontToBack:
             with (self.directory / str(write.file)).open("ab") as file:
                 file.write(new)
 
-    def wrote(self, checks):
-        assert all(checks)
-
-    def finish(self, *, verify):
+    def publish(self, *, verify):
         assert verify
-
-    def publish(self):
-        pass
 
     def abort(self, *, keep):
         assert keep

@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from shardckpt.errors import AlreadyExistsError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Destination", "FileWrite", "WritePlan"]
+    BlockRuns = tuple[str, int, Sequence[tuple[int, int]]]
+    """A block: tensor name (for messages), file, and offset and length of each of its runs of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,8 @@ class WritePlan:
     """32 bytes that change with the source, the files, the blocks or their order."""
     sizes: Sequence[int]
     """Bytes of each file."""
-    blocks: Callable[[], Iterator[Sequence[tuple[str, int, int, int]]]]
-    """All blocks in the order of writing. Each block has runs of bytes: tensor name (for messages), file, offset and length. Headers are
-    in no block."""
+    blocks: Callable[[], Iterator[BlockRuns]]
+    """All blocks in the order of writing. Headers are in no block."""
 
 
 class Destination(Protocol):
@@ -66,39 +68,27 @@ class Destination(Protocol):
         """
         ...
 
-    def write(self, writes: Sequence[FileWrite]) -> None:
+    def write(self, writes: Sequence[FileWrite], checks: Sequence[int]) -> None:
         """Write some bytes, in the order of the blocks.
 
+        Args:
+            writes: the bytes.
+            checks: crc32c of each block that they complete.
+
         Raises:
-            StorageError: the write failed.
+            StorageError: the write failed, or earlier writes could not be made durable.
         """
         ...
 
-    def wrote(self, checks: Sequence[int]) -> None:
-        """Record the blocks that were written since the last call.
+    def publish(self, *, verify: bool) -> None:
+        """Make everything durable, and give the files their names, in order, so that the last file appears last.
 
         Args:
-            checks: crc32c of each block.
-
-        Raises:
-            StorageError: earlier writes could not be made durable.
-        """
-        ...
-
-    def finish(self, *, verify: bool) -> None:
-        """Make everything durable, and with `verify` read it back.
-
-        Raises:
-            CorruptionError: the bytes read back differ from the bytes written.
-            StorageError: it failed.
-        """
-        ...
-
-    def publish(self) -> None:
-        """Give the files their names, in order, so that the last file appears last.
+            verify: whether to read the bytes back first.
 
         Raises:
             AlreadyExistsError: another process has put a file there meanwhile.
+            CorruptionError: the bytes read back differ from the bytes written.
             StorageError: it failed.
         """
         ...
@@ -106,3 +96,8 @@ class Destination(Protocol):
     def abort(self, *, keep: bool) -> None:
         """Stop; `keep` leaves the written files so that a later call can continue."""
         ...
+
+
+def already_exists(place: object) -> AlreadyExistsError:
+    """The error for a file or directory that may not be replaced."""
+    return AlreadyExistsError(f"{place} is there already; choose another place, or replace it with overwrite=True.")

@@ -1,6 +1,6 @@
-"""A file or directory that takes its final name only when it is complete.
+"""A file or directory on a local disk that takes its final name only when it is complete.
 
-It is written beside its place, under a hidden temporary name, made durable, and renamed. Each writer holds a lock on its draft
+It is written beside its place, as `.<name>.<random>.partial`, made durable, and renamed. Each writer holds a lock on its draft
 (flock(2)), which ends with the process; so the next export to that place can remove the drafts that a killed export has left.
 """
 
@@ -15,8 +15,10 @@ import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import AlreadyExistsError, OptionError
-from shardckpt.io.datafile import check_space
+from shardckpt.convert.files.destination import already_exists
+from shardckpt.errors import AlreadyExistsError, OptionError, StorageError
+from shardckpt.excerpt import file_size
+from shardckpt.io.datafile import free_bytes
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Store, sync_directory
 
@@ -26,16 +28,20 @@ if TYPE_CHECKING:
 
     from shardckpt.io.url import Location
 
-__all__ = ["Draft"]
-
 _SUFFIX = ".partial"
 _REPLACED = ".replaced"
 """Suffix of an old directory while its successor takes its name."""
 _RANDOM_BYTES = 4
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Errors of file systems without hard links. There, a file that another process creates between the check and the rename may be
+replaced."""
 
 
 class Draft:
     """A file or directory in progress; `publish` or `abandon` ends it."""
+
+    fd: int
+    """File descriptor of the file, open for reading and writing, or of the directory."""
 
     def __init__(self, location: Location, *, overwrite: bool, nbytes: int, marks: Collection[str] | None = None) -> None:
         """Make an empty draft.
@@ -60,24 +66,18 @@ class Draft:
         self._marks = marks
         self._overwrite = overwrite
         self._check_final()
-        store = Store.open(location)
-        check_space(store, nbytes)
+        check_space(Store.open(location), self.final, nbytes)
         with storage_errors("make a directory for", self.final):
             self.final.parent.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         self.path: Path = self.final.with_name(f".{self.final.name}.{secrets.token_hex(_RANDOM_BYTES)}{_SUFFIX}")
         with storage_errors("create", self.path):
             if marks is None:
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             else:
                 self.path.mkdir()
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    @property
-    def fd(self) -> int:
-        """File descriptor of the file, open for reading and writing, or of the directory."""
-        return self._fd
+                self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def publish(self) -> None:
         """Give the draft its final name, after making it durable. The files inside a directory must be durable already.
@@ -87,34 +87,23 @@ class Draft:
             StorageError: the rename failed.
         """
         with storage_errors("publish", self.final):
-            os.fsync(self._fd)
+            os.fsync(self.fd)
             self._check_final()
-            if self._marks is None and self._overwrite:
-                self.path.replace(self.final)
-            elif self._marks is None:
-                self._link()
-            else:
+            if self._marks is not None:
                 self._rename_directory()
+            elif self._overwrite:
+                self.path.replace(self.final)
+            else:
+                link_or_rename(self.path, self.final)
+                self.path.unlink(missing_ok=True)
             sync_directory(self.final.parent)
-            os.close(self._fd)
+            os.close(self.fd)
 
     def abandon(self) -> None:
         """Remove the draft."""
         self._remove(self.path)
         with suppress(OSError):
-            os.close(self._fd)
-
-    def _link(self) -> None:
-        try:
-            os.link(self.path, self.final)  # a rename would replace a file that another process has put there meanwhile
-        except FileExistsError:
-            raise self._taken() from None
-        except OSError as e:
-            if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):  # file systems without hard links
-                raise
-            self.path.replace(self.final)
-        else:
-            self.path.unlink()
+            os.close(self.fd)
 
     def _rename_directory(self) -> None:
         replaced = self.path.with_suffix(_REPLACED)
@@ -132,22 +121,15 @@ class Draft:
         if not os.path.lexists(self.final):
             return
         if not self._overwrite:
-            raise self._taken()
+            raise already_exists(self.final)
         if self._marks is None:
             if not self.final.is_file():
                 raise AlreadyExistsError(f"{self.final} is no file, and overwrite=True replaces files only; choose another place.")
-        elif not self.final.is_dir() or self.final.is_symlink() or not self._is_replaceable():
+        elif not self.final.is_dir() or self.final.is_symlink() or not _holds_any(self.final, self._marks):
             raise AlreadyExistsError(
                 f"{self.final} holds something else (no {' or '.join(sorted(self._marks))}), which overwrite=True does not replace; "
                 f"remove it, or choose another place."
             )
-
-    def _is_replaceable(self) -> bool:
-        there = {entry.name for entry in self.final.iterdir()}
-        return not there or bool(there & set(self._marks or ()))
-
-    def _taken(self) -> AlreadyExistsError:
-        return AlreadyExistsError(f"{self.final} is there already; choose another place, or replace it with overwrite=True.")
 
     def _remove_leftovers(self) -> None:
         """Remove drafts and replaced directories of dead writers; restore a replaced directory whose successor never took the name."""
@@ -170,18 +152,50 @@ class Draft:
                 shutil.rmtree(path)
 
 
+def check_space(store: Store, place: Path, nbytes: int) -> None:
+    """Raise StorageError if the disk of `store` has less than `nbytes` free."""
+    free = free_bytes(store)
+    if free is not None and free < nbytes:
+        raise StorageError(
+            f"{place}: the export takes {file_size(nbytes)} there and the disk has {file_size(free)} free, "
+            f"{file_size(nbytes - free)} too little; make room or choose another place."
+        )
+
+
+def link_or_rename(draft: Path, path: Path) -> None:
+    """Give a file another name beside its own; where the file system has no hard links, instead of its own.
+
+    Raises:
+        AlreadyExistsError: something has that name. A rename alone would replace it.
+    """
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise already_exists(path) from None
+    except OSError as e:
+        if e.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise already_exists(path) from None
+        draft.rename(path)
+
+
+def _holds_any(directory: Path, names: Collection[str]) -> bool:
+    """Whether a directory is empty, or has an entry of one of these names."""
+    there = {entry.name for entry in directory.iterdir()}
+    return not there or not there.isdisjoint(names)
+
+
 def _is_locked(path: Path) -> bool:
     """Whether a running writer has the file locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
     return False

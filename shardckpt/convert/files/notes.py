@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import crc32c
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["IDENTITY_BYTES", "Notes"]
-
-IDENTITY_BYTES = 32
+_IDENTITY_BYTES = 32
 _WORD = 4
 
 
@@ -44,14 +43,16 @@ class Notes:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(self._fd).st_nlink:
-                    return
+                    break
             except BlockingIOError:
-                self.close()
+                os.close(self._fd)
                 raise StorageError(f"{path.parent}: another export is writing there; wait for it, or choose another name.") from None
             except OSError as e:
-                self.close()
+                os.close(self._fd)
                 raise StorageError(f"cannot lock {path}: {e}; choose a place on a file system that has locks.") from e
-            self.close()  # the previous holder of the lock has removed the file
+            os.close(self._fd)  # the previous holder of the lock has removed the file
+        self._thread = ThreadPoolExecutor(1, "shardckpt-notes")
+        self._adding: Future[None] | None = None
 
     def read(self, identity: bytes) -> tuple[list[int], bool] | None:
         """Read the checksums of all durable blocks, and whether the files have their names; truncate an incomplete note.
@@ -60,9 +61,9 @@ class Notes:
         """
         with storage_errors("read", self._path):
             data = np.fromfile(self._path, np.uint8)
-        if data[:IDENTITY_BYTES].tobytes() != identity:
+        if data[:_IDENTITY_BYTES].tobytes() != identity:
             return None
-        words = data[IDENTITY_BYTES : len(data) - (len(data) - IDENTITY_BYTES) % _WORD].view("<u4")
+        words = data[_IDENTITY_BYTES : len(data) - (len(data) - _IDENTITY_BYTES) % _WORD].view("<u4")
         at, found, named = 0, list[int](), False
         while at < len(words):
             end = at + int(words[at]) + 1
@@ -72,7 +73,7 @@ class Notes:
             found += words[at + 1 : end].tolist()
             at = end + 1
         with storage_errors("write", self._path):
-            os.ftruncate(self._fd, IDENTITY_BYTES + at * _WORD)
+            os.ftruncate(self._fd, _IDENTITY_BYTES + at * _WORD)
             os.lseek(self._fd, 0, os.SEEK_END)
         return found, named
 
@@ -90,8 +91,30 @@ class Notes:
             self._append(note + crc32c.crc32c(note).to_bytes(_WORD, "little"))
             os.fdatasync(self._fd)
 
+    def add_later(self, checks: Sequence[int], path: Path, fd: int) -> None:
+        """Make the file of some blocks durable, then record them, in another thread; `wait` raises its error."""
+        self.wait()
+
+        def add() -> None:
+            with storage_errors("write", path):
+                os.fdatasync(fd)
+            self.add(checks)
+
+        self._adding = self._thread.submit(add)
+
+    def wait(self) -> None:
+        """Wait for the note that is being added."""
+        if self._adding is None:
+            return
+        try:
+            self._adding.result()
+        finally:
+            if self._adding.done():  # not if Ctrl-C has ended the waiting
+                self._adding = None
+
     def close(self) -> None:
         """Release the lock and close the log."""
+        self._thread.shutdown()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

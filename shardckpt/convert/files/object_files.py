@@ -1,7 +1,18 @@
 """Exported files on an object store, written one after another, that continue after a writer was killed.
 
-Each file is an `ObjectTarget`: it is written from front to back, becomes visible when it is finished, and continues from the bytes that
-the service has.
+A file on an object store can be written only from its beginning to its end, and exists only when it is finished. So an `ObjectTarget`
+accepts bytes in order. During the upload an object beside it, `.<name>.upload.json`, records the state that another process needs:
+
+1. `open` looks for this object. If it is about the same bytes (`digest`), that upload continues from `resume_at`; if it is about
+   others, that upload is aborted. A new upload is recorded before any byte is sent.
+2. After every 256 MiB the progress is recorded, where the service does not keep it itself.
+3. `finish` publishes the file and deletes the object; `abort` deletes it, too. If a process is killed between these two steps, the
+   next one finds the target finished. `close` leaves the upload, so that it can continue.
+
+Two processes that write the same bytes to one place at the same time share the upload, and either may finish it. A process with other
+bytes aborts the upload of the first, which then reports this.
+
+`ObjectFiles` are one or several such files:
 
 1. A single file becomes visible when it is published. Of several files, each data file becomes visible when the next one begins; the
    file that names them all comes last, and without it readers find no model. If a model is replaced, that file is deleted first.
@@ -15,21 +26,219 @@ The service compares the received bytes with its own checksums, part by part, so
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self, TypeVar
 
-from shardckpt.convert.files.object_target import ObjectTarget, abandon
-from shardckpt.errors import AlreadyExistsError, FormatError, ShardckptError
+from shardckpt.convert.files.destination import already_exists
+from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, ShardckptError, StorageError
 from shardckpt.format.documents import Fields, open_envelope, seal
-from shardckpt.io.store import Store
+from shardckpt.io.buckets.upload_session import UploadState
+from shardckpt.io.buckets.uploading import StreamingUpload, abandon_upload, open_upload, part_size
+from shardckpt.io.store import Store, byte_view
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
 
     from shardckpt.convert.files.destination import FileWrite, WritePlan
+    from shardckpt.io.store import Data
     from shardckpt.io.url import Location
 
-__all__ = ["ObjectFiles", "begun"]
+T = TypeVar("T")
+SAVE_EVERY = 256 << 20
+"""Bytes after which an upload's progress is recorded."""
+
+
+def upload_note(name: str) -> str:
+    """Name of the object beside a target that records its upload; no tool mistakes it for a part of a model."""
+    return f".{name}.upload.json"
+
+
+def _read_note(store: Store, key: str, parse: Callable[[Fields], T]) -> tuple[T | None, bytes]:
+    """A small object that records progress, None if there is none that can be read; and the generation to pass to `replace`."""
+    found, generation = store.read_versioned(key)
+    with suppress(FormatError):
+        if found is not None:
+            return parse(Fields(open_envelope(found, store.path_of(key)), store.path_of(key))), generation
+    return None, generation
+
+
+@dataclass(frozen=True, slots=True)
+class _UploadNote:
+    """The contents of the object that records an upload."""
+
+    digest: str
+    """Digest of the bytes that are written."""
+    state: UploadState
+
+    def seal(self) -> bytes:
+        """Serialize the note for `parse`."""
+        return seal({"digest": self.digest, **self.state.to_json()})
+
+    @classmethod
+    def parse(cls, doc: Fields) -> Self:
+        """The note of a document; FormatError if it is none."""
+        return cls(doc.string("digest"), UploadState.from_json(doc))
+
+
+def abandon(place: Location) -> None:
+    """Abort the upload of a file, if there is one, and remove the bytes that were sent.
+
+    Raises:
+        MissingExtraError: a package that the object store needs is not installed.
+        StorageError: the storage failed.
+    """
+    above = place.parent
+    assert above is not None, f"{place} is a bucket"
+    store, key = Store.open(above), upload_note(place.name)
+    note, _ = _read_note(store, key, _UploadNote.parse)
+    if note is not None:
+        abandon_upload(place, note.state)
+        store.delete(key)
+
+
+class ObjectTarget:
+    """A file on an object store, written in order by one thread. A context manager that closes it."""
+
+    def __init__(self, place: Location, store: Store, nbytes: int, digest: str, upload: StreamingUpload) -> None:
+        self._place = place
+        self._store = store
+        self._key = upload_note(place.name)
+        self._nbytes = nbytes
+        self._digest = digest
+        self._upload = upload
+        self._noted = upload.state.summed
+        self._written = self.resume_at
+
+    @classmethod
+    def open(cls, place: Location, *, nbytes: int, digest: str, overwrite: bool, memory_limit: int) -> Self:
+        """Begin to write a file, or continue where another process has stopped.
+
+        Args:
+            place: the file, below a bucket.
+            nbytes: bytes of the complete file.
+            digest: digest of the complete file; equal for equal bytes.
+            overwrite: whether the finished file may replace an existing one.
+            memory_limit: bytes for buffers.
+
+        Raises:
+            AlreadyExistsError: the object exists, and may not be replaced.
+            BudgetError: buffers for a file of this size need more than `memory_limit`.
+            MissingExtraError: a package that the object store needs is not installed.
+            StorageError: the storage failed, or another process begins to write the file at the same moment.
+        """
+        part_bytes = part_size(nbytes, memory_limit)
+        above = place.parent
+        assert above is not None, f"{place} is a bucket"
+        store, key = Store.open(above), upload_note(place.name)
+        note, generation = _read_note(store, key, _UploadNote.parse)
+        resume = note.state if note is not None and note.digest == digest else None
+        if note is not None and resume is None:
+            abandon_upload(place, note.state)
+        if resume is not None and 2 * resume.part_bytes <= memory_limit:
+            part_bytes = resume.part_bytes
+        buffers = memory_limit // part_bytes
+        try:
+            upload = open_upload(place, part_bytes=part_bytes, buffers=buffers, if_absent=not overwrite, resume=resume)
+        except AlreadyExistsError:
+            if resume is not None:
+                abandon_upload(place, resume)
+            if note is not None:
+                store.delete(key)
+            raise
+        if upload.state != resume and not store.replace(key, _UploadNote(digest, upload.state).seal(), generation):
+            upload.abort()
+            raise StorageError(f"cannot upload {place}: another process begins to write there at the same moment; let one of them do it.")
+        return cls(place, store, nbytes, digest, upload)
+
+    @property
+    def resume_at(self) -> int:
+        """Offset of the first byte to write; another process wrote the bytes before it."""
+        return self._nbytes if self._upload.published else self._upload.resume_at
+
+    @property
+    def durable(self) -> int:
+        """Bytes from the beginning that survive this process."""
+        return self._nbytes if self._upload.published else self._upload.durable
+
+    @property
+    def memory(self) -> int:
+        """Bytes of buffers, at most."""
+        return self._upload.memory
+
+    def write_at(self, offset: int, data: Data) -> None:
+        """Write the next bytes; the caller may reuse the buffer when this returns.
+
+        Raises:
+            StorageError: the storage failed, perhaps with bytes that were written earlier, or another process has replaced this upload.
+        """
+        view = byte_view(data)
+        assert offset == self._written, f"bytes at {offset}, where those at {self._written} are next"
+        assert offset + len(view) <= self._nbytes, "more bytes than the file was to have"
+        self._upload.write(view)
+        self._written += len(view)
+        if self._upload.state.summed >= self._noted + SAVE_EVERY:
+            self._save()
+
+    def finish(self) -> None:
+        """Publish the file: it is complete and visible when this returns.
+
+        Raises:
+            AlreadyExistsError: another process has written the object meanwhile, and it may not be replaced. Nothing of this file is left.
+            CommitError: not all bytes were written.
+            CorruptionError: the bytes that arrived differ from the bytes written.
+            StorageError: the storage failed.
+        """
+        if self._written != self._nbytes:
+            raise CommitError(f"{self._place}: {self._written} of {self._nbytes} bytes were written; nothing was published.")
+        try:
+            self._upload.finish()
+        except AlreadyExistsError:
+            self.abort()
+            raise
+        self._forget()
+
+    def abort(self) -> None:
+        """Remove everything that was sent.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        self._upload.abort()
+        self._forget()
+
+    def close(self) -> None:
+        """Stop, and leave the sent bytes so that another process can continue."""
+        self._upload.close()
+        if self._upload.state.summed > self._noted and not self._upload.published:
+            with suppress(StorageError):  # `close` usually follows a StorageError; the last record is still valid
+                self._save()
+
+    def __enter__(self) -> Self:
+        """The target itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the target."""
+        self.close()
+
+    def _save(self) -> None:
+        """Record the upload's progress."""
+        state, generation = self._upload.state, self._generation()
+        if generation is None or not self._store.replace(self._key, _UploadNote(self._digest, state).seal(), generation):
+            raise StorageError(f"cannot upload {self._place}: another process has begun to write there; let one of them do it.")
+        self._noted = state.summed
+
+    def _forget(self) -> None:
+        """Delete the record, unless it belongs to another process's upload."""
+        if self._generation() is not None:
+            self._store.delete(self._key)
+
+    def _generation(self) -> bytes | None:
+        """Generation of the record; None if there is none, or it belongs to another process's upload."""
+        note, generation = _read_note(self._store, self._key, _UploadNote.parse)
+        return generation if note is not None and note.state.token == self._upload.state.token else None
 
 
 class ObjectFiles:
@@ -65,14 +274,15 @@ class ObjectFiles:
             self._take_up()
         at = (self._finished, self._opened(self._finished).resume_at if self._finished < len(self._names) else 0)
         durable = 0
-        for runs in plan.blocks():
-            if any((file, offset + length) > at for _, file, offset, length in runs):
+        for _, file, runs in plan.blocks():
+            if any((file, offset + length) > at for offset, length in runs):
                 break
             durable += 1
         return durable
 
-    def write(self, writes: Sequence[FileWrite]) -> None:
-        """See `Destination`."""
+    def write(self, writes: Sequence[FileWrite], checks: Sequence[int]) -> None:
+        """See `Destination`. The service knows the progress of each file."""
+        del checks
         for write in writes:
             if write.file < self._finished:
                 continue
@@ -81,14 +291,9 @@ class ObjectFiles:
             if there < write.data.nbytes:
                 target.write_at(write.offset + there, write.data[there:])
 
-    def wrote(self, checks: Sequence[int]) -> None:
-        """See `Destination`. The service knows the progress of each file."""
-
-    def finish(self, *, verify: bool) -> None:
+    def publish(self, *, verify: bool) -> None:
         """See `Destination`. The service verified every part on arrival."""
-
-    def publish(self) -> None:
-        """See `Destination`."""
+        del verify
         if self._finished < len(self._names):
             self._opened(len(self._names) - 1)
             for name in self._obsolete:
@@ -144,7 +349,7 @@ class ObjectFiles:
 
     def _take_up(self) -> None:
         """Continue after the files that an earlier call has finished, or remove the files of another one."""
-        digest, named = _noted(self._store, self._note)
+        digest, named = _begun(self._store, self._note)
         if digest == self._digest(0):
             for name, size in zip(named, self._plan.sizes, strict=False):
                 if not self._store.is_longer(name, size - 1) or self._store.is_longer(name, size):
@@ -155,9 +360,7 @@ class ObjectFiles:
             named = []  # that export was complete
         for name in [] if self._overwrite else self._names:
             if name not in named and self._store.exists(name):
-                raise AlreadyExistsError(
-                    f"{self._store.path_of(name)} is there already; choose another place, or replace it with overwrite=True."
-                )
+                raise already_exists(self._store.path_of(name))
         for name in dict.fromkeys([self._names[-1], *named, *(self._names if self._overwrite else ())]):
             abandon(self._directory.join(name))
             self._store.delete(name)
@@ -166,7 +369,7 @@ class ObjectFiles:
 def begun(directory: Location, last: str) -> list[str]:
     """Files that an incomplete export has begun there; `last` is the file that would complete it."""
     store = Store.open(directory)
-    _, named = _noted(store, _note_of(last))
+    _, named = _begun(store, _note_of(last))
     return named if named and not store.exists(last) else []
 
 
@@ -175,11 +378,7 @@ def _note_of(last: str) -> str:
     return f".{last}.export.json"
 
 
-def _noted(store: Store, key: str) -> tuple[str, list[str]]:
+def _begun(store: Store, key: str) -> tuple[str, list[str]]:
     """Digest of the export that wrote the note, and the files that it has begun; both empty if there is no note."""
-    found, _ = store.read_versioned(key)
-    if found is not None:
-        with suppress(FormatError):
-            note = Fields(open_envelope(found, store.path_of(key)), store.path_of(key))
-            return note.string("digest"), note.keys("named")
-    return "", []
+    note, _ = _read_note(store, key, lambda doc: (doc.string("digest"), doc.keys("named")))
+    return note or ("", [])

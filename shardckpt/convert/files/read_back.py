@@ -3,64 +3,80 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptionError
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.threads import run_on_threads
+from shardckpt.plan.pieces import batches
 from shardckpt.reshard.memory import READERS
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["WrittenRun", "read_back"]
+    Checksum = Callable[[memoryview, int], int]
+    """Computes a checksum of bytes, given the checksum of the bytes before them."""
 
-_READ_BYTES = 4 << 20
-"""Bytes that each thread reads at a time."""
-_AT_ONCE = 1024
+_READ_BYTES = 256 << 10
+"""Bytes that each thread reads at a time: they are still in the CPU's cache when the checksum is computed."""
+_BATCH = (32 << 20, 1024)
+"""Most bytes and most blocks that a thread takes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenRun:
-    """Contiguous bytes that were written to a file."""
+class WrittenBlock:
+    """Runs of bytes that were written to a file."""
 
     name: str
     """Name of the content, for messages."""
     path: Path
-    offset: int
-    length: int
+    runs: Sequence[tuple[int, int]]
+    """Offset and length of each run."""
     checksum: int
-    """Checksum of the written bytes."""
+    """Checksum of the written bytes, all runs together."""
 
 
-def read_back(parts: Iterable[WrittenRun], checksum: Callable[[bytes, int], int]) -> None:
-    """Compare files with the bytes that were written to them.
+def read_back(blocks: Iterable[WrittenBlock], checksum: Checksum, place: object) -> None:
+    """Compare files with the bytes that were written to them, on several threads.
 
     Args:
-        parts: runs of the files; they must be durable.
-        checksum: computes a checksum of bytes, given the checksum of the bytes before them.
+        blocks: what was written; it must be durable.
+        checksum: computes the blocks' checksums.
+        place: where the files will be, for messages.
 
     Raises:
-        CorruptionError: a run differs from the bytes written.
+        CorruptionError: a block differs from the bytes written.
         StorageError: a file cannot be read.
     """
 
-    def check(part: WrittenRun) -> None:
-        found = 0
-        with storage_errors("read", part.path), part.path.open("rb", buffering=0) as file:
-            for at in range(part.offset, part.offset + part.length, _READ_BYTES):
-                found = checksum(os.pread(file.fileno(), min(_READ_BYTES, part.offset + part.length - at), at), found)
-        if found != part.checksum:
-            raise CorruptionError(
-                f"{shown(part.name)} does not read back as it was written to {part.path.parent}; nothing was published. Check the disk and "
-                f"the memory of this machine, and export again."
-            )
+    def check(some: Sequence[WrittenBlock]) -> None:
+        buffer = memoryview(bytearray(_READ_BYTES))
+        for path, of_file in groupby(some, key=lambda block: block.path):
+            with storage_errors("read", path), path.open("rb", buffering=0) as file:
+                for block in of_file:
+                    if _checksum(file.fileno(), block.runs, checksum, buffer) != block.checksum:
+                        raise CorruptionError(
+                            f"{shown(block.name)} does not read back as it was written to {place}; nothing was published. "
+                            f"Check the disk and the memory of this machine, and export again."
+                        )
 
-    rest = iter(parts)
-    with ThreadPoolExecutor(READERS, "shardckpt-verify") as pool:
-        while some := list(islice(rest, _AT_ONCE)):
-            list(pool.map(check, some))
+    some = batches(blocks, lambda block: (sum(length for _, length in block.runs), 1), _BATCH)
+    run_on_threads(some, [check] * READERS, "shardckpt-verify")
+
+
+def _checksum(fd: int, runs: Sequence[tuple[int, int]], checksum: Checksum, buffer: memoryview) -> int | None:
+    """Checksum of some runs of bytes, read through a buffer; None: the file ends before them."""
+    found = 0
+    for offset, length in runs:
+        at, end = offset, offset + length
+        while at < end:
+            got = os.preadv(fd, [buffer[: end - at]], at)  # a file system may return fewer bytes than requested
+            if not got:
+                return None
+            found = checksum(buffer[:got], found)
+            at += got
+    return found

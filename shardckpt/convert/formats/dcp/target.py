@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import crc32c
 
 from shardckpt.convert.files.draft import Draft
-from shardckpt.convert.files.read_back import WrittenRun
+from shardckpt.convert.files.read_back import WrittenBlock
 from shardckpt.convert.formats.dcp.source import open_foreign
 from shardckpt.convert.formats.torch.target import torch_dtypes
 from shardckpt.convert.small_leaves import check_text_keys, left_out, notes_of
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
     from shardckpt.state.document import Node
-
-__all__ = ["DcpDirectory"]
 
 METADATA = ".metadata"
 _FILE = "__0_0.distcp"
@@ -93,7 +91,7 @@ class DcpDirectory(StateWriter):
         nbytes = sum(tensor.nbytes + _ITEM_BYTES * (1 + tensor.nbytes // SMALLEST) for tensor in self._tensors.values())
         self._items: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {name: {} for name in self._tensors}
         """Tensor → its written blocks: index of the first element → shape and place."""
-        self._parts: list[WrittenRun] = []
+        self._parts: list[WrittenBlock] = []
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks={METADATA})
         try:
             with storage_errors("create", self._where):
@@ -112,7 +110,7 @@ class DcpDirectory(StateWriter):
 
         self._items[output.name][box.start] = box.shape, self._append(output.name, tensor_of(array, output.dtype))
 
-    def complete(self) -> list[WrittenRun]:
+    def complete(self) -> list[WrittenBlock]:
         """Write the values that are not tensors, and DCP's own metadata."""
         for name, tensor in self._tensors.items():
             if 0 in tensor.shape:
@@ -179,7 +177,7 @@ class DcpDirectory(StateWriter):
                 torch.save(value, item)
                 self._file.write(item.getbuffer())
         place = _StorageInfo(_FILE, offset, self._file.tell() - offset)
-        self._parts.append(WrittenRun(name, self._draft.path / _FILE, offset, place.length, self._file.take_checksum()))
+        self._parts.append(WrittenBlock(name, self._draft.path / _FILE, [(offset, place.length)], self._file.take_checksum()))
         return place
 
     def _add_empty(self, name: str, tensor: TensorRecord) -> None:

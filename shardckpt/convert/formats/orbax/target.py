@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.convert.files.draft import Draft
-from shardckpt.convert.files.read_back import WrittenRun
+from shardckpt.convert.files.read_back import WrittenBlock
 from shardckpt.convert.formats.orbax import documents
 from shardckpt.convert.formats.orbax.source import open_foreign
 from shardckpt.convert.small_leaves import notes_of
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
-
-__all__ = ["OrbaxDirectory"]
 
 
 class OrbaxDirectory(StateWriter):
@@ -84,7 +82,7 @@ class OrbaxDirectory(StateWriter):
         self._chunks = {name: tuple(max(1, n) for n in tensor.shape) for name, tensor in self._tensors.items()}
         self._missing = dict.fromkeys(self._tensors, 0)
         """Number of chunks not yet written, by tensor."""
-        self._parts: list[WrittenRun] = []
+        self._parts: list[WrittenBlock] = []
         nbytes = sum(tensor.nbytes * len(self._arrays[name]) for name, tensor in self._tensors.items())
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks=documents.RESERVED)
         try:
@@ -107,10 +105,10 @@ class OrbaxDirectory(StateWriter):
         data, crc = encode(array, chunks, None)
         for name in self._arrays[output.name]:
             self._writer.put(f"{name}/{key}", data)
-            self._parts.append(WrittenRun(output.name, self._draft.path / name / key, 0, data.nbytes - CHECKSUM_BYTES, crc))
+            self._parts.append(WrittenBlock(output.name, self._draft.path / name / key, [(0, data.nbytes - CHECKSUM_BYTES)], crc))
         self._missing[output.name] -= 1
 
-    def complete(self) -> list[WrittenRun]:
+    def complete(self) -> list[WrittenBlock]:
         """Write the numbers of the state, and the documents."""
         lacking = next((name for name, chunks in self._missing.items() if chunks), None)
         if lacking is not None:

@@ -26,12 +26,10 @@ from shardckpt.errors import StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardckpt.convert.files.destination import Destination
+    from shardckpt.convert.files.destination import BlockRuns, Destination
     from shardckpt.convert.formats.safetensors.layout import SafetensorsFile
     from shardckpt.layout.box import Box
     from shardckpt.reading.checkpoint import Checkpoint
-
-__all__ = ["FilesWritten", "write_safetensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +80,11 @@ def write_safetensors(
     headers = [*first, *(file.header for file in files), *index]
     sizes = [*map(len, first), *(file.nbytes for file in files), *map(len, index)]
 
-    def runs() -> Iterator[Sequence[tuple[str, int, int, int]]]:
+    def block_runs() -> Iterator[BlockRuns]:
         for output, box in stream.order():
-            yield [(output.name, *run) for run in placed.runs(output.name, box)]
+            yield output.name, *placed.runs(output.name, box)
 
-    plan = WritePlan(_identity(checkpoint, stream, headers, [destination.in_order, verify]), sizes, runs)
+    plan = WritePlan(_identity(checkpoint, stream, headers, [destination.in_order, verify]), sizes, block_runs)
     begun = False
     try:
         skip = destination.begin(plan)
@@ -101,21 +99,20 @@ def write_safetensors(
                     data, at = block.elements.reshape(-1).view(np.uint8).data, 0
                     nbytes += data.nbytes
                     checks.append(crc32c.crc32c(data) if verify else 0)
-                    for number, offset, length in placed.runs(block.output.name, block.box):
-                        while file < number:
-                            file += 1
-                            writes.append(FileWrite(file, 0, memoryview(headers[file])))
+                    number, places = placed.runs(block.output.name, block.box)
+                    while file < number:
+                        file += 1
+                        writes.append(FileWrite(file, 0, memoryview(headers[file])))
+                    for offset, length in places:
                         writes.append(FileWrite(number, offset, data[at : at + length]))
                         at += length
-                destination.write(writes)
-                destination.wrote(checks)
+                destination.write(writes, checks)
                 written += sum(write.data.nbytes for write in writes)
                 done += nbytes
                 progress(done, total)
         left = [FileWrite(number, 0, memoryview(headers[number])) for number in range(file + 1, len(headers))]
-        destination.write(left)
-        destination.finish(verify=verify)
-        destination.publish()
+        destination.write(left, [])
+        destination.publish(verify=verify)
     except BaseException as e:
         destination.abort(keep=not begun or isinstance(e, StorageError) or not isinstance(e, Exception))  # a later call continues
         raise
@@ -132,12 +129,11 @@ class _Placed:
             for tensor, offset in zip(file.tensors, file.offsets, strict=True)
         }
 
-    def runs(self, name: str, box: Box) -> Iterator[tuple[int, int, int]]:
-        """File, offset and length of each contiguous part of a box, in row-major order."""
+    def runs(self, name: str, box: Box) -> tuple[int, list[tuple[int, int]]]:
+        """The file of a box, and offset and length of each contiguous part, in row-major order."""
         file, begin, shape, itemsize = self._at[name]
         offsets, length = runs(shape, box, itemsize)
-        for offset in (begin + offsets).tolist():
-            yield file, offset, length
+        return file, [(offset, length) for offset in (begin + offsets).tolist()]
 
 
 def _identity(checkpoint: Checkpoint, stream: Stream, headers: Sequence[bytes], flags: Sequence[bool]) -> bytes:

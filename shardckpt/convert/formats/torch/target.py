@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.convert.files.draft import Draft
-from shardckpt.convert.files.read_back import WrittenRun
+from shardckpt.convert.files.read_back import WrittenBlock
 from shardckpt.convert.formats.torch.crc32 import combine
 from shardckpt.convert.small_leaves import left_out, notes_of
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.streaming.chunking import blocks, runs
 from shardckpt.errors import BudgetError, DtypeError, MissingDataError, MissingExtraError
+from shardckpt.io.buffers import gather_write
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import byte_view
 from shardckpt.state import parse, unflatten
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
     from shardckpt.state.document import Node
-
-__all__ = ["TorchFileWriter", "torch_dtypes"]
 
 _RECORD_BYTES = 512
 """Approximate bytes of a record's headers and alignment, and of its tensor's description."""
@@ -126,24 +125,24 @@ class TorchFileWriter(StateWriter):
         for at, offset in zip(range(0, data.nbytes, length), offsets.tolist(), strict=True):
             run = data[at : at + length]
             with storage_errors("write", self._draft.final):
-                _write_at(self._draft.fd, run, record.offset + offset)
+                gather_write(self._draft.fd, record.offset + offset, [run])
             record.parts[offset] = zlib.crc32(run), length
         record.written += data.nbytes
         if record.written == record.nbytes:
             record.crc = combine(part for _, part in sorted(record.parts.items()))
             record.parts.clear()
 
-    def complete(self) -> list[WrittenRun]:
+    def complete(self) -> list[WrittenBlock]:
         """Write the records' CRC-32."""
         for name, record in self._records.items():
             if record.crc is None:
                 raise MissingDataError(f"{self._draft.final}: not all of {shown(name)} was written; nothing was published. Export again.")
             with storage_errors("write", self._draft.final):
                 for at in record.crc_at:
-                    _write_at(self._draft.fd, memoryview(struct.pack("<I", record.crc)), at)
+                    gather_write(self._draft.fd, at, [memoryview(struct.pack("<I", record.crc))])
         with storage_errors("write", self._draft.final):
             os.fsync(self._draft.fd)
-        return [WrittenRun(name, self._draft.path, r.offset, r.nbytes, r.crc or 0) for name, r in self._records.items()]
+        return [WrittenBlock(name, self._draft.path, [(r.offset, r.nbytes)], r.crc or 0) for name, r in self._records.items()]
 
     def _found(self, tree: Node) -> dict[str, _Record]:
         """The records by tensor name. torch.save numbers them in the order in which it met their tensors."""
@@ -249,9 +248,3 @@ def _records(draft: Draft) -> dict[int, _Record]:
                 found[int(number)] = _Record(offset, info.file_size, (at + 16, trailing), crc=None if info.file_size else 0)
             at += _CENTRAL_HEADER.size + sum(central[10:13])
     return found
-
-
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
