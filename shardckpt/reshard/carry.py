@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shardckpt.format.table import Table
     from shardckpt.reshard.job import OpenJob
 
-__all__ = ["Carried", "carry"]
-
 
 @dataclass(frozen=True, slots=True)
 class Carried:

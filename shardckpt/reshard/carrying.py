@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["TakenOver", "carry_chunks", "carry_lanes", "way"]
-
 TakenOver = Literal["links", "copies"]
 """The method by which files come to exist in both places."""
 _NO_RANGES = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

@@ -23,8 +23,6 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["AUTO", "ClusterExecutor", "WorkerLostError", "address_of", "connect"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["SHORT_NAMES", "ConvertedSubtree", "DtypePlan", "check_dtypes", "plan_dtypes"]
-
 SHORT_NAMES = {
     "bf16": "bfloat16",
     "fp16": "float16",

@@ -23,8 +23,6 @@ from shardckpt.reshard.processes import LocalProcesses
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Engine", "check_engine", "start"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

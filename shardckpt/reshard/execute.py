@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.plan import Task
     from shardckpt.reshard.source import OpenSource, SourceSpec
 
-__all__ = ["ReshardReport", "all_rules", "reshard", "run_job"]
-
 MOST_LOSSES = 3
 """Maximum number of workers lost over one task."""
 _ENGINE_WORKERS = 64

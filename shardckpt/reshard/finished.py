@@ -17,8 +17,6 @@ from shardckpt.io.threads import map_on_threads
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
-__all__ = ["finished_tasks"]
-
 _HOSTS = "hosts/"
 
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.source import SourceSpec
 
-__all__ = ["Job", "OpenJob", "check_destination"]
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

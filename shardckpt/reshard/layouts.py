@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
     from shardckpt.reshard.options import ReshardOptions
 
-__all__ = ["decide"]
-
 
 def decide(tensors: Mapping[str, TensorRecord], options: ReshardOptions) -> dict[str, Decision]:
     """The layout of every tensor.

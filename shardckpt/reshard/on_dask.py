@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-__all__ = ["OnDask"]
-
 T = TypeVar("T")
 
 _OURS = "shardckpt._version:__version__"

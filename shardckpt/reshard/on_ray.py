@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-__all__ = ["OnRay"]
-
 T = TypeVar("T")
 
 _LOST = (

@@ -19,8 +19,6 @@ from shardckpt.state.names import selector
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["DEFAULT_MEMORY_LIMIT", "DEFAULT_TASK_BYTES", "MOST_WORKERS", "ReshardOptions"]
-
 DEFAULT_MEMORY_LIMIT = 512 << 20
 """Default bytes of buffers, over all workers of one machine together."""
 DEFAULT_TASK_BYTES = 256 << 20

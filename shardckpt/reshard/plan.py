@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.rules import Decision
     from shardckpt.reshard.source import OpenSource
 
-__all__ = ["ReshardPlan", "Task", "TaskShare", "plan_reshard"]
-
 MOST_TASKS = 4096
 """Approximate maximum number of tasks of a job."""
 _ENOUGH_TASKS = 8

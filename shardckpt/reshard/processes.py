@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["LocalProcesses", "serve"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

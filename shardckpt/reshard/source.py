@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shardckpt.reading.locate import Request
     from shardckpt.reading.reader import ReadStats
 
-__all__ = ["OpenSource", "Reader", "SourceSpec", "open_source", "place_of"]
-
 
 class Reader(Protocol):
     """Reads stored elements. Safe to use from several threads."""

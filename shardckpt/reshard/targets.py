@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.rules import Decision
 
-__all__ = ["Targets", "renamed", "targets"]
-
 
 @dataclass(frozen=True, slots=True)
 class Targets:

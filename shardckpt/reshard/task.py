@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.job import Job
     from shardckpt.reshard.plan import ReshardPlan, Task
 
-__all__ = ["TaskReport", "forget", "keep", "record_key", "run_task"]
-
 _PAGES = 64 << 20
 """Bytes of local files that are flushed to disk at a time. These pages belong to the kernel, not to this process."""
 

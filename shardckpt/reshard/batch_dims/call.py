@@ -11,8 +11,6 @@ from shardckpt.reshard.batch_dims.sizes import BatchSize, Undecided, is_number
 if TYPE_CHECKING:
     from shardckpt.reshard.batch_dims.assumptions import Assumptions
 
-__all__ = ["Call", "Result", "Unresolved", "is_node", "op_name", "shown"]
-
 Result = Layout | tuple[Layout, ...]
 """Layout of one tensor, or of each tensor in a tuple."""
 

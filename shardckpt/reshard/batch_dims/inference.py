@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from shardckpt.reshard.batch_dims.call import Result
 
-__all__ = ["BatchDims", "batch_dims"]
-
 
 @dataclass(frozen=True, slots=True)
 class BatchDims:

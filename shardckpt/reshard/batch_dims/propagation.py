@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.batch_dims.assumptions import Assumptions
     from shardckpt.reshard.batch_dims.sizes import BatchSize
 
-__all__ = ["propagate"]
-
 _SIZES_OF = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset"}
 """Operators that use a tensor's shape but not its elements."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.mesh import Mesh
 
-__all__ = ["batch_shardings"]
-
 
 def batch_shardings(
     exported: Any,

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import ReshardPlan
 
-__all__ = ["Forecast", "forecast", "known_places"]
-
 LARGEST_TABLE = 256 << 20
 """Maximum bytes of a chunk table that is read for planning: nine million chunks."""
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["DEVICES_PER_HOST", "Bins", "Hosts", "joined", "placed"]
-
 DEVICES_PER_HOST = 8
 """Default number of devices per host."""
 MOST_BINS = 64

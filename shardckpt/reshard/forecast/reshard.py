@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["ReshardReads", "reshard_reads"]
-
 MOST_COUNTED = 16
 """Maximum number of counted tasks; each takes a few milliseconds."""
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Flow", "RestoreForecast", "TensorReads", "forecast_restore"]
-
 MOST_COUNTED = 20_000
 """Maximum number of (host, tensor) pairs whose requests are counted one by one: about a second."""
 MOST_CELLS = 1 << 20

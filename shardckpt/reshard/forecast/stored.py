@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["ByLayout", "ByTable", "StoredChunks", "StoredTensors"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredChunks:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.mesh import Mesh
 
-__all__ = ["Decided", "Step", "decide", "meaning"]
-
 Step: TypeAlias = Rule | Like
 """A rule, or another checkpoint's layouts."""
 

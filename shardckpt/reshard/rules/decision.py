@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.partition_spec import PartitionSpec
     from shardckpt.reshard.rules.rule import Rule
 
-__all__ = ["Decision", "notices_of", "one_element", "sharding"]
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
     from shardckpt.reshard.rules.deciding import Step
 
-__all__ = ["Entry", "steps_of"]
-
 Entry: TypeAlias = Rule | Preset | Like
 
 

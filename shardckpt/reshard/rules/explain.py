@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.rules.deciding import Step
     from shardckpt.reshard.rules.decision import Decision
 
-__all__ = ["explanation"]
-
 FEW = 4
 """Below this number, rules that do not match are listed individually."""
 _NO = "does not match"

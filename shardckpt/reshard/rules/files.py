@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-__all__ = ["read_rules"]
-
 _KEYS = ("mesh", "unmatched", "preset", "rules")
 
 

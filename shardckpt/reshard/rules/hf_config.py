@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-__all__ = ["MODEL_TYPES", "head_counts", "read_config", "read_preset"]
-
 MODEL_TYPES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama"),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), "mixtral"),

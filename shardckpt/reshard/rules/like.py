@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import StoredLayout, Structure
     from shardckpt.layout.mesh import Mesh
 
-__all__ = ["Like"]
-
 
 @dataclass(frozen=True, slots=True)
 class Like:

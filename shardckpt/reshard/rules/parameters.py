@@ -20,8 +20,6 @@ from shardckpt.reshard.rules.pattern import owners
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Parameters"]
-
 
 class Parameters:
     """The tensors of a checkpoint by their paths."""

@@ -29,8 +29,6 @@ from shardckpt.state.names import did_you_mean
 if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
 
-__all__ = ["Heads", "Preset"]
-
 _CUTS = {"embed": "fsdp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "expert": "ep"}
 """Logical axis → the role that cuts it. Packed dimensions are cut like heads and mlp."""
 _AXES = {"fsdp": ("fsdp",), "tp": ("tensor", "model", "tp", "mp"), "ep": ("expert", "ep")}

@@ -18,8 +18,6 @@ from shardckpt.state.names import did_you_mean, pattern_regex
 if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
 
-__all__ = ["Rule", "Units"]
-
 
 @dataclass(frozen=True, slots=True)
 class Units:

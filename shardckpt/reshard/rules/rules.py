@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.rules.deciding import Step
     from shardckpt.reshard.rules.decision import Decision
 
-__all__ = ["Rules"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rules:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.rules.deciding import Step
     from shardckpt.reshard.rules.entry import Entry
 
-__all__ = ["refuse_unused"]
-
 EVERYTHING = "**"
 """The pattern for all remaining tensors; it may match none."""
 

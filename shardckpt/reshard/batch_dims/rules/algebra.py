@@ -19,8 +19,6 @@ from shardckpt.reshard.batch_dims.sizes import Undecided
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Known", "added", "extreme", "multiplied", "position"]
-
 Known = Replicate | Shard | Partial
 """A layout that is not Unknown."""
 

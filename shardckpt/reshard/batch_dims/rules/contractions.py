@@ -17,8 +17,6 @@ from shardckpt.reshard.batch_dims.rules.algebra import Known, added, multiplied,
 from shardckpt.reshard.batch_dims.rules.pointwise import aligned
 from shardckpt.reshard.batch_dims.sizes import Undecided
 
-__all__ = ["RULES"]
-
 
 def contracted(call: Call, equation: str, *values: Any) -> Known:
     """The layout of an einsum.

@@ -17,8 +17,6 @@ from shardckpt.reshard.batch_dims.sizes import Undecided
 if TYPE_CHECKING:
     from shardckpt.reshard.batch_dims.call import Call, Result
 
-__all__ = ["RULES"]
-
 
 def _filled(call: Call) -> Result:
     value = call["fill_value"] if call["fill_value"] is not None else call["s"]

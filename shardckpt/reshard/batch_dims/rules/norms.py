@@ -20,8 +20,6 @@ from shardckpt.reshard.batch_dims.sizes import Undecided
 if TYPE_CHECKING:
     from shardckpt.reshard.batch_dims.call import Call, Result
 
-__all__ = ["RULES"]
-
 
 def _layer_norm(call: Call) -> Result:
     for name in ("weight", "bias"):

@@ -19,8 +19,6 @@ from shardckpt.reshard.batch_dims.sizes import Undecided
 if TYPE_CHECKING:
     from shardckpt.reshard.batch_dims.call import Call, Result
 
-__all__ = ["RULES"]
-
 
 def _kept(layout: Shard, dims: tuple[int, ...], keepdim: bool) -> Shard:
     """The layout after other dimensions have been reduced."""

@@ -20,8 +20,6 @@ from shardckpt.reshard.batch_dims.layouts import Replicate, Shard
 from shardckpt.reshard.batch_dims.rules.algebra import Known, added
 from shardckpt.reshard.batch_dims.sizes import Undecided
 
-__all__ = ["MOVES", "RULES", "untouched"]
-
 MOVES = frozenset({"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "permute", "t", "transpose", "expand", "slice"}) | {
     "clone",
     "alias",
