@@ -6,11 +6,12 @@ from simulated_readers import read_by_host
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
-from shardckpt.reshard import ReshardOptions, plan_reshard
 from shardckpt.reshard.forecast.document import document
 from shardckpt.reshard.forecast.forecast import forecast, known_places
 from shardckpt.reshard.forecast.rates import Rates, given_rates
 from shardckpt.reshard.job import Job
+from shardckpt.reshard.options import ReshardOptions
+from shardckpt.reshard.plan import plan_reshard
 from shardckpt.reshard.rules import Rules
 from shardckpt.reshard.task import _opened, run_task
 
