@@ -48,10 +48,11 @@ class Hosts:
         Args:
             layouts: layouts of tensors, each with the tensor's rank; None entries are ignored.
             devices_per_host: devices of each host; the last host may have fewer.
-            number: number of hosts, instead of `devices_per_host`.
+            number: number of hosts, instead of `devices_per_host`; hosts beyond the devices have none, like the hosts of a save of plain
+                tensors.
 
         Raises:
-            OptionError: a host would have no devices.
+            OptionError: `devices_per_host` is not positive.
         """
         # Tensors share a mesh, or at least a layout.
         distinct = {
