@@ -264,7 +264,7 @@ def all_rules(
     """Combine `rules`, `like` and `unmatched` into one `Rules`."""
     if rules is None and like is None:
         if unmatched is not None:
-            raise OptionError("unmatched=… is about tensors that no rule means, and there are no rules; give rules= or like=.")
+            raise OptionError("unmatched=… is about tensors that no rule matches, and there are no rules; give rules= or like=.")
         return None
     found = Rules() if rules is None else rules
     if isinstance(found, Mapping):

@@ -3,7 +3,7 @@
 Pure: names, shapes and a mesh in, layouts and the reasons for them out. Files are read by `files` and `hf_config` alone.
 """
 
-from shardckpt.reshard.rules.decision import Decision
+from shardckpt.reshard.rules.decisions import Decision
 from shardckpt.reshard.rules.mesh_text import parse_mesh
 from shardckpt.reshard.rules.rule import Rule
 from shardckpt.reshard.rules.rules import Rules

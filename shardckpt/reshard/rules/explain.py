@@ -20,7 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardckpt.layout.sharding import Sharding
-from shardckpt.reshard.rules.deciding import meaning
+from shardckpt.reshard.rules.decisions import meaning
 from shardckpt.reshard.rules.pattern import match
 from shardckpt.reshard.rules.rule import Rule
 from shardckpt.state.names import shown
@@ -28,8 +28,7 @@ from shardckpt.state.names import shown
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.reshard.rules.deciding import Step
-    from shardckpt.reshard.rules.decision import Decision
+    from shardckpt.reshard.rules.decisions import Decision, Step
 
 FEW = 4
 """Below this number, rules that do not match are listed individually."""

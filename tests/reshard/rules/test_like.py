@@ -34,9 +34,9 @@ def test_layouts_are_those_of_the_other_checkpoint(record):
     assert decided["w"].layout == Sharding(MESH, PartitionSpec("data", "model"))
     assert decided["b"].layout == Sharding(MESH, PartitionSpec("model"))
     assert decided["plain"].layout is None
-    assert (decided["w"].rule, decided["w"].why) == ("like run/other", "run/other has it so")
+    assert (decided["w"].rule, decided["w"].why) == ("like run/other", "run/other has this layout")
     assert decided["new"].layout == Sharding(MESH, PartitionSpec())
-    assert decided["new"].notices == ("no rule means it: replicated",)
+    assert decided["new"].notices == ("no rule matches it: replicated",)
 
 
 def test_over_another_mesh_the_specs_stay(record):
@@ -66,7 +66,7 @@ def test_what_cannot_be_copied_is_refused_by_name(record):
         rules.decide("w", (8,))
     with pytest.raises(OptionError, match="run/other has none of the 1 tensors, such as 'v'"):
         rules.decide_all({"v": (8,)})
-    with pytest.raises(OptionError, match="No rule means 'v'"):
+    with pytest.raises(OptionError, match="No rule matches 'v'"):
         Rules(rules.entries, "error", rules.mesh).decide("v", (8,))
 
 
@@ -94,6 +94,6 @@ def test_layouts_that_were_worked_out_for_each_tensor_are_rules():
     rules = Rules.parse("scale=(model)").then(Rules.by_name(worked_out, "the graph"))
     decided = rules.decide_all({"cache": (8, 3), "scale": (8,), "new": (40_000,)})
     assert decided["cache"].layout == worked_out["cache"]
-    assert (decided["cache"].rule, decided["cache"].why) == ("like the graph", "the graph has it so")
+    assert (decided["cache"].rule, decided["cache"].why) == ("like the graph", "the graph has this layout")
     assert decided["scale"].layout.spec == PartitionSpec("model")
-    assert decided["new"].notices == ("no rule means it: replicated",)
+    assert decided["new"].notices == ("no rule matches it: replicated",)

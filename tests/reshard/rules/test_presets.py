@@ -228,7 +228,7 @@ def test_the_mesh_decides_which_axis_plays_a_role():
             "preset llama/tp: tp is played by an axis 'tensor' or 'model' or 'tp' or 'mp', and the mesh has data, expert",
         ),
         ("llama/tp=date", ShardingError, "played by an axis 'date', and the mesh has data, expert .did you mean 'data'"),
-        ("gpt2/ep", OptionError, "preset gpt2/ep means none of the 1 tensors, such as 'model/foo.weight'; choose the family"),
+        ("gpt2/ep", OptionError, "preset gpt2/ep matches none of the 1 tensors, such as 'model/foo.weight'; choose the family"),
     ],
 )
 def test_presets_that_cannot_be_are_refused(text, kind, message):

@@ -111,10 +111,10 @@ def test_what_has_one_element_is_replicated_whatever_the_rules_say():
 
 def test_unmatched_tensors_are_replicated_with_a_notice_or_an_error():
     rules = Rules.parse("a=(model)")
-    assert rules.decide("b", (1000, 1000), MESH).notices == ("no rule means it: replicated",)
+    assert rules.decide("b", (1000, 1000), MESH).notices == ("no rule matches it: replicated",)
     assert rules.decide("b", (10, 10), MESH).notices == ()
     strict = Rules.parse("a=(model)", unmatched="error")
-    with pytest.raises(OptionError, match=r"No rule means 'b' and 1 other tensor; add a rule, such as '\*\*=replicated'"):
+    with pytest.raises(OptionError, match=r"No rule matches 'b' and 1 other tensor; add a rule, such as '\*\*=replicated'"):
         strict.decide_all({"a": (8,), "b": (8,), "c": (8,)}, MESH)
 
 
