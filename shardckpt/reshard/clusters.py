@@ -32,7 +32,7 @@ PATIENCE = 300
 """Seconds that a cluster may be without any worker; a cluster that grows on demand has to start a machine."""
 _LOOK_EVERY = 1
 """Seconds between two queries of a cluster's size."""
-_EXTRAS = {"ray": "ray", "dask": "distributed"}
+EXTRAS = {"ray": "ray", "dask": "distributed"}
 """Extra of shardckpt → the package that it requires."""
 _URL = re.compile(r"(\w+)://(auto|\[[0-9a-fA-F:.]+\]:\d{1,5}|[^\s/:@\[\]]+:\d{1,5})", re.ASCII)
 
@@ -146,36 +146,9 @@ def address_of(url: str) -> tuple[str, str]:
     ('dask', 'auto')
     """
     found = _URL.fullmatch(url)
-    if found is None or found[1] not in _EXTRAS:
+    if found is None or found[1] not in EXTRAS:
         raise OptionError(
             f"engine={excerpt(url)}: give ray://HOST:PORT, dask://HOST:PORT, ray://auto or dask://auto; "
             f"without an engine, processes of this machine do the work."
         )
     return found[1], found[2]
-
-
-def connect(url: str, memory: int) -> ClusterExecutor:
-    """Connect to a running cluster.
-
-    Args:
-        url: URL of the cluster.
-        memory: bytes that a task uses, for a cluster that schedules by memory.
-
-    Raises:
-        OptionError: `url` is not the URL of a cluster.
-        MissingExtraError: the package for such a cluster is not installed.
-        CoordinationError: the cluster does not answer.
-    """
-    kind, address = address_of(url)
-    try:
-        if kind == "ray":
-            from shardckpt.reshard.on_ray import OnRay
-
-            return OnRay(url, address, memory)
-        from shardckpt.reshard.on_dask import OnDask
-
-        return OnDask(url, address)
-    except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] != _EXTRAS[kind]:
-            raise
-        raise MissingExtraError(f'{url} needs {_EXTRAS[kind]}; install it with `pip install "shardckpt[{kind}]"`.') from None

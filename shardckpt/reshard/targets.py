@@ -1,6 +1,8 @@
 """The structure of the new checkpoint, and the source tensor of each of its tensors.
 
-Each tensor is stored as a save would store it if devices had it in the new layout (`save_plan`). A tensor of a shardckpt
+The layout of each tensor is decided first. With rules, the rules decide; with a mesh alone, the spec that the source recorded, as far as
+the mesh has its axes; with neither, the layout stays. Each tensor is stored as a save would store it if devices had it in the new
+layout (`save_plan`). A tensor of a shardckpt
 checkpoint that keeps its layout and element size also keeps its arrays and chunks, whatever their shapes.
 """
 
@@ -12,10 +14,13 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError
 from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
 from shardckpt.plan.chunks import smallest_chunk
 from shardckpt.reshard.dtype_rules import plan_dtypes
-from shardckpt.reshard.layouts import decide
 from shardckpt.reshard.optimizer_state import optimizer_state
+from shardckpt.reshard.rules import Decision
 from shardckpt.state import meanings, per_process_names, select
 from shardckpt.state.names import array_path, piece_path, selector
 from shardckpt.writing.save_plan import tensor_record
@@ -24,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.layout.dtypes import DType
+    from shardckpt.layout.mesh import Mesh
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.options import ReshardOptions
-    from shardckpt.reshard.rules import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
 
     Raises:
         NamesMismatchError: `only` selects nothing.
-        OptionError, ShardingError: as in `layouts.decide`; or a pattern of `dtype` matches nothing.
+        OptionError, ShardingError: as in `Rules.decide_all`; or a pattern of `dtype` matches nothing.
         DtypeMismatchError: a tensor cannot be converted; the message names it.
         LeafError: a tensor cannot be stored.
     """
@@ -65,7 +70,7 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
     if options.only is not None and not tree:
         raise NamesMismatchError(f"{where}: only={options.only!r} selects none of its names; `shardckpt info` lists them.")
     sources = {name: source.tensors[old] for name, old in stored.items()}
-    decisions = decide(sources, options)
+    decisions = _decide_layouts(sources, options)
     optimizer = optimizer_state(source.tree) if options.dtype else ()
     planned = plan_dtypes(sources, options.dtype, meanings(tree), optimizer)
     types = planned.dtypes
@@ -88,3 +93,27 @@ def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     paths = [array_path(name)] if whole else [piece_path(name, tensor.shape, piece.start) for piece in tensor.pieces]
     pieces = tuple(replace(piece, path=path) for piece, path in zip(tensor.pieces, paths, strict=True))
     return TensorRecord(name, tensor.shape, dtype, tensor.layout, pieces)
+
+
+def _decide_layouts(tensors: Mapping[str, TensorRecord], options: ReshardOptions) -> dict[str, Decision]:
+    """The layout of every tensor; `tensors` are source tensors by their names in the target."""
+    if options.rules is not None:
+        return options.rules.decide_all({name: tensor.shape for name, tensor in tensors.items()}, options.mesh)
+    if options.mesh is not None:
+        return {name: _over(options.mesh, tensor) for name, tensor in tensors.items()}
+    return {name: Decision(tensor.layout, "", "It stays as it is: there is neither a mesh nor a rule.") for name, tensor in tensors.items()}
+
+
+def _over(mesh: Mesh, tensor: TensorRecord) -> Decision:
+    """The recorded spec over another mesh."""
+    layout = tensor.layout
+    if layout is None:
+        return Decision(None, "", "It was saved as a plain tensor, and stays one.")
+    found = layout.as_sharding(tensor.shape) if isinstance(layout, Placements) else layout
+    if not isinstance(found, Sharding):
+        notice = "its recorded layout names no axes, so it is replicated; a rule can say how it is cut"
+        return Decision(Sharding(mesh, PartitionSpec()), "", "Nothing says how it is cut over another mesh.", (notice,))
+    kept = PartitionSpec(*(tuple(a for a in axes if a in mesh.axis_names) for axes in found.spec.axes))
+    lost = [str(a) for axes in found.spec.axes for a in axes if a not in mesh.axis_names]
+    notices = (f"the mesh has no axis {', '.join(lost)}, along which it was cut",) if lost else ()
+    return Decision(Sharding(mesh, kept), "", "It keeps its recorded spec, over the given mesh.", notices)

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CommitError, CorruptionError, ShardckptError
 from shardckpt.format.documents import seal
+from shardckpt.format.record import host_record_key
 from shardckpt.plan.views import View
 from shardckpt.reshard.assembling import assembled
 from shardckpt.reshard.batches import BatchMemory, ChunkTarget, PlannedStep
-from shardckpt.reshard.carry import read_back
 from shardckpt.reshard.job import OpenJob
 from shardckpt.writing.host import HostWriter
 
@@ -58,11 +58,6 @@ class TaskReport:
     seconds: float = 0.0
 
 
-def record_key(number: int) -> str:
-    """Key of a task's record, relative to the attempt."""
-    return f"records/{number:05d}.json"
-
-
 def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
     """Do one task of a job, unless it is done.
 
@@ -79,7 +74,7 @@ def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
     """
     opened = _opened(job)
     task = opened.plan.tasks[number]
-    if opened.place.exists(record_key(number)):
+    if opened.place.exists(host_record_key(number)):
         return TaskReport(number, done_before=True, nbytes=task.nbytes)
     began, stats = time.monotonic(), opened.checkpoint.stats
     before = stats.bytes_read
@@ -177,7 +172,7 @@ class _Run:
     def _read_back(self, table: Table) -> None:
         """Compare the durable data with the data written."""
         try:
-            read_back(self._opened, table)
+            self._opened.read_back(table)
         except CorruptionError as e:
             raise CommitError(
                 f"{self._place}: task {self._task.number} does not read back what it wrote ({e}) Nothing was published."

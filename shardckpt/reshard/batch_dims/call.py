@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from shardckpt.reshard.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
 from shardckpt.reshard.batch_dims.sizes import BatchSize, Undecided, is_number
-
-if TYPE_CHECKING:
-    from shardckpt.reshard.batch_dims.assumptions import Assumptions
 
 Result = Layout | tuple[Layout, ...]
 """Layout of one tensor, or of each tensor in a tuple."""
@@ -20,6 +18,16 @@ _SIZES = frozenset(
 """Arguments, by schema name, that give the shape of the result."""
 _POSITIONS = frozenset({"start", "end", "index", "shifts", "diagonal", "k", "pad"})
 """Arguments that give a position in a dimension, if they are numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """Assumptions about a program that its graph does not show; by default all are off. See `batch_dims`."""
+
+    even_counts: bool = False
+    """Masks have the same number of true elements in every part of the batch."""
+    local_batch_norm: bool = False
+    """Batch normalisation is meant to use the statistics of each process's own part."""
 
 
 class Unresolved(Exception):  # noqa: N818 - it carries an operand's Unknown

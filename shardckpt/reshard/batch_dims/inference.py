@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.reshard.batch_dims.assumptions import Assumptions
+from shardckpt.reshard.batch_dims.call import Assumptions
 from shardckpt.reshard.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
 from shardckpt.reshard.batch_dims.program import Program
 from shardckpt.reshard.batch_dims.propagation import propagate

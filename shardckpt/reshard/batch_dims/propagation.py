@@ -19,7 +19,7 @@ from shardckpt.reshard.batch_dims.sizes import Undecided, is_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardckpt.reshard.batch_dims.assumptions import Assumptions
+    from shardckpt.reshard.batch_dims.call import Assumptions
     from shardckpt.reshard.batch_dims.sizes import BatchSize
 
 _SIZES_OF = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset"}
