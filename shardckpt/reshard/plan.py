@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, largest_chunk
+from shardckpt.plan.views import View
+from shardckpt.reshard.batches import ChunkTarget, PlannedStep
 from shardckpt.reshard.cells import Cells, cut, read_bytes, steps
 from shardckpt.reshard.memory import Memory, Sizes, check_limit, share
 from shardckpt.reshard.targets import targets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import Structure, TensorRecord
@@ -113,7 +115,7 @@ class ReshardPlan:
     @property
     def source_bytes(self) -> int:
         """Stored bytes of the source tensors, uncompressed; each chunk counts once."""
-        return sum(p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in self.sources.values() for p in t.pieces)
+        return _stored_bytes(self.sources.values())
 
     @property
     def read_bytes(self) -> int:
@@ -123,9 +125,7 @@ class ReshardPlan:
     @property
     def written_bytes(self) -> int:
         """Stored bytes of the target, uncompressed, including the padding of chunks at edges."""
-        return sum(
-            p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in self.target.tensors.values() for p in t.pieces
-        )
+        return _stored_bytes(self.target.tensors.values())
 
     @property
     def amplification(self) -> float:
@@ -138,6 +138,15 @@ class ReshardPlan:
         itemsize, room = target.dtype.itemsize, self.memory.room
         for box in self._cells[share.tensor].boxes(share.cells, self.memory.batch // itemsize):
             yield from steps(box, target.pieces, source.pieces, itemsize, room)
+
+    def planned_steps(self, task: Task) -> Iterator[PlannedStep]:
+        """Yield the steps of a task in order, with the target of each."""
+        for cells in task.shares:
+            tensor, source = self.target.tensors[cells.tensor], self.sources[cells.tensor]
+            view = View.whole(source.name, source.shape)
+            target = ChunkTarget(tensor.name, tensor.dtype, tensor.pieces, [(source, view)], as_stored=True)
+            for step in self.steps(cells):
+                yield PlannedStep(target, step)
 
     def task_read_bytes(self, task: Task) -> int:
         """Stored bytes that a task reads, uncompressed; repeated reads count each time."""
@@ -203,6 +212,11 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
         conversions=made.conversions,
         _cells=cells,
     )
+
+
+def _stored_bytes(tensors: Iterable[TensorRecord]) -> int:
+    """Bytes of all chunks of some tensors, uncompressed, with their checksums."""
+    return sum(p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in tensors for p in t.pieces)
 
 
 def _task_length(structure: Structure, most: int) -> int:

@@ -141,6 +141,10 @@ class Call:
             raise Undecided("it has several results")
         return shapes[0] or ()
 
+    def each_result(self, layout: Layout) -> Result:
+        """The same layout for every result of the call."""
+        return layout if len(self.outs) == 1 else (layout,) * len(self.outs)
+
     def refuse_counts(self) -> None:
         """Refuse numeric arguments that differ with the size of the part, except sizes, which the result's shape shows.
 

@@ -23,7 +23,11 @@ from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.layout.mesh import Mesh
 from shardckpt.reshard.rules.decisions import decide, meaning
+from shardckpt.reshard.rules.explain import explanation
+from shardckpt.reshard.rules.files import read_rules
+from shardckpt.reshard.rules.hf_config import read_preset
 from shardckpt.reshard.rules.like import Like
+from shardckpt.reshard.rules.mesh_text import parse_mesh
 from shardckpt.reshard.rules.pattern import match
 from shardckpt.reshard.rules.preset import Preset
 from shardckpt.reshard.rules.rule import Rule
@@ -83,8 +87,6 @@ class Rules:
         Raises:
             OptionError: a text is not a rule; the message names the text and the character.
         """
-        from shardckpt.reshard.rules.mesh_text import parse_mesh
-
         listed = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
         entries = tuple(Rule.parse(text, f"rule {number}") for number, text in enumerate(listed, 1))
         return cls(entries, unmatched, parse_mesh(mesh) if isinstance(mesh, str) else mesh)
@@ -105,9 +107,11 @@ class Rules:
         Raises:
             OptionError, ShardingError: the file cannot be read or has invalid content; the message names file and place.
         """
-        from shardckpt.reshard.rules.files import read_rules
-
-        return read_rules(path)
+        found = read_rules(path)
+        try:
+            return cls(**found)
+        except OptionError as error:
+            raise OptionError(f"{path}: {error}") from error
 
     @classmethod
     def from_hf_config(cls, path: str | os.PathLike[str], roles: str = "") -> Rules:
@@ -120,8 +124,6 @@ class Rules:
         Raises:
             OptionError: the file cannot be read, or names a model without a preset; the message lists the known models.
         """
-        from shardckpt.reshard.rules.hf_config import read_preset
-
         return cls((read_preset(path, roles),))
 
     @classmethod
@@ -236,8 +238,6 @@ class Rules:
             NamesMismatchError: there is no such tensor; the message names the most similar one.
             ShardingError: as for `decide`.
         """
-        from shardckpt.reshard.rules.explain import explanation
-
         if name not in tensors:
             raise NamesMismatchError(f"There is no tensor {shown(name)}{did_you_mean(name, tensors)}.")
         steps = self.steps(mesh)

@@ -51,7 +51,7 @@ def _drawn(call: Call) -> Result:
     values = [value for value in call.operands if call.shape(value) == call.out]
     layout = call.steady(values[0]) if values else _filled(call)
     if isinstance(layout, Shard):
-        return layout if len(call.outs) == 1 else (layout,) * len(call.outs)
+        return call.each_result(layout)
     raise Undecided("it draws random numbers, which are the same in all processes only if their generators are")
 
 

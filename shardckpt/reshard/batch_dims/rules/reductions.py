@@ -63,14 +63,14 @@ def _extreme(reduction: str) -> Any:
             return layout
         layout = call.steady(call["self"])
         if not isinstance(layout, Shard):
-            return layout if single else (layout,) * len(call.outs)
+            return call.each_result(layout)
         if layout.dim in dims:
             where = Partial(reduction)
             if single:
                 return where
             raise Undecided("it finds the position of an extreme across samples")
         kept = _kept(layout, dims, bool(call["keepdim"]))
-        return kept if single else (kept,) * len(call.outs)
+        return call.each_result(kept)
 
     return rule
 
@@ -80,7 +80,7 @@ def _within(call: Call) -> Result:
     layout, dims = call.steady(call["self"]), _reduced_dims(call)
     untouched(layout, dims, "it reduces")
     kept = _kept(layout, dims, bool(call["keepdim"])) if isinstance(layout, Shard) else layout
-    return kept if len(call.outs) == 1 else (kept,) * len(call.outs)
+    return call.each_result(kept)
 
 
 def _along(call: Call) -> Result:
@@ -89,7 +89,7 @@ def _along(call: Call) -> Result:
     ndim = len(call.shape(value))
     layout: Known = call.steady(value)
     untouched(layout, (call.dim(-1 if call["dim"] is None else call["dim"], ndim),), "it works")
-    return layout if len(call.outs) == 1 else (layout,) * len(call.outs)
+    return call.each_result(layout)
 
 
 def _running_sum(call: Call) -> Result:
