@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 AUTO = "auto"
 """In place of an address: the cluster that the environment names."""
-PATIENCE = 300
+WORKER_TIMEOUT = 300
 """Seconds that a cluster may be without any worker; a cluster that grows on demand has to start a machine."""
 _LOOK_EVERY = 1
 """Seconds between two queries of a cluster's size."""
@@ -64,27 +64,27 @@ class ClusterExecutor(Executor, ABC):
         """Ask the cluster for the number of tasks that it can run at a time."""
 
     @abstractmethod
-    def understand(self, error: BaseException) -> BaseException:
+    def translate(self, error: BaseException) -> BaseException:
         """Translate an error of the cluster library."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call a function in the cluster; function, arguments and result are picklable."""
-        mine: Future[T] = Future()
-        mine.set_running_or_notify_cancel()
+        result: Future[T] = Future()
+        result.set_running_or_notify_cancel()
 
-        def settle(theirs: Future[T]) -> None:
-            if theirs.cancelled():
-                mine.set_exception(self.lost())
-            elif (error := theirs.exception()) is not None:
-                mine.set_exception(self._meant(error))
+        def settle(done: Future[T]) -> None:
+            if done.cancelled():
+                result.set_exception(self.lost())
+            elif (error := done.exception()) is not None:
+                result.set_exception(self._explain(error))
             else:
-                mine.set_result(theirs.result())
+                result.set_result(done.result())
 
         try:
             self.start(fn, args, kwargs).add_done_callback(settle)
         except Exception as e:  # noqa: BLE001  (the future raises it)
-            mine.set_exception(self._meant(e))
-        return mine
+            result.set_exception(self._explain(e))
+        return result
 
     def places(self) -> int:
         """Number of tasks that the cluster runs at a time now; at least 1.
@@ -101,21 +101,21 @@ class ClusterExecutor(Executor, ABC):
             self._looked = now = time.monotonic()
             if self._places:
                 self._alive = now
-            elif now > self._alive + PATIENCE:
+            elif now > self._alive + WORKER_TIMEOUT:
                 raise CoordinationError(
-                    f"{self._url} has had no worker {self.asked()}for {PATIENCE} s. What tasks have finished stays; the same call goes on "
-                    f"there when there are workers."
+                    f"{self._url} has had no worker {self.requirements()}for {WORKER_TIMEOUT} s. Finished tasks are kept; repeat the call "
+                    f"when there are workers, and it continues from there."
                 )
         return max(1, self._places)
 
-    def asked(self) -> str:
+    def requirements(self) -> str:
         """Requirements on a worker, as text for a message."""
         return ""
 
     def lost(self) -> CoordinationError:
         """The error for a lost connection."""
         return CoordinationError(
-            f"{self._url}: the connection to the cluster is lost. What tasks have finished stays; the same call goes on there."
+            f"{self._url}: the connection to the cluster was lost. Finished tasks are kept; the same call continues from there."
         )
 
     def absent(self, who: str = "a worker") -> MissingExtraError:
@@ -124,14 +124,14 @@ class ClusterExecutor(Executor, ABC):
             f"{self._url}: {who} cannot import shardckpt; install shardckpt {__version__} wherever the cluster runs Python."
         )
 
-    def _meant(self, error: BaseException) -> BaseException:
+    def _explain(self, error: BaseException) -> BaseException:
         """The error to raise: the task's own, or one that explains to a user how to proceed."""
         cause: BaseException | None = error
         while cause is not None:
             if "No module named 'shardckpt" in str(cause):
                 return self.absent()
             cause = cause.__cause__
-        return self.understand(error)
+        return self.translate(error)
 
 
 def address_of(url: str) -> tuple[str, str]:

@@ -336,8 +336,8 @@ def _lost(task: Task, times: int, error: BaseException) -> CommitError:
     names = [share.tensor for share in task.shares]
     what = f"{shown(names[0])}{f' to {shown(names[-1])}' if len(set(names)) > 1 else ''}" if names else "nothing but small values"
     return CommitError(
-        f"Task {task.number} ({what}) has lost its worker {times} times, the last time so: {error} If memory is short, lower memory_limit "
-        f"or workers. What other tasks have finished stays; the same call goes on there."
+        f"Task {task.number} ({what}) lost its worker {times} times, most recently: {error} If memory is short, lower memory_limit "
+        f"or workers. Finished tasks are kept; the same call continues from there."
     )
 
 

@@ -112,13 +112,13 @@ class OpenJob:
             self._refuse_to_replace()
         if not self.committed and any(base.attempt == self.prior.attempt for base in self.plan.source.structure.bases):
             raise OptionError(
-                f"{self.store}: {self.checkpoint.location} has left tensors in this checkpoint, its base, and could not be read any more "
-                f"if it were replaced; reshard to another place."
+                f"{self.store}: {self.checkpoint.location} reads tensors from this checkpoint, which is its base, and could not be read "
+                f"if this were replaced; choose another place."
             )
         if job.attempt not in (None, self.attempt):
             raise CommitError(
-                f"{self.store}: this worker would write into the attempt {self.attempt}, and the job writes into {job.attempt}: the source "
-                f"or the destination has changed since it began, or it runs another shardckpt than {__version__}; start the job anew."
+                f"{self.store}: this worker would write into attempt {self.attempt}, but the job writes into {job.attempt}: the source or "
+                f"the destination has changed since the job began, or the job runs another shardckpt than {__version__}; start it again."
             )
         self.place = self.store.sub(self.attempt)
 
@@ -182,7 +182,7 @@ class OpenJob:
             read_prior(self.store, overwrite=False)
         except AlreadyExistsError as e:
             what = (
-                "the source itself lies there"
+                "the source itself is there"
                 if self.store.location == self.checkpoint.location
                 else "another checkpoint is committed there already"
             )
@@ -233,8 +233,8 @@ def check_destination(location: Location) -> None:
     """
     path = location.local
     if path is not None and not path.is_dir() and (path.exists() or path.is_symlink()):
-        what = "a symbolic link that leads nowhere" if path.is_symlink() else "a file"
-        raise StorageError(f"{location}: {what} stands where the new checkpoint is to go; choose another place.")
+        what = "a broken symbolic link" if path.is_symlink() else "a file"
+        raise StorageError(f"{location}: {what} is at the place of the new checkpoint; choose another place.")
 
 
 def _compressor() -> str:

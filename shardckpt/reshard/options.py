@@ -62,7 +62,7 @@ class ReshardOptions:
         check_flag(self.overwrite, "overwrite")
         check_flag(self.verify, "verify")
         if callable(self.only):
-            raise OptionError("only=…: give patterns, which workers in other processes can be told.")
+            raise OptionError("only=…: give patterns; worker processes cannot receive a function.")
         selector(self.only)
         check_dtypes(self.dtype)
 

@@ -175,9 +175,9 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
         BudgetError: the memory limit is too small; names it, and a sufficient one.
     """
     record = source.record
-    ours = bool(record.hosts)  # without hosts it is foreign, with foreign chunk shapes
+    native = bool(record.hosts)  # without hosts it is foreign, with foreign chunk shapes
     layout = options.layout or record.layout
-    keep_chunks = ours and layout == record.layout
+    keep_chunks = native and layout == record.layout
     made = targets(record.structure, options, str(source.location), files=layout == "zarr", keep_chunks=keep_chunks)
     compression = record.compression if options.compression is None else None if options.compression == "none" else options.compression
     sizes = Sizes(
@@ -186,7 +186,7 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
         source_local=source.location.local is not None,
         target_local=destination is None or destination.local is not None,
         # The decoding of foreign formats is unknown; bases are not known yet either.
-        source_compressed=record.compression is not None or bool(record.structure.bases) or not ours,
+        source_compressed=record.compression is not None or bool(record.structure.bases) or not native,
         target_compressed=compression is not None,
     )
     # Check before cells are cut: their number grows with the number of elements that a file claims to have.

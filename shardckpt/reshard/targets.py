@@ -101,19 +101,19 @@ def _decide_layouts(tensors: Mapping[str, TensorRecord], options: ReshardOptions
         return options.rules.decide_all({name: tensor.shape for name, tensor in tensors.items()}, options.mesh)
     if options.mesh is not None:
         return {name: _over(options.mesh, tensor) for name, tensor in tensors.items()}
-    return {name: Decision(tensor.layout, "", "It stays as it is: there is neither a mesh nor a rule.") for name, tensor in tensors.items()}
+    return {name: Decision(tensor.layout, "", "The layout stays: neither a mesh nor a rule is given.") for name, tensor in tensors.items()}
 
 
 def _over(mesh: Mesh, tensor: TensorRecord) -> Decision:
     """The recorded spec over another mesh."""
     layout = tensor.layout
     if layout is None:
-        return Decision(None, "", "It was saved as a plain tensor, and stays one.")
+        return Decision(None, "", "The tensor was saved as a plain tensor, and stays one.")
     found = layout.as_sharding(tensor.shape) if isinstance(layout, Placements) else layout
     if not isinstance(found, Sharding):
-        notice = "its recorded layout names no axes, so it is replicated; a rule can say how it is cut"
-        return Decision(Sharding(mesh, PartitionSpec()), "", "Nothing says how it is cut over another mesh.", (notice,))
+        notice = "its recorded layout names no axes, so it is replicated; a rule can cut it"
+        return Decision(Sharding(mesh, PartitionSpec()), "", "The recorded layout cannot be applied to another mesh.", (notice,))
     kept = PartitionSpec(*(tuple(a for a in axes if a in mesh.axis_names) for axes in found.spec.axes))
     lost = [str(a) for axes in found.spec.axes for a in axes if a not in mesh.axis_names]
-    notices = (f"the mesh has no axis {', '.join(lost)}, along which it was cut",) if lost else ()
-    return Decision(Sharding(mesh, kept), "", "It keeps its recorded spec, over the given mesh.", notices)
+    notices = (f"the mesh has no axis {', '.join(lost)}, which cut the tensor in the source",) if lost else ()
+    return Decision(Sharding(mesh, kept), "", "The tensor keeps its recorded spec, over the given mesh.", notices)

@@ -84,7 +84,7 @@ class Call:
         if isinstance(found, Unknown):
             raise Unresolved(found)
         if isinstance(found, Numbered):
-            raise Undecided(f"{value.name} counts the samples, and every process begins at 0")
+            raise Undecided(f"{value.name} counts the samples, and every process starts at 0")
         return found
 
     def known(self, value: Any) -> Result:
@@ -114,7 +114,7 @@ class Call:
         """
         found = self.steady(value)
         if isinstance(found, Shard):
-            raise Undecided(f"{shown(value)} is {found}, where only one that is replicated is understood")
+            raise Undecided(f"{shown(value)} is {found}, but only a replicated operand is supported")
         return found
 
     def shape(self, value: Any) -> tuple[int, ...]:

@@ -124,7 +124,7 @@ def _stray_size(node: Any, layout: Layout, shape: Any, others: list[int], batch:
         return None
     if not batch.literal_sizes:
         kind = "partial" if isinstance(layout, Partial) else "cut" if isinstance(layout, Shard | Numbered) else "replicated"
-        return f"it is {kind}, and another dimension of its shape {tuple(shape)} is the batch's: samples meet"
+        return f"it is {kind}, and another dimension of its shape {tuple(shape)} has the batch's size: samples mix"
     known = {int(size) for n in node.all_input_nodes for size in getattr(n.meta.get("val"), "shape", ())}
     if node.op != "call_function" or node.target is operator.getitem or known.issuperset(others):
         return None

@@ -74,7 +74,7 @@ def notices_of(layout: StoredLayout | None, shape: tuple[int, ...], rule: Rule |
             notices.append(f"dimension {dim}: {rule.units.count} {rule.units.what} do not divide into {parts} parts ({over}): some are cut")
         if rule is not None and rule.packed is not None and rule.packed[0] == dim:
             notices.append(
-                f"dimension {dim} holds {rule.packed[1]} one behind the other: a part ({over}) is a run of them, and not a run of each"
+                f"dimension {dim} concatenates {rule.packed[1]}: a part ({over}) is a slice of all together, not a slice of each"
             )
     return tuple(notices)
 

@@ -273,7 +273,7 @@ def _why_unused(rule: Rule, before: Sequence[Step], tensors: Mapping[str, tuple[
         if meaning(rule, name, len(shape)):
             first = next(step for step in before if meaning(step, name, len(shape)))
             other = first.title if isinstance(first, Rule) else first.origin
-            return f"{rule.title} decides nothing: others come first wherever it matches, as {other} for {shown(name)}; put it before them."
+            return f"{rule.title} decides for no tensor: earlier rules match first, such as {other} for {shown(name)}; put it before them."
     for wider in (f"**/{rule.pattern}", f"**/*{rule.pattern}", f"{rule.pattern}/**", f"{rule.pattern}*", f"**/*{rule.pattern}*"):
         found = next((name for name in tensors if match(wider, name)), None)
         if found is not None:

@@ -40,7 +40,7 @@ def _counted(call: Call) -> Result:
     if call.out == (call.batch.value,) and not call.batch.literal_sizes and call["start"] in (None, 0) and call["step"] in (None, 1):
         return Numbered(0)
     if any(call.batch.divides(size) for size in call.out):
-        raise Undecided("it counts the samples, and every process begins at 0")
+        raise Undecided("it counts the samples, and every process starts at 0")
     for name in ("start", "end", "step"):
         if call[name] is not None and call.batch.power(call[name]):
             raise Undecided("where it begins or ends depends on the size of the part")

@@ -88,7 +88,7 @@ def _along(call: Call) -> Result:
     value = call["self"] if call["self"] is not None else call["input"]
     ndim = len(call.shape(value))
     layout: Known = call.steady(value)
-    untouched(layout, (call.dim(-1 if call["dim"] is None else call["dim"], ndim),), "it works")
+    untouched(layout, (call.dim(-1 if call["dim"] is None else call["dim"], ndim),), "it operates")
     return call.each_result(layout)
 
 
@@ -103,7 +103,7 @@ def _softmax_backward(call: Call) -> Result:
     gradient, output = call.layout(call["grad_output"]), call.steady(call["output"])
     dim = call.dim(call["dim"], len(call.out))
     for layout in (gradient, output):
-        untouched(layout, (dim,), "it works")
+        untouched(layout, (dim,), "it operates")
     if isinstance(gradient, Shard) != isinstance(output, Shard):
         raise Undecided("its gradient and its output are not cut alike")
     return multiplied([gradient, output])
