@@ -59,7 +59,7 @@ def check_engine(engine: object) -> None:
 
 
 @contextmanager
-def start(engine: Executor | str | None, workers: int | None, at_once: int, memory: int) -> Iterator[Engine]:
+def start_engine(engine: Executor | str | None, workers: int | None, at_once: int, memory: int) -> Iterator[Engine]:
     """Context manager of an engine; resources that existed before it stay unchanged afterwards.
 
     Args:

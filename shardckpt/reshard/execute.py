@@ -32,13 +32,13 @@ from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.clusters import WorkerLostError
-from shardckpt.reshard.engines import check_engine, start
+from shardckpt.reshard.engines import check_engine, start_engine
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
 from shardckpt.reshard.reuse import reuse_files
 from shardckpt.reshard.rules import Rule, Rules
 from shardckpt.reshard.source import place_of
-from shardckpt.reshard.task import TaskReport, forget, keep, run_task
+from shardckpt.reshard.task import TaskReport, free_kept, keep_open, run_task
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -266,15 +266,15 @@ def _run_tasks(opened: OpenJob, run: RunOptions, workers: int | None, *, in_one_
     if left:
         own = 1 if in_one_memory else plan.memory.workers
         at_once = min(own if run.engine is None else workers or _ENGINE_WORKERS, len(left))
-        keep(job, opened)  # for tasks that run in this thread
+        keep_open(job, opened)  # for tasks that run in this thread
         try:
-            with start(run.engine, workers, at_once, plan.memory.peak // plan.memory.workers) as engine:
+            with start_engine(run.engine, workers, at_once, plan.memory.peak // plan.memory.workers) as engine:
                 for report in _run_on_engine(engine, job, left, sharing):
                     reports.append(report)
                     missing -= report.nbytes
                     run.report(total - missing, total)
         finally:
-            forget()
+            free_kept()
     return _Done(
         tasks=len(plan.tasks),
         done_before=len(mine) - len(left) + sum(report.done_before for report in reports),

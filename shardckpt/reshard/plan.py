@@ -22,7 +22,7 @@ from shardckpt.plan.views import View
 from shardckpt.reshard.batches import ChunkTarget, PlannedStep
 from shardckpt.reshard.cells import Cells, cut, read_bytes, steps
 from shardckpt.reshard.memory import Memory, Sizes, check_limit, share
-from shardckpt.reshard.targets import targets
+from shardckpt.reshard.targets import Targets, targets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.reshard.cells import Step
-    from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.options import ReshardOptions
-    from shardckpt.reshard.rules import Decision
     from shardckpt.reshard.source import OpenSource
 
 MOST_TASKS = 4096
@@ -73,19 +71,11 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class ReshardPlan:
+class ReshardPlan(Targets):
     """The complete plan of a reshard."""
 
     source: CheckpointRecord
     """Record of the checkpoint to read."""
-    target: Structure
-    """Structure of the new checkpoint."""
-    sources: Mapping[str, TensorRecord]
-    """Name in the target → source tensor."""
-    decisions: Mapping[str, Decision]
-    """Name in the target → layout of the tensor, and its reason."""
-    values: frozenset[str]
-    """Names under which every process that saved had its own value."""
     layout: str
     """Storage layout of the target: "packed" or "zarr"."""
     compression: str | None
@@ -93,8 +83,6 @@ class ReshardPlan:
     tasks: tuple[Task, ...]
     memory: Memory
     """Memory of each worker."""
-    conversions: tuple[ConvertedSubtree, ...] = ()
-    """Tensors that `dtype` converts and leaves, by subtree."""
     _cells: Mapping[str, Cells] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -182,7 +170,7 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
     compression = record.compression if options.compression is None else None if options.compression == "none" else options.compression
     sizes = Sizes(
         source_chunk=largest_chunk(made.sources.values()),
-        target_chunk=largest_chunk(made.structure.tensors.values()),
+        target_chunk=largest_chunk(made.target.tensors.values()),
         source_local=source.location.local is not None,
         target_local=destination is None or destination.local is not None,
         # The decoding of foreign formats is unknown; bases are not known yet either.
@@ -192,24 +180,24 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
     # Check before cells are cut: their number grows with the number of elements that a file claims to have.
     check_limit(options.budget, options.workers or 1, sizes, str(source.location))
     least = record.processes if made.values else 1
-    length = _task_length(made.structure, options.task_length)
+    length = _task_length(made.target, options.task_length)
     cells = {
         name: cut(tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize, length // 4)
-        for name, tensor in made.structure.tensors.items()
+        for name, tensor in made.target.tensors.items()
         if tensor.nbytes
     }
-    tasks = _tasks(cells, made.structure, length, least)
+    tasks = _tasks(cells, made.target, length, least)
     return ReshardPlan(
+        made.target,
+        made.sources,
+        made.decisions,
+        made.values,
+        made.conversions,
         source=record,
-        target=made.structure,
-        sources=made.sources,
-        decisions=made.decisions,
-        values=made.values,
         layout=layout,
         compression=compression,
         tasks=tasks,
         memory=share(options.budget, options.workers, len(tasks), length, sizes, str(source.location)),
-        conversions=made.conversions,
         _cells=cells,
     )
 

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 class Targets:
     """The tensors that a reshard makes."""
 
-    structure: Structure
+    target: Structure
     """Structure of the new checkpoint."""
     sources: Mapping[str, TensorRecord]
-    """Name in the new checkpoint → source tensor."""
+    """Name in the target → source tensor."""
     decisions: Mapping[str, Decision]
-    """Name in the new checkpoint → layout of the tensor, and its reason."""
+    """Name in the target → layout of the tensor, and its reason."""
     values: frozenset[str]
-    """Names under which every process has its own value."""
+    """Names under which every process that saved had its own value."""
     conversions: tuple[ConvertedSubtree, ...]
     """Tensors that `dtype` converts and leaves, by subtree."""
 
@@ -61,10 +61,7 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
         keep_chunks: whether a tensor that can keep its arrays and chunks does so.
 
     Raises:
-        NamesMismatchError: `only` selects nothing.
-        OptionError, ShardingError: as in `Rules.decide_all`; or a pattern of `dtype` matches nothing.
-        DtypeMismatchError: a tensor cannot be converted; the message names it.
-        LeafError: a tensor cannot be stored.
+        NamesMismatchError, OptionError, ShardingError, DtypeMismatchError, LeafError: the request does not fit the source.
     """
     tree, stored = select(source.tree, selector(options.only))
     if options.only is not None and not tree:

@@ -15,7 +15,6 @@ The function is idempotent, and all its arguments can be pickled: engines run it
 from __future__ import annotations
 
 import secrets
-import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from threading import local
@@ -42,7 +41,6 @@ _PAGES = 64 << 20
 class TaskReport:
     """Result of a task."""
 
-    number: int
     done_before: bool
     """Whether the record existed already: nothing was done, or this run's work was discarded."""
     nbytes: int
@@ -51,7 +49,6 @@ class TaskReport:
     """Stored bytes of the source that this run read."""
     stored_bytes: int = 0
     """Stored bytes of the chunks that this run wrote."""
-    seconds: float = 0.0
 
 
 def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
@@ -71,32 +68,32 @@ def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
     opened = _opened(job)
     task = opened.plan.tasks[number]
     if opened.place.exists(host_record_key(number)):
-        return TaskReport(number, done_before=True, nbytes=task.nbytes)
-    began, stats = time.monotonic(), opened.checkpoint.stats
+        return TaskReport(done_before=True, nbytes=task.nbytes)
+    stats = opened.checkpoint.stats
     before = stats.bytes_read
     first, stored = _run(opened, task, opened.place.among(task.number % at_once, at_once))
-    return TaskReport(number, not first, task.nbytes, stats.bytes_read - before, stored, time.monotonic() - began)
+    return TaskReport(not first, task.nbytes, stats.bytes_read - before, stored)
 
 
 _here = local()
 """This thread's open job and its memory, kept between tasks."""
 
 
-def keep(job: Job, opened: OpenJob) -> None:
+def keep_open(job: Job, opened: OpenJob) -> None:
     """Use an open job for the tasks that this thread runs: neither source nor plan is read again."""
-    forget()  # frees the memory of the previous job first
+    free_kept()  # frees the memory of the previous job first
     _here.job, _here.opened, _here.memory = job, opened, BatchMemory()
 
 
-def forget() -> None:
+def free_kept() -> None:
     """Free the job and memory that this thread keeps between tasks."""
     _here.__dict__.clear()
 
 
 def _opened(job: Job) -> OpenJob:
     if getattr(_here, "job", None) != job:
-        forget()
-        keep(job, OpenJob(job))
+        free_kept()
+        keep_open(job, OpenJob(job))
     opened: OpenJob = _here.opened
     return opened
 

@@ -155,8 +155,8 @@ def _batch_of(program: Program, batch: Mapping[str, int] | None) -> tuple[BatchS
         }
         if len(symbols) != 1:
             raise OptionError(
-                f"batch_dims: {len(symbols)} dimensions of the inputs are dynamic ({', '.join(symbols) or 'none'}), so which is the batch "
-                f"cannot be told; name an input and its dimension: batch={{'input': 0}}."
+                f"batch_dims: {len(symbols)} dimensions of the inputs are dynamic ({', '.join(symbols) or 'none'}), so the batch is not "
+                f"clear; name an input and its dimension: batch={{'input': 0}}."
             )
         return _checked_size(next(iter(symbols.values()))), {}
     sizes: dict[str, Any] = {}
@@ -171,7 +171,7 @@ def _batch_of(program: Program, batch: Mapping[str, int] | None) -> tuple[BatchS
         sizes[f"{name!r} has {shape[dim]} in dimension {dim}"] = shape[dim]
         given[node] = Shard(dim)
     if len(set(map(str, sizes.values()))) > 1:
-        raise OptionError(f"batch_dims: the batch has one size, and {' and '.join(sizes)}.")
+        raise OptionError(f"batch_dims: all batch dimensions need one size, but {' and '.join(sizes)}.")
     return _checked_size(next(iter(sizes.values()))), given
 
 
@@ -180,7 +180,7 @@ def _checked_size(size: Any) -> BatchSize:
     if expr is not None and not expr.is_Symbol:
         raise OptionError(f"batch_dims: the batch's size is {expr}; export it as a dimension of its own, torch.export.Dim('batch').")
     if expr is None and int(size) < 2:
-        raise OptionError(f"batch_dims: a batch of {int(size)} cannot be told from dimensions of one element; trace the program with more.")
+        raise OptionError(f"batch_dims: a batch of {int(size)} looks like any dimension of one element; trace the program with more.")
     return BatchSize(size)
 
 

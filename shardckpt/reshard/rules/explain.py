@@ -36,15 +36,7 @@ _NO = "does not match"
 
 
 def explanation(name: str, shape: tuple[int, ...], steps: Sequence[Step], decision: Decision, itemsize: int) -> str:
-    """The explanation of one tensor, in the format shown in the module's docstring.
-
-    Args:
-        name: name of the tensor.
-        shape: shape of the tensor.
-        steps: the candidate steps, in order.
-        decision: the decision for the tensor.
-        itemsize: bytes of an element.
-    """
+    """The explanation of a tensor's decision, given all candidate steps, in the format shown in the module's docstring."""
     decisive = next((number for number, step in enumerate(steps) if meaning(step, name, len(shape))), None)
     tested = steps if decisive is None else steps[: decisive + 1]
     rows = list(_joined_rows([(_origin(step), _text(step), _answer(step, name, len(shape))) for step in tested]))

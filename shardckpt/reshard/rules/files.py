@@ -35,17 +35,7 @@ _KEYS = ("mesh", "unmatched", "preset", "rules")
 
 
 def read_rules(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the rules in a file.
-
-    Args:
-        path: path of the file; its name ends with .toml, .yaml or .yml.
-
-    Returns:
-        The arguments of `Rules`.
-
-    Raises:
-        OptionError, ShardingError: the file cannot be read or has invalid content; the message names the file and the place in it.
-    """
+    """The arguments of `Rules` that are in a file; see `Rules.from_file`."""
     file = Path(path)
     doc = read_file(file, "rules file", (".toml", ".yaml", ".yml"))
     if not isinstance(doc, Mapping):

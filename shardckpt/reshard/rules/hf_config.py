@@ -33,15 +33,7 @@ _LARGEST = 16 << 20
 
 
 def read_preset(path: str | os.PathLike[str], roles: str = "") -> Preset:
-    """The preset for a model.
-
-    Args:
-        path: `config.json`, or its directory.
-        roles: roles such as "fsdp+tp".
-
-    Raises:
-        OptionError: the file cannot be read, or names a model without a preset.
-    """
+    """The preset for a model; see `Rules.from_hf_config`."""
     file, config = read_config(path)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
