@@ -28,7 +28,8 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.format.structure import Structure
 from shardckpt.plan.chunks import Floor
-from shardckpt.reshard import ReshardOptions, plan_reshard
+from shardckpt.reshard.options import ReshardOptions
+from shardckpt.reshard.plan import plan_reshard
 from shardckpt.reshard.rules import Rules
 from shardckpt.reshard.rules.like import Like
 from shardckpt.writing.save_plan import tensor_record

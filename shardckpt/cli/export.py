@@ -68,8 +68,6 @@ def export(
     Nothing is to be seen under the name OUT before it is whole. Interrupted, the same command goes on where it was (safetensors), or begins
     anew. Names are chosen as the checkpoint has them, then renamed; --dtype means the new names.
     """
-    from shardckpt.convert.export import export as run
-
     chosen: Any = to
     options = given(
         optimizer=optimizer,
@@ -86,7 +84,10 @@ def export(
         config=config,
     )
     again = "goes on where it was" if to == "safetensors" else "begins anew"
-    with suggesting_import(source), going_on_later(f"the same command {again}"), transfer_bar("exporting") as progress:
+    # The imports take long enough to be interrupted.
+    with going_on_later(f"the same command {again}"), suggesting_import(source), transfer_bar("exporting") as progress:
+        from shardckpt.convert.export import export as run
+
         report = run(
             source,
             destination,

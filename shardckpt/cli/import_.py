@@ -88,9 +88,6 @@ def import_(
 
     Every element stays what it is, but for what --dtype converts. Interrupted, the same command goes on where it was. SRC is only read.
     """
-    from shardckpt.convert.importing import import_checkpoint
-    from shardckpt.reshard.rules import parse_mesh
-
     if trust_pickle:
         print(
             "warning: --trust-pickle: SRC's pickles are read. Nothing in them is run here, but their maker is trusted for what they say.",
@@ -114,7 +111,11 @@ def import_(
     def show(note: str) -> None:
         screen.show([visible(note)])
 
+    # The imports take long enough to be interrupted.
     with going_on_later("the same command goes on where it was"), transfer_bar("importing") as progress:
+        from shardckpt.convert.importing import import_checkpoint
+        from shardckpt.reshard.rules import parse_mesh
+
         report = import_checkpoint(
             source,
             destination,

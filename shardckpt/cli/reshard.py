@@ -37,7 +37,7 @@ from shardckpt.cli.text import conversion_lines, count, file_size, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardckpt.reshard import ReshardReport
+    from shardckpt.reshard.execute import ReshardReport
 
 __all__ = ["document", "lines", "reshard"]
 
@@ -75,11 +75,12 @@ def reshard(
     if source == COMMIT:
         commit(destination, as_json=as_json)
         return
-    from shardckpt.reshard import reshard as run
-    from shardckpt.reshard.rules import parse_mesh
-
     choices: dict[str, Any] = {"layout": layout, "compression": compress, "unmatched": unmatched, "engine": engine}
-    with suggesting_import(source), going_on_later("the same command goes on where it was"), transfer_bar("resharding") as progress:
+    # The imports take long enough to be interrupted.
+    with going_on_later("the same command goes on where it was"), suggesting_import(source), transfer_bar("resharding") as progress:
+        from shardckpt.reshard.execute import reshard as run
+        from shardckpt.reshard.rules import parse_mesh
+
         report = run(
             source,
             destination,

@@ -28,7 +28,7 @@ from shardckpt.commit import index
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.excerpt import numbered
 from shardckpt.format.documents import FORMAT_VERSION, FileReference, TableReference, format_version, open_envelope
-from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord
+from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, host_record_key
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
 from shardckpt.format.zarr_arrays import chunk_object_key, encode, plain_key, zarr_documents
 from shardckpt.io.store import LARGEST_WHOLE
@@ -101,7 +101,7 @@ def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[]
 
 def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference]:
     """A host's record, and the reference that commits to its digest."""
-    key = f"records/{host:05d}.json"
+    key = host_record_key(host)
     data, where = place.read(key), f"{place}/{key}"
     record = HostRecord.from_json(open_envelope(data, where), where)
     if format_version(data, where) != FORMAT_VERSION:

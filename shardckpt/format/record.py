@@ -70,6 +70,11 @@ class HostFiles:
         }
 
 
+def host_record_key(host: int) -> str:
+    """Path of a host's record, relative to the attempt."""
+    return f"records/{host:05d}.json"
+
+
 @dataclass(frozen=True, slots=True)
 class HostRecord:
     """Record of what one host wrote. The records of all hosts are enough to commit the attempt."""
@@ -89,7 +94,7 @@ class HostRecord:
     @property
     def key(self) -> str:
         """Path of the record, relative to the attempt."""
-        return f"records/{self.host:05d}.json"
+        return host_record_key(self.host)
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""

@@ -1,10 +1,14 @@
 """Resharding: rewriting a checkpoint so that it suits another layout. `shardckpt.reshard(src, dst, …)` is this package.
 
-`options` holds the request. `layouts` and `targets` decide what each tensor becomes. `cells`, `memory` and `plan` divide the work.
-All of these are pure. `job` names the attempt that all workers write into, `task` does one part of it, `engines` run the tasks, and
-`execute` drives a complete reshard. This package may import everything that a save uses; only packages from `cli` upward import it.
+`options` holds the request. `targets` decides what each tensor becomes, by `rules` if there are any (`batch_dims` infers such rules
+from a program); `dtype_rules` decides its dtype. `cells`, `memory` and `plan` divide the work. All of these are pure. `source` is the
+interface of what is read. `job` names the attempt that all workers write into, `task` does one part of it (`batches` and `assembling`
+read into target chunks), or `carry` reuses the source's files. `engines` run the tasks: `processes` here, `clusters` elsewhere.
+`execute` drives a complete reshard. `forecast` counts what one would cost.
 
-The package is callable: its module object has another class ("Customizing module attribute access" in the language reference).
+`convert` and `cli` may import this package; it imports `writing`, `reading` and the packages below them. Begin with `execute`.
+
+The package can be called: its module object has another class ("Customizing module attribute access" in the language reference).
 A function of the same name would not work: importing the package later would hide it.
 """
 
@@ -15,29 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardckpt.reshard.execute import ReshardReport, reshard
-    from shardckpt.reshard.options import ReshardOptions
-    from shardckpt.reshard.plan import ReshardPlan, plan_reshard
-
-__all__ = ["ReshardOptions", "ReshardPlan", "ReshardReport", "plan_reshard", "reshard"]
-
-_HOME = {
-    "ReshardOptions": "options",
-    "ReshardPlan": "plan",
-    "ReshardReport": "execute",
-    "plan_reshard": "plan",
-    "reshard": "execute",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import the object that `name` stands for, once."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'shardckpt.reshard' has no attribute {name!r}")
-    from importlib import import_module
-
-    value = globals()[name] = getattr(import_module(f"shardckpt.reshard.{_HOME[name]}"), name)
-    return value
+    from shardckpt.reshard.execute import ReshardReport
 
 
 class _Callable(ModuleType):

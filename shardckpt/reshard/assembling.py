@@ -78,7 +78,7 @@ def assembled(source: OpenSource, steps: Iterable[PlannedStep], at_once: int, me
             ahead.shutdown(cancel_futures=True)
 
 
-class _Wanted:
+class _TensorBoxes:
     """Boxes of one tensor, and the buffers for their elements."""
 
     def __init__(self) -> None:
@@ -86,9 +86,9 @@ class _Wanted:
         self.buffers: list[NDArray[Any]] = []
 
     def request(self, tensor: TensorRecord, *, converts: bool) -> Request:
-        wanted = BoxArray(np.concatenate([b.start for b in self.boxes]), np.concatenate([b.stop for b in self.boxes]))
+        boxes = BoxArray(np.concatenate([b.start for b in self.boxes]), np.concatenate([b.stop for b in self.boxes]))
         meaning = tensor.dtype.numpy if converts else None
-        return Request(tensor.name, tensor.dtype.storage, tensor.pieces, wanted, self.buffers, convert_from=meaning)
+        return Request(tensor.name, tensor.dtype.storage, tensor.pieces, boxes, self.buffers, convert_from=meaning)
 
 
 class _Reading:
@@ -111,23 +111,23 @@ class _Reading:
         return batch
 
     def _requests(self, batch: Batch) -> list[Request]:
-        wanted: defaultdict[tuple[str, bool], _Wanted] = defaultdict(_Wanted)
+        requested: defaultdict[tuple[str, bool], _TensorBoxes] = defaultdict(_TensorBoxes)
         tensors = {tensor.name: tensor for planned in batch.steps for tensor, _ in planned.target.sources}
         for planned in batch.steps:
             if planned.target.is_one_chunk:
-                _plan_one(planned.target, batch, wanted)
+                _plan_one(planned.target, batch, requested)
             else:
-                self._plan(planned, batch, wanted)
-        return [some.request(tensors[name], converts=converts) for (name, converts), some in wanted.items()]
+                self._plan(planned, batch, requested)
+        return [some.request(tensors[name], converts=converts) for (name, converts), some in requested.items()]
 
-    def _plan(self, planned: PlannedStep, batch: Batch, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:
+    def _plan(self, planned: PlannedStep, batch: Batch, requested: defaultdict[tuple[str, bool], _TensorBoxes]) -> None:
         """Add the reads of a step: for each target chunk that it overlaps, the overlap and its position in the chunk."""
         begun, self._open = self._open, {}
         for piece, pairs, boxes in planned.pairs:
             parts = BoxArray(boxes.start + pairs.in_chunk.start, boxes.start + pairs.in_chunk.stop)
             raws = self._room(planned, piece, pairs, boxes, begun, batch)
             for tensor, view in planned.target.sources:
-                self._aim(planned.target, tensor, view, piece, boxes, parts, raws, wanted)
+                self._aim(planned.target, tensor, view, piece, boxes, parts, raws, requested)
 
     def _room(
         self,
@@ -168,7 +168,7 @@ class _Reading:
         boxes: BoxArray,
         parts: BoxArray,
         raws: list[Bytes],
-        wanted: defaultdict[tuple[str, bool], _Wanted],
+        requested: defaultdict[tuple[str, bool], _TensorBoxes],
     ) -> None:
         """Add the reads from one source into the chunks of an array."""
         inside = view.inside
@@ -176,7 +176,7 @@ class _Reading:
         which = np.flatnonzero((first < last).all(axis=1))
         if not len(which):
             return
-        into = wanted[tensor.name, target.dtype != tensor.dtype]
+        into = requested[tensor.name, target.dtype != tensor.dtype]
         into.boxes.append(view.back(BoxArray(first[which], last[which])))
         low, high = (first[which] - boxes.start[which]).tolist(), (last[which] - boxes.start[which]).tolist()
         shapes = (boxes.stop - boxes.start)[which].tolist()
@@ -185,7 +185,7 @@ class _Reading:
             into.buffers.append(view.part(target.elements(raws[i], piece, shape, tensor)[index]))
 
 
-def _plan_one(target: ChunkTarget, batch: Batch, wanted: defaultdict[tuple[str, bool], _Wanted]) -> None:
+def _plan_one(target: ChunkTarget, batch: Batch, requested: defaultdict[tuple[str, bool], _TensorBoxes]) -> None:
     """Do the work of `_Reading._plan` for a target that is one chunk."""
     (piece,) = target.pieces
     raw = batch.take(target.nbytes(piece, piece.shape))
@@ -193,7 +193,7 @@ def _plan_one(target: ChunkTarget, batch: Batch, wanted: defaultdict[tuple[str, 
         batch.first.append((raw, 0))
     batch.whole.append(Filled(target, piece, 0, piece.start, piece.shape, raw))
     for tensor, view in target.sources:
-        into = wanted[tensor.name, target.dtype != tensor.dtype]
+        into = requested[tensor.name, target.dtype != tensor.dtype]
         into.boxes.append(BoxArray.of([view.box], view.box.ndim))
         index: Any = (*view.inside.slices, ...)
         into.buffers.append(view.part(target.elements(raw, piece, piece.shape, tensor)[index]))

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["CELL_BYTES", "LARGEST_CELL", "Cells", "Step", "cut", "read_bytes", "steps", "steps_in_order", "unbroken", "walk"]
-
 CELL_BYTES = 8 << 20
 """Bytes to which small cells are joined."""
 LARGEST_CELL = 4 << 30

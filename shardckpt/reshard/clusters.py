@@ -23,18 +23,16 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["AUTO", "ClusterExecutor", "WorkerLostError", "address_of", "connect"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
 AUTO = "auto"
 """In place of an address: the cluster that the environment names."""
-PATIENCE = 300
+WORKER_TIMEOUT = 300
 """Seconds that a cluster may be without any worker; a cluster that grows on demand has to start a machine."""
 _LOOK_EVERY = 1
 """Seconds between two queries of a cluster's size."""
-_EXTRAS = {"ray": "ray", "dask": "distributed"}
+EXTRAS = {"ray": "ray", "dask": "distributed"}
 """Extra of shardckpt → the package that it requires."""
 _URL = re.compile(r"(\w+)://(auto|\[[0-9a-fA-F:.]+\]:\d{1,5}|[^\s/:@\[\]]+:\d{1,5})", re.ASCII)
 
@@ -66,27 +64,27 @@ class ClusterExecutor(Executor, ABC):
         """Ask the cluster for the number of tasks that it can run at a time."""
 
     @abstractmethod
-    def understand(self, error: BaseException) -> BaseException:
+    def translate(self, error: BaseException) -> BaseException:
         """Translate an error of the cluster library."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call a function in the cluster; function, arguments and result are picklable."""
-        mine: Future[T] = Future()
-        mine.set_running_or_notify_cancel()
+        result: Future[T] = Future()
+        result.set_running_or_notify_cancel()
 
-        def settle(theirs: Future[T]) -> None:
-            if theirs.cancelled():
-                mine.set_exception(self.lost())
-            elif (error := theirs.exception()) is not None:
-                mine.set_exception(self._meant(error))
+        def settle(done: Future[T]) -> None:
+            if done.cancelled():
+                result.set_exception(self.lost())
+            elif (error := done.exception()) is not None:
+                result.set_exception(self._explain(error))
             else:
-                mine.set_result(theirs.result())
+                result.set_result(done.result())
 
         try:
             self.start(fn, args, kwargs).add_done_callback(settle)
         except Exception as e:  # noqa: BLE001  (the future raises it)
-            mine.set_exception(self._meant(e))
-        return mine
+            result.set_exception(self._explain(e))
+        return result
 
     def places(self) -> int:
         """Number of tasks that the cluster runs at a time now; at least 1.
@@ -103,21 +101,21 @@ class ClusterExecutor(Executor, ABC):
             self._looked = now = time.monotonic()
             if self._places:
                 self._alive = now
-            elif now > self._alive + PATIENCE:
+            elif now > self._alive + WORKER_TIMEOUT:
                 raise CoordinationError(
-                    f"{self._url} has had no worker {self.asked()}for {PATIENCE} s. What tasks have finished stays; the same call goes on "
-                    f"there when there are workers."
+                    f"{self._url} has had no worker {self.requirements()}for {WORKER_TIMEOUT} s. Finished tasks are kept; repeat the call "
+                    f"when there are workers, and it continues from there."
                 )
         return max(1, self._places)
 
-    def asked(self) -> str:
+    def requirements(self) -> str:
         """Requirements on a worker, as text for a message."""
         return ""
 
     def lost(self) -> CoordinationError:
         """The error for a lost connection."""
         return CoordinationError(
-            f"{self._url}: the connection to the cluster is lost. What tasks have finished stays; the same call goes on there."
+            f"{self._url}: the connection to the cluster was lost. Finished tasks are kept; the same call continues from there."
         )
 
     def absent(self, who: str = "a worker") -> MissingExtraError:
@@ -126,14 +124,14 @@ class ClusterExecutor(Executor, ABC):
             f"{self._url}: {who} cannot import shardckpt; install shardckpt {__version__} wherever the cluster runs Python."
         )
 
-    def _meant(self, error: BaseException) -> BaseException:
+    def _explain(self, error: BaseException) -> BaseException:
         """The error to raise: the task's own, or one that explains to a user how to proceed."""
         cause: BaseException | None = error
         while cause is not None:
             if "No module named 'shardckpt" in str(cause):
                 return self.absent()
             cause = cause.__cause__
-        return self.understand(error)
+        return self.translate(error)
 
 
 def address_of(url: str) -> tuple[str, str]:
@@ -148,36 +146,9 @@ def address_of(url: str) -> tuple[str, str]:
     ('dask', 'auto')
     """
     found = _URL.fullmatch(url)
-    if found is None or found[1] not in _EXTRAS:
+    if found is None or found[1] not in EXTRAS:
         raise OptionError(
             f"engine={excerpt(url)}: give ray://HOST:PORT, dask://HOST:PORT, ray://auto or dask://auto; "
             f"without an engine, processes of this machine do the work."
         )
     return found[1], found[2]
-
-
-def connect(url: str, memory: int) -> ClusterExecutor:
-    """Connect to a running cluster.
-
-    Args:
-        url: URL of the cluster.
-        memory: bytes that a task uses, for a cluster that schedules by memory.
-
-    Raises:
-        OptionError: `url` is not the URL of a cluster.
-        MissingExtraError: the package for such a cluster is not installed.
-        CoordinationError: the cluster does not answer.
-    """
-    kind, address = address_of(url)
-    try:
-        if kind == "ray":
-            from shardckpt.reshard.on_ray import OnRay
-
-            return OnRay(url, address, memory)
-        from shardckpt.reshard.on_dask import OnDask
-
-        return OnDask(url, address)
-    except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] != _EXTRAS[kind]:
-            raise
-        raise MissingExtraError(f'{url} needs {_EXTRAS[kind]}; install it with `pip install "shardckpt[{kind}]"`.') from None

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["SHORT_NAMES", "ConvertedSubtree", "DtypePlan", "check_dtypes", "plan_dtypes"]
-
 SHORT_NAMES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -44,7 +42,7 @@ SHORT_NAMES = {
 }
 """Common short name of a dtype → its name."""
 
-Wanted = str | Mapping[str, str] | None
+DtypeOption = str | Mapping[str, str] | None
 """Name of a dtype, or name pattern → dtype; None: tensors keep their dtypes."""
 
 _ALL = ""
@@ -96,15 +94,15 @@ class DtypePlan:
     """Converted and unconverted tensors by subtree, in the state's order; empty if nothing is to be converted."""
 
 
-def check_dtypes(wanted: object) -> None:
-    """Check that a value is a `Wanted`.
+def check_dtypes(requested: object) -> None:
+    """Check that a value is a `DtypeOption`.
 
     Raises:
         OptionError: it is not, it names an unknown dtype, or its dtype for all tensors is not a floating-point dtype.
     """
-    if wanted is not None and not isinstance(wanted, str | Mapping):
-        raise OptionError(f"dtype={excerpt(wanted)}: give a dtype's name, or a dict of pattern → name.")
-    for pattern, dtype in _rules(wanted).items():
+    if requested is not None and not isinstance(requested, str | Mapping):
+        raise OptionError(f"dtype={excerpt(requested)}: give a dtype's name, or a dict of pattern → name.")
+    for pattern, dtype in _rules(requested).items():
         if pattern == _ALL and not _is_floating(dtype):
             raise OptionError(
                 f"dtype={dtype.name!r}: a dtype alone converts floating-point tensors, to a floating-point dtype; give a pattern for the "
@@ -112,12 +110,12 @@ def check_dtypes(wanted: object) -> None:
             )
 
 
-def plan_dtypes(tensors: Mapping[str, _Typed], wanted: Wanted, meaning: Mapping[str, str], optimizer: Container[str]) -> DtypePlan:
+def plan_dtypes(tensors: Mapping[str, _Typed], requested: DtypeOption, meaning: Mapping[str, str], optimizer: Container[str]) -> DtypePlan:
     """Decide the dtype of each tensor.
 
     Args:
         tensors: the tensors by name.
-        wanted: the requested dtypes.
+        requested: the requested dtypes.
         meaning: meaning of the elements, by name, for tensors that therefore cannot be converted.
         optimizer: the names of tensors that are optimizer state.
 
@@ -125,7 +123,7 @@ def plan_dtypes(tensors: Mapping[str, _Typed], wanted: Wanted, meaning: Mapping[
         OptionError: a pattern matches nothing, or a dtype is unknown.
         DtypeMismatchError: a tensor cannot be converted; the message names it.
     """
-    rules = _rules(wanted)
+    rules = _rules(requested)
     for pattern in rules:
         if pattern != _ALL and not any(matches(pattern, name) for name in tensors):
             raise OptionError(f"dtype=…: {pattern!r} matches no tensor; patterns are matched with whole names.")
@@ -168,9 +166,9 @@ def _subtree(name: str) -> str:
     return first if border and not dot else head if dot else ""
 
 
-def _rules(wanted: Wanted) -> dict[str, DType]:
+def _rules(requested: DtypeOption) -> dict[str, DType]:
     """Pattern → dtype."""
-    named = {_ALL: wanted} if isinstance(wanted, str) else wanted or {}
+    named = {_ALL: requested} if isinstance(requested, str) else requested or {}
     return {pattern: _named(name) for pattern, name in named.items()}
 
 

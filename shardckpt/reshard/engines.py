@@ -14,16 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from shardckpt.errors import OptionError
+from shardckpt.errors import MissingExtraError, OptionError
 from shardckpt.excerpt import excerpt
-from shardckpt.reshard.clusters import address_of, connect
+from shardckpt.reshard.clusters import EXTRAS, ClusterExecutor, address_of
 from shardckpt.reshard.memory import PROCESS_BYTES
 from shardckpt.reshard.processes import LocalProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-__all__ = ["Engine", "check_engine", "start"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,7 +59,7 @@ def check_engine(engine: object) -> None:
 
 
 @contextmanager
-def start(engine: Executor | str | None, workers: int | None, at_once: int, memory: int) -> Iterator[Engine]:
+def start_engine(engine: Executor | str | None, workers: int | None, at_once: int, memory: int) -> Iterator[Engine]:
     """Context manager of an engine; resources that existed before it stay unchanged afterwards.
 
     Args:
@@ -79,7 +77,7 @@ def start(engine: Executor | str | None, workers: int | None, at_once: int, memo
         yield Engine(engine, lambda: at_once)
         return
     if isinstance(engine, str):
-        cluster = connect(engine, memory + PROCESS_BYTES)
+        cluster = _connect(engine, memory + PROCESS_BYTES)
         own: Executor = cluster
         made = Engine(own, lambda: min(cluster.places(), workers or MOST_PLACES), 2 if workers is None else 1, changes=True)
     else:
@@ -91,6 +89,23 @@ def start(engine: Executor | str | None, workers: int | None, at_once: int, memo
         own.shutdown(cancel_futures=True)
         raise
     own.shutdown()
+
+
+def _connect(url: str, memory: int) -> ClusterExecutor:
+    """Connect to a running cluster; `memory` is the bytes that a task uses, for a cluster that schedules by memory."""
+    kind, address = address_of(url)
+    try:
+        if kind == "ray":
+            from shardckpt.reshard.on_ray import OnRay
+
+            return OnRay(url, address, memory)
+        from shardckpt.reshard.on_dask import OnDask
+
+        return OnDask(url, address)
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] != EXTRAS[kind]:
+            raise
+        raise MissingExtraError(f'{url} needs {EXTRAS[kind]}; install it with `pip install "shardckpt[{kind}]"`.') from None
 
 
 class _Inline(Executor):

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardckpt.commit.assemble import assemble
 from shardckpt.commit.publish import publish, published_attempt, remove_replaced
@@ -31,15 +31,14 @@ from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
-from shardckpt.reshard.carry import carry
 from shardckpt.reshard.clusters import WorkerLostError
-from shardckpt.reshard.engines import check_engine, start
-from shardckpt.reshard.finished import finished_tasks
+from shardckpt.reshard.engines import check_engine, start_engine
 from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
+from shardckpt.reshard.reuse import reuse_files
 from shardckpt.reshard.rules import Rule, Rules
 from shardckpt.reshard.source import place_of
-from shardckpt.reshard.task import TaskReport, forget, keep, run_task
+from shardckpt.reshard.task import TaskReport, free_kept, keep_open, run_task
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.engines import Engine
     from shardckpt.reshard.plan import Task
     from shardckpt.reshard.source import OpenSource, SourceSpec
-
-__all__ = ["ReshardReport", "all_rules", "reshard", "run_job"]
 
 MOST_LOSSES = 3
 """Maximum number of workers lost over one task."""
@@ -87,6 +84,33 @@ class ReshardReport:
     """Wall-clock seconds."""
     conversions: tuple[ConvertedSubtree, ...] = field(kw_only=True, default=())
     """Tensors that `dtype` converts and leaves, by subtree; empty if `dtype` was not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Who does the work of one call. The workers receive `ReshardOptions`; these options stay in this process."""
+
+    engine: Executor | str | None = None
+    """See `engines`."""
+    worker: tuple[int, int] | None = None
+    """Number of this worker, and the number of externally started workers; None: this call does all tasks."""
+    progress: Callable[[int, int], None] | None = None
+    """Called with the bytes of elements done so far, and in all."""
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        worker: Any = self.worker
+        pair = isinstance(worker, tuple) and len(worker) == 2 and all(type(n) is int for n in worker)
+        if worker is not None and not (pair and 0 <= worker[0] < worker[1]):
+            raise OptionError(f"worker={excerpt(worker)}: give (K, N): this is worker K of N, counted from 0.")
+        check_engine(self.engine)
+        if isinstance(self.engine, str) and worker is not None:
+            raise OptionError(f"engine={self.engine!r}, worker={worker}: a cluster has workers of its own; leave one of the two out.")
+
+    def report(self, done: int, total: int) -> None:
+        """Report progress to the caller."""
+        if self.progress is not None:
+            self.progress(done, total)
 
 
 @out_of_memory_is_typed
@@ -169,92 +193,93 @@ def reshard(
         verify=verify,
     )
     with reading_takes_threads(src):
-        return run_job(str(parse(src)), dst, options, engine=engine, worker=worker, progress=progress)
+        return run_job(str(parse(src)), dst, options, RunOptions(engine, worker, progress))
 
 
 def run_job(
-    source: str | SourceSpec,
-    dst: str | os.PathLike[str],
-    options: ReshardOptions,
-    *,
-    engine: Executor | str | None = None,
-    worker: tuple[int, int] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    found: OpenSource | None = None,
+    source: str | SourceSpec, dst: str | os.PathLike[str], options: ReshardOptions, run: RunOptions, found: OpenSource | None = None
 ) -> ReshardReport:
-    """Reshard any source; the arguments are those of `reshard`, and `found` is the source if the caller has opened it."""
-    began, workers = time.monotonic(), options.workers
-    share = _checked(worker)
-    check_engine(engine)
-    if isinstance(engine, str):
-        options = replace(options, workers=1)  # each worker has the memory for itself
-    job = Job(source, str(parse(dst)), options, call=secrets.token_hex(8), alone=worker is None and engine is None)
-    in_one_memory = "memory" in (place_of(source).scheme, parse(job.destination).scheme)
-    if isinstance(engine, str) and worker is not None:
-        raise OptionError(f"engine={engine!r}, worker={worker}: a cluster has workers of its own; leave one of the two out.")
-    if isinstance(engine, str) and in_one_memory:
-        raise OptionError(f"engine={engine!r}: a memory:// url is of this process alone, and a cluster cannot reach it.")
-    opened = OpenJob(job, found)
-    if opened.carries:
+    """Reshard any source; `found` is the source if the caller has opened it."""
+    began, destination = time.monotonic(), parse(dst)
+    in_one_memory = "memory" in (place_of(source).scheme, destination.scheme)
+    if isinstance(run.engine, str) and in_one_memory:
+        raise OptionError(f"engine={run.engine!r}: a memory:// url exists in this process alone, and a cluster cannot reach it.")
+    # Each worker of a cluster has the memory for itself.
+    each = replace(options, workers=1) if isinstance(run.engine, str) else options
+    job = Job(source, str(destination), each, call=secrets.token_hex(8), alone=run.worker is None and run.engine is None)
+    opened, done = OpenJob(job, found), None
+    if opened.reuses:
         try:
-            return _carried(opened, progress or (lambda _done, _total: None), began)
+            done = _reuse(opened, run)
         except NotImplementedError:  # the object store cannot copy
             opened = OpenJob(replace(job, alone=False))
-    own = 1 if in_one_memory else opened.plan.memory.workers
-    # Workers on other machines would count their own cores.
-    job = replace(job, options=replace(options, workers=opened.plan.memory.workers), attempt=opened.attempt, alone=False)
-    finished = {task.number for task in opened.plan.tasks} if opened.committed else finished_tasks(opened.place)
-    mine = [task for task in opened.plan.tasks if task.number % share[1] == share[0]]
-    left = [task for task in mine if task.number not in finished]
-    if opened.plan.compression is None:
-        check_space(opened.store, sum(task.nbytes for task in left))
-    done, total = sum(task.nbytes for task in mine) - sum(task.nbytes for task in left), sum(task.nbytes for task in mine)
-    tell = progress or (lambda _done, _total: None)
-    tell(done, total)
-    reports: list[TaskReport] = []
-    if left:
-        at_once = min(own if engine is None else workers or _ENGINE_WORKERS, len(left))
-        keep(job, opened)  # for tasks that run in this thread
-        try:
-            with start(engine, workers, at_once, opened.plan.memory.peak // opened.plan.memory.workers) as does:
-                for report in _done(does, job, left, share[1]):
-                    reports.append(report)
-                    done += report.nbytes
-                    tell(done, total)
-        finally:
-            forget()
-    if worker is None and not opened.committed:
+    if done is None:
+        done = _run_tasks(opened, run, options.workers, in_one_memory=in_one_memory)
+    if run.worker is None and not opened.committed:
         _commit(opened)
     return ReshardReport(
         url=str(opened.store.location),
         attempt=opened.attempt,
-        committed=worker is None or opened.committed,
-        tasks=len(opened.plan.tasks),
-        done_before=len(mine) - len(left) + sum(report.done_before for report in reports),
+        committed=run.worker is None or opened.committed,
+        tasks=done.tasks,
+        done_before=done.done_before,
         nbytes=opened.plan.nbytes,
-        read_bytes=sum(report.read_bytes for report in reports),
-        stored_bytes=sum(report.stored_bytes for report in reports),
+        read_bytes=done.read_bytes,
+        stored_bytes=done.stored_bytes,
         seconds=time.monotonic() - began,
         conversions=opened.plan.conversions,
     )
 
 
-def _carried(opened: OpenJob, progress: Callable[[int, int], None], began: float) -> ReshardReport:
+class _Done(NamedTuple):
+    """The work of one call: the fields of `ReshardReport` with these names."""
+
+    tasks: int
+    done_before: int
+    read_bytes: int
+    stored_bytes: int
+
+
+def _reuse(opened: OpenJob, run: RunOptions) -> _Done:
     """Reuse the source's files, where nothing in them changes."""
-    done = None if opened.committed else carry(opened, progress)
-    if done is not None:
-        _commit(opened)
-    return ReshardReport(
-        url=str(opened.store.location),
-        attempt=opened.attempt,
-        committed=True,
-        tasks=len(opened.plan.source.hosts),
-        done_before=len(opened.plan.source.hosts) if done is None else done.done_before,
-        nbytes=opened.plan.nbytes,
-        read_bytes=0 if done is None else done.read_bytes,
-        stored_bytes=0,
-        seconds=time.monotonic() - began,
-        conversions=opened.plan.conversions,
+    hosts = len(opened.plan.source.hosts)
+    if opened.committed:
+        return _Done(hosts, hosts, 0, 0)
+    reused = reuse_files(opened, run.report)
+    return _Done(hosts, reused.done_before, reused.read_bytes, 0)
+
+
+def _run_tasks(opened: OpenJob, run: RunOptions, workers: int | None, *, in_one_memory: bool) -> _Done:
+    """Have this call's share of the tasks done that are not finished; `workers` is the option as the user gave it."""
+    plan, (number, sharing) = opened.plan, run.worker or (0, 1)
+    # Workers on other machines would count their own cores.
+    options = replace(opened.job.options, workers=plan.memory.workers)
+    job = replace(opened.job, options=options, attempt=opened.attempt, alone=False)
+    finished = {task.number for task in plan.tasks} if opened.committed else opened.finished_tasks()
+    mine = [task for task in plan.tasks if task.number % sharing == number]
+    left = [task for task in mine if task.number not in finished]
+    total, missing = (sum(task.nbytes for task in tasks) for tasks in (mine, left))
+    if plan.compression is None:
+        check_space(opened.store, missing)
+    run.report(total - missing, total)
+    reports: list[TaskReport] = []
+    if left:
+        own = 1 if in_one_memory else plan.memory.workers
+        at_once = min(own if run.engine is None else workers or _ENGINE_WORKERS, len(left))
+        keep_open(job, opened)  # for tasks that run in this thread
+        try:
+            with start_engine(run.engine, workers, at_once, plan.memory.peak // plan.memory.workers) as engine:
+                for report in _run_on_engine(engine, job, left, sharing):
+                    reports.append(report)
+                    missing -= report.nbytes
+                    run.report(total - missing, total)
+        finally:
+            free_kept()
+    return _Done(
+        tasks=len(plan.tasks),
+        done_before=len(mine) - len(left) + sum(report.done_before for report in reports),
+        read_bytes=sum(report.read_bytes for report in reports),
+        stored_bytes=sum(report.stored_bytes for report in reports),
     )
 
 
@@ -266,7 +291,7 @@ def all_rules(
     """Combine `rules`, `like` and `unmatched` into one `Rules`."""
     if rules is None and like is None:
         if unmatched is not None:
-            raise OptionError("unmatched=… is about tensors that no rule means, and there are no rules; give rules= or like=.")
+            raise OptionError("unmatched=… is about tensors that no rule matches, and there are no rules; give rules= or like=.")
         return None
     found = Rules() if rules is None else rules
     if isinstance(found, Mapping):
@@ -281,17 +306,8 @@ def all_rules(
     return found if unmatched is None else replace(found, unmatched=unmatched)
 
 
-def _checked(worker: Any) -> tuple[int, int]:
-    """The worker number and the number of workers."""
-    if worker is None:
-        return 0, 1
-    if not (isinstance(worker, tuple) and len(worker) == 2 and all(type(n) is int for n in worker) and 0 <= worker[0] < worker[1]):
-        raise OptionError(f"worker={excerpt(worker)}: give (K, N): this is worker K of N, counted from 0.")
-    return worker
-
-
-def _done(engine: Engine, job: Job, tasks: Sequence[Task], jobs: int) -> Iterator[TaskReport]:
-    """Run tasks on one of `jobs` engines that share the job, and yield their reports as they arrive."""
+def _run_on_engine(engine: Engine, job: Job, tasks: Sequence[Task], sharing: int) -> Iterator[TaskReport]:
+    """Run tasks on one of `sharing` engines that share the job, and yield their reports as they arrive."""
     waiting, losses = deque(tasks), Counter[int]()
     under_way: dict[Future[TaskReport], Task] = {}
     try:
@@ -299,7 +315,7 @@ def _done(engine: Engine, job: Job, tasks: Sequence[Task], jobs: int) -> Iterato
             places = engine.places()
             while waiting and len(under_way) < engine.ahead * places:
                 task = waiting.popleft()
-                under_way[engine.executor.submit(run_task, job, task.number, jobs * places)] = task
+                under_way[engine.executor.submit(run_task, job, task.number, sharing * places)] = task
             for future in wait(under_way, _LOOK_EVERY if engine.changes else None, FIRST_COMPLETED).done:
                 task = under_way.pop(future)
                 try:
@@ -320,8 +336,8 @@ def _lost(task: Task, times: int, error: BaseException) -> CommitError:
     names = [share.tensor for share in task.shares]
     what = f"{shown(names[0])}{f' to {shown(names[-1])}' if len(set(names)) > 1 else ''}" if names else "nothing but small values"
     return CommitError(
-        f"Task {task.number} ({what}) has lost its worker {times} times, the last time so: {error} If memory is short, lower memory_limit "
-        f"or workers. What other tasks have finished stays; the same call goes on there."
+        f"Task {task.number} ({what}) lost its worker {times} times, most recently: {error} If memory is short, lower memory_limit "
+        f"or workers. Finished tasks are kept; the same call continues from there."
     )
 
 

@@ -16,29 +16,45 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shardckpt._version import __version__
 from shardckpt.commit.assemble import finished_hosts, read_host_record, read_table
 from shardckpt.commit.attempts import RESHARD
 from shardckpt.commit.publish import hold_place, read_prior
-from shardckpt.errors import AlreadyExistsError, CommitError, OptionError, ShardckptError, StorageError
-from shardckpt.format.record import CheckpointRecord, Contents
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CommitError,
+    CorruptionError,
+    FormatError,
+    MissingDataError,
+    OptionError,
+    ShardckptError,
+    StorageError,
+)
+from shardckpt.format.record import CheckpointRecord, Contents, host_record_key
+from shardckpt.io.buckets.listing import modification_times
 from shardckpt.io.store import Store
+from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
+from shardckpt.layout.box import BoxArray
 from shardckpt.reading.checkpoint import Checkpoint
-from shardckpt.reshard.carrying import way
+from shardckpt.reading.locate import Request
+from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.reader import ChunkReader
 from shardckpt.reshard.memory import readers
 from shardckpt.reshard.plan import ReshardPlan, plan_reshard
+from shardckpt.reshard.reuse import reuse_method
 from shardckpt.reshard.source import OpenSource, open_source
 from shardckpt.writing.host import describe
 
 if TYPE_CHECKING:
     from shardckpt.commit.publish import Prior
     from shardckpt.format.documents import FileReference
+    from shardckpt.format.table import Table
     from shardckpt.io.url import Location
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.source import SourceSpec
-
-__all__ = ["Job", "OpenJob", "check_destination"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +98,27 @@ class OpenJob:
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
         self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
         self.store = Store.open(location)
-        self.carries = False
-        """Whether the source's files are reused unchanged (`carry`)."""
+        self.reuses = False
+        """Whether the source's files are reused unchanged (`reuse_files`)."""
         self.prior: Prior = hold_place(self.store, read_prior(self.store, overwrite=True), overwrite=True)
         self.attempt, self.committed = self._attempt()
         """`committed`: whether the job is done: the checkpoint at the destination is this job's result from the earlier state."""
-        ours = isinstance(self.checkpoint, Checkpoint)
-        if job.alone and ours and self.plan.unchanged and way(self.source_place, self.store):
+        unchanged = isinstance(self.checkpoint, Checkpoint) and self.plan.unchanged
+        if job.alone and unchanged and reuse_method(self.source_place, self.store):
             begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers started elsewhere: continue their attempt
-            self.carries = not begun
+            self.reuses = not begun
             self.attempt, self.committed = self._attempt()
         if not self.committed and not job.options.overwrite and not self.prior.holds:
             self._refuse_to_replace()
         if not self.committed and any(base.attempt == self.prior.attempt for base in self.plan.source.structure.bases):
             raise OptionError(
-                f"{self.store}: {self.checkpoint.location} has left tensors in this checkpoint, its base, and could not be read any more "
-                f"if it were replaced; reshard to another place."
+                f"{self.store}: {self.checkpoint.location} reads tensors from this checkpoint, which is its base, and could not be read "
+                f"if this were replaced; choose another place."
             )
         if job.attempt not in (None, self.attempt):
             raise CommitError(
-                f"{self.store}: this worker would write into the attempt {self.attempt}, and the job writes into {job.attempt}: the source "
-                f"or the destination has changed since it began, or it runs another shardckpt than {__version__}; start the job anew."
+                f"{self.store}: this worker would write into attempt {self.attempt}, but the job writes into {job.attempt}: the source or "
+                f"the destination has changed since the job began, or the job runs another shardckpt than {__version__}; start it again."
             )
         self.place = self.store.sub(self.attempt)
 
@@ -115,13 +131,50 @@ class OpenJob:
     def described(self) -> FileReference:
         """A reference to the file that describes the new checkpoint for every host; the file is written first if necessary."""
         record, small = self.plan.source, dict[str, bytes]()
-        if self.carries and record.small_table is not None:  # no host has these; the committer rewrites them
+        if self.reuses and record.small_table is not None:  # no host has these; the committer rewrites them
             assert isinstance(self.checkpoint, Checkpoint)
             written = read_table(self.source_place, record.small_table).counts
             tensors = record.structure.tensors
             small = {name: self.checkpoint.read(name).tobytes() for name in tensors if tensors[name].pieces[0].path in written}
-        saved_by = record.saved_by if self.carries else record.processes if self.plan.values else None
+        saved_by = record.saved_by if self.reuses else record.processes if self.plan.values else None
         return describe(self.place, Contents(self.plan.target, small, record.metadata, processes=saved_by))
+
+    def finished_tasks(self) -> set[int]:
+        """The tasks that an earlier call finished: their records and all files that the records name exist.
+
+        A record whose files were removed since proves nothing: it is removed, and the task is done again. One listing of the hosts' files
+        shows what exists. In the plain layout, which stores chunks as thousands of objects, the check covers only tables and values.
+        """
+        found = finished_hosts(self.place)
+        if not found:
+            return set()
+        there = {key for key, _ in modification_times(self.place, "hosts/")}
+        complete = map_on_threads(lambda number: _is_complete(self.place, number, there), found)
+        finished = {number for number, is_complete in zip(found, complete, strict=True) if is_complete}
+        for number in set(found) - finished:
+            self.place.delete(host_record_key(number))
+        return finished
+
+    def read_back(self, table: Table) -> int:
+        """Compare the data in the new attempt with a chunk table; return the bytes read.
+
+        Raises:
+            CorruptionError, MissingDataError: a chunk differs from the table.
+        """
+        plan, arrays = self.plan, table.arrays()
+        reader = ChunkReader(
+            self.place,
+            WholeTable(table.files, arrays),
+            compression=plan.compression,
+            threads=readers(self.place.location),
+            memory=plan.memory.writing,
+        )
+        pieces = {piece.path: (tensor, piece) for tensor in plan.target.tensors.values() for piece in tensor.pieces if piece.path in arrays}
+        reader.confirm(
+            (Request(tensor.name, tensor.dtype.storage, [piece], BoxArray.of([], len(piece.shape)), []), piece, rows.chunk.astype(np.int64))
+            for (tensor, piece), rows in ((pieces[path], rows) for path, rows in arrays.items())
+        )
+        return reader.stats.bytes_read
 
     def _refuse_to_replace(self) -> None:
         """Raise, because the destination has a checkpoint, or remains of one."""
@@ -129,7 +182,7 @@ class OpenJob:
             read_prior(self.store, overwrite=False)
         except AlreadyExistsError as e:
             what = (
-                "the source itself lies there"
+                "the source itself is there"
                 if self.store.location == self.checkpoint.location
                 else "another checkpoint is committed there already"
             )
@@ -154,12 +207,22 @@ class OpenJob:
             "target": plan.target.to_json(),
             "layout": plan.layout,
             "compression": [plan.compression, _compressor() if plan.compression is not None else None],
-            "tasks": self.carries or [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
+            "tasks": self.reuses or [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
             "metadata": plan.source.metadata,
             "prior": prior,
         }
         digest = hashlib.sha256(json.dumps(decided, separators=(",", ":")).encode()).hexdigest()
         return f"{_when(plan.source)}-{digest[:8]}{RESHARD}{digest[8:24]}"
+
+
+def _is_complete(place: Store, number: int, there: set[str]) -> bool:
+    """Whether all files that a host's record names exist."""
+    try:
+        files = read_host_record(place, number)[0].files
+        named = [files.table.key, *read_table(place, files.table).files, *(f"{lane}/manifest.ocdbt" for lane in files.lanes)]
+    except (MissingDataError, CorruptionError, FormatError):
+        return False
+    return there.issuperset([*named, files.values.key] if files.values else named)
 
 
 def check_destination(location: Location) -> None:
@@ -170,8 +233,8 @@ def check_destination(location: Location) -> None:
     """
     path = location.local
     if path is not None and not path.is_dir() and (path.exists() or path.is_symlink()):
-        what = "a symbolic link that leads nowhere" if path.is_symlink() else "a file"
-        raise StorageError(f"{location}: {what} stands where the new checkpoint is to go; choose another place.")
+        what = "a broken symbolic link" if path.is_symlink() else "a file"
+        raise StorageError(f"{location}: {what} is at the place of the new checkpoint; choose another place.")
 
 
 def _compressor() -> str:

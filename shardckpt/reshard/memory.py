@@ -23,8 +23,6 @@ from shardckpt.io.threads import cores
 if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
-__all__ = ["PARTS", "PROCESS_BYTES", "Memory", "Sizes", "check_limit", "readers", "share"]
-
 PROCESS_BYTES = 128 << 20
 """Bytes that a process uses besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Documented, and tested."""
 READERS = 2

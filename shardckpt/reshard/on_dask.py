@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-__all__ = ["OnDask"]
-
 T = TypeVar("T")
 
-_OURS = "shardckpt._version:__version__"
+_VERSION = "shardckpt._version:__version__"
 """A name that exists wherever shardckpt is installed, in the notation of `pkgutil.resolve_name`."""
 _CONNECT = 30
 """Timeout in seconds for the scheduler's answer."""
@@ -47,11 +45,11 @@ class OnDask(ClusterExecutor):
             raise CoordinationError(f"{url}: no Dask scheduler answers there ({e}).") from e
         self._calls = self._client.get_executor(pure=False)
         try:
-            self._client.run_on_scheduler(resolve_name, _OURS)
+            self._client.run_on_scheduler(resolve_name, _VERSION)
         except ModuleNotFoundError as e:
             self._client.close()
             raise self.absent("the scheduler") from e
-        self._first = self._client.submit(resolve_name, _OURS, pure=False)
+        self._first = self._client.submit(resolve_name, _VERSION, pure=False)
 
     def start(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[T]:
         """Submit a call."""
@@ -62,17 +60,15 @@ class OnDask(ClusterExecutor):
         """Number of threads of all workers."""
         return sum(self._client.nthreads().values())
 
-    def understand(self, error: BaseException) -> BaseException:
+    def translate(self, error: BaseException) -> BaseException:
         """Translate the loss of a worker into `WorkerLostError`."""
         if isinstance(error, KilledWorker):
             return WorkerLostError(str(error), error.allowed_failures + 1)
         return error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leave the cluster; calls that have not begun are dropped."""
-        del wait
-        if cancel_futures:
-            self._calls.shutdown(wait=False)
+        """Leave the cluster; the scheduler then drops all calls that have not begun, whatever the arguments."""
+        del wait, cancel_futures
         self._client.close()
 
 

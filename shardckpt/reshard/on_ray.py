@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-__all__ = ["OnRay"]
-
 T = TypeVar("T")
 
 _LOST = (
@@ -71,11 +69,11 @@ class OnRay(ClusterExecutor):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return int(sum(min(has.get("CPU", 0), has.get("memory", 0) // self._memory) for has in nodes))
 
-    def asked(self) -> str:
+    def requirements(self) -> str:
         """Resources that a machine needs for a task."""
         return f"with a CPU and {self._memory} bytes of memory "
 
-    def understand(self, error: BaseException) -> BaseException:
+    def translate(self, error: BaseException) -> BaseException:
         """Unwrap the error of the task itself; translate the loss of a worker."""
         if isinstance(error, exceptions.RayTaskError):
             cause: BaseException = error.cause

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from shardckpt.state.document import Node, Tree
 
-__all__ = ["optimizer_state"]
-
 _BY_NAME = re.compile(
     r"(?:^|[/.])(?:opt(?:im(?:izer)?)?_states?(?:_dict)?|optim(?:izer)?s?)(?:_?\d+)?[/.]"
     r"|(?:^|[/.])(?:(?:max_)?exp_avg(?:_sq)?(?:_row|_col)?|momentum_buffer|square_avg)$",

@@ -19,8 +19,6 @@ from shardckpt.state.select import selector
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["DEFAULT_MEMORY_LIMIT", "DEFAULT_TASK_BYTES", "MOST_WORKERS", "ReshardOptions"]
-
 DEFAULT_MEMORY_LIMIT = 512 << 20
 """Default bytes of buffers, over all workers of one machine together."""
 DEFAULT_TASK_BYTES = 256 << 20
@@ -29,31 +27,20 @@ MOST_WORKERS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardOptions:
-    """Options of `shardckpt.reshard`."""
+    """Options of `shardckpt.reshard`, which describes each; None for `layout`, `compression`, `dtype` and `only` means as in the source."""
 
     mesh: Mesh | None = None
-    """The devices that specs refer to. Without rules, every tensor keeps its recorded spec, over this mesh."""
     rules: Rules | None = None
-    """Rules for the layout of each tensor. None: tensors keep their recorded specs."""
     layout: Literal["packed", "zarr"] | None = None
-    """As in `SaveOptions`; None: same as the source."""
     compression: Literal["zstd", "none"] | None = None
-    """"zstd" or "none"; None: same as the source."""
     dtype: str | Mapping[str, str] | None = None
-    """Name of a dtype, or name pattern → dtype; the first matching pattern counts. `dtype_rules` describes what each converts."""
     only: str | Sequence[str] | None = None
-    """The names in the new checkpoint: a pattern, or several; None: all."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
-    """Size of buffers, over all workers of one machine together: bytes, or a string such as "512MiB"."""
     workers: int | None = None
-    """Number of concurrent processes on one machine; None: as many as cores and memory allow."""
     task_bytes: int | str = DEFAULT_TASK_BYTES
-    """Approximate size of a task's output: bytes, or a string. An interruption loses this much, and workers receive this much at a time.
-    Another size makes another job."""
+    """Another size makes another job."""
     overwrite: bool = False
-    """Replace a committed checkpoint, atomically, when the new one is complete; if False, the job raises AlreadyExistsError instead."""
     verify: bool = True
-    """Read back the data of each task and compare it with its checksums before the task counts."""
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -75,7 +62,7 @@ class ReshardOptions:
         check_flag(self.overwrite, "overwrite")
         check_flag(self.verify, "verify")
         if callable(self.only):
-            raise OptionError("only=…: give patterns, which workers in other processes can be told.")
+            raise OptionError("only=…: give patterns; worker processes cannot receive a function.")
         selector(self.only)
         check_dtypes(self.dtype)
 

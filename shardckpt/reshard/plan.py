@@ -18,23 +18,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, largest_chunk
+from shardckpt.plan.views import View
+from shardckpt.reshard.batches import ChunkTarget, PlannedStep
 from shardckpt.reshard.cells import Cells, cut, read_bytes, steps
 from shardckpt.reshard.memory import Memory, Sizes, check_limit, share
-from shardckpt.reshard.targets import targets
+from shardckpt.reshard.targets import Targets, targets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.reshard.cells import Step
-    from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.options import ReshardOptions
-    from shardckpt.reshard.rules import Decision
     from shardckpt.reshard.source import OpenSource
-
-__all__ = ["ReshardPlan", "Task", "TaskShare", "plan_reshard"]
 
 MOST_TASKS = 4096
 """Approximate maximum number of tasks of a job."""
@@ -73,19 +71,11 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class ReshardPlan:
+class ReshardPlan(Targets):
     """The complete plan of a reshard."""
 
     source: CheckpointRecord
     """Record of the checkpoint to read."""
-    target: Structure
-    """Structure of the new checkpoint."""
-    sources: Mapping[str, TensorRecord]
-    """Name in the target → source tensor."""
-    decisions: Mapping[str, Decision]
-    """Name in the target → layout of the tensor, and its reason."""
-    values: frozenset[str]
-    """Names under which every process that saved had its own value."""
     layout: str
     """Storage layout of the target: "packed" or "zarr"."""
     compression: str | None
@@ -93,8 +83,6 @@ class ReshardPlan:
     tasks: tuple[Task, ...]
     memory: Memory
     """Memory of each worker."""
-    conversions: tuple[ConvertedSubtree, ...] = ()
-    """Tensors that `dtype` converts and leaves, by subtree."""
     _cells: Mapping[str, Cells] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -115,7 +103,7 @@ class ReshardPlan:
     @property
     def source_bytes(self) -> int:
         """Stored bytes of the source tensors, uncompressed; each chunk counts once."""
-        return sum(p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in self.sources.values() for p in t.pieces)
+        return _stored_bytes(self.sources.values())
 
     @property
     def read_bytes(self) -> int:
@@ -125,9 +113,7 @@ class ReshardPlan:
     @property
     def written_bytes(self) -> int:
         """Stored bytes of the target, uncompressed, including the padding of chunks at edges."""
-        return sum(
-            p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in self.target.tensors.values() for p in t.pieces
-        )
+        return _stored_bytes(self.target.tensors.values())
 
     @property
     def amplification(self) -> float:
@@ -140,6 +126,15 @@ class ReshardPlan:
         itemsize, room = target.dtype.itemsize, self.memory.room
         for box in self._cells[share.tensor].boxes(share.cells, self.memory.batch // itemsize):
             yield from steps(box, target.pieces, source.pieces, itemsize, room)
+
+    def planned_steps(self, task: Task) -> Iterator[PlannedStep]:
+        """Yield the steps of a task in order, with the target of each."""
+        for cells in task.shares:
+            tensor, source = self.target.tensors[cells.tensor], self.sources[cells.tensor]
+            view = View.whole(source.name, source.shape)
+            target = ChunkTarget(tensor.name, tensor.dtype, tensor.pieces, [(source, view)], as_stored=True)
+            for step in self.steps(cells):
+                yield PlannedStep(target, step)
 
     def task_read_bytes(self, task: Task) -> int:
         """Stored bytes that a task reads, uncompressed; repeated reads count each time."""
@@ -168,43 +163,48 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
         BudgetError: the memory limit is too small; names it, and a sufficient one.
     """
     record = source.record
-    ours = bool(record.hosts)  # without hosts it is foreign, with foreign chunk shapes
+    native = bool(record.hosts)  # without hosts it is foreign, with foreign chunk shapes
     layout = options.layout or record.layout
-    keep_chunks = ours and layout == record.layout
+    keep_chunks = native and layout == record.layout
     made = targets(record.structure, options, str(source.location), files=layout == "zarr", keep_chunks=keep_chunks)
     compression = record.compression if options.compression is None else None if options.compression == "none" else options.compression
     sizes = Sizes(
         source_chunk=largest_chunk(made.sources.values()),
-        target_chunk=largest_chunk(made.structure.tensors.values()),
+        target_chunk=largest_chunk(made.target.tensors.values()),
         source_local=source.location.local is not None,
         target_local=destination is None or destination.local is not None,
         # The decoding of foreign formats is unknown; bases are not known yet either.
-        source_compressed=record.compression is not None or bool(record.structure.bases) or not ours,
+        source_compressed=record.compression is not None or bool(record.structure.bases) or not native,
         target_compressed=compression is not None,
     )
     # Check before cells are cut: their number grows with the number of elements that a file claims to have.
     check_limit(options.budget, options.workers or 1, sizes, str(source.location))
     least = record.processes if made.values else 1
-    length = _task_length(made.structure, options.task_length)
+    length = _task_length(made.target, options.task_length)
     cells = {
         name: cut(tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize, length // 4)
-        for name, tensor in made.structure.tensors.items()
+        for name, tensor in made.target.tensors.items()
         if tensor.nbytes
     }
-    tasks = _tasks(cells, made.structure, length, least)
+    tasks = _tasks(cells, made.target, length, least)
     return ReshardPlan(
+        made.target,
+        made.sources,
+        made.decisions,
+        made.values,
+        made.conversions,
         source=record,
-        target=made.structure,
-        sources=made.sources,
-        decisions=made.decisions,
-        values=made.values,
         layout=layout,
         compression=compression,
         tasks=tasks,
         memory=share(options.budget, options.workers, len(tasks), length, sizes, str(source.location)),
-        conversions=made.conversions,
         _cells=cells,
     )
+
+
+def _stored_bytes(tensors: Iterable[TensorRecord]) -> int:
+    """Bytes of all chunks of some tensors, uncompressed, with their checksums."""
+    return sum(p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in tensors for p in t.pieces)
 
 
 def _task_length(structure: Structure, most: int) -> int:

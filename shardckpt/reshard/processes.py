@@ -26,12 +26,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["LocalProcesses", "serve"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PATIENCE = 10
+_END_TIMEOUT = 10
 """Timeout in seconds for the end of an idle process."""
 
 
@@ -41,7 +39,7 @@ class LocalProcesses(Executor):
     def __init__(self, processes: int) -> None:
         # One thread per process starts it, sends it calls, and waits for the results.
         self._threads = ThreadPoolExecutor(processes, "shardckpt-worker")
-        self._mine = local()
+        self._of_thread = local()
         self._all: set[_Process] = set()
         self._changing = Lock()
         self._ended = False
@@ -64,21 +62,21 @@ class LocalProcesses(Executor):
             self._all.clear()
 
     def _call(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        process: _Process | None = getattr(self._mine, "process", None)
+        process: _Process | None = getattr(self._of_thread, "process", None)
         if process is None:
             with self._changing:
                 if self._ended:
-                    raise BrokenExecutor("The processes were told to end.")
-                process = self._mine.process = _Process()
+                    raise BrokenExecutor("The worker processes are shutting down.")
+                process = self._of_thread.process = _Process()
                 self._all.add(process)
         try:
-            went_well, result = process.ask(fn, args, kwargs)
+            succeeded, result = process.ask(fn, args, kwargs)
         except (EOFError, OSError) as e:
-            self._mine.process = None
+            self._of_thread.process = None
             with self._changing:
                 self._all.discard(process)
-            raise BrokenExecutor(f"A worker process has ended by itself ({process.end()}).") from e
-        if not went_well:
+            raise BrokenExecutor(f"A worker process ended unexpectedly ({process.end()}).") from e
+        if not succeeded:
             raise result
         answer: T = result
         return answer
@@ -95,13 +93,13 @@ class _Process:
     """One process, and the pipe to it."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
-        with theirs:
-            code = f"from shardckpt.reshard.processes import serve; serve({theirs.fileno()})"
+        self._pipe, other_end = Pipe()
+        with other_end:
+            code = f"from shardckpt.reshard.processes import serve; serve({other_end.fileno()})"
             # BLAS starts a thread per core, which takes a third of numpy's import time, and the threads would be idle.
-            own = {"PYTHONPATH": os.pathsep.join(_module_paths()), "OPENBLAS_NUM_THREADS": "1"}
+            environment = {"PYTHONPATH": os.pathsep.join(_module_paths()), "OPENBLAS_NUM_THREADS": "1"}
             command = [sys.executable, "-c", code]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | own)  # noqa: S603
+            self._process = subprocess.Popen(command, pass_fds=[other_end.fileno()], stdin=subprocess.DEVNULL, env=os.environ | environment)  # noqa: S603
 
     def ask(self, *call: object) -> tuple[bool, Any]:
         """Run a call; return whether it succeeded, and its result or error; EOFError or OSError if the process ends instead."""
@@ -117,7 +115,7 @@ class _Process:
         """End the process as soon as it is idle; return its exit status or signal as text."""
         self._pipe.close()
         try:
-            status = self._process.wait(_PATIENCE)
+            status = self._process.wait(_END_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shardckpt.reading.locate import Request
     from shardckpt.reading.reader import ReadStats
 
-__all__ = ["OpenSource", "Reader", "SourceSpec", "open_source", "place_of"]
-
 
 class Reader(Protocol):
     """Reads stored elements. Safe to use from several threads."""
@@ -32,11 +30,9 @@ class Reader(Protocol):
         Raises:
             MissingDataError, CorruptionError, StorageError: required data is missing, damaged, or cannot be read.
         """
-        ...
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> Sequence[Callable[[], None]]:
         """One call per group of requests that does the work of `read` for the group; buffers are written only when it runs."""
-        ...
 
 
 class OpenSource(Protocol):
@@ -45,22 +41,18 @@ class OpenSource(Protocol):
     @property
     def location(self) -> Location:
         """Place of the checkpoint."""
-        ...
 
     @property
     def record(self) -> CheckpointRecord:
         """Record of the contents. Its `attempt` differs whenever anything stored there differs."""
-        ...
 
     @property
     def reader(self) -> Reader:
         """Reader of the elements."""
-        ...
 
     @property
     def stats(self) -> ReadStats:
         """Statistics of the reads so far."""
-        ...
 
     def limit_reading(self, *, threads: int | None, memory: int) -> None:
         """Limit the resources of reading; called before the first chunk is read.
@@ -69,7 +61,6 @@ class OpenSource(Protocol):
             threads: number of reader threads; None: as many as memory allows.
             memory: bytes of reads in progress; a smaller value means smaller reads, and fewer concurrent requests to an object store.
         """
-        ...
 
     def reading(self) -> AbstractContextManager[None]:
         """Context manager around all reads; it distinguishes a checkpoint that was replaced or deleted from a damaged one.
@@ -77,11 +68,9 @@ class OpenSource(Protocol):
         Raises:
             ReplacedError: an error inside was caused by a replacement or deletion.
         """
-        ...
 
     def process_values(self, process: int) -> dict[str, Any]:
         """A process's own values from the save (`PerProcess`), by name, not decoded."""
-        ...
 
 
 class SourceSpec(Protocol):
@@ -90,7 +79,6 @@ class SourceSpec(Protocol):
     @property
     def url(self) -> str:
         """URL of the checkpoint."""
-        ...
 
     def open(self) -> OpenSource:
         """Open the checkpoint.
@@ -98,7 +86,6 @@ class SourceSpec(Protocol):
         Raises:
             NotFoundError, FormatError: there is no checkpoint, or it cannot be read.
         """
-        ...
 
 
 def open_source(source: str | SourceSpec) -> OpenSource:

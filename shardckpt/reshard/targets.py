@@ -1,6 +1,8 @@
 """The structure of the new checkpoint, and the source tensor of each of its tensors.
 
-Each tensor is stored as a save would store it if devices had it in the new layout (`save_plan`). A tensor of a shardckpt
+The layout of each tensor is decided first. With rules, the rules decide; with a mesh alone, the spec that the source recorded, as far as
+the mesh has its axes; with neither, the layout stays. Each tensor is stored as a save would store it if devices had it in the new
+layout (`save_plan`). A tensor of a shardckpt
 checkpoint that keeps its layout and element size also keeps its arrays and chunks, whatever their shapes.
 """
 
@@ -12,10 +14,13 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError
 from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.layout.partition_spec import PartitionSpec
+from shardckpt.layout.placements import Placements
+from shardckpt.layout.sharding import Sharding
 from shardckpt.plan.chunks import smallest_chunk
 from shardckpt.reshard.dtype_rules import plan_dtypes
-from shardckpt.reshard.layouts import decide
 from shardckpt.reshard.optimizer_state import optimizer_state
+from shardckpt.reshard.rules import Decision
 from shardckpt.state import meanings, per_process_names, select
 from shardckpt.state.names import array_path, piece_path
 from shardckpt.state.select import selector
@@ -25,25 +30,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.layout.dtypes import DType
+    from shardckpt.layout.mesh import Mesh
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
     from shardckpt.reshard.options import ReshardOptions
-    from shardckpt.reshard.rules import Decision
-
-__all__ = ["Targets", "renamed", "targets"]
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
     """The tensors that a reshard makes."""
 
-    structure: Structure
+    target: Structure
     """Structure of the new checkpoint."""
     sources: Mapping[str, TensorRecord]
-    """Name in the new checkpoint → source tensor."""
+    """Name in the target → source tensor."""
     decisions: Mapping[str, Decision]
-    """Name in the new checkpoint → layout of the tensor, and its reason."""
+    """Name in the target → layout of the tensor, and its reason."""
     values: frozenset[str]
-    """Names under which every process has its own value."""
+    """Names under which every process that saved had its own value."""
     conversions: tuple[ConvertedSubtree, ...]
     """Tensors that `dtype` converts and leaves, by subtree."""
 
@@ -59,16 +62,13 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
         keep_chunks: whether a tensor that can keep its arrays and chunks does so.
 
     Raises:
-        NamesMismatchError: `only` selects nothing.
-        OptionError, ShardingError: as in `layouts.decide`; or a pattern of `dtype` matches nothing.
-        DtypeMismatchError: a tensor cannot be converted; the message names it.
-        LeafError: a tensor cannot be stored.
+        NamesMismatchError, OptionError, ShardingError, DtypeMismatchError, LeafError: the request does not fit the source.
     """
     tree, stored = select(source.tree, selector(options.only))
     if options.only is not None and not tree:
         raise NamesMismatchError(f"{where}: only={options.only!r} selects none of its names; `shardckpt info` lists them.")
     sources = {name: source.tensors[old] for name, old in stored.items()}
-    decisions = decide(sources, options)
+    decisions = _decide_layouts(sources, options)
     optimizer = optimizer_state(source.tree) if options.dtype else ()
     planned = plan_dtypes(sources, options.dtype, meanings(tree), optimizer)
     types = planned.dtypes
@@ -91,3 +91,27 @@ def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     paths = [array_path(name)] if whole else [piece_path(name, tensor.shape, piece.start) for piece in tensor.pieces]
     pieces = tuple(replace(piece, path=path) for piece, path in zip(tensor.pieces, paths, strict=True))
     return TensorRecord(name, tensor.shape, dtype, tensor.layout, pieces)
+
+
+def _decide_layouts(tensors: Mapping[str, TensorRecord], options: ReshardOptions) -> dict[str, Decision]:
+    """The layout of every tensor; `tensors` are source tensors by their names in the target."""
+    if options.rules is not None:
+        return options.rules.decide_all({name: tensor.shape for name, tensor in tensors.items()}, options.mesh)
+    if options.mesh is not None:
+        return {name: _over(options.mesh, tensor) for name, tensor in tensors.items()}
+    return {name: Decision(tensor.layout, "", "The layout stays: neither a mesh nor a rule is given.") for name, tensor in tensors.items()}
+
+
+def _over(mesh: Mesh, tensor: TensorRecord) -> Decision:
+    """The recorded spec over another mesh."""
+    layout = tensor.layout
+    if layout is None:
+        return Decision(None, "", "The tensor was saved as a plain tensor, and stays one.")
+    found = layout.as_sharding(tensor.shape) if isinstance(layout, Placements) else layout
+    if not isinstance(found, Sharding):
+        notice = "its recorded layout names no axes, so it is replicated; a rule can cut it"
+        return Decision(Sharding(mesh, PartitionSpec()), "", "The recorded layout cannot be applied to another mesh.", (notice,))
+    kept = PartitionSpec(*(tuple(a for a in axes if a in mesh.axis_names) for axes in found.spec.axes))
+    lost = [str(a) for axes in found.spec.axes for a in axes if a not in mesh.axis_names]
+    notices = (f"the mesh has no axis {', '.join(lost)}, which cut the tensor in the source",) if lost else ()
+    return Decision(Sharding(mesh, kept), "", "The tensor keeps its recorded spec, over the given mesh.", notices)

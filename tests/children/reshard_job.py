@@ -13,7 +13,7 @@ from shardckpt.reshard import clusters
 from shardckpt.reshard.rules import parse_mesh
 
 arguments = json.loads(sys.argv[1])
-clusters.PATIENCE = arguments.pop("patience", clusters.PATIENCE)
+clusters.WORKER_TIMEOUT = arguments.pop("patience", clusters.WORKER_TIMEOUT)
 call = getattr(shardckpt, arguments.pop("call", "reshard"))
 arguments["mesh"] = parse_mesh(arguments["mesh"])
 if "worker" in arguments:

@@ -125,7 +125,7 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("command", "function", "said"),
     [
-        (["reshard", "a", "b"], "shardckpt.reshard.reshard", "the same command goes on where it was"),
+        (["reshard", "a", "b"], "shardckpt.reshard.execute.reshard", "the same command goes on where it was"),
         (["import", "a", "b"], "shardckpt.convert.importing.import_checkpoint", "the same command goes on where it was"),
         (["export", "a", "b"], "shardckpt.convert.export.export", "the same command goes on where it was"),
         (["export", "a", "b", "--to", "torch"], "shardckpt.convert.export.export", "the same command begins anew"),
@@ -175,3 +175,25 @@ def test_a_terminal_without_unicode_gets_ascii(checkpoint):
     assert result.stdout.isascii()
     assert b"| " in result.stdout
     assert b"\\u" not in result.stdout
+
+
+@pytest.mark.parametrize("command", ["reshard", "import", "export"])
+def test_an_interrupt_while_long_work_imports_its_modules_is_reported(command):
+    code = f"""
+import os, signal, sys, threading
+from shardckpt.cli import main
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(("shardckpt.reshard", "shardckpt.convert")):
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(30)
+
+import shardckpt.cli.app
+sys.meta_path.insert(0, Slow())
+sys.argv = ["shardckpt", "{command}", "a", "b"]
+sys.exit(main())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (130, "")
+    assert result.stderr == "interrupted: the same command goes on where it was\n"

@@ -58,11 +58,11 @@ def test_a_destination_that_is_taken_is_told(run, source, tmp_path):
     assert run("plan", source, source, *OPTIONS, "--rate", "1GiB", "--json").json["target"]["replaces"]
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, what in (("file", "a file stands"), ("link", "a symbolic link that leads nowhere stands")):
+    for name, what in (("file", "a file is"), ("link", "a broken symbolic link is")):
         for command in ("plan", "reshard"):
             answer = run(command, source, tmp_path / name, "--mesh", "data=2")
-            assert (answer.status, f"{tmp_path / name}: {what} where the new checkpoint is to go" in answer.err) == (6, True)
-    assert "the source itself lies there" in run("reshard", source, source, "--mesh", "data=2").err
+            assert (answer.status, f"{tmp_path / name}: {what} at the place of the new checkpoint" in answer.err) == (6, True)
+    assert "the source itself is there" in run("reshard", source, source, "--mesh", "data=2").err
 
 
 def test_a_tensor_that_is_left_out_cannot_be_explained(run, source):

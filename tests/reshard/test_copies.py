@@ -12,10 +12,11 @@ from placeholders import put_placeholder
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
 from shardckpt.io.store import Store, shared_context
-from shardckpt.reshard import ReshardOptions, plan_reshard
 from shardckpt.reshard.forecast.document import document
 from shardckpt.reshard.forecast.forecast import forecast, known_places
 from shardckpt.reshard.forecast.rates import Rates
+from shardckpt.reshard.options import ReshardOptions
+from shardckpt.reshard.plan import plan_reshard
 
 ROWS = Sharding(Mesh((4,), ("x",)), PartitionSpec("x"))
 STATE = {"w": np.random.default_rng(0).random((600, 500)), "ü v": np.arange(300_000, dtype=np.int32), "lr": 0.5}

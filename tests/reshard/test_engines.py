@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -212,7 +213,7 @@ def test_a_cluster_whose_head_is_lost_ends_the_job_and_what_was_done_stays(start
             os.kill(pid, signal.SIGKILL)
         message = failure(job)
     assert message.startswith("shardckpt.errors.CoordinationError"), message
-    assert "the same call goes on there" in message
+    assert "the same call continues from there" in message
     done = len(records(tmp_path / "b"))
     report = finish(start(source, tmp_path / "b", workers=1))
     assert 3 <= done <= report["done_before"] < TASKS
@@ -269,3 +270,20 @@ def test_a_package_that_is_not_installed_is_named(source, tmp_path, monkeypatch)
         monkeypatch.delitem(sys.modules, f"shardckpt.reshard.on_{kind}", raising=False)
         with pytest.raises(errors.MissingExtraError, match=rf"shardckpt\[{kind}\]"):
             shardckpt.reshard(source, tmp_path / "b", engine=f"{kind}://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_dask_drops_the_calls_that_have_not_begun_when_its_executor_is_shut_down(tmp_path, cancel):
+    from distributed import LocalCluster
+
+    from shardckpt.reshard.on_dask import OnDask
+
+    begun = tmp_path / "begun"
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address=None) as cluster:
+        executor = OnDask("dask://here", cluster.scheduler_address.removeprefix("tcp://"))
+        futures = [executor.submit(os.system, f"echo {n} >>{begun}; sleep 0.5") for n in range(6)]
+        wait_for(begun.exists)
+        executor.shutdown(cancel_futures=cancel)
+        time.sleep(1.5)
+        assert len(begun.read_text().split()) < len(futures) / 2
+        assert all(isinstance(future.exception(0), errors.CoordinationError) for future in futures)

@@ -157,7 +157,7 @@ class Deadly(Executor):
 
 
 def test_a_task_over_which_workers_die_again_and_again_is_named(source, tmp_path):
-    with Deadly(5) as engine, pytest.raises(errors.CommitError, match=r"Task 5 \('a'\) has lost its worker 3 times"):
+    with Deadly(5) as engine, pytest.raises(errors.CommitError, match=r"Task 5 \('a'\) lost its worker 3 times"):
         shardckpt.reshard(source, tmp_path / "b", mesh=MESH, engine=engine, **TASKS)
     assert engine.deaths == 3
     engine.threads.shutdown()

@@ -302,7 +302,7 @@ def test_options_that_cannot_be_are_refused_before_anything_is_written(tmp_path)
         ({"memory_limit": "lots"}, "memory_limit"),
         ({"mesh": EIGHT, "rules": ["w=(z)"]}, "no axis"),
         ({"mesh": EIGHT, "rules": ["v=(x)"]}, "v"),
-        ({"mesh": EIGHT, "rules": {}, "unmatched": "error"}, "No rule means"),
+        ({"mesh": EIGHT, "rules": {}, "unmatched": "error"}, "No rule matches"),
     ):
         with pytest.raises(errors.ShardckptError, match=what):
             shardckpt.reshard(tmp_path / "a", tmp_path / "b", **options)

@@ -4,7 +4,7 @@
     found.states["cache.k"]        # Shard(0), Replicate, Partial(sum) or Unknown, and found.explain("cache.k") says why
 
 `inference` has the public functions. `shardings` turns their result into layouts for saving and resharding. `rules` has one table
-per family of operators. Nothing here imports torch: a graph carries all the necessary data.
+per family of operators. Nothing here imports torch: a graph carries all the necessary data. Begin with `inference`.
 """
 
 from __future__ import annotations

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from shardckpt.reshard.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
 from shardckpt.reshard.batch_dims.sizes import BatchSize, Undecided, is_number
-
-if TYPE_CHECKING:
-    from shardckpt.reshard.batch_dims.assumptions import Assumptions
-
-__all__ = ["Call", "Result", "Unresolved", "is_node", "op_name", "shown"]
 
 Result = Layout | tuple[Layout, ...]
 """Layout of one tensor, or of each tensor in a tuple."""
@@ -22,6 +18,16 @@ _SIZES = frozenset(
 """Arguments, by schema name, that give the shape of the result."""
 _POSITIONS = frozenset({"start", "end", "index", "shifts", "diagonal", "k", "pad"})
 """Arguments that give a position in a dimension, if they are numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """Assumptions about a program that its graph does not show; by default all are off. See `batch_dims`."""
+
+    even_counts: bool = False
+    """Masks have the same number of true elements in every part of the batch."""
+    local_batch_norm: bool = False
+    """Batch normalisation is meant to use the statistics of each process's own part."""
 
 
 class Unresolved(Exception):  # noqa: N818 - it carries an operand's Unknown
@@ -78,7 +84,7 @@ class Call:
         if isinstance(found, Unknown):
             raise Unresolved(found)
         if isinstance(found, Numbered):
-            raise Undecided(f"{value.name} counts the samples, and every process begins at 0")
+            raise Undecided(f"{value.name} counts the samples, and every process starts at 0")
         return found
 
     def known(self, value: Any) -> Result:
@@ -108,7 +114,7 @@ class Call:
         """
         found = self.steady(value)
         if isinstance(found, Shard):
-            raise Undecided(f"{shown(value)} is {found}, where only one that is replicated is understood")
+            raise Undecided(f"{shown(value)} is {found}, but only a replicated operand is supported")
         return found
 
     def shape(self, value: Any) -> tuple[int, ...]:
@@ -134,6 +140,10 @@ class Call:
         if len(shapes) > 1:
             raise Undecided("it has several results")
         return shapes[0] or ()
+
+    def each_result(self, layout: Layout) -> Result:
+        """The same layout for every result of the call."""
+        return layout if len(self.outs) == 1 else (layout,) * len(self.outs)
 
     def refuse_counts(self) -> None:
         """Refuse numeric arguments that differ with the size of the part, except sizes, which the result's shape shows.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import NamesMismatchError, OptionError
-from shardckpt.reshard.batch_dims.assumptions import Assumptions
+from shardckpt.reshard.batch_dims.call import Assumptions
 from shardckpt.reshard.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
 from shardckpt.reshard.batch_dims.program import Program
 from shardckpt.reshard.batch_dims.propagation import propagate
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.reshard.batch_dims.call import Result
-
-__all__ = ["BatchDims", "batch_dims"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +155,8 @@ def _batch_of(program: Program, batch: Mapping[str, int] | None) -> tuple[BatchS
         }
         if len(symbols) != 1:
             raise OptionError(
-                f"batch_dims: {len(symbols)} dimensions of the inputs are dynamic ({', '.join(symbols) or 'none'}), so which is the batch "
-                f"cannot be told; name an input and its dimension: batch={{'input': 0}}."
+                f"batch_dims: {len(symbols)} dimensions of the inputs are dynamic ({', '.join(symbols) or 'none'}), so the batch is not "
+                f"clear; name an input and its dimension: batch={{'input': 0}}."
             )
         return _checked_size(next(iter(symbols.values()))), {}
     sizes: dict[str, Any] = {}
@@ -173,7 +171,7 @@ def _batch_of(program: Program, batch: Mapping[str, int] | None) -> tuple[BatchS
         sizes[f"{name!r} has {shape[dim]} in dimension {dim}"] = shape[dim]
         given[node] = Shard(dim)
     if len(set(map(str, sizes.values()))) > 1:
-        raise OptionError(f"batch_dims: the batch has one size, and {' and '.join(sizes)}.")
+        raise OptionError(f"batch_dims: all batch dimensions need one size, but {' and '.join(sizes)}.")
     return _checked_size(next(iter(sizes.values()))), given
 
 
@@ -182,7 +180,7 @@ def _checked_size(size: Any) -> BatchSize:
     if expr is not None and not expr.is_Symbol:
         raise OptionError(f"batch_dims: the batch's size is {expr}; export it as a dimension of its own, torch.export.Dim('batch').")
     if expr is None and int(size) < 2:
-        raise OptionError(f"batch_dims: a batch of {int(size)} cannot be told from dimensions of one element; trace the program with more.")
+        raise OptionError(f"batch_dims: a batch of {int(size)} looks like any dimension of one element; trace the program with more.")
     return BatchSize(size)
 
 

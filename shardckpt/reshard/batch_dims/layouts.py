@@ -19,8 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Layout", "Numbered", "Partial", "Replicate", "Shard", "Unknown"]
-
 
 @dataclass(frozen=True, slots=True)
 class Replicate:

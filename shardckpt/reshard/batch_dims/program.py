@@ -12,8 +12,6 @@ from typing import Any
 
 from shardckpt.errors import OptionError
 
-__all__ = ["Program"]
-
 
 @dataclass(frozen=True, slots=True)
 class Program:

@@ -19,10 +19,8 @@ from shardckpt.reshard.batch_dims.sizes import Undecided, is_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardckpt.reshard.batch_dims.assumptions import Assumptions
+    from shardckpt.reshard.batch_dims.call import Assumptions
     from shardckpt.reshard.batch_dims.sizes import BatchSize
-
-__all__ = ["propagate"]
 
 _SIZES_OF = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset"}
 """Operators that use a tensor's shape but not its elements."""
@@ -126,7 +124,7 @@ def _stray_size(node: Any, layout: Layout, shape: Any, others: list[int], batch:
         return None
     if not batch.literal_sizes:
         kind = "partial" if isinstance(layout, Partial) else "cut" if isinstance(layout, Shard | Numbered) else "replicated"
-        return f"it is {kind}, and another dimension of its shape {tuple(shape)} is the batch's: samples meet"
+        return f"it is {kind}, and another dimension of its shape {tuple(shape)} has the batch's size: samples mix"
     known = {int(size) for n in node.all_input_nodes for size in getattr(n.meta.get("val"), "shape", ())}
     if node.op != "call_function" or node.target is operator.getitem or known.issuperset(others):
         return None

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.mesh import Mesh
 
-__all__ = ["batch_shardings"]
-
 
 def batch_shardings(
     exported: Any,
@@ -76,11 +74,11 @@ def _stated(name: str, layout: Layout, replicated: Sequence[str]) -> Replicate |
         return Replicate()
     if isinstance(layout, Partial):
         raise ShardingError(
-            f"{shown(name)}: every process has a term of it, {layout}; all-reduce it with op {layout.op} before it is saved, and name it "
+            f"{shown(name)}: every process has one term of it, {layout}; all-reduce it with op {layout.op} before it is saved, and name it "
             f"in replicated=…, or keep its terms with shardckpt.PerProcess."
         )
     raise ShardingError(
-        f"{shown(name)}: how its parts make up the whole is not known ({layout}); if the training keeps it equal in all processes, "
+        f"{shown(name)}: its layout cannot be determined ({layout}); if the training keeps it equal in all processes, "
         f"name it in replicated=…, or keep each with shardckpt.PerProcess."
     )
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["BatchSize", "Undecided", "is_number", "symbol_of"]
-
 _FIRST_PRIME = 1_000_003
 _END = 1 << 62
 """A literal of at least this size means the end of a dimension, not a number of samples."""

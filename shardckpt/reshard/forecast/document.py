@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.forecast.restore import RestoreForecast
     from shardckpt.reshard.plan import ReshardPlan
 
-__all__ = ["document", "layout_json"]
-
 
 def document(found: Forecast) -> dict[str, Any]:
     """All numbers of a forecast."""

@@ -17,12 +17,12 @@ from shardckpt.io.url import parse
 from shardckpt.reading.based_reader import BasedReader
 from shardckpt.reading.places import read_places
 from shardckpt.reading.reader import memory_of_runs, reading_limits
-from shardckpt.reshard.carrying import TakenOver, way
 from shardckpt.reshard.forecast.hosts import DEVICES_PER_HOST, Hosts, placed
 from shardckpt.reshard.forecast.reshard import ReshardReads, reshard_reads
 from shardckpt.reshard.forecast.restore import RestoreForecast, forecast_restore
 from shardckpt.reshard.forecast.stored import ByLayout, ByTable
 from shardckpt.reshard.memory import readers
+from shardckpt.reshard.reuse import ReuseMethod, reuse_method
 
 if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.forecast.stored import StoredTensors
     from shardckpt.reshard.options import ReshardOptions
     from shardckpt.reshard.plan import ReshardPlan
-
-__all__ = ["Forecast", "forecast", "known_places"]
 
 LARGEST_TABLE = 256 << 20
 """Maximum bytes of a chunk table that is read for planning: nine million chunks."""
@@ -63,7 +61,7 @@ class Forecast:
     rates: Rates
     replaces: bool
     """Whether a checkpoint is committed at the destination; the reshard would need `overwrite` to replace it."""
-    taken_over: TakenOver | None
+    taken_over: ReuseMethod | None
     """The method by which the reshard reuses the source's files, if nothing in them changes."""
     reads: ReshardReads | None
     """Reads of the reshard according to the chunk tables; None: the tables were not read."""
@@ -140,7 +138,7 @@ def forecast(
     after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
     saved_by = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in sources), number=max(1, len(record.hosts)))
     place = None if destination is None else Store.open(parse(destination))
-    taken_over = way(checkpoint.place, place) if place is not None and plan.unchanged else None
+    taken_over = reuse_method(checkpoint.place, place) if place is not None and plan.unchanged else None
     if taken_over:
         reads: ReshardReads | None = ReshardReads(0, 0, len(plan.tasks))
     else:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["DEVICES_PER_HOST", "Bins", "Hosts", "joined", "placed"]
-
 DEVICES_PER_HOST = 8
 """Default number of devices per host."""
 MOST_BINS = 64
@@ -50,10 +48,11 @@ class Hosts:
         Args:
             layouts: layouts of tensors, each with the tensor's rank; None entries are ignored.
             devices_per_host: devices of each host; the last host may have fewer.
-            number: number of hosts, instead of `devices_per_host`.
+            number: number of hosts, instead of `devices_per_host`; hosts beyond the devices have none, like the hosts of a save of plain
+                tensors.
 
         Raises:
-            OptionError: a host would have no devices.
+            OptionError: `devices_per_host` is not positive.
         """
         # Tensors share a mesh, or at least a layout.
         distinct = {

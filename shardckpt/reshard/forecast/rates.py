@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.places import Places
 
-__all__ = ["Rate", "Rates", "given_rates", "measure_read", "measure_write"]
-
 SAMPLE = 16 << 20
 """Bytes of one read sample."""
 MOST_SAMPLES = 4

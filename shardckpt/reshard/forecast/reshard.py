@@ -10,25 +10,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardckpt.format.zarr_arrays import room_for
-from shardckpt.io.buffers import round_up
 from shardckpt.layout.box import BoxArray
-from shardckpt.plan.pieces import batches, count_chunks, overlaps, touched
-from shardckpt.reading.locate import MOST_CHUNKS
-from shardckpt.reading.runs import count_runs
+from shardckpt.plan.pieces import overlaps, touched
+from shardckpt.reshard.batches import batches_of
+from shardckpt.reshard.forecast.stored import count_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from shardckpt.reading.places import Places
+    from shardckpt.reading.places import ChunkPlaces, Places
     from shardckpt.reading.runs import RunLimits
-    from shardckpt.reshard.plan import ReshardPlan, Task
+    from shardckpt.reshard.batches import PlannedStep
+    from shardckpt.reshard.plan import ReshardPlan
 
     Ints = NDArray[np.int64]
-
-__all__ = ["ReshardReads", "reshard_reads"]
 
 MOST_COUNTED = 16
 """Maximum number of counted tasks; each takes a few milliseconds."""
@@ -56,28 +53,23 @@ def reshard_reads(plan: ReshardPlan, places: Places, limits: RunLimits) -> Resha
     chosen = sorted({round(i) for i in np.linspace(0, len(plan.tasks) - 1, min(MOST_COUNTED, len(plan.tasks)))})
     nbytes = requests = elements = 0
     for task in (plan.tasks[i] for i in chosen):
-        for batch in batches(_steps(plan, task, places), lambda step: (step[0],), (plan.memory.batch,)):
-            file, offset, length = (np.concatenate(column) for column in zip(*(step[1] for step in batch), strict=True))
-            for i in range(0, len(file), MOST_CHUNKS):
-                some = slice(i, i + MOST_CHUNKS)
-                requests += count_runs(file[some], offset[some], length[some], limits)[0]
-            nbytes += int(length.sum())
+        found: dict[str, ChunkPlaces] = {}
+        for batch in batches_of(plan.planned_steps(task), plan.memory.batch):
+            chunks = [columns for planned in batch.steps for columns in _chunks_read(plan, planned, places, found)]
+            requests += count_requests(chunks, limits)
+            nbytes += sum(int(length.sum()) for _, _, length in chunks)
         elements += task.nbytes
     if len(chosen) == len(plan.tasks) or not elements:
         return ReshardReads(nbytes, requests, len(chosen))
     return ReshardReads(round(nbytes * plan.nbytes / elements), round(requests * plan.nbytes / elements), len(chosen))
 
 
-def _steps(plan: ReshardPlan, task: Task, places: Places) -> Iterator[tuple[int, tuple[Ints, Ints, Ints]]]:
-    """Yield per step its bytes of a buffer, and the chunks that it reads: file, offset and length."""
-    for share in task.shares:
-        target, source = plan.target.tensors[share.tensor], plan.sources[share.tensor]
-        itemsize = target.dtype.itemsize
-        found = {piece.path: places.of(source.name, [piece]) for piece in source.pieces}
-        for step in plan.steps(share):
-            box = BoxArray.of([step.box], step.box.ndim)
-            held = sum(count_chunks(p, step.box) * round_up(room_for(p.chunks, itemsize)) for p in touched(target.pieces, box))
-            read = [(found[p.path], np.unique(overlaps(p, box).chunk)) for p in touched(source.pieces, box)]
-            columns = [(at.file[chunk], at.offset[chunk], at.length[chunk]) for at, chunk in read]
-            file, offset, length = (np.concatenate(column) for column in zip(*columns, strict=True))
-            yield held, (file, offset, length)
+def _chunks_read(
+    plan: ReshardPlan, planned: PlannedStep, places: Places, found: dict[str, ChunkPlaces]
+) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Yield the chunks that a step reads of each array of its source: file, offset and length; `found` keeps the places of arrays."""
+    source, box = plan.sources[planned.target.name], BoxArray.of([planned.step.box], planned.step.box.ndim)
+    for piece in touched(source.pieces, box):
+        chunk = np.unique(overlaps(piece, box).chunk)
+        at = found.get(piece.path) or found.setdefault(piece.path, places.of(source.name, [piece]))
+        yield at.file[chunk], at.offset[chunk], at.length[chunk]

@@ -20,10 +20,9 @@ import numpy as np
 
 from shardckpt.plan.pieces import batches
 from shardckpt.plan.readers import chunks_read, host_boxes
-from shardckpt.reading.locate import MOST_CHUNKS
 from shardckpt.reading.restore import LARGEST_BATCH
-from shardckpt.reading.runs import count_runs
 from shardckpt.reshard.forecast.hosts import Bins
+from shardckpt.reshard.forecast.stored import count_requests
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from shardckpt.reshard.forecast.stored import StoredChunks, StoredTensors
 
     Ints = NDArray[np.int64]
-
-__all__ = ["Flow", "RestoreForecast", "TensorReads", "forecast_restore"]
 
 MOST_COUNTED = 20_000
 """Maximum number of (host, tensor) pairs whose requests are counted one by one: about a second."""
@@ -219,9 +216,5 @@ def _requests_of(host: int, tensors: Sequence[tuple[_Kind, StoredChunks]], begin
                 mine = kind.reads.chunk[begin[group] : begin[group + 1]]
                 assert chunks.places is not None
                 columns.append((chunks.places.file[mine], chunks.places.offset[mine], chunks.places.length[mine]))
-        if columns:
-            file, offset, length = (np.concatenate(column) for column in zip(*columns, strict=True))
-            for i in range(0, len(file), MOST_CHUNKS):
-                some = slice(i, i + MOST_CHUNKS)
-                total += count_runs(file[some], offset[some], length[some], limits)[0]
+        total += count_requests(columns, limits)
     return total

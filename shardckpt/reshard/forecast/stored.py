@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -17,18 +17,21 @@ from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.pieces import overlaps
 from shardckpt.plan.readers import host_boxes
+from shardckpt.reading.locate import MOST_CHUNKS
+from shardckpt.reading.runs import count_runs
 from shardckpt.reshard.forecast.hosts import Bins, Hosts, placed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import TensorRecord
     from shardckpt.reading.places import ChunkPlaces, Places
+    from shardckpt.reading.runs import RunLimits
 
     Ints = NDArray[np.int64]
-
-__all__ = ["ByLayout", "ByTable", "StoredChunks", "StoredTensors"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,30 +48,20 @@ class StoredChunks:
     """Places of the chunks, if known."""
 
 
-class StoredTensors(Protocol):
-    """Lengths and writers of the stored chunks of tensors."""
-
-    bins: Bins
-    """Bins of the hosts that wrote the tensors."""
-    exact: bool
-    """Whether the values are known; if not, they are estimates from layouts and averages."""
-
-    def chunks(self, tensor: TensorRecord) -> StoredChunks:
-        """The stored chunks of a tensor."""
-
-
 class ByTable:
     """Stored chunks according to the chunk tables."""
 
     exact = True
+    """Whether the values are known; if not, they are estimates from layouts and averages."""
 
     def __init__(self, record: CheckpointRecord, places: Places) -> None:
         self.bins = Bins(max(1, len(record.hosts)))
+        """Bins of the hosts that wrote the tensors."""
         self._places = places
         self._shares = np.eye(self.bins.number)
 
     def chunks(self, tensor: TensorRecord) -> StoredChunks:
-        """See `StoredTensors`. Chunks from the committer count as the first host's."""
+        """The stored chunks of a tensor. Chunks from the committer count as the first host's."""
         places = self._places.of(tensor.name, tensor.pieces)
         return StoredChunks(places.length, self.bins.of(np.maximum(places.host, 0)), self._shares, places)
 
@@ -94,7 +87,7 @@ class ByLayout:
             self._ratio = record.totals["stored_bytes"] / unpacked if unpacked else 1.0
 
     def chunks(self, tensor: TensorRecord) -> StoredChunks:
-        """See `StoredTensors`."""
+        """The stored chunks of a tensor."""
         length = np.concatenate([np.full(p.num_chunks, round(_length(tensor, k) * self._ratio)) for k, p in enumerate(tensor.pieces)])
         held = host_boxes(placed(tensor.layout, len(tensor.shape)), tensor.shape, self._hosts.owners, self._hosts.number)
         writer = []
@@ -110,6 +103,20 @@ class ByLayout:
         shares = np.zeros((len(held.boxes), self.bins.number))
         np.add.at(shares, held.held, in_bin[held.held_by])
         return StoredChunks(length, np.concatenate(writer), shares / np.maximum(shares.sum(axis=1, keepdims=True), 1.0), None)
+
+
+StoredTensors: TypeAlias = ByTable | ByLayout
+"""Lengths and writers of the stored chunks of tensors."""
+
+
+def count_requests(chunks: Iterable[tuple[Ints, Ints, Ints]], limits: RunLimits) -> int:
+    """Number of requests that read chunks together; `chunks` are columns of files, offsets and lengths."""
+    columns = list(chunks)
+    if not columns:
+        return 0
+    file, offset, length = (np.concatenate(column) for column in zip(*columns, strict=True))
+    parts = (slice(i, i + MOST_CHUNKS) for i in range(0, len(file), MOST_CHUNKS))
+    return sum(count_runs(file[part], offset[part], length[part], limits)[0] for part in parts)
 
 
 def _length(tensor: TensorRecord, piece: int) -> int:

@@ -1,9 +1,10 @@
 """Rules that give every tensor a layout: patterns over names, presets of model families, other checkpoints' layouts.
 
-Pure: names, shapes and a mesh in, layouts and the reasons for them out. Files are read by `files` and `hf_config` alone.
+Pure: names, shapes and a mesh in, layouts and the reasons for them out. Files are read by `files` and `hf_config` alone. `rules` has the
+public class, `rule`, `preset` and `like` its entries, `decisions` applies them, and `explain` shows why. Begin with `rules`.
 """
 
-from shardckpt.reshard.rules.decision import Decision
+from shardckpt.reshard.rules.decisions import Decision
 from shardckpt.reshard.rules.mesh_text import parse_mesh
 from shardckpt.reshard.rules.rule import Rule
 from shardckpt.reshard.rules.rules import Rules

@@ -4,7 +4,7 @@
 
     rule 1   **/*norm.weight=(data)               does not match
   → rule 2   **/layers.*.w1.weight=(data,model)   matches its name
-    1 rule after it is not asked
+    1 rule after it is not tested
 
 dimension 0   14 in 4 parts of 4 over data=4
 dimension 1   8 in 2 parts of 4 over model=2
@@ -20,7 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardckpt.layout.sharding import Sharding
-from shardckpt.reshard.rules.deciding import meaning
+from shardckpt.reshard.rules.decisions import meaning
 from shardckpt.reshard.rules.pattern import match
 from shardckpt.reshard.rules.rule import Rule
 from shardckpt.state.names import shown
@@ -28,10 +28,7 @@ from shardckpt.state.names import shown
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.reshard.rules.deciding import Step
-    from shardckpt.reshard.rules.decision import Decision
-
-__all__ = ["explanation"]
+    from shardckpt.reshard.rules.decisions import Decision, Step
 
 FEW = 4
 """Below this number, rules that do not match are listed individually."""
@@ -39,26 +36,18 @@ _NO = "does not match"
 
 
 def explanation(name: str, shape: tuple[int, ...], steps: Sequence[Step], decision: Decision, itemsize: int) -> str:
-    """The explanation of one tensor, in the format shown in the module's docstring.
-
-    Args:
-        name: name of the tensor.
-        shape: shape of the tensor.
-        steps: the candidate steps, in order.
-        decision: the decision for the tensor.
-        itemsize: bytes of an element.
-    """
+    """The explanation of a tensor's decision, given all candidate steps, in the format shown in the module's docstring."""
     decisive = next((number for number, step in enumerate(steps) if meaning(step, name, len(shape))), None)
-    asked = steps if decisive is None else steps[: decisive + 1]
-    rows = list(_gathered([(_origin(step), _text(step), _answer(step, name, len(shape))) for step in asked]))
+    tested = steps if decisive is None else steps[: decisive + 1]
+    rows = list(_joined_rows([(_origin(step), _text(step), _answer(step, name, len(shape))) for step in tested]))
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines = [f"{shown(name)}, shape {shape}", ""]
     for number, (origin, text, answer) in enumerate(rows, 1):
         mark = "→" if decisive is not None and number == len(rows) else " "
         lines.append(f"  {mark} {origin:{widths[0]}}   {text:{widths[1]}}   {answer}")
-    rest = len(steps) - len(asked)
+    rest = len(steps) - len(tested)
     if rest:
-        lines.append(f"    {_rules(rest)} after it {'are' if rest > 1 else 'is'} not asked")
+        lines.append(f"    {_rules(rest)} after it {'are' if rest > 1 else 'is'} not tested")
     if decision.why not in decision.notices and (decisive is None or not decision.why.endswith(rows[-1][2])):
         lines.append(f"    {decision.why}")
     lines += ["", *_outcome(shape, decision, itemsize)]
@@ -67,7 +56,7 @@ def explanation(name: str, shape: tuple[int, ...], steps: Sequence[Step], decisi
     return "\n".join(lines)
 
 
-def _gathered(rows: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+def _joined_rows(rows: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
     """Yield the rows; many non-matching rules of one origin become one row, because a preset has dozens of rules."""
     for (origin, answer), run in groupby(rows, lambda row: (row[0], row[2])):
         same = list(run)

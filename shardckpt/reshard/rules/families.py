@@ -21,8 +21,6 @@ configuration, MaxText's layers. torch's `Linear.weight` is (out, in); GPT-2's `
 
 from __future__ import annotations
 
-__all__ = ["FAMILIES"]
-
 _HF_ATTENTION = """
 **/*self_attn.q_proj.weight                       heads embed
 **/*self_attn.q_proj.bias                         heads

@@ -24,7 +24,6 @@ from shardckpt.reshard.config_files import read_file
 from shardckpt.reshard.rules.mesh_text import mesh_of
 from shardckpt.reshard.rules.preset import Preset
 from shardckpt.reshard.rules.rule import Rule
-from shardckpt.reshard.rules.rules import Rules
 from shardckpt.reshard.rules.spec_text import parse_spec
 from shardckpt.state.names import did_you_mean
 
@@ -32,20 +31,11 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-__all__ = ["read_rules"]
-
 _KEYS = ("mesh", "unmatched", "preset", "rules")
 
 
-def read_rules(path: str | os.PathLike[str]) -> Rules:
-    """Read the rules in a file.
-
-    Args:
-        path: path of the file; its name ends with .toml, .yaml or .yml.
-
-    Raises:
-        OptionError, ShardingError: the file cannot be read or has invalid content; the message names the file and the place in it.
-    """
+def read_rules(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments of `Rules` that are in a file; see `Rules.from_file`."""
     file = Path(path)
     doc = read_file(file, "rules file", (".toml", ".yaml", ".yml"))
     if not isinstance(doc, Mapping):
@@ -54,11 +44,12 @@ def read_rules(path: str | os.PathLike[str]) -> Rules:
         if key not in _KEYS:
             raise OptionError(f"{file}: there is no key {excerpt(key)}{did_you_mean(str(key), _KEYS)}; there are {', '.join(_KEYS)}.")
     mesh = mesh_of(doc["mesh"], f"{file}, mesh") if doc.get("mesh") is not None else None
+    rules = tuple(_rules(doc.get("rules"), file))
     try:
-        presets = [Preset.parse(preset) for preset in _listed(doc.get("preset"))]
-        return Rules((*_rules(doc.get("rules"), file), *presets), doc.get("unmatched", "replicate"), mesh)
+        presets = tuple(Preset.parse(preset) for preset in _listed(doc.get("preset")))
     except OptionError as error:
-        raise OptionError(str(error) if str(error).startswith(str(file)) else f"{file}: {error}") from error
+        raise OptionError(f"{file}: {error}") from error
+    return {"entries": (*rules, *presets), "unmatched": doc.get("unmatched", "replicate"), "mesh": mesh}
 
 
 def _rules(value: Any, file: Path) -> Iterator[Rule]:

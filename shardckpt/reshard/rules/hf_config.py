@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-__all__ = ["MODEL_TYPES", "head_counts", "read_config", "read_preset"]
-
 MODEL_TYPES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama"),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), "mixtral"),
@@ -35,15 +33,7 @@ _LARGEST = 16 << 20
 
 
 def read_preset(path: str | os.PathLike[str], roles: str = "") -> Preset:
-    """The preset for a model.
-
-    Args:
-        path: `config.json`, or its directory.
-        roles: roles such as "fsdp+tp".
-
-    Raises:
-        OptionError: the file cannot be read, or names a model without a preset.
-    """
+    """The preset for a model; see `Rules.from_hf_config`."""
     file, config = read_config(path)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:

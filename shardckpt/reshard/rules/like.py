@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shardckpt.format.structure import StoredLayout, Structure
     from shardckpt.layout.mesh import Mesh
 
-__all__ = ["Like"]
-
 
 @dataclass(frozen=True, slots=True)
 class Like:
@@ -59,8 +57,7 @@ class Like:
             return None
         if there is not None and len(shape) != len(there):
             raise ShardingError(
-                f"{shown(name)} has shape {shape}, and in {self.origin} it has {there}, whose layout does not suit it; "
-                "give it a rule of its own."
+                f"{shown(name)} has shape {shape}, but {there} in {self.origin}, so that layout does not fit; give the tensor its own rule."
             )
         if mesh is None:
             return layout
@@ -72,20 +69,20 @@ class Like:
         if over is None:
             assert isinstance(layout, Placements)
             raise ShardingError(
-                f"{shown(name)}: {self.origin} has it laid out as no partition spec says ({layout.text}), and so over its own mesh only; "
-                "give it a rule of its own."
+                f"{shown(name)}: its layout in {self.origin}, {layout.text}, is no partition spec and fits no other mesh; "
+                "give the tensor its own rule."
             )
         try:
             return Sharding(mesh, over.spec)
         except ShardingError as error:
-            raise ShardingError(f"{shown(name)}: {self.origin} has another mesh: {error}") from error
+            raise ShardingError(f"{shown(name)}: its layout in {self.origin} does not fit the mesh: {error}") from error
 
     def _over_devices(self, name: str, layout: OpSharding, mesh: Mesh, ndim: int) -> StoredLayout:
         """Translate a layout without axis names: to an equivalent spec over the mesh, or else the layout itself over as many devices."""
         found = Sharding.infer(mesh, layout, ndim)
         if found is None and layout.num_devices != mesh.size:
             raise ShardingError(
-                f"{shown(name)}: {self.origin} has it over {layout.num_devices} devices, without a mesh of named axes, and the mesh has "
-                f"{mesh.size}; give it a rule of its own."
+                f"{shown(name)}: its layout in {self.origin} is over {layout.num_devices} devices without named axes, but the mesh has "
+                f"{mesh.size} devices; give the tensor its own rule."
             )
         return layout if found is None else found

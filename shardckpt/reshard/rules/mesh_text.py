@@ -19,8 +19,6 @@ from shardckpt.layout.mesh import MAX_DEVICES, Mesh
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["mesh_of", "parse_mesh"]
-
 _AXIS = re.compile(r"\s*(?P<name>[^\s=,@]+)\s*=\s*(?P<ici>\d{1,9})(?:x(?P<dcn>\d{1,9}))?\s*", re.ASCII)
 _IDS = re.compile(r"\s*(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?\s*", re.ASCII)
 

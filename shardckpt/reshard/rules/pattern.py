@@ -16,8 +16,6 @@ from functools import lru_cache
 
 from shardckpt.state.select import pattern_regex
 
-__all__ = ["Match", "literal", "match", "owners"]
-
 _NOT_LITERAL = re.compile(r"/|\*+|\?|\[!?\]?[^\]]*\]")
 """The end of a literal text. A slash ends it too: DCP's "state." may follow the slash in a name, but not in the name above it."""
 

@@ -29,8 +29,6 @@ from shardckpt.state.names import did_you_mean
 if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
 
-__all__ = ["Heads", "Preset"]
-
 _CUTS = {"embed": "fsdp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "expert": "ep"}
 """Logical axis → the role that cuts it. Packed dimensions are cut like heads and mlp."""
 _AXES = {"fsdp": ("fsdp",), "tp": ("tensor", "model", "tp", "mp"), "ep": ("expert", "ep")}
@@ -82,10 +80,10 @@ class Preset:
         names = [role for role, _ in self.roles]
         for role in names:
             if role not in _AXES or names.count(role) > 1:
-                problem = "appears twice" if role in _AXES else "is none"
+                problem = "appears twice" if role in _AXES else "is unknown"
                 raise OptionError(
-                    f"preset {excerpt(str(self))}: the role {excerpt(role)} {problem}; there are {', '.join(_AXES)}, joined by +, and each "
-                    f"may name its axis, as in {self.family}/fsdp=data+tp."
+                    f"preset {excerpt(str(self))}: the role {excerpt(role)} {problem}; the roles are {', '.join(_AXES)}, joined by +, and "
+                    f"each may name its axis, as in {self.family}/fsdp=data+tp."
                 )
 
     @classmethod
@@ -118,7 +116,7 @@ class Preset:
             ShardingError: there is no mesh, or it has no axis for a role.
         """
         if mesh is None:
-            raise ShardingError(f"{self.origin} cuts over a mesh, and there is none; give one, as in data=2,model=4.")
+            raise ShardingError(f"{self.origin} needs a mesh; give one, as in data=2,model=4.")
         return _rules(self, mesh.axis_names)
 
     def axes(self, names: tuple[str, ...]) -> dict[str, str]:
@@ -127,22 +125,22 @@ class Preset:
         Raises:
             ShardingError: the mesh has no axis for a role.
         """
-        wanted = self.roles or tuple((role, "") for role in _AXES)
+        requested = self.roles or tuple((role, "") for role in _AXES)
         found = {}
-        for role, given in wanted:
+        for role, given in requested:
             options = (given,) if given else _AXES[role] + (_MORE_AXES.get(role, ()) if self.roles else ())
             axis = next((option for option in options if option in names), None)
             if axis is None and self.roles:
                 meant = did_you_mean(given, names) if given else ""
                 raise ShardingError(
-                    f"{self.origin}: {role} is played by an axis {' or '.join(map(repr, options))}, and the mesh has "
+                    f"{self.origin}: the role {role} needs an axis {' or '.join(map(repr, options))}, but the mesh has "
                     f"{', '.join(names) or 'none'}{meant}; name the axis, as in {role}={names[0]}, or leave the role out."
                 )
             if axis is not None:
                 found[role] = axis
         if not found:
             raise ShardingError(
-                f"{self.origin}: of the mesh's axes, {', '.join(names) or 'none'}, none is called after a role; name it, as in "
+                f"{self.origin}: no axis of the mesh ({', '.join(names) or 'none'}) is named after a role; name the axis, as in "
                 f"{self.family}/fsdp={names[0] if names else 'x'}, or write '**=replicated'."
             )
         return found

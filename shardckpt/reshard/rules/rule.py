@@ -19,8 +19,6 @@ from shardckpt.state.select import pattern_regex
 if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
 
-__all__ = ["Rule", "Units"]
-
 
 @dataclass(frozen=True, slots=True)
 class Units:
@@ -114,7 +112,7 @@ class Rule:
         """Raise ShardingError unless the mesh has all axes of the spec, each once."""
         for axis in (axis for axes in self.spec.axes for axis in axes):
             if mesh is None:
-                raise ShardingError(f"{self.title} cuts over {axis!r}, and there is no mesh; give one, as in data=2,model=4.")
+                raise ShardingError(f"{self.title} cuts over the axis {axis!r} and needs a mesh; give one, as in data=2,model=4.")
             if axis not in mesh.axis_names and not (isinstance(axis, int) and axis < mesh.ndim):
                 meant = did_you_mean(axis, mesh.axis_names) if isinstance(axis, str) else ""
                 raise ShardingError(

@@ -17,29 +17,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.layout.mesh import Mesh
-from shardckpt.reshard.rules.deciding import decide
-from shardckpt.reshard.rules.entry import Entry, steps_of
+from shardckpt.reshard.rules.decisions import decide, meaning
+from shardckpt.reshard.rules.explain import explanation
+from shardckpt.reshard.rules.files import read_rules
+from shardckpt.reshard.rules.hf_config import read_preset
 from shardckpt.reshard.rules.like import Like
+from shardckpt.reshard.rules.mesh_text import parse_mesh
+from shardckpt.reshard.rules.pattern import match
 from shardckpt.reshard.rules.preset import Preset
 from shardckpt.reshard.rules.rule import Rule
-from shardckpt.reshard.rules.unused import refuse_unused
-from shardckpt.state.names import did_you_mean, shown
+from shardckpt.state.names import did_you_mean, nearest, shown
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import StoredLayout
-    from shardckpt.reshard.rules.deciding import Step
-    from shardckpt.reshard.rules.decision import Decision
+    from shardckpt.reshard.rules.decisions import Decision, Step
 
-__all__ = ["Rules"]
+Entry: TypeAlias = Rule | Preset | Like
+"""A rule, the preset of a family, or another checkpoint's layouts."""
+
+_EVERYTHING = "**"
+"""The pattern for all remaining tensors; it may match none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +87,6 @@ class Rules:
         Raises:
             OptionError: a text is not a rule; the message names the text and the character.
         """
-        from shardckpt.reshard.rules.mesh_text import parse_mesh
-
         listed = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
         entries = tuple(Rule.parse(text, f"rule {number}") for number, text in enumerate(listed, 1))
         return cls(entries, unmatched, parse_mesh(mesh) if isinstance(mesh, str) else mesh)
@@ -103,9 +107,11 @@ class Rules:
         Raises:
             OptionError, ShardingError: the file cannot be read or has invalid content; the message names file and place.
         """
-        from shardckpt.reshard.rules.files import read_rules
-
-        return read_rules(path)
+        found = read_rules(path)
+        try:
+            return cls(**found)
+        except OptionError as error:
+            raise OptionError(f"{path}: {error}") from error
 
     @classmethod
     def from_hf_config(cls, path: str | os.PathLike[str], roles: str = "") -> Rules:
@@ -118,8 +124,6 @@ class Rules:
         Raises:
             OptionError: the file cannot be read, or names a model without a preset; the message lists the known models.
         """
-        from shardckpt.reshard.rules.hf_config import read_preset
-
         return cls((read_preset(path, roles),))
 
     @classmethod
@@ -180,7 +184,12 @@ class Rules:
             ShardingError: the mesh lacks an axis, or there is no mesh; the message names the rule.
         """
         mesh = mesh or self.mesh
-        return tuple(step for entry in self.entries for step in steps_of(entry, mesh))
+        steps: list[Step] = []
+        for entry in self.entries:
+            if isinstance(entry, Rule):
+                entry.check_axes(mesh)
+            steps += entry.rules(mesh) if isinstance(entry, Preset) else [entry]
+        return tuple(steps)
 
     def decide(self, name: str, shape: tuple[int, ...], mesh: Mesh | None = None) -> Decision:
         """The layout of one tensor.
@@ -196,7 +205,7 @@ class Rules:
                 axis that the mesh lacks.
         """
         decided = decide(self.steps(mesh), {name: shape}, mesh or self.mesh)
-        self._refuse(decided.unmatched)
+        self._refuse_unmatched(decided.unmatched)
         return decided.decisions[name]
 
     def decide_all(self, tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None = None) -> dict[str, Decision]:
@@ -212,8 +221,8 @@ class Rules:
         """
         steps = self.steps(mesh)
         decided = decide(steps, tensors, mesh or self.mesh)
-        refuse_unused(self.entries, steps, decided.used, tensors)
-        self._refuse(decided.unmatched)
+        self._refuse_unused(steps, decided.used, tensors)
+        self._refuse_unmatched(decided.unmatched)
         return decided.decisions
 
     def explain(self, name: str, tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None = None, *, itemsize: int = 1) -> str:
@@ -229,19 +238,45 @@ class Rules:
             NamesMismatchError: there is no such tensor; the message names the most similar one.
             ShardingError: as for `decide`.
         """
-        from shardckpt.reshard.rules.explain import explanation
-
         if name not in tensors:
             raise NamesMismatchError(f"There is no tensor {shown(name)}{did_you_mean(name, tensors)}.")
         steps = self.steps(mesh)
         decision = decide(steps, tensors, mesh or self.mesh, [name]).decisions[name]
         return explanation(name, tensors[name], steps, decision, itemsize)
 
-    def _refuse(self, unmatched: tuple[str, ...]) -> None:
+    def _refuse_unmatched(self, unmatched: tuple[str, ...]) -> None:
         if unmatched and self.unmatched == "error":
             more = len(unmatched) - 1
             others = f" and {more:,} other tensor{'s' * (more > 1)}" if more else ""
             raise OptionError(
-                f"No rule means {shown(unmatched[0])}{others}; add a rule, such as '**=replicated' at the end, or choose "
+                f"No rule matches {shown(unmatched[0])}{others}; add a rule, such as '**=replicated' at the end, or choose "
                 'unmatched="replicate".'
             )
+
+    def _refuse_unused(self, steps: Sequence[Step], used: frozenset[int], tensors: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise OptionError unless every rule, preset and copied checkpoint has decided for some tensor."""
+        if not tensors:
+            return
+        for number, step in enumerate(steps):
+            if number not in used and isinstance(step, Rule) and not step.may_match_nothing and step.pattern != _EVERYTHING:
+                raise OptionError(_why_unused(step, steps[:number], tensors))
+        deciding, some = [steps[number] for number in used], f"none of the {len(tensors):,} tensors, such as {shown(next(iter(tensors)))}"
+        for entry in self.entries:
+            if isinstance(entry, Preset) and not any(isinstance(step, Rule) and step.origin == entry.origin for step in deciding):
+                raise OptionError(f"{entry.origin} matches {some}; choose the family whose tensor names these are.")
+            if isinstance(entry, Like) and entry not in deciding:
+                raise OptionError(f"{entry.origin} has {some}.")
+
+
+def _why_unused(rule: Rule, before: Sequence[Step], tensors: Mapping[str, tuple[int, ...]]) -> str:
+    for name, shape in tensors.items():
+        if meaning(rule, name, len(shape)):
+            first = next(step for step in before if meaning(step, name, len(shape)))
+            other = first.title if isinstance(first, Rule) else first.origin
+            return f"{rule.title} decides for no tensor: earlier rules match first, such as {other} for {shown(name)}; put it before them."
+    for wider in (f"**/{rule.pattern}", f"**/*{rule.pattern}", f"{rule.pattern}/**", f"{rule.pattern}*", f"**/*{rule.pattern}*"):
+        found = next((name for name in tensors if match(wider, name)), None)
+        if found is not None:
+            return f"{rule.title} matches no tensor; patterns are matched with whole names, and {wider!r} would match {shown(found)}."
+    like = nearest(rule.pattern, tensors) or next(iter(tensors))
+    return f"{rule.title} matches no tensor; patterns are matched with whole names, such as {shown(like)}."

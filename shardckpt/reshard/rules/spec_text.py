@@ -21,8 +21,6 @@ from shardckpt.layout.partition_spec import PartitionSpec
 if TYPE_CHECKING:
     from shardckpt.layout.partition_spec import Axis, SpecPart
 
-__all__ = ["REPLICATED", "format_spec", "parse_spec"]
-
 REPLICATED = "replicated"
 _PLAIN = re.compile(r"[^\W\d][\w.-]*")
 _TOKEN = re.compile(

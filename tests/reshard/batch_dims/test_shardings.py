@@ -43,7 +43,7 @@ def test_what_cannot_be_is_said(statistics):
         batch_dims(program, {"z": 0})
     with pytest.raises(OptionError, match="no dimension 2"):
         batch_dims(program, {"x": 2})
-    with pytest.raises(OptionError, match="the batch has one size"):
+    with pytest.raises(OptionError, match="all batch dimensions need one size"):
         batch_dims(program, {"x": 0, "y": 1})
     with pytest.raises(OptionError, match="no graph"):
         batch_dims(torch.nn.Linear(1, 1))

@@ -6,11 +6,12 @@ from simulated_readers import read_by_host
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
-from shardckpt.reshard import ReshardOptions, plan_reshard
 from shardckpt.reshard.forecast.document import document
 from shardckpt.reshard.forecast.forecast import forecast, known_places
 from shardckpt.reshard.forecast.rates import Rates, given_rates
 from shardckpt.reshard.job import Job
+from shardckpt.reshard.options import ReshardOptions
+from shardckpt.reshard.plan import plan_reshard
 from shardckpt.reshard.rules import Rules
 from shardckpt.reshard.task import _opened, run_task
 
@@ -42,17 +43,17 @@ def test_a_reshard_reads_and_writes_what_was_forecast(tmp_path, compression, mem
     save(tmp_path / "a", compression=compression)
     options = ReshardOptions(mesh=TARGET, rules=RULES, memory_limit=memory_limit, workers=1, dtype={"embed": "bfloat16"})
     found = forecast_of(tmp_path / "a", options)
-    told = document(found)["reshard"]
+    doc = document(found)["reshard"]
 
     job = Job(str(tmp_path / "a"), str(tmp_path / "b"), options)
-    reports = [run_task(job, number) for number in range(told["tasks"])]
+    reports = [run_task(job, number) for number in range(doc["tasks"])]
 
-    assert told["bytes_read"] == sum(report.read_bytes for report in reports)
-    assert told["requests"] == _opened(job).checkpoint.stats.reads
-    assert told["requests_counted_tasks"] == told["tasks"]
+    assert doc["bytes_read"] == sum(report.read_bytes for report in reports)
+    assert doc["requests"] == _opened(job).checkpoint.stats.reads
+    assert doc["requests_counted_tasks"] == doc["tasks"]
     if compression is None:
-        assert told["bytes_written"] == sum(report.stored_bytes for report in reports)
-    assert told["peak_memory"] <= told["memory_limit"] == options.budget
+        assert doc["bytes_written"] == sum(report.stored_bytes for report in reports)
+    assert doc["peak_memory"] <= doc["memory_limit"] == options.budget
 
 
 def test_requests_are_counted_batch_by_batch_as_they_are_made(tmp_path):
@@ -60,22 +61,22 @@ def test_requests_are_counted_batch_by_batch_as_they_are_made(tmp_path):
     state = {"w": np.zeros((2048, 8192), np.float32)}  # two batches, and neighbours on either side of where they meet
     shardckpt.save(tmp_path / "a", state, options=SaveOptions(shardings={"w": rows}))
     options = ReshardOptions(compression="zstd", workers=1)
-    told = document(forecast_of(tmp_path / "a", options))["reshard"]
+    doc = document(forecast_of(tmp_path / "a", options))["reshard"]
     job = Job(str(tmp_path / "a"), str(tmp_path / "b"), options)
-    for number in range(told["tasks"]):
+    for number in range(doc["tasks"]):
         run_task(job, number)
-    assert told["requests"] == _opened(job).checkpoint.stats.reads
+    assert doc["requests"] == _opened(job).checkpoint.stats.reads
 
 
 def test_files_in_which_nothing_changes_are_linked_and_only_read_back(tmp_path):
     save(tmp_path / "a")
-    told = document(forecast_of(tmp_path / "a", ReshardOptions(), destination=str(tmp_path / "b")))["reshard"]
+    doc = document(forecast_of(tmp_path / "a", ReshardOptions(), destination=str(tmp_path / "b")))["reshard"]
 
     report = shardckpt.reshard(tmp_path / "a", tmp_path / "b")
 
-    assert told["taken_over"] == "links"
-    assert (told["bytes_read"], told["bytes_written"], told["requests"]) == (0, report.stored_bytes, 0)
-    assert told["bytes_read_back"] == report.read_bytes
+    assert doc["taken_over"] == "links"
+    assert (doc["bytes_read"], doc["bytes_written"], doc["requests"]) == (0, report.stored_bytes, 0)
+    assert doc["bytes_read_back"] == report.read_bytes
     assert not document(forecast_of(tmp_path / "a", ReshardOptions(), destination="memory://b"))["reshard"]["taken_over"]
 
 
@@ -87,10 +88,10 @@ def test_after_a_reshard_hosts_read_what_was_forecast(tmp_path):
     shardckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=TARGET, rules=RULES, workers=1)
 
     layouts = {name: decision.layout for name, decision in found.plan.decisions.items()}
-    for url, told in ((tmp_path / "a", found.before), (tmp_path / "b", found.after)):
+    for url, expected in ((tmp_path / "a", found.before), (tmp_path / "b", found.after)):
         counted = read_by_host(url, layouts, found.hosts)
-        assert told.read.tolist() == [host.bytes_read for host in counted]
-        assert told.needed.tolist() == [host.bytes_needed for host in counted]
+        assert expected.read.tolist() == [host.bytes_read for host in counted]
+        assert expected.needed.tolist() == [host.bytes_needed for host in counted]
 
 
 def test_a_reshard_pays_when_restores_have_saved_what_it_moves(tmp_path):
@@ -109,10 +110,8 @@ def test_times_follow_from_the_rates(tmp_path):
     options = ReshardOptions(mesh=TARGET, rules=RULES, verify=False)
     plan = plan_reshard(checkpoint, options)
 
-    told = document(forecast(checkpoint, plan, given_rates("1MB,2MB"), options=options))
+    doc = document(forecast(checkpoint, plan, given_rates("1MB,2MB"), options=options))
 
-    assert told["reshard"]["seconds"] == pytest.approx(
-        told["reshard"]["bytes_read"] / 1e6 + told["reshard"]["bytes_written"] / 2e6, abs=0.01
-    )
-    assert told["restore"]["seconds"] == pytest.approx(told["restore"]["largest_host"] / 1e6, abs=0.01)
+    assert doc["reshard"]["seconds"] == pytest.approx(doc["reshard"]["bytes_read"] / 1e6 + doc["reshard"]["bytes_written"] / 2e6, abs=0.01)
+    assert doc["restore"]["seconds"] == pytest.approx(doc["restore"]["largest_host"] / 1e6, abs=0.01)
     assert document(forecast(checkpoint, plan, Rates(), options=options))["reshard"]["seconds"] is None

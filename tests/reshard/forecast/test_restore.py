@@ -125,3 +125,9 @@ def test_requests_to_an_object_store_are_those_that_are_made(gcs_server):
         assert found.requests == sum(host.reads for host in counted)
         # Small gaps are read along there.
         assert all(told <= host.bytes_read for told, host in zip(found.read.tolist(), counted, strict=True))
+
+
+def test_hosts_beyond_the_devices_have_none():
+    """Many processes may have saved plain tensors, or a layout over few devices."""
+    hosts = Hosts.of([(Sharding(Mesh((2,), ("x",)), PartitionSpec("x")), 1)], number=5)
+    assert (hosts.number, hosts.owners.device_ids.tolist(), hosts.owners.processes.tolist()) == (5, [0, 1], [0, 1])

@@ -30,7 +30,7 @@ def test_what_no_rule_means_and_what_a_rule_is_not_for_is_said():
     assert "is for 2 dimensions" in rules.explain("model/embed_tokens.weight", tensors, MESH)
     text = rules.explain("model/foo", tensors, MESH)
     assert "→" not in text
-    assert text.count("no rule means it: replicated") == 1
+    assert text.count("no rule matches it: replicated") == 1
 
 
 def test_state_says_which_parameter_it_belongs_to():

@@ -111,10 +111,10 @@ def test_what_has_one_element_is_replicated_whatever_the_rules_say():
 
 def test_unmatched_tensors_are_replicated_with_a_notice_or_an_error():
     rules = Rules.parse("a=(model)")
-    assert rules.decide("b", (1000, 1000), MESH).notices == ("no rule means it: replicated",)
+    assert rules.decide("b", (1000, 1000), MESH).notices == ("no rule matches it: replicated",)
     assert rules.decide("b", (10, 10), MESH).notices == ()
     strict = Rules.parse("a=(model)", unmatched="error")
-    with pytest.raises(OptionError, match=r"No rule means 'b' and 1 other tensor; add a rule, such as '\*\*=replicated'"):
+    with pytest.raises(OptionError, match=r"No rule matches 'b' and 1 other tensor; add a rule, such as '\*\*=replicated'"):
         strict.decide_all({"a": (8,), "b": (8,), "c": (8,)}, MESH)
 
 
@@ -149,7 +149,7 @@ def test_the_tiles_of_every_decision_cover_the_tensor(shape, text):
         (["a/**=(None,None,model)"], ShardingError, r"has 3 entries, and 'a/w' has shape \(8, 8\); give at most one per dimension"),
         (["w=(model)"], OptionError, r"rule 1 .'w=.model.'. matches no tensor; .* '\*\*/w' would match 'a/w'"),
         (["a/wurst=(model)"], OptionError, "matches no tensor; patterns are matched with whole names, such as 'a/w'"),
-        (["a/*=(model)", "a/w=(data)"], OptionError, r"rule 2 .'a/w=.data.'. decides nothing: others come first wherever it matches"),
+        (["a/*=(model)", "a/w=(data)"], OptionError, r"rule 2 .'a/w=.data.'. decides for no tensor: earlier rules match first"),
     ],
 )  # fmt: skip
 def test_mistakes_name_the_rule_and_what_to_do(texts, kind, message):
@@ -159,7 +159,7 @@ def test_mistakes_name_the_rule_and_what_to_do(texts, kind, message):
 
 def test_without_a_mesh_only_what_cuts_nothing_can_be_said():
     assert Rules.parse("**=replicated").decide("w", (8,)).layout is None
-    with pytest.raises(ShardingError, match=r"rule 1 .'w=.model.'. cuts over 'model', and there is no mesh; give one"):
+    with pytest.raises(ShardingError, match=r"rule 1 .'w=.model.'. cuts over the axis 'model' and needs a mesh; give one"):
         Rules.parse("w=(model)").decide("w", (8,))
 
 

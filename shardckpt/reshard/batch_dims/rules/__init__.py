@@ -14,8 +14,6 @@ from shardckpt.reshard.batch_dims.rules import contractions, factories, lookups,
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["RULES", "rule_of"]
-
 
 def _same_numbers(rule: Callable[[Call], Result]) -> Callable[[Call], Result]:
     """Wrap a rule that uses only tensors, for operators whose numeric arguments must not depend on the batch."""

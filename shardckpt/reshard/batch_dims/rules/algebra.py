@@ -19,8 +19,6 @@ from shardckpt.reshard.batch_dims.sizes import Undecided
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Known", "added", "extreme", "multiplied", "position"]
-
 Known = Replicate | Shard | Partial
 """A layout that is not Unknown."""
 
@@ -64,7 +62,7 @@ def _with_partial(partial: Partial, terms: Sequence[Known], place: tuple[int, in
     if place is not None or any(term not in (partial, neutral) for term in terms):
         raise Undecided(f"{_listed(terms)} are combined: what is partial must be reduced before")
     if partial.reduction != "sum" and sum(isinstance(term, Partial) for term in terms) > 1:
-        raise Undecided(f"the sum of two {partial} is none: they must be reduced before")
+        raise Undecided(f"the sum of two {partial} is no {partial}: reduce them before")
     return partial
 
 
@@ -75,10 +73,10 @@ def extreme(terms: Sequence[Known], reduction: str) -> Known:
         Undecided: the layouts are incompatible.
     """
     if any(isinstance(term, Partial) for term in terms):
-        wanted = Partial(reduction)
-        if any(term not in (wanted, Replicate()) for term in terms):
+        same = Partial(reduction)
+        if any(term not in (same, Replicate()) for term in terms):
             raise Undecided(f"{_listed(terms)} are compared: what is partial must be reduced before")
-        return wanted
+        return same
     if any(term.power for term in terms):
         raise Undecided(f"{_listed(terms)} are compared, which scale with the size of the part")
     return added(terms)

@@ -17,8 +17,6 @@ from shardckpt.reshard.batch_dims.rules.algebra import Known, added, multiplied,
 from shardckpt.reshard.batch_dims.rules.pointwise import aligned
 from shardckpt.reshard.batch_dims.sizes import Undecided
 
-__all__ = ["RULES"]
-
 
 def contracted(call: Call, equation: str, *values: Any) -> Known:
     """The layout of an einsum.
@@ -37,7 +35,7 @@ def contracted(call: Call, equation: str, *values: Any) -> Known:
     if not cut:
         return multiplied(layouts)
     if len(cut) > 1:
-        raise Undecided("its operands have the batch in dimensions that have nothing to do with each other: every sample meets every other")
+        raise Undecided("its operands have the batch in unrelated dimensions: every sample is combined with every other")
     (letter,) = cut
     for term, layout, value in zip(letters, layouts, values, strict=True):
         if letter in term and not isinstance(layout, Shard):
@@ -99,7 +97,9 @@ def _convolution(call: Call) -> Result:
 def _convolution_backward(call: Call) -> Result:
     gradient, image, weight = (call.layout(call[name]) for name in ("grad_output", "input", "weight"))
     if not (isinstance(gradient, Shard) and isinstance(image, Shard) and isinstance(weight, Replicate)) or gradient.dim or image.dim:
-        raise Undecided(f"its gradient is {gradient}, its image {image} and its kernel {weight}: only images that are cut are understood")
+        raise Undecided(
+            f"its gradient is {gradient}, its image {image} and its kernel {weight}: only cut images with a replicated kernel are supported"
+        )
     position([gradient, image])
     return (
         multiplied([gradient, weight]),

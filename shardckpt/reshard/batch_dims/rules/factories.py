@@ -17,8 +17,6 @@ from shardckpt.reshard.batch_dims.sizes import Undecided
 if TYPE_CHECKING:
     from shardckpt.reshard.batch_dims.call import Call, Result
 
-__all__ = ["RULES"]
-
 
 def _filled(call: Call) -> Result:
     value = call["fill_value"] if call["fill_value"] is not None else call["s"]
@@ -42,7 +40,7 @@ def _counted(call: Call) -> Result:
     if call.out == (call.batch.value,) and not call.batch.literal_sizes and call["start"] in (None, 0) and call["step"] in (None, 1):
         return Numbered(0)
     if any(call.batch.divides(size) for size in call.out):
-        raise Undecided("it counts the samples, and every process begins at 0")
+        raise Undecided("it counts the samples, and every process starts at 0")
     for name in ("start", "end", "step"):
         if call[name] is not None and call.batch.power(call[name]):
             raise Undecided("where it begins or ends depends on the size of the part")
@@ -53,7 +51,7 @@ def _drawn(call: Call) -> Result:
     values = [value for value in call.operands if call.shape(value) == call.out]
     layout = call.steady(values[0]) if values else _filled(call)
     if isinstance(layout, Shard):
-        return layout if len(call.outs) == 1 else (layout,) * len(call.outs)
+        return call.each_result(layout)
     raise Undecided("it draws random numbers, which are the same in all processes only if their generators are")
 
 

@@ -18,8 +18,6 @@ from shardckpt.reshard.batch_dims.rules.algebra import Known, added, position
 from shardckpt.reshard.batch_dims.rules.pointwise import aligned
 from shardckpt.reshard.batch_dims.sizes import Undecided
 
-__all__ = ["RULES"]
-
 
 def _embedding(call: Call) -> Result:
     table, indices = call.layout(call["weight"]), call.steady(call["indices"])

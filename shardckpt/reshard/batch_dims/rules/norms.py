@@ -20,8 +20,6 @@ from shardckpt.reshard.batch_dims.sizes import Undecided
 if TYPE_CHECKING:
     from shardckpt.reshard.batch_dims.call import Call, Result
 
-__all__ = ["RULES"]
-
 
 def _layer_norm(call: Call) -> Result:
     for name in ("weight", "bias"):
@@ -56,12 +54,16 @@ def _group_norm(call: Call) -> Result:
     return (layout,) * 3
 
 
+def _refuse_image(layout: Layout, *, batched: bool = True) -> None:
+    if isinstance(layout, Shard) and (layout.dim or not batched):
+        raise Undecided("the batch is in its channels or along the image")
+
+
 def _batch_norm_inference(call: Call) -> Result:
     layout = call.steady(call["input"])
     for name in ("weight", "bias", "running_mean", "running_var"):
         call.replicated(call[name])
-    if isinstance(layout, Shard) and layout.dim:
-        raise Undecided("the batch is in its channels or along the image")
+    _refuse_image(layout)
     return layout, *(Replicate() for _ in call.outs[1:])
 
 
@@ -74,8 +76,7 @@ def _batch_norm(call: Call) -> Result:
     functional = len(call.outs) > 3  # it returns the running statistics too
     if not isinstance(layout, Shard):
         return (layout,) * 3 + (tuple(_moved(call, name, layout) for name in ("running_mean", "running_var")) if functional else ())
-    if layout.dim:
-        raise Undecided("the batch is in its channels or along the image")
+    _refuse_image(layout)
     coupled = Unknown(
         "batch normalisation couples samples: every process normalises by the mean and variance of its own part", call.node.name
     )
@@ -99,9 +100,8 @@ def _each_sample(*names: str) -> Any:
     def rule(call: Call) -> Result:
         value = next(call[name] for name in names if call[name] is not None)
         layout = call.steady(value)
-        if isinstance(layout, Shard) and (layout.dim or len(call.shape(value)) < 4):
-            raise Undecided("the batch is in its channels or along the image")
-        return layout if len(call.outs) == 1 else (layout,) * len(call.outs)
+        _refuse_image(layout, batched=len(call.shape(value)) >= 4)
+        return call.each_result(layout)
 
     return rule
 

@@ -18,8 +18,6 @@ from shardckpt.reshard.batch_dims.layouts import Partial, Replicate, Shard
 from shardckpt.reshard.batch_dims.rules.algebra import Known, added, extreme, multiplied
 from shardckpt.reshard.batch_dims.sizes import Undecided
 
-__all__ = ["RULES", "aligned", "is_pointwise", "pointwise"]
-
 
 def aligned(call: Call, value: Any, layout: Known, out: tuple[int, ...], batch_dims: frozenset[int]) -> Known:
     """An operand's layout, expressed in the dimensions to which it is broadcast.

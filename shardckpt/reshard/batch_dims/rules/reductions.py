@@ -19,8 +19,6 @@ from shardckpt.reshard.batch_dims.sizes import Undecided
 if TYPE_CHECKING:
     from shardckpt.reshard.batch_dims.call import Call, Result
 
-__all__ = ["RULES"]
-
 
 def _kept(layout: Shard, dims: tuple[int, ...], keepdim: bool) -> Shard:
     """The layout after other dimensions have been reduced."""
@@ -65,14 +63,14 @@ def _extreme(reduction: str) -> Any:
             return layout
         layout = call.steady(call["self"])
         if not isinstance(layout, Shard):
-            return layout if single else (layout,) * len(call.outs)
+            return call.each_result(layout)
         if layout.dim in dims:
             where = Partial(reduction)
             if single:
                 return where
             raise Undecided("it finds the position of an extreme across samples")
         kept = _kept(layout, dims, bool(call["keepdim"]))
-        return kept if single else (kept,) * len(call.outs)
+        return call.each_result(kept)
 
     return rule
 
@@ -82,7 +80,7 @@ def _within(call: Call) -> Result:
     layout, dims = call.steady(call["self"]), _reduced_dims(call)
     untouched(layout, dims, "it reduces")
     kept = _kept(layout, dims, bool(call["keepdim"])) if isinstance(layout, Shard) else layout
-    return kept if len(call.outs) == 1 else (kept,) * len(call.outs)
+    return call.each_result(kept)
 
 
 def _along(call: Call) -> Result:
@@ -90,8 +88,8 @@ def _along(call: Call) -> Result:
     value = call["self"] if call["self"] is not None else call["input"]
     ndim = len(call.shape(value))
     layout: Known = call.steady(value)
-    untouched(layout, (call.dim(-1 if call["dim"] is None else call["dim"], ndim),), "it works")
-    return layout if len(call.outs) == 1 else (layout,) * len(call.outs)
+    untouched(layout, (call.dim(-1 if call["dim"] is None else call["dim"], ndim),), "it operates")
+    return call.each_result(layout)
 
 
 def _running_sum(call: Call) -> Result:
@@ -105,7 +103,7 @@ def _softmax_backward(call: Call) -> Result:
     gradient, output = call.layout(call["grad_output"]), call.steady(call["output"])
     dim = call.dim(call["dim"], len(call.out))
     for layout in (gradient, output):
-        untouched(layout, (dim,), "it works")
+        untouched(layout, (dim,), "it operates")
     if isinstance(gradient, Shard) != isinstance(output, Shard):
         raise Undecided("its gradient and its output are not cut alike")
     return multiplied([gradient, output])

@@ -20,8 +20,6 @@ from shardckpt.reshard.batch_dims.layouts import Replicate, Shard
 from shardckpt.reshard.batch_dims.rules.algebra import Known, added
 from shardckpt.reshard.batch_dims.sizes import Undecided
 
-__all__ = ["MOVES", "RULES", "untouched"]
-
 MOVES = frozenset({"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "permute", "t", "transpose", "expand", "slice"}) | {
     "clone",
     "alias",
@@ -38,7 +36,7 @@ def untouched(layout: Known, dims: tuple[int, ...], what: str) -> Known:
         Undecided: the operation goes across samples.
     """
     if isinstance(layout, Shard) and layout.dim in dims:
-        raise Undecided(f"{what} along dimension {layout.dim}, which is the batch's: samples meet")
+        raise Undecided(f"{what} along dimension {layout.dim}, the batch dimension: it mixes samples")
     return layout
 
 
@@ -54,7 +52,7 @@ def _reshaped(call: Call) -> Result:
         if outside % passed == 0 and size % (outside // passed * call.batch.value) == 0:
             return Shard(dim, outside // passed, layout.power)
         passed *= size
-    raise Undecided(f"it becomes {_named_sizes(call)}, which takes the batch apart")
+    raise Undecided(f"it becomes {_named_sizes(call)}, which splits the batch dimension")
 
 
 def _named_sizes(call: Call) -> str:
@@ -80,7 +78,7 @@ def _expanded(call: Call) -> Result:
     shift = len(after) - len(before)
     new = [d for d, size in enumerate(after) if call.batch.divides(size) and (d < shift or before[d - shift] != size)]
     if new and (call.batch.literal_sizes or len(new) > 1 or not isinstance(layout, Replicate)):
-        raise Undecided(f"{shown(call['self'])} is {layout} and is repeated for each sample, or as often by accident")
+        raise Undecided(f"{shown(call['self'])} is {layout} and is repeated for each sample, or by coincidence as many times")
     if isinstance(layout, Shard):
         return Shard(layout.dim + shift, layout.outer, layout.power)
     return Shard(new[0], 1, layout.power) if new else layout
@@ -97,14 +95,14 @@ def _repeated(call: Call) -> Result:
 def _sliced(call: Call) -> Result:
     layout = call.layout(call["self"])
     dim = call.dim(call["dim"], len(call.out))
-    whole = call["step"] in (None, 1) and call.out == call.shape(call["self"])
-    return layout if whole else untouched(layout, (dim,), "it takes some")
+    complete = call["step"] in (None, 1) and call.out == call.shape(call["self"])
+    return layout if complete else untouched(layout, (dim,), "it selects elements")
 
 
 def _selected(call: Call) -> Result:
     before = call.shape(call["self"])
     dim = call.dim(call["dim"], len(before))
-    return _without(untouched(call.layout(call["self"]), (dim,), "it takes one"), dim)
+    return _without(untouched(call.layout(call["self"]), (dim,), "it selects an index"), dim)
 
 
 def _without(layout: Known, dim: int) -> Known:
@@ -147,7 +145,7 @@ def _joined(call: Call) -> Result:
         return _choice_of(call, values, layouts)
     runs = [call.shape(v)[dim] // la.outer for v, la in zip(values, layouts, strict=True) if isinstance(la, Shard) and la.dim == dim]
     if len(set(runs)) > 1 or len(runs) < len(values):
-        raise Undecided("it puts samples and something else behind one another")
+        raise Undecided("it concatenates samples with other elements")
     outer = sum(layout.outer for layout in layouts if isinstance(layout, Shard))
     place = added([Shard(dim, 1, layout.power) for layout in layouts], [call.is_zero(value) for value in values])
     return Shard(dim, outer, place.power)
@@ -161,7 +159,7 @@ def _stacked(call: Call) -> Result:
 def _choice_of(call: Call, values: list[Any], layouts: list[Known]) -> Known:
     """The layout of tensors placed side by side: all cut alike, or none."""
     if any(isinstance(layout, Shard) for layout in layouts) and any(isinstance(layout, Replicate) for layout in layouts):
-        raise Undecided("some of its operands are cut and others are whole; name those in batch=… if they are cut")
+        raise Undecided("some of its operands are cut and others are not; name those in batch=… if they are cut")
     if len({*layouts}) == 1:
         return layouts[0]
     return added(layouts, [call.is_zero(value) for value in values])
@@ -176,7 +174,7 @@ def _scattered(call: Call) -> Result:
         for layout in (base, part):
             untouched(layout, (dim,), "it writes")
     if isinstance(base, Shard) != isinstance(part, Shard):
-        raise Undecided(f"{shown(call['self'])} is {base} and {shown(call['src'])} is {part}: one is cut and the other is whole")
+        raise Undecided(f"{shown(call['self'])} is {base} and {shown(call['src'])} is {part}: only one of them is cut")
     return added([base, part], [call.is_zero(call["self"]), call.is_zero(call["src"])])
 
 

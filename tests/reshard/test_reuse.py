@@ -13,8 +13,8 @@ import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
 from shardckpt.format.table import Table
 from shardckpt.io.store import Store
-from shardckpt.reshard import carrying
-from shardckpt.reshard.carrying import carry_lanes
+from shardckpt.reshard import reuse
+from shardckpt.reshard.reuse import reuse_lanes
 
 ROWS = Sharding(Mesh((4,), ("x",)), PartitionSpec("x"))
 
@@ -120,7 +120,7 @@ def test_nothing_that_a_symbolic_link_leads_to_becomes_a_part_of_the_target(tmp_
 def test_a_chunk_table_that_names_a_file_outside_of_its_databases_is_refused(tmp_path):
     table = Table.of(["small"], {})
     with pytest.raises(errors.FormatError, match="'small'"):
-        carry_lanes(Store.open(tmp_path), Store.open(tmp_path / "b"), ["hosts/00000/0"], table, "hosts/00000-0")
+        reuse_lanes(Store.open(tmp_path), Store.open(tmp_path / "b"), ["hosts/00000/0"], table, "hosts/00000-0")
 
 
 def test_a_file_is_copied_where_the_kernel_cannot_copy_between_two_file_systems(tmp_path):
@@ -128,5 +128,5 @@ def test_a_file_is_copied_where_the_kernel_cannot_copy_between_two_file_systems(
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as other:  # of another kind than the disk, if there is one
         other.write(data)
         other.flush()
-        carrying._copy(Path(other.name), tmp_path / "b")
+        reuse._copy(Path(other.name), tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == data

@@ -1,0 +1,245 @@
+"""Reuse of the source's files (hard links, server-side copies) where no chunk changes.
+
+This applies when layout, compression, dtypes, names and all chunk grids equal the source's, and both places are on one file system
+or in buckets of one object store that can copy by itself. Each host of the source then becomes a host of the new attempt, with its
+own record that describes the new checkpoint. Its chunks are read back and compared with their checksums, like the chunks of a task.
+
+Data files and the indexes beside them never change once written, and they name each other relative to their own folder. So a host
+of one attempt becomes a host of another by linking its files. Only its chunk table holds paths from the top of the attempt, and is
+rewritten. A linked file has two names and needs no additional space; each attempt can be removed without the other.
+
+Where a disk cannot link (or has reached its link limit), the kernel copies: it shares blocks where the file system can, and
+otherwise moves the bytes without passing them through this process where it can. An object store copies server-side
+(`object_copies`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from shardckpt.commit.assemble import read_host_files, read_table, write_table
+from shardckpt.errors import FormatError, ShardckptError
+from shardckpt.format.documents import FileReference, seal
+from shardckpt.format.record import HostFiles, HostRecord
+from shardckpt.format.table import OWN_OBJECT
+from shardckpt.format.zarr_arrays import chunk_object_key, plain_key
+from shardckpt.io.buckets.object_copies import can_copy, copy_objects
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.store import sync_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from shardckpt.format.table import Table
+    from shardckpt.io.store import Store
+    from shardckpt.plan.pieces import Piece
+    from shardckpt.reshard.job import OpenJob
+
+ReuseMethod = Literal["links", "copies"]
+"""The method by which files come to exist in both places."""
+_NO_RANGES = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""Errors of the kernel where it cannot copy between two files, although both can be read and written."""
+
+
+def reuse_method(source: Store, target: Store) -> ReuseMethod | None:
+    """The method for reusing files at another place without passing their bytes through this process; None: there is no method.
+
+    "links": both places are on one file system of this machine; the target's need not exist yet. Links are refused if the source has
+    symbolic links: a link made by somebody else could lead to any file of this user, and that file would become part of the
+    target. Tasks, in contrast, reuse only chunks that have the right checksums.
+    "copies": both places are in buckets of one service.
+    """
+    if can_copy(source, target):
+        return "copies"
+    old, new = source.local_path(""), target.local_path("")
+    if old is None or new is None:
+        return None
+    existing = next((path for path in (new, *new.parents) if path.exists()), None)
+    one = existing is not None and old.exists() and old.stat().st_dev == existing.stat().st_dev
+    return "links" if one and not _has_links(old) else None
+
+
+def _has_links(directory: Path) -> bool:
+    """Whether the directory is a symbolic link or has one anywhere below it; files are not opened."""
+    if directory.is_symlink():
+        return True
+    with storage_errors("list", directory), os.scandir(directory) as entries:
+        return any(entry.is_symlink() or (entry.is_dir() and _has_links(directory / entry.name)) for entry in entries)
+
+
+class ReusedFiles(NamedTuple):
+    """Result of reusing a checkpoint's files."""
+
+    done_before: int
+    """Number of hosts that an earlier call had linked or copied."""
+    read_bytes: int
+    """Stored bytes that were read back."""
+
+
+def reuse_files(opened: OpenJob, progress: Callable[[int, int], None]) -> ReusedFiles:
+    """Link or copy the files of all hosts of the source that are not done yet.
+
+    Args:
+        opened: a job whose source files can be reused (`OpenJob.reuses`).
+        progress: called with the bytes of elements done so far, and in all.
+
+    Raises:
+        CorruptionError, MissingDataError: a linked or copied file differs from the recorded checksums.
+        StorageError: the storage failed.
+        NotImplementedError: the object store cannot copy.
+    """
+    hosts, total = opened.plan.source.hosts, opened.plan.nbytes
+    before, read = opened.finished_tasks(), 0
+    for number, reference in enumerate(hosts):
+        if number not in before:
+            read += _reuse_host(opened, number, reference)
+        progress(total * (number + 1) // len(hosts), total)
+    return ReusedFiles(len(before), read)
+
+
+def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:
+    """Link or copy the files of one host; return the bytes read back."""
+    source, place, plan = opened.source_place, opened.place, opened.plan
+    described = opened.described
+    files = read_host_files(source, reference)
+    table = read_table(source, files.table)
+    folder = f"hosts/{number:05d}-{secrets.token_hex(4)}"
+    try:
+        lanes: list[str] = []
+        if plan.layout == "packed":
+            lanes, table = reuse_lanes(source, place, files.lanes, table, folder)
+        else:
+            pieces = {piece.path: piece for tensor in plan.target.tensors.values() for piece in tensor.pieces}
+            reuse_chunks(source, place, table, pieces, f"{folder}/drafts")
+        values = None
+        if files.values is not None:
+            data = source.read(files.values.key)
+            files.values.check(data, source.path_of(files.values.key))
+            values = FileReference.of(f"{folder}/values.json", data)
+            place.write(values.key, data)
+        read = opened.read_back(table) if opened.job.options.verify else 0
+        written = HostFiles(write_table(place, f"{folder}/table", table), tuple(lanes), described, values)
+    except BaseException:
+        with suppress(ShardckptError):
+            place.delete_prefix(f"{folder}/")
+        raise
+    record = HostRecord(
+        attempt=opened.attempt,
+        host=number,
+        hosts=len(plan.source.hosts),
+        prior=opened.prior.digest,
+        layout=plan.layout,
+        compression=plan.compression,
+        files=written,
+        chunks=len(table.rows),
+        stored_bytes=int(table.rows.length.sum(dtype=np.int64)),
+    )
+    if not place.create(record.key, seal(record.to_json())):  # another process was first
+        with suppress(ShardckptError):
+            place.delete_prefix(f"{folder}/")
+    return read
+
+
+def reuse_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table, folder: str) -> tuple[list[str], Table]:
+    """Reuse the files of a host's packed chunks.
+
+    Args:
+        source: an attempt.
+        target: another attempt; `reuse_method` must give a method for it.
+        lanes: the host's databases.
+        table: the host's chunk table.
+        folder: folder for the files, relative to the target.
+
+    Returns:
+        The databases' new names, and the chunk table of the new places.
+
+    Raises:
+        FormatError: the table names a file that is in none of the databases.
+        StorageError: the storage failed.
+        NotImplementedError: an object store cannot copy.
+    """
+    foreign = [file for file in table.files if not any(file.startswith(f"{lane}/") for lane in lanes)]
+    if foreign:
+        raise FormatError(
+            f"{source}: a host's chunk table names {foreign[0]!r}, which is in none of its databases; it was not written by shardckpt."
+        )
+    new = {lane: f"{folder}/{number}" for number, lane in enumerate(lanes)}
+    _reuse(source, target, ((file, f"{name}{file.removeprefix(lane)}") for lane, name in new.items() for file in _below(source, lane)))
+    moved = [next(f"{new[lane]}{file.removeprefix(lane)}" for lane in new if file.startswith(f"{lane}/")) for file in table.files]
+    return list(new.values()), replace(table, files=moved)
+
+
+def reuse_chunks(source: Store, target: Store, table: Table, pieces: Mapping[str, Piece], drafts: str) -> None:
+    """Reuse a host's chunks that are separate objects; `drafts` is a folder for incomplete files."""
+    keys = (
+        plain_key(chunk_object_key(pieces[path], position))
+        for path, rows in table.arrays().items()
+        for position in rows.chunk[rows.file == OWN_OBJECT].tolist()
+    )
+    _reuse(source, target, ((key, key) for key in keys), drafts)
+    target.delete_prefix(f"{drafts}/")
+
+
+def _below(store: Store, lane: str) -> list[str]:
+    """The files of a database."""
+    top = store.local_path(lane)
+    if top is None:
+        return store.list(f"{lane}/")
+    with storage_errors("read", top):
+        return [f"{lane}/{path.relative_to(top)}" for path in sorted(top.rglob("*")) if path.is_file()]
+
+
+def _reuse(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:
+    """Link or copy files (old key, new key), durably; with `drafts`, replace existing files."""
+    if target.location.bucket is not None:
+        copy_objects(source, target, files)
+        return
+    changed: set[Path] = set()
+    for number, (old, new) in enumerate(files):
+        first, final = source.local_path(old), target.local_path(new)
+        assert first is not None
+        assert final is not None
+        target.make_parents(new)
+        path = final
+        if drafts is not None:
+            target.make_parents(f"{drafts}/{number}")
+            path = target.local_path(f"{drafts}/{number}") or final
+        with storage_errors("link", final):
+            try:
+                os.link(first, path, follow_symlinks=True)
+            except OSError:
+                _copy(first, path)
+            if path != final:
+                path.replace(final)
+                path.unlink(missing_ok=True)  # replacing one name of a file by another name of it removes neither
+        changed.add(final.parent)
+    for directory in changed:
+        with storage_errors("write", directory):
+            sync_directory(directory)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, inside the kernel if it supports that."""
+    with source.open("rb", buffering=0) as read, target.open("xb") as write:
+        size = left = os.fstat(read.fileno()).st_size
+        try:
+            while left and (moved := os.copy_file_range(read.fileno(), write.fileno(), left)):
+                left -= moved
+        except OSError as e:
+            if e.errno not in _NO_RANGES:
+                raise
+        if left:
+            shutil.copyfileobj(read, write)  # both continue at their current positions
+        write.flush()
+        os.fsync(write.fileno())
+        if os.fstat(write.fileno()).st_size != size:
+            raise OSError(f"{source} ends before its size says so")
