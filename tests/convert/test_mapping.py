@@ -229,6 +229,12 @@ MERGE = '[[map]]\nfrom = ["l.*.q", "l.*.k"]\nto = "l.*.qk"\n'
             "no dimension of .* but stack can be made two",
         ),
         (
+            '[[map]]\nfrom = "w"\nto = "e.{e}"\nstack = 0\nunfold = {axis = 0, count = 2}',
+            {"w": numbers(2, 2)},
+            ShapeMismatchError,
+            "stack and unfold are both dimension 0",
+        ),
+        (
             '[[map]]\nfrom = "w"\nto = ["a", "b"]\nunfold = {axis = 0, count = 3}',
             {"w": numbers(2, 2)},
             ShapeMismatchError,

@@ -88,7 +88,7 @@ def _merged(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tu
                 f"{rule}: {shown(whole)} is made of {sum(map(len, names))} tensors, and {shown(missing)} is not there, or went to a rule "
                 f"before; include it, or correct the rule."
             )
-        yield [name for row in names for name in row], [rule.merged(whole, [[tensors[name] for name in row] for row in names])]
+        yield [name for row in names for name in row], [rule.merge(whole, [[tensors[name] for name in row] for row in names])]
 
 
 def _split(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
@@ -96,7 +96,7 @@ def _split(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tup
     for name, tensor in tensors.items():
         captures = rule.whole.match(name)
         if captures is not None:
-            yield [name], rule.split(tensor, _part_names(rule, captures, rule.length(tensor) if rule.counted is not None else 1))
+            yield [name], rule.split(tensor, _part_names(rule, captures, rule.stacked_length(tensor) if rule.counted is not None else 1))
 
 
 def _part_names(rule: MappingRule, captures: Captures, count: int) -> list[list[str]]:

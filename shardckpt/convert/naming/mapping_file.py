@@ -25,10 +25,9 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.convert.naming.captures import NamePattern
-from shardckpt.convert.naming.folding import Unfold
 from shardckpt.convert.naming.mapping import Mapping
 from shardckpt.convert.naming.mapping_rule import MappingRule
-from shardckpt.convert.naming.runs import Rotary
+from shardckpt.convert.naming.part_layout import Rotary, Unfold
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.reshard.config_files import parse_text, read_file
