@@ -13,7 +13,8 @@ from shardckpt.convert.formats.safetensors.hf_configs import config_files, witho
 from shardckpt.convert.formats.safetensors.hf_index import INDEX, is_of_a_model, split
 from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.formats.safetensors.target import write_safetensors
-from shardckpt.convert.naming.choose import NameOptions, outputs_of
+from shardckpt.convert.naming.apply import outputs_of
+from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.errors import AlreadyExistsError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.convert.files.destination import Destination
-    from shardckpt.convert.naming.choose import Patterns
-    from shardckpt.convert.naming.ties import Ties
+    from shardckpt.convert.naming.choose import Patterns, Ties
     from shardckpt.io.url import Location
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
 

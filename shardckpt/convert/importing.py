@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
-    from shardckpt.convert.naming.choose import Patterns
-    from shardckpt.convert.naming.mapping import Mapping as NamesMapping
-    from shardckpt.convert.naming.ties import Ties
+    from shardckpt.convert.naming.choose import Patterns, Ties
+    from shardckpt.convert.naming.mapping import TensorMapping
     from shardckpt.layout.mesh import Mesh
     from shardckpt.layout.partition_spec import PartitionSpec
     from shardckpt.reading.checkpoint import Checkpoint
@@ -65,7 +64,7 @@ def import_checkpoint(
     strip_prefix: str | None = None,
     rename: str | Sequence[str] = (),
     rename_file: str | os.PathLike[str] | None = None,
-    mapping: str | os.PathLike[str] | NamesMapping | None = None,
+    mapping: str | os.PathLike[str] | TensorMapping | None = None,
     invert_mapping: bool = False,
     add_prefix: str = "",
     ties: Ties = "auto",

@@ -15,10 +15,10 @@ from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
 from shardckpt.reshard.config_files import parse_text
 
 if TYPE_CHECKING:
-    from shardckpt.convert.naming.mapping import Mapping
+    from shardckpt.convert.naming.mapping import TensorMapping
 
 
-def mapping(text: str, **values: int) -> Mapping:
+def mapping(text: str, **values: int) -> TensorMapping:
     return parse_mapping(parse_text(text, ".toml", "m.toml"), "m.toml", values)
 
 

@@ -24,7 +24,7 @@ from shardckpt.state.names import shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.convert.naming.captures import NamePattern
+    from shardckpt.convert.naming.name_pattern import NamePattern
     from shardckpt.format.structure import TensorRecord
 
 _Part = TypeVar("_Part")
