@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardckpt.convert.naming.choose import NameOptions, outputs_of
+from shardckpt.convert.naming.apply import outputs_of
+from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.naming.renamed_state import end_names, renamed_state
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt

@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardckpt.convert.export_options import DEFAULT_MEMORY_LIMIT, SafetensorsOptions, StateOptions
 from shardckpt.convert.files.local_files import LocalFiles
 from shardckpt.convert.files.object_files import ObjectFiles, begun
 from shardckpt.convert.formats.safetensors.hf_configs import config_files, without_others
 from shardckpt.convert.formats.safetensors.hf_index import INDEX, is_of_a_model, split
 from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.formats.safetensors.target import write_safetensors
-from shardckpt.convert.naming.choose import NameOptions, outputs_of
+from shardckpt.convert.naming.apply import outputs_of
+from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.errors import AlreadyExistsError, OptionError, out_of_memory_is_typed
 from shardckpt.excerpt import excerpt
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.options import check_flag, parse_bytes
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reshard.rules.hf_config import read_config
 from shardckpt.state.names import shown
@@ -30,15 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.convert.files.destination import Destination
-    from shardckpt.convert.naming.choose import Patterns
-    from shardckpt.convert.naming.ties import Ties
+    from shardckpt.convert.naming.choose import Patterns, Ties
     from shardckpt.io.url import Location
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
-__all__ = ["ExportReport", "export", "export_safetensors"]
-
-DEFAULT_MEMORY_LIMIT = 512 << 20
-"""Default limit of buffers, in bytes."""
 _SUFFIX = ".safetensors"
 
 
@@ -135,25 +131,20 @@ def export(
     if choices:
         raise OptionError(f"export(to={to!r}) takes no {min(choices)}=, which is for safetensors; leave it out.")
     began = time.monotonic()
-    check_flag(overwrite, "overwrite")
-    check_flag(verify, "verify")
+    options = StateOptions(
+        include=include,
+        exclude=exclude,
+        dtype=dtype,
+        optimizer=optimizer,
+        memory_limit=memory_limit,
+        overwrite=overwrite,
+        verify=verify,
+        progress=progress,
+    )
     checkpoint, location = Checkpoint(src), parse(dst)
     _refuse_within(location, checkpoint)
-    limit = parse_bytes(memory_limit, "memory_limit")
     with reading_takes_threads(src):
-        written = write_state(
-            checkpoint,
-            location,
-            to,
-            include=include,
-            exclude=exclude,
-            dtype=dtype,
-            optimizer=optimizer,
-            limit=limit,
-            overwrite=overwrite,
-            verify=verify,
-            progress=progress or _nobody,
-        )
+        written = write_state(checkpoint, location, to, options)
     return ExportReport(
         url=str(location),
         files=(location.name,),
@@ -235,66 +226,71 @@ def export_safetensors(
         ReplacedError: the checkpoint was replaced or deleted meanwhile.
         StorageError: a storage failed, or has no room.
     """
-    began = time.monotonic()
-    check_flag(overwrite, "overwrite")
-    check_flag(verify, "verify")
-    limit = parse_bytes(memory_limit, "memory_limit")
-    names = NameOptions(
-        include=include,
-        exclude=exclude,
-        strip_prefix=strip_prefix,
-        rename=rename,
-        rename_file=rename_file,
-        mapping=mapping,
-        invert=invert_mapping,
-        add_prefix=add_prefix,
-        dtype=dtype,
-        ties=ties,
-        config=config,
+    options = SafetensorsOptions(
+        names=NameOptions(
+            include=include,
+            exclude=exclude,
+            strip_prefix=strip_prefix,
+            rename=rename,
+            rename_file=rename_file,
+            mapping=mapping,
+            invert=invert_mapping,
+            add_prefix=add_prefix,
+            dtype=dtype,
+            ties=ties,
+            config=config,
+        ),
+        max_shard_size=max_shard_size,
+        metadata=metadata,
+        memory_limit=memory_limit,
+        overwrite=overwrite,
+        verify=verify,
+        progress=progress,
     )
-    checkpoint, location = Checkpoint(src), parse(dst)
-    _refuse_within(location, checkpoint)
-    directory, single = _place(location, split_up=max_shard_size is not None)
-    outputs = outputs_of(checkpoint.record.structure, names, str(checkpoint.location))
-    tensors = {output.name: output for output in outputs.tensors}
-    dealt = split({name: output.nbytes for name, output in tensors.items()}, max_shard_size)
-    files = [lay_out([tensors[name] for name in some], metadata) for some in dealt.files.values()]
-    index = dealt.index(sum(prod(output.shape) for output in outputs.tensors))
-    written_as = [single] if single is not None else [*dealt.files, *([INDEX] if index is not None else [])]
-    configs: dict[str, bytes] = {}
-    there: list[str] = []
-    if single is None:
-        configs = config_files(checkpoint.metadata, None if config is None else read_config(config)[1])
-        configs, there = (configs, []) if overwrite else without_others(configs, directory, written_as[-1])
-    written_as = [*configs, *written_as]
-    obsolete = [] if single is not None else _obsolete(directory, written_as, overwrite=overwrite)
     with reading_takes_threads(src):
-        written = write_safetensors(
-            checkpoint,
-            files,
-            _destination(directory, written_as, obsolete, overwrite=overwrite, memory=limit // 4),
-            limit=limit,
-            verify=verify,
-            first=list(configs.values()),
-            last=None if index is None else index.encode(),
-            progress=progress or _nobody,
-        )
+        return _write_safetensors(Checkpoint(src), parse(dst), options)
+
+
+def _write_safetensors(checkpoint: Checkpoint, location: Location, options: SafetensorsOptions) -> ExportReport:
+    began = time.monotonic()
+    _refuse_within(location, checkpoint)
+    directory, single = _place(location, split_up=options.max_shard_size is not None)
+    outputs = outputs_of(checkpoint.record.structure, options.names, str(checkpoint.location))
+    tensors = {output.name: output for output in outputs.tensors}
+    shards = split({name: output.nbytes for name, output in tensors.items()}, options.max_shard_size)
+    files = [lay_out([tensors[name] for name in names], options.metadata) for names in shards.files.values()]
+    index = shards.index(sum(prod(output.shape) for output in outputs.tensors))
+    file_names = [single] if single is not None else [*shards.files, *([INDEX] if index is not None else [])]
+    configs: dict[str, bytes] = {}
+    kept: list[str] = []
+    if single is None:
+        config = options.names.config
+        configs = config_files(checkpoint.metadata, None if config is None else read_config(config)[1])
+        configs, kept = (configs, []) if options.overwrite else without_others(configs, directory, file_names[-1])
+    file_names = [*configs, *file_names]
+    obsolete = [] if single is not None else _obsolete(directory, file_names, overwrite=options.overwrite)
+    written = write_safetensors(
+        checkpoint,
+        files,
+        _destination(directory, file_names, obsolete, options),
+        limit=options.budget,
+        verify=options.verify,
+        first=list(configs.values()),
+        last=None if index is None else index.encode(),
+        progress=options.report_progress,
+    )
     return ExportReport(
         url=str(location),
-        files=tuple(written_as),
+        files=tuple(file_names),
         tensors=len(outputs.tensors),
         nbytes=sum(output.nbytes for output in outputs.tensors),
         read_bytes=written.read_bytes,
         written_bytes=written.written_bytes,
         resumed_bytes=written.resumed_bytes,
-        notes=(*outputs.notes, *(f"{name} is there already, and stays as it is." for name in there)),
+        notes=(*outputs.notes, *(f"{name} is there already, and stays as it is." for name in kept)),
         seconds=time.monotonic() - began,
         conversions=outputs.conversions,
     )
-
-
-def _nobody(_done: int, _total: int) -> None:
-    """Ignore progress."""
 
 
 def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]:
@@ -323,10 +319,11 @@ def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> 
     return others
 
 
-def _destination(directory: Location, names: Sequence[str], obsolete: Sequence[str], *, overwrite: bool, memory: int) -> Destination:
+def _destination(directory: Location, names: Sequence[str], obsolete: Sequence[str], options: SafetensorsOptions) -> Destination:
     if directory.local is not None:
-        return LocalFiles(directory.local, names, overwrite=overwrite, obsolete=obsolete)
-    return ObjectFiles(directory, names, overwrite=overwrite, memory=1 << (memory.bit_length() - 1), obsolete=obsolete)
+        return LocalFiles(directory.local, names, overwrite=options.overwrite, obsolete=obsolete)
+    memory = 1 << ((options.budget // 4).bit_length() - 1)
+    return ObjectFiles(directory, names, overwrite=options.overwrite, memory=memory, obsolete=obsolete)
 
 
 def _refuse_within(location: Location, checkpoint: Checkpoint) -> None:

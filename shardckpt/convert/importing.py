@@ -26,15 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
-    from shardckpt.convert.naming.choose import Patterns
-    from shardckpt.convert.naming.mapping import Mapping as NamesMapping
-    from shardckpt.convert.naming.ties import Ties
+    from shardckpt.convert.naming.choose import Patterns, Ties
+    from shardckpt.convert.naming.mapping import TensorMapping
+    from shardckpt.io.url import Location
     from shardckpt.layout.mesh import Mesh
     from shardckpt.layout.partition_spec import PartitionSpec
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reshard.rules import Rules
-
-__all__ = ["ImportReport", "import_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def import_checkpoint(
     strip_prefix: str | None = None,
     rename: str | Sequence[str] = (),
     rename_file: str | os.PathLike[str] | None = None,
-    mapping: str | os.PathLike[str] | NamesMapping | None = None,
+    mapping: str | os.PathLike[str] | TensorMapping | None = None,
     invert_mapping: bool = False,
     add_prefix: str = "",
     ties: Ties = "auto",
@@ -165,31 +163,28 @@ def import_checkpoint(
         ties=ties,
         config=config,
     )
-    spec, seen = _found(src, dst, from_, trust_pickle=trust_pickle, into=into, names=names)
+    location = parse(src)
+    if location.resolved == parse(dst).resolved:
+        raise OptionError(f"{location}: the new checkpoint would be written into what is read; choose another place for it.")
+    format_name, signs = _format_at(location, from_)
+    spec = ForeignSpec(str(location), format_name, trust_pickle, into, names)
     source = spec.open()
-    notes = (*seen, *source.notes)
+    notes = (*signs, *source.notes)
     if on_note is not None:
         for note in notes:
             on_note(note)
     with reading_takes_threads(src):
         report = run_job(spec, dst, options, RunOptions(engine, worker, progress), source)
-    done: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(ReshardReport)}
-    return ImportReport(**done, format=spec.format, notes=notes)
+    of_reshard: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(ReshardReport)}
+    return ImportReport(**of_reshard, format=format_name, notes=notes)
 
 
-def _found(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], from_: str, *, trust_pickle: bool, into: str | None, names: NameOptions
-) -> tuple[ForeignSpec, tuple[str, ...]]:
-    """The source checkpoint, and the signs by which its format was detected."""
-    location = parse(src)
-    if location.resolved == parse(dst).resolved:
-        raise OptionError(f"{location}: the new checkpoint would be written into what is read; choose another place for it.")
+def _format_at(location: Location, from_: str) -> tuple[str, tuple[str, ...]]:
+    """The name of the source's format, and the signs by which it was detected."""
     if from_ == AUTO:
         detected = detect(location)
-        name, seen = detected.format, (f"{detected.format}: {detected.seen}", *(f"not read: {other}" for other in detected.others))
-    else:
-        module_of(from_)
-        if file_at(location) is None and not Store.open(location).list_children():
-            raise NotFoundError(f"{location}: there is no file, and nothing in a directory of that name.")
-        name, seen = from_, ()
-    return ForeignSpec(str(location), name, trust_pickle, into, names), seen
+        return detected.format, (f"{detected.format}: {detected.seen}", *(f"not read: {other}" for other in detected.others))
+    module_of(from_)
+    if file_at(location) is None and not Store.open(location).list_children():
+        raise NotFoundError(f"{location}: there is no file, and nothing in a directory of that name.")
+    return from_, ()

@@ -14,28 +14,24 @@ from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.convert.optimizer_states import check_form, with_optimizers_as
+from shardckpt.convert.optimizer_states import with_optimizers_as
 from shardckpt.convert.streaming.outputs import identity
 from shardckpt.convert.streaming.stream import Stream
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.excerpt import excerpt, given
 from shardckpt.format.structure import Structure
-from shardckpt.reshard.dtype_rules import check_dtypes, plan_dtypes
+from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import meanings, select
 from shardckpt.state.select import selector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from shardckpt.convert.naming.choose import Patterns
+    from shardckpt.convert.export_options import StateOptions
     from shardckpt.convert.state_writer import StateWriter
     from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.io.url import Location
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
-
-__all__ = ["FORMATS", "WrittenState", "write_state"]
 
 FORMATS = {"torch": ("torch", "TorchFileWriter"), "dcp": ("dcp", "DcpDirectory"), "orbax": ("orbax", "OrbaxDirectory")}
 """Format name, as `--to` expects it → its module and writer."""
@@ -58,34 +54,14 @@ class WrittenState:
     """Tensors that `dtype` converts and leaves, counted by subtree."""
 
 
-def write_state(
-    checkpoint: Checkpoint,
-    location: Location,
-    to: str,
-    *,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    dtype: str | Mapping[str, str] | None = None,
-    optimizer: str | None = None,
-    limit: int,
-    overwrite: bool = False,
-    verify: bool = True,
-    progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> WrittenState:
+def write_state(checkpoint: Checkpoint, location: Location, to: str, options: StateOptions) -> WrittenState:
     """Write a checkpoint's state, or a part of it.
 
     Args:
         checkpoint: the source; nothing of it has been read yet.
         location: the destination, on a local disk.
         to: one of `FORMATS`.
-        include: patterns of the names to export; None: all.
-        exclude: patterns of the names to leave out.
-        dtype: the dtype to convert tensors to, or pattern → dtype (`dtype_rules`).
-        optimizer: form of optimizers, one of `training.optimizer_forms.FORMS`; None: the format's default.
-        limit: bytes of buffers.
-        overwrite: whether to replace an existing file or directory.
-        verify: whether to read back the written bytes.
-        progress: called with the bytes of elements written so far, and the total.
+        options: selection, dtypes, form of optimizers, and limits.
 
     Raises:
         OptionError: an unknown format, a pattern that matches nothing, or a location that is not on a local disk.
@@ -98,41 +74,39 @@ def write_state(
     """
     if to not in FORMATS:
         raise OptionError(f"export(to={excerpt(to)}): states are exported to {', '.join(map(repr, FORMATS))}.")
-    check_form(optimizer)
-    check_dtypes(dtype)
-    structure, outputs, conversions = _selected(checkpoint, include, exclude, dtype)
-    form = optimizer or _OPTIMIZERS.get(to)
+    structure, outputs, conversions = _select(checkpoint, options)
+    form = options.optimizer or _OPTIMIZERS.get(to)
     notes: tuple[str, ...] = ()
     if form is not None:
         structure, outputs, notes = with_optimizers_as(form, structure, outputs)
     total, done = sum(output.nbytes for output in outputs), 0
+    progress = options.report_progress
     progress(0, total)
-    with _writer(to, structure, location, overwrite=overwrite) as writer:
-        stream = Stream(checkpoint, outputs, writer.blocks, limit=limit, beside=writer.memory)
+    with _writer(to, structure, location, overwrite=options.overwrite) as writer:
+        stream = Stream(checkpoint, outputs, writer.blocks, limit=options.budget, beside=writer.memory)
         with closing(stream.read()) as batches:
             for block in chain.from_iterable(batches):
                 writer.put(block.output, block.box, block.elements)
                 done += block.elements.nbytes
                 progress(done, total)
-        writer.finish(verify=verify)
+        writer.finish(verify=options.verify)
     return WrittenState(len(outputs), total, stream.read_bytes, (*notes, *writer.notes), conversions)
 
 
-def _selected(
-    checkpoint: Checkpoint, include: Patterns, exclude: Patterns, dtype: str | Mapping[str, str] | None
-) -> tuple[Structure, list[OutputTensor], tuple[ConvertedSubtree, ...]]:
+def _select(checkpoint: Checkpoint, options: StateOptions) -> tuple[Structure, list[OutputTensor], tuple[ConvertedSubtree, ...]]:
     """The selected structure, the outputs of its tensors, and the conversions."""
-    wanted, unwanted = selector(include), selector(exclude if exclude is not None else ())
-    tree, stored = select(checkpoint.parsed_tree, lambda name: wanted(name) and not unwanted(name))
+    include, exclude, dtype = options.include, options.exclude, options.dtype
+    included, excluded = selector(include), selector(exclude if exclude is not None else ())
+    tree, stored = select(checkpoint.parsed_tree, lambda name: included(name) and not excluded(name))
     if not tree and (include is not None or exclude is not None):
         raise NamesMismatchError(
             f"{checkpoint.location}: {given(include=include, exclude=exclude)}: none of its names is left; `shardckpt info` lists them."
         )
     sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
     planned = plan_dtypes(sources, dtype, meanings(tree), optimizer_state(checkpoint.parsed_tree) if dtype else ())
-    types = planned.dtypes
-    outputs = [identity(tensor, name, types[name]) for name, tensor in sources.items()]
-    tensors = {name: replace(tensor, name=name, dtype=types[name]) for name, tensor in sources.items()}
+    dtypes = planned.dtypes
+    outputs = [identity(tensor, name, dtypes[name]) for name, tensor in sources.items()]
+    tensors = {name: replace(tensor, name=name, dtype=dtypes[name]) for name, tensor in sources.items()}
     return Structure(tree, tensors), outputs, planned.subtrees
 
 

@@ -15,7 +15,8 @@ import transformers
 from arrays import made
 
 import shardckpt
-from shardckpt.convert.naming.choose import NameOptions, outputs_of
+from shardckpt.convert.naming.apply import outputs_of
+from shardckpt.convert.naming.choose import NameOptions
 
 SMALL = {
     "hidden_size": 32,

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
+from shardckpt.convert.export_options import StateOptions
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -24,7 +25,7 @@ def status(field):
 def memory(_coordinator, source, place, to, limit):
     """The most memory that an export took, and the bytes that it read."""
     before = status("VmRSS")
-    written = write_state(Checkpoint(source), parse(place), to, limit=limit)
+    written = write_state(Checkpoint(source), parse(place), to, StateOptions(memory_limit=limit))
     return {"memory": status("VmHWM") - before, "read": written.read_bytes}
 
 

@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardckpt
+from shardckpt.convert.export_options import StateOptions
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -55,7 +56,7 @@ def targets(value):
 
 
 def export(source, place, **options):
-    write_state(Checkpoint(root / source), parse(root / place), "orbax", limit=64 << 20, **options)
+    write_state(Checkpoint(root / source), parse(root / place), "orbax", StateOptions(memory_limit=64 << 20, **options))
     return root / place
 
 

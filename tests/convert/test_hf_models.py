@@ -16,7 +16,8 @@ from paths import ROOT
 
 import shardckpt
 from shardckpt.convert.formats.safetensors.hf_index import split
-from shardckpt.convert.naming.choose import NameOptions, Outputs, mapping_of, outputs_of
+from shardckpt.convert.naming.apply import Outputs, outputs_of
+from shardckpt.convert.naming.choose import NameOptions, read_naming
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,7 +127,7 @@ def test_a_mapping_brings_back_what_it_has_made(models, name: str, mapping: str)
     folder = models[0] / name
     _, there = planned(folder, mapping=mapping)
     assert there.keys() != saved(folder).keys() or name == "gpt2"
-    back = mapping_of(NameOptions(mapping=mapping, invert=True, config=folder / "saved")).outputs(records(there))
+    back = read_naming(NameOptions(mapping=mapping, invert=True, config=folder / "saved")).mapping.outputs(records(there))
     assert_same(made(back, there), saved(folder))
 
 

@@ -15,10 +15,10 @@ from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
 from shardckpt.reshard.config_files import parse_text
 
 if TYPE_CHECKING:
-    from shardckpt.convert.naming.mapping import Mapping
+    from shardckpt.convert.naming.mapping import TensorMapping
 
 
-def mapping(text: str, **values: int) -> Mapping:
+def mapping(text: str, **values: int) -> TensorMapping:
     return parse_mapping(parse_text(text, ".toml", "m.toml"), "m.toml", values)
 
 
@@ -227,6 +227,12 @@ MERGE = '[[map]]\nfrom = ["l.*.q", "l.*.k"]\nto = "l.*.qk"\n'
             {"e.0": numbers(2)},
             ShapeMismatchError,
             "no dimension of .* but stack can be made two",
+        ),
+        (
+            '[[map]]\nfrom = "w"\nto = "e.{e}"\nstack = 0\nunfold = {axis = 0, count = 2}',
+            {"w": numbers(2, 2)},
+            ShapeMismatchError,
+            "stack and unfold are both dimension 0",
         ),
         (
             '[[map]]\nfrom = "w"\nto = ["a", "b"]\nunfold = {axis = 0, count = 3}',

@@ -12,7 +12,7 @@ from paths import DOCS
 from shardckpt.convert.naming.choose import NameOptions
 from shardckpt.convert.naming.mapping_file import _KEYS, PRESETS, parse_mapping
 from shardckpt.convert.naming.renaming import read_names
-from shardckpt.convert.naming.substitution import Substitution
+from shardckpt.convert.naming.substitution import parse_substitution
 from shardckpt.reshard.config_files import parse_text
 
 DOCUMENT = (DOCS / "mapping.md").read_text()
@@ -58,10 +58,10 @@ def test_its_substitutions_and_its_file_of_names_do_what_it_says(tmp_path) -> No
     substitutions, _ = blocks("text")
     for line in substitutions.splitlines():
         rule, before, after = re.fullmatch(r"(\S+) +(\S+) +→ (\S+)", line).groups()
-        assert Substitution(rule).of(before) == after
+        assert parse_substitution(rule).of(before) == after
     (text,) = blocks("json")
     (tmp_path / "names.json").write_text(text)
-    assert list(read_names(tmp_path / "names.json").values()) == ["embed.weight", None]
+    assert list(read_names(tmp_path / "names.json").names.values()) == ["embed.weight", None]
 
 
 def test_its_code_says_what_it_shows(capsys) -> None:

@@ -11,8 +11,9 @@ import pytest
 from arrays import made
 
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
-from shardckpt.convert.naming.choose import NameOptions, Outputs, outputs_of
-from shardckpt.convert.naming.ties import resolve
+from shardckpt.convert.naming.apply import Outputs, outputs_of
+from shardckpt.convert.naming.choose import NameOptions
+from shardckpt.convert.naming.ties import first_names
 from shardckpt.errors import DtypeMismatchError, NamesMismatchError, OptionError
 from shardckpt.format.structure import Structure
 from shardckpt.layout.dtypes import of_numpy
@@ -132,6 +133,7 @@ def test_what_is_no_pattern_is_refused(option: str) -> None:
         ({"dtype": "float17"}, "float17"),
         ({"dtype": 3}, "give a dtype's name"),
         ({"invert": 1}, "invert=1"),
+        ({"ties": "never"}, 'use "auto", "once" or "copies"'),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_before_anything_is_read(options: dict[str, Any], message: str) -> None:
@@ -156,13 +158,19 @@ def test_an_option_that_cannot_be_is_refused_before_anything_is_read(options: di
     ],
 )
 def test_the_name_that_is_kept_is_the_one_that_transformers_ties_others_to(group: list[str], kept: str) -> None:
-    assert resolve(dict.fromkeys(group, "stored")) == ({kept: "stored"}, {name: kept for name in group if name != kept})
+    assert first_names(dict.fromkeys(group, "stored")) == {name: kept for name in group if name != kept}
 
 
-def test_a_model_that_ties_nothing_gets_a_copy_for_each_name() -> None:
-    group = {"model.embed_tokens.weight": "e", "lm_head.weight": "e"}
-    assert resolve(group, "auto", tie_word_embeddings=False)[0] == group
-    assert resolve(group, "copies", tie_word_embeddings=True)[0] == group
-    assert list(resolve(group, "once", tie_word_embeddings=False)[0]) == ["model.embed_tokens.weight"]
-    with pytest.raises(OptionError, match='use "auto", "once" or "copies"'):
-        resolve(group, "never")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("ties", "tie_word_embeddings", "copied"),
+    [("auto", False, True), ("auto", True, False), ("auto", None, False), ("copies", True, True), ("once", False, False)],
+)
+def test_a_model_that_ties_nothing_gets_a_copy_for_each_name(tmp_path, ties: str, tie_word_embeddings: bool | None, copied: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tie_word_embeddings}))
+    outputs = plan({"embed": W, "lm_head.weight": W}, ties=ties, config=tmp_path, add_prefix="net.")
+    assert names(outputs) == (["net.embed", "net.lm_head.weight"] if copied else ["net.embed"])
+    assert outputs.tied == ({} if copied else {"net.lm_head.weight": "net.embed"})
+    (note,) = outputs.notes
+    assert (
+        note == f"'net.lm_head.weight' is the same tensor as 'net.embed', and is {'written for itself' if copied else 'not written again'}."
+    )

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.convert.export_options import StateOptions
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -39,7 +40,7 @@ def directory(checkpoint, tmp_path_factory):
 
 
 def export(source, place, **options):
-    return write_state(Checkpoint(source), parse(place), "dcp", **{"limit": 64 * MiB, **options})
+    return write_state(Checkpoint(source), parse(place), "dcp", StateOptions(**{"memory_limit": 64 * MiB, **options}))
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=["2 processes", "2 x 2 processes"])
@@ -95,7 +96,7 @@ def test_blocks_are_shards_of_the_recorded_layout_where_these_are_large_enough(t
     w = np.zeros((4096, 2048), np.float32)
     sharding = shardckpt.Sharding(exported.MESH, shardckpt.PartitionSpec("data"))
     shardckpt.save(tmp_path / "c", {"w": w, "v": w[:8, :8].copy()}, options=shardckpt.SaveOptions(shardings={"w": sharding, "v": sharding}))
-    export(tmp_path / "c", tmp_path / "d", limit=256 * MiB)
+    export(tmp_path / "c", tmp_path / "d", memory_limit=256 * MiB)
     found = dcp.FileSystemReader(tmp_path / "d").read_metadata().state_dict_metadata
     assert [tuple(chunk.sizes) for chunk in found["w"].chunks] == [(1024, 2048)] * 4
     assert [tuple(chunk.offsets) for chunk in found["w"].chunks] == [(1024 * i, 0) for i in range(4)]

@@ -15,6 +15,7 @@ from paths import CHILDREN
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.convert.export_options import StateOptions
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -25,7 +26,7 @@ CHILD = CHILDREN / "orbax_restores.py"
 
 
 def export(source, place, **options):
-    return write_state(Checkpoint(source), parse(place), "orbax", **{"limit": 64 * MiB, **options})
+    return write_state(Checkpoint(source), parse(place), "orbax", StateOptions(**{"memory_limit": 64 * MiB, **options}))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_chunks_are_shards_of_the_recorded_layout_where_these_are_large_enough(t
     w = np.zeros((4096, 2048), np.float32)
     sharding = shardckpt.Sharding(exported.MESH, shardckpt.PartitionSpec("data"))
     shardckpt.save(tmp_path / "c", {"w": w}, options=shardckpt.SaveOptions(shardings={"w": sharding}))
-    export(tmp_path / "c", tmp_path / "o", limit=256 * MiB)
+    export(tmp_path / "c", tmp_path / "o", memory_limit=256 * MiB)
     assert sorted(path.name for path in (tmp_path / "o" / "w" / "c").iterdir()) == ["0", "1", "2", "3"]
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.convert.export_options import StateOptions
 from shardckpt.convert.formats.torch.crc32 import combine
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
@@ -30,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 
 def export(source, place, **options):
-    return write_state(Checkpoint(source), parse(place), "torch", **{"limit": 64 * MiB, **options})
+    return write_state(Checkpoint(source), parse(place), "torch", StateOptions(**{"memory_limit": 64 * MiB, **options}))
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import shardckpt
 from shardckpt import errors
 from shardckpt.cli.app import app
+from shardckpt.convert.export_options import StateOptions
 from shardckpt.convert.whole_state import FORMATS, write_state
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -34,9 +35,9 @@ def test_what_does_not_read_back_is_not_published(checkpoint, tmp_path, to):
                 opened.write(b"damage")
 
     with pytest.raises(errors.CorruptionError, match="'model/rows' does not read back as it was written"):
-        write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), to, limit=64 * MiB, progress=damage)
+        write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), to, StateOptions(memory_limit=64 * MiB, progress=damage))
     assert not list(tmp_path.iterdir())
-    write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), to, limit=64 * MiB, progress=damage, verify=False)
+    write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), to, StateOptions(memory_limit=64 * MiB, progress=damage, verify=False))
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
@@ -46,20 +47,20 @@ def test_a_damaged_checkpoint_is_not_exported_and_nothing_is_left(tmp_path, to):
     for path in tmp_path.glob("c/*/hosts/*/*/d/*"):
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(errors.CorruptionError):
-        write_state(Checkpoint(tmp_path / "c"), parse(tmp_path / "state"), to, limit=64 * MiB)
+        write_state(Checkpoint(tmp_path / "c"), parse(tmp_path / "state"), to, StateOptions(memory_limit=64 * MiB))
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_limit_that_does_not_suffice_is_refused_and_nothing_is_left(checkpoint, tmp_path, to):
     with pytest.raises(errors.BudgetError, match="memory_limit=1 KiB is too little"):
-        write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), to, limit=1024)
+        write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), to, StateOptions(memory_limit=1024))
     assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_format_is_refused_by_name(checkpoint, tmp_path):
     with pytest.raises(errors.OptionError, match=r"'onnx'.*'torch', 'dcp', 'orbax'"):
-        write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), "onnx", limit=64 * MiB)
+        write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), "onnx", StateOptions(memory_limit=64 * MiB))
 
 
 @pytest.mark.parametrize("to", FORMATS)

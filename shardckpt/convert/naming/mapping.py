@@ -1,6 +1,6 @@
 """Applying a mapping: outputs that are joined from several tensors or split from one.
 
-A `Mapping` is an ordered list of rules (`mapping_rule`) over names. The first rule that matches a tensor uses it; tensors without a
+A `TensorMapping` is an ordered list of rules (`mapping_rule`) over names. The first rule that matches a tensor uses it; tensors without a
 matching rule stay the same. Nothing is read: the result lists the elements of tensors from which each output is made.
 
     mapping = read_mapping("megatron.toml")              # mapping_file
@@ -18,31 +18,28 @@ from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.state.names import did_you_mean, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from collections.abc import Mapping as Named
+    from collections.abc import Iterator, Mapping
 
-    from shardckpt.convert.naming.captures import Captures
     from shardckpt.convert.naming.mapping_rule import MappingRule
+    from shardckpt.convert.naming.name_pattern import Captures
     from shardckpt.format.structure import TensorRecord
-
-__all__ = ["Mapping"]
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
+class TensorMapping:
     """Rules that make tensors from others."""
 
     rules: tuple[MappingRule, ...] = ()
 
-    def inverse(self) -> Mapping:
+    def inverse(self) -> TensorMapping:
         """The mapping in the other direction.
 
         Raises:
             OptionError: a rule lacks the sizes that its inverse needs.
         """
-        return Mapping(tuple(rule.inverse() for rule in self.rules))
+        return TensorMapping(tuple(rule.inverse() for rule in self.rules))
 
-    def outputs(self, tensors: Named[str, TensorRecord]) -> tuple[OutputTensor, ...]:
+    def outputs(self, tensors: Mapping[str, TensorRecord]) -> tuple[OutputTensor, ...]:
         """The outputs of the tensors, each at the position of its first tensor.
 
         Args:
@@ -72,7 +69,7 @@ class Mapping:
         return tuple(together)
 
 
-def _merged(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
+def _merged(rule: MappingRule, tensors: Mapping[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
     """The merges of a rule: the names that each uses, and its outputs."""
     groups: dict[tuple[str, ...], tuple[Captures, set[str]]] = {}
     for name in tensors:
@@ -88,15 +85,15 @@ def _merged(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tu
                 f"{rule}: {shown(whole)} is made of {sum(map(len, names))} tensors, and {shown(missing)} is not there, or went to a rule "
                 f"before; include it, or correct the rule."
             )
-        yield [name for row in names for name in row], [rule.merged(whole, [[tensors[name] for name in row] for row in names])]
+        yield [name for row in names for name in row], [rule.merge(whole, [[tensors[name] for name in row] for row in names])]
 
 
-def _split(rule: MappingRule, tensors: Named[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
+def _split(rule: MappingRule, tensors: Mapping[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
     """The splits of a rule: the name that each uses, and its outputs."""
     for name, tensor in tensors.items():
         captures = rule.whole.match(name)
         if captures is not None:
-            yield [name], rule.split(tensor, _part_names(rule, captures, rule.length(tensor) if rule.counted is not None else 1))
+            yield [name], rule.split(tensor, _part_names(rule, captures, rule.stacked_length(tensor) if rule.counted is not None else 1))
 
 
 def _part_names(rule: MappingRule, captures: Captures, count: int) -> list[list[str]]:

@@ -20,15 +20,14 @@ All keys but `from` and `to` are optional, and no others are allowed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping as Named
+from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardckpt.convert.naming.captures import NamePattern
-from shardckpt.convert.naming.folding import Unfold
-from shardckpt.convert.naming.mapping import Mapping
+from shardckpt.convert.naming.mapping import TensorMapping
 from shardckpt.convert.naming.mapping_rule import MappingRule
-from shardckpt.convert.naming.runs import Rotary
+from shardckpt.convert.naming.name_pattern import NamePattern
+from shardckpt.convert.naming.part_layout import Rotary, Unfold
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
 from shardckpt.reshard.config_files import parse_text, read_file
@@ -38,8 +37,6 @@ from shardckpt.state.names import did_you_mean
 if TYPE_CHECKING:
     import os
 
-__all__ = ["PRESETS", "config_values", "parse_mapping", "read_mapping"]
-
 _TOP = ("map", "values")
 _KEYS = ("from", "to", "axis", "stack", "sizes", "ratio", "interleave", "transpose", "rotary", "unfold", "optional")
 _ENDINGS = (".toml", ".yaml", ".yml")
@@ -47,10 +44,10 @@ _FOLDER = resources.files("shardckpt.convert.naming") / "mappings"
 PRESETS = tuple(sorted(entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")))
 """Mappings that come with shardckpt, by name."""
 
-Values = Named[str, int]
+Values = Mapping[str, int]
 
 
-def read_mapping(source: str | os.PathLike[str], values: Values | None = None) -> Mapping:
+def read_mapping(source: str | os.PathLike[str], values: Values | None = None) -> TensorMapping:
     """Read a mapping file, or a built-in mapping.
 
     Args:
@@ -91,7 +88,7 @@ def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
     return {key: value for key, value in config.items() if type(value) is int} | named
 
 
-def parse_mapping(doc: Any, where: str, values: Values | None = None) -> Mapping:
+def parse_mapping(doc: Any, where: str, values: Values | None = None) -> TensorMapping:
     """Parse the document of a mapping file.
 
     Args:
@@ -104,30 +101,31 @@ def parse_mapping(doc: Any, where: str, values: Values | None = None) -> Mapping
     """
     _refuse_others(doc, _TOP, where)
     own = doc.get("values", {})
-    if not isinstance(own, Named) or not all(isinstance(key, str) and type(value) is int for key, value in own.items()):
+    if not isinstance(own, Mapping) or not all(isinstance(key, str) and type(value) is int for key, value in own.items()):
         raise OptionError(f"{where}: values is {excerpt(own)}; give a table of whole numbers.")
     rules = doc.get("map")
     if not isinstance(rules, list) or not rules:
         raise OptionError(f"{where}: there are no rules; write each as a table [[map]] with from and to.")
-    return Mapping(tuple(_Rule(rule, f"{where}, rule {number}", {**own, **(values or {})}).read() for number, rule in enumerate(rules, 1)))
+    values = {**own, **(values or {})}
+    return TensorMapping(tuple(_RuleParser(rule, f"{where}, rule {number}", values).parse() for number, rule in enumerate(rules, 1)))
 
 
 def _refuse_others(doc: Any, keys: tuple[str, ...], where: str) -> None:
-    if not isinstance(doc, Named):
+    if not isinstance(doc, Mapping):
         raise OptionError(f"{where}: a {type(doc).__name__} stands where keys are expected: {', '.join(keys)}.")
     for key in doc:
         if key not in keys:
             raise OptionError(f"{where}: there is no key {excerpt(key)}{did_you_mean(str(key), keys)}; there are {', '.join(keys)}.")
 
 
-class _Rule:
+class _RuleParser:
     """Parser of one table of a file."""
 
     def __init__(self, doc: Any, where: str, values: Values) -> None:
         _refuse_others(doc, _KEYS, where)
         self._doc, self._where, self._values = doc, where, values
 
-    def read(self) -> MappingRule:
+    def parse(self) -> MappingRule:
         sources, targets = self._names("from"), self._names("to")
         if len(sources) > 1 and len(targets) > 1:
             self._refuse(f"from has {len(sources)} names and to has {len(targets)}; one of them is one name")

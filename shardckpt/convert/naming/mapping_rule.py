@@ -1,13 +1,14 @@
 """A mapping rule: one tensor merged from several, or several split from one; it works in both directions.
 
-A rule has *parts* and a *whole*, and goes from the parts to the whole (it merges) or back (it splits). Both directions share one model:
+A rule has *parts* and a *whole*, and goes from the parts to the whole (it merges) or back (it splits). Both directions share one layout:
 
 1. The dimensions of each part are permuted into the whole's order (`permutation`).
-2. Parts of one index lie along `axis`: concatenated, or interleaved, group by group (`runs`).
+2. Parts of one index lie along `axis`: concatenated, or interleaved, group by group (`groups`).
 3. If parts have an index that the whole lacks, such as the number of an expert, index i is at i along one more dimension, `stack`.
 4. One dimension of the whole may be unfolded into two (`unfold`).
 
-So shapes alone determine the place of each element, and the inverse of a rule is the same rule in the other direction.
+So shapes alone determine the boxes that a part and the whole share (`part_layout`). `merge` reads these boxes from the parts, `split` from
+the whole, and the inverse of a rule is the same rule in the other direction.
 """
 
 from __future__ import annotations
@@ -15,25 +16,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from shardckpt.convert.naming.runs import ElementRun, Rotary, runs_in_turn
+from shardckpt.convert.naming.part_layout import ElementRun, PartLayout, Rotary, Unfold, interleaved_runs
 from shardckpt.convert.streaming.outputs import OutputTensor, View
 from shardckpt.errors import DtypeMismatchError, OptionError, ShapeMismatchError
-from shardckpt.layout.box import Box
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.convert.naming.captures import NamePattern
-    from shardckpt.convert.naming.folding import Unfold
+    from shardckpt.convert.naming.name_pattern import NamePattern
     from shardckpt.format.structure import TensorRecord
 
-__all__ = ["MappingRule"]
-
 _Part = TypeVar("_Part")
-Dims = tuple[int, ...]
-_WHOLE = [ElementRun(0, 0, 0, 0)]
-"""Runs of a whole that is not cut along an axis; the numbers are ignored."""
+_UNCUT = [ElementRun(0, 0, 0, 0)]
+"""Runs of a whole that is not cut along an axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +118,9 @@ class MappingRule:
             )
         return replace(self, merges=not self.merges)
 
-    # --- parts → whole ----------------------------------------------------------------------------------------------
+    # --- directions -------------------------------------------------------------------------------------------------
 
-    def merged(self, name: str, members: Sequence[Sequence[TensorRecord]]) -> OutputTensor:
+    def merge(self, name: str, members: Sequence[Sequence[TensorRecord]]) -> OutputTensor:
         """Merge parts into the whole.
 
         Args:
@@ -136,140 +132,128 @@ class MappingRule:
         """
         rows = self._by_index(members)
         first = rows[0][0]
-        rank = len(first.shape)
-        stack, axis = self._places(rank + (self.stack is not None), first)
-        order = self._order(rank, first)
-        shapes = [[self._permuted(tensor, order, first) for tensor in row] for row in rows]
+        stack, axis = self._dimensions(len(first.shape) + (self.stack is not None), first)
+        permutation = self._permutation(len(first.shape), stack, first)
+        shapes = [[self._shape_in_whole(tensor, permutation, len(rows), first) for tensor in row] for row in rows]
         self._check_alike(rows, shapes, axis)
-        whole, runs = list(shapes[0][0]), _WHOLE
-        if axis is not None:
-            sizes = [shape[axis] for shape in shapes[0]]
+        sizes = None if axis is None else [shape[axis] for shape in shapes[0]]
+        if sizes is not None:
             self._check_shares(sizes, name)
-            runs = self._runs(sizes, first)
-            whole[axis] = sum(sizes)
-        permutation = order if stack is None else (*order[:stack], None, *order[stack:])
-        views = []
-        for index, row in enumerate(rows):
-            full = [Box.full(tensor.shape) for tensor in row]
-            for run in runs:
-                tensor, box, start = row[run.part], full[run.part], [0] * rank
-                if axis is not None:
-                    box = _cut(box, order[axis], run.start, run.length)
-                    start[axis] = run.place
-                views.append(View(tensor.name, box, permutation, _inserted(start, stack, index)))
-        made = OutputTensor(name, _inserted(whole, stack, len(rows)), first.dtype, tuple(views))
-        unfolded = made if self.unfold is None else self.unfold.output(made)
-        if unfolded is None:
-            self._mismatch(f"{shown(name)}: no dimension of {made.shape} but stack can be made two, as unfold says")
-        return unfolded
-
-    # --- whole → parts ----------------------------------------------------------------------------------------------
-
-    def length(self, whole: TensorRecord) -> int:
-        """The number of stacked indices in a whole; 1 without `stack`.
-
-        Raises:
-            ShapeMismatchError: the whole has too few dimensions.
-        """
-        shape = self._folded(whole).shape
-        stack, _ = self._places(len(shape), whole)
-        if stack is not None and shape[stack] == 0:
-            self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has nothing along dimension {stack}: nothing would be left of it")
-        return 1 if stack is None else shape[stack]
+        runs = self._runs(sizes, first)
+        shape = tuple([n if sizes is None or d != axis else sum(sizes) for d, n in enumerate(shapes[0][0])])
+        unfold = self._unfold_of(shape)
+        if self.unfold is not None and (unfold is None or unfold.axis == stack):
+            self._mismatch(f"{shown(name)}: no dimension of {shape} but stack can be made two, as unfold says")
+        layout = PartLayout(shape=shape, permutation=permutation, stack=stack, axis=axis, runs=runs, unfold=unfold)
+        to_whole = layout.to_whole
+        views = [View(rows[s.row][s.part].name, s.in_part, to_whole, s.in_whole.start) for s in layout.shared_boxes()]
+        return OutputTensor(name, layout.whole_shape, first.dtype, tuple(views))
 
     def split(self, whole: TensorRecord, names: Sequence[Sequence[str]]) -> list[OutputTensor]:
         """Split a whole into its parts.
 
         Args:
             whole: the tensor.
-            names: names of the parts, arranged like the parts in `merged`.
+            names: names of the parts, arranged like the parts in `merge`.
 
         Raises:
             ShapeMismatchError: the whole cannot be split as requested.
         """
-        unfolded, whole, rows = whole, self._folded(whole), self._by_index(names)
-        stack, axis = self._places(len(whole.shape), whole)
-        if stack is not None and whole.shape[stack] != len(rows):
-            self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has {whole.shape[stack]} along dimension {stack}, not {len(rows)}")
-        base = [n for d, n in enumerate(whole.shape) if d != stack]
-        order = self._order(len(base), whole)
-        back = tuple(map(order.index, range(len(order))))
-        dims = [d for d in range(len(whole.shape)) if d != stack]
-        permutation = _ordered(dims, back)
-        sizes = None if axis is None else self._sizes(base[axis], whole)
-        runs = _WHOLE if sizes is None else self._runs(sizes, whole)
-        found = []
-        for index, row in enumerate(rows):
-            layer = Box.full(whole.shape) if stack is None else _cut(Box.full(whole.shape), stack, index, 1)
-            shapes = [list(base) for _ in row]
-            views: list[list[View]] = [[] for _ in row]
-            for run in runs:
-                box, start = layer, [0] * len(base)
-                if axis is not None and sizes is not None:
-                    box = _cut(layer, dims[axis], run.place, run.length)
-                    start[axis] = run.start
-                    shapes[run.part][axis] = sizes[run.part]
-                views[run.part].append(View(whole.name, box, permutation, _ordered(start, back)))
-            found += [
-                OutputTensor(name, _ordered(shape, back), whole.dtype, tuple(seen))
-                for name, shape, seen in zip(row, shapes, views, strict=True)
-            ]
-        return found if self.unfold is None else [self.unfold.reading(output, unfolded) for output in found]
+        rows = self._by_index(names)
+        shape, unfold = self._folded(whole)
+        folded = replace(whole, shape=shape)
+        stack, axis = self._dimensions(len(shape), folded)
+        if stack is not None and shape[stack] != len(rows):
+            self._mismatch(f"{shown(whole.name)} of shape {shape} has {shape[stack]} along dimension {stack}, not {len(rows)}")
+        permutation = self._permutation(len(shape) - (stack is not None), stack, folded)
+        sizes = None if axis is None else self._sizes(shape[axis], folded)
+        runs = self._runs(sizes, folded)
+        if unfold is not None and unfold.axis == stack:
+            self._mismatch(f"{shown(whole.name)} of shape {whole.shape}: stack and unfold are both dimension {stack}; give another one")
+        layout = PartLayout(shape=shape, permutation=permutation, stack=stack, axis=axis, runs=runs, unfold=unfold)
+        to_part = layout.to_part
+        views: list[list[list[View]]] = [[[] for _ in row] for row in rows]
+        for s in layout.shared_boxes():
+            views[s.row][s.part].append(View(whole.name, s.in_whole, to_part, s.in_part.start))
+        shapes = [layout.part_shape(None if sizes is None else sizes[part]) for part in range(len(rows[0]))]
+        return [
+            OutputTensor(name, shape, whole.dtype, tuple(part_views))
+            for row, row_views in zip(rows, views, strict=True)
+            for name, shape, part_views in zip(row, shapes, row_views, strict=True)
+        ]
+
+    def stacked_length(self, whole: TensorRecord) -> int:
+        """The number of stacked indices in a whole; 1 without `stack`.
+
+        Raises:
+            ShapeMismatchError: the whole has too few dimensions.
+        """
+        shape, _ = self._folded(whole)
+        stack, _ = self._dimensions(len(shape), whole)
+        if stack is not None and shape[stack] == 0:
+            self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has nothing along dimension {stack}: nothing would be left of it")
+        return 1 if stack is None else shape[stack]
 
     # --- shapes -----------------------------------------------------------------------------------------------------
 
-    def _folded(self, whole: TensorRecord) -> TensorRecord:
-        """The whole with the unfolded dimensions folded into one again."""
-        found = whole if self.unfold is None else self.unfold.folded(whole)
-        if found is None:
-            assert self.unfold is not None
-            axis, count = self.unfold.axis, self.unfold.count
-            self._mismatch(f"{shown(whole.name)} of shape {whole.shape} has not {count} along dimension {axis} and one more (unfold)")
-        return found
+    def _folded(self, whole: TensorRecord) -> tuple[tuple[int, ...], Unfold | None]:
+        """The shape of a whole with the two unfolded dimensions as one, and `unfold` with a non-negative axis."""
+        if self.unfold is None:
+            return whole.shape, None
+        axis, count = self.unfold.axis, self.unfold.count
+        rank, shape = len(whole.shape) - 1, whole.shape
+        at = axis % rank if -rank <= axis < rank else None
+        if at is None or shape[at] != count:
+            self._mismatch(f"{shown(whole.name)} of shape {shape} has not {count} along dimension {axis} and one more (unfold)")
+        return (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :]), Unfold(at, count)
 
-    def _places(self, rank: int, tensor: TensorRecord) -> tuple[int | None, int | None]:
-        """`stack` as a dimension of the whole, and `axis` as a dimension of the whole without `stack`; None for one that is not used."""
-        places = []
+    def _unfold_of(self, shape: Sequence[int]) -> Unfold | None:
+        """`unfold` with a non-negative axis, for a shape that is not unfolded; None if the shape lacks that dimension or factor."""
+        if self.unfold is None or not -len(shape) <= self.unfold.axis < len(shape):
+            return None
+        at, count = self.unfold.axis % len(shape), self.unfold.count
+        return None if shape[at] % count else Unfold(at, count)
+
+    def _dimensions(self, rank: int, tensor: TensorRecord) -> tuple[int | None, int | None]:
+        """`stack` and `axis` as non-negative dimensions of a whole of that rank; None for one that is not used."""
+        dimensions = []
         for what, d, needed in (("stack", self.stack, self.stack is not None), ("axis", self.axis, self.cuts)):
             if needed and d is not None and not -rank <= d < rank:
                 self._mismatch(
                     f"{what} = {d} is no dimension of {self.whole}, which has {rank} with {shown(tensor.name)} of {tensor.shape}"
                 )
-            places.append(d % rank if needed and d is not None else None)
-        stack, axis = places
-        if stack is not None and axis is not None:
-            if stack == axis:
-                self._refuse(f"axis and stack are both dimension {axis} of {self.whole}; give the other one of its {rank}")
-            axis -= axis > stack
+            dimensions.append(d % rank if needed and d is not None else None)
+        stack, axis = dimensions
+        if stack is not None and stack == axis:
+            self._refuse(f"axis and stack are both dimension {axis} of {self.whole}; give the other one of its {rank}")
         return stack, axis
 
-    def _order(self, rank: int, tensor: TensorRecord) -> tuple[int, ...]:
-        """For each dimension of the whole without `stack`, the part's dimension."""
-        if self.permutation is None:
-            return tuple(range(rank))
-        if self.permutation == "reverse":
-            return tuple(reversed(range(rank)))
-        if len(self.permutation) != rank:
-            self._mismatch(
-                f"transpose names {len(self.permutation)} dimensions, and with {shown(tensor.name)} of {tensor.shape} it is {rank}"
-            )
-        return self.permutation
+    def _permutation(self, rank: int, stack: int | None, tensor: TensorRecord) -> tuple[int | None, ...]:
+        """For each dimension of the whole, the dimension of a part of that rank; None for `stack`."""
+        order = tuple(range(rank)) if self.permutation is None else self.permutation
+        if order == "reverse":
+            order = tuple(reversed(range(rank)))
+        if len(order) != rank:
+            self._mismatch(f"transpose names {len(order)} dimensions, and with {shown(tensor.name)} of {tensor.shape} it is {rank}")
+        return order if stack is None else (*order[:stack], None, *order[stack:])
 
-    def _permuted(self, tensor: TensorRecord, order: Sequence[int], first: TensorRecord) -> tuple[int, ...]:
-        if len(tensor.shape) != len(order):
+    def _shape_in_whole(
+        self, tensor: TensorRecord, permutation: Sequence[int | None], stacked: int, first: TensorRecord
+    ) -> tuple[int, ...]:
+        """The shape of a part with the dimensions of the whole."""
+        if len(tensor.shape) != len(first.shape):
             self._mismatch(f"{shown(tensor.name)} of shape {tensor.shape} and {shown(first.name)} of shape {first.shape} differ in rank")
-        return _ordered(tensor.shape, order)
+        return tuple([stacked if d is None else tensor.shape[d] for d in permutation])
 
-    def _check_alike(self, rows: Sequence[Sequence[TensorRecord]], shapes: Sequence[Sequence[Dims]], axis: int | None) -> None:
+    def _check_alike(self, rows: Sequence[Sequence[TensorRecord]], shapes: Sequence[Sequence[tuple[int, ...]]], axis: int | None) -> None:
         """Refuse parts that differ in dtype, in shape across indices, or in shape along a dimension other than `axis`."""
         first = rows[0][0]
-        for row, made in zip(rows, shapes, strict=True):
-            for tensor, shape, model in zip(row, made, shapes[0], strict=True):
+        for row, in_whole in zip(rows, shapes, strict=True):
+            for tensor, shape, expected in zip(row, in_whole, shapes[0], strict=True):
                 if tensor.dtype != first.dtype:
                     unlike = f"{shown(tensor.name)} has dtype {tensor.dtype}, {shown(first.name)} has {first.dtype}"
                     raise DtypeMismatchError(f"{self}: {unlike}; one tensor has one dtype. Leave this rule out.")
-                odd = [d for d, (a, b) in enumerate(zip(shape, shapes[0][0], strict=True)) if a != b and d != axis]
-                if shape != model or odd:
+                if shape != expected or any(a != b for d, (a, b) in enumerate(zip(shape, shapes[0][0], strict=True)) if d != axis):
                     aside = "" if axis is None else f" but for what lies along dimension {self.axis}"
                     self._mismatch(
                         f"{shown(tensor.name)} has shape {tensor.shape}, {shown(first.name)} has {first.shape}; they must agree{aside}"
@@ -278,12 +262,8 @@ class MappingRule:
     def _check_shares(self, sizes: Sequence[int], name: str) -> None:
         if self.shares is None:
             return
-        total, whole = sum(sizes), sum(self.shares)
-        if (
-            tuple(sizes) != self.shares
-            if self.exact
-            else any(n * whole != share * total for n, share in zip(sizes, self.shares, strict=True))
-        ):
+        total, shares = (1, 1) if self.exact else (sum(sizes), sum(self.shares))
+        if any(n * shares != share * total for n, share in zip(sizes, self.shares, strict=True)):
             what = "sizes" if self.exact else "ratio"
             self._mismatch(f"the parts of {shown(name)} have {list(sizes)} along dimension {self.axis}; {what} is {list(self.shares)}")
 
@@ -300,14 +280,17 @@ class MappingRule:
             self._mismatch(f"{where}, which cannot be cut by the ratio {':'.join(map(str, self.shares))}")
         return [total // share * n for n in self.shares]
 
-    def _runs(self, sizes: Sequence[int], tensor: TensorRecord) -> list[ElementRun]:
+    def _runs(self, sizes: Sequence[int] | None, tensor: TensorRecord) -> list[ElementRun]:
+        """The runs of parts of these lengths; None: the whole is not cut."""
+        if sizes is None:
+            return _UNCUT
         if self.rotary is not None:
             if sizes[0] % (2 * self.rotary.heads):
                 self._mismatch(f"{shown(tensor.name)}: {sizes[0]} rows are not an even number for each of {self.rotary.heads} heads")
             return list(self.rotary.runs(sizes[0]))
         if any(n % self.groups for n in sizes):
             self._mismatch(f"{shown(tensor.name)}: parts of {list(sizes)} cannot lie in turn in {self.groups} groups (interleave)")
-        return list(runs_in_turn(sizes, self.groups if any(sizes) else 1))
+        return list(interleaved_runs(sizes, self.groups if any(sizes) else 1))
 
     def _by_index(self, rows: Sequence[Sequence[_Part]]) -> Sequence[Sequence[_Part]]:
         """Parts grouped by stacked index; if the parts themselves are stacked, each is a group."""
@@ -330,16 +313,3 @@ class MappingRule:
 def _written(key: str) -> str:
     """A wildcard for messages."""
     return "one of its *" if key.isdecimal() else f"{{{key}}}"
-
-
-def _cut(box: Box, d: int, start: int, length: int) -> Box:
-    """A box cut to a range of one dimension, in which it starts at 0."""
-    return Box((*box.start[:d], start, *box.start[d + 1 :]), (*box.stop[:d], start + length, *box.stop[d + 1 :]))
-
-
-def _ordered(values: Sequence[int], order: Sequence[int]) -> Dims:
-    return tuple([values[d] for d in order])
-
-
-def _inserted(values: Sequence[int], at: int | None, value: int) -> Dims:
-    return tuple(values) if at is None else (*values[:at], value, *values[at:])

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shardckpt.state.document import Node, Tree
     from shardckpt.state.names import Form, PathKey
 
-__all__ = ["end_names", "renamed_state"]
-
 _ESCAPED = re.compile(r"~(?:([01e])|u([0-9a-f]{4}))")
 _PLAIN = {"0": "~", "1": "/", "e": ""}
 

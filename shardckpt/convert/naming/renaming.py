@@ -1,18 +1,13 @@
-"""Renaming: a tensor's name in the other format, derived from the checkpoint's step by step.
+"""Rules that change names: substitutions (`substitution`), and tables of old and new names. `rename` applies them.
 
-1. By default the keys that lead to it are joined with ".": `model/layers.0/w` is `model.layers.0.w`. (For an import names stay.)
-2. `strip_prefix` removes a prefix.
-3. A file maps old names to new names, or to null to leave a tensor out. Old names are those of the checkpoint, or the results of 1 and 2.
-4. `s/regex/replacement/`, one after the other (`substitution`).
-
-A step that changes nothing is an error, because it is probably misspelt; so are two tensors of one name.
+A rule that changes nothing is an error, because it is probably misspelt; so are two tensors of one name.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError, OptionError
@@ -25,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardckpt.convert.naming.substitution import Substitution
-
-__all__ = ["Renaming", "dotted", "read_names"]
 
 _ESCAPED = re.compile(r"~[01e]|~$")
 _PLAIN = {"~0": "~", "~1": "/"}
@@ -41,8 +34,8 @@ def dotted(name: str) -> str:
     return ".".join(_ESCAPED.sub(lambda found: _PLAIN.get(found[0], ""), component) for component in name.split("/"))
 
 
-def read_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
-    """Read a JSON, YAML or TOML file of old names → new names, or None to leave a tensor out (TOML has `false` for null).
+def read_names(path: str | os.PathLike[str]) -> NameTable:
+    """Read a JSON, YAML or TOML file of old names → new names, or null to leave a leaf out (TOML has `false` for null).
 
     Raises:
         OptionError: the file cannot be read, or has other contents.
@@ -55,79 +48,56 @@ def read_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
             raise OptionError(f'{path}: {excerpt(old)} is a table; in TOML, put a name with dots in quotes: "a.b" = "c.d".')
         if not isinstance(old, str) or not (new is None or new is False or (isinstance(new, str) and new)):
             raise OptionError(f"{path}: {excerpt(old)} = {excerpt(new)}: give a new name, or null (in TOML false) to leave it out.")
-    return {old: new or None for old, new in doc.items()}
+    return NameTable(str(path), {old: new or None for old, new in doc.items()})
 
 
 @dataclass(frozen=True, slots=True)
-class Renaming:
-    """Rules that change names."""
+class NameTable:
+    """Old name → new name, or None to leave a leaf out. All entries apply at once."""
 
-    strip_prefix: str | None = None
-    """A prefix such as "model/", or "model.", which means the same; at least one name must have it."""
-    names: Mapping[str, str | None] = field(default_factory=dict)
-    """Old name → new name, or None to leave the tensor out."""
-    rules: tuple[Substitution, ...] = ()
-    origin: str = "the file of names"
-    """Origin of `names`, for messages."""
+    origin: str
+    """The file, for messages."""
+    names: Mapping[str, str | None]
+    """The old names are those in the source, or the present ones."""
 
-    def __post_init__(self) -> None:
-        """Refuse a prefix that is not text."""
-        if self.strip_prefix is not None and (not isinstance(self.strip_prefix, str) or not self.strip_prefix):
-            raise OptionError(f"strip_prefix={excerpt(self.strip_prefix)}: give what names begin with, such as 'model/'.")
-
-    def apply(self, names: Iterable[str], *, keep_slashes: bool = False) -> dict[str, str]:
-        """Old name → new name, in order, without the names that are left out.
-
-        Args:
-            names: names of tensors.
-            keep_slashes: whether "/" is kept, as for an import.
-
-        Raises:
-            OptionError: a rule matches nothing.
-            NamesMismatchError: two tensors would have one name, or one would have none; the message names them.
-        """
-        new = {name: name if keep_slashes else dotted(name) for name in names}
-        self._strip(new)
-        self._look_up(new)
-        for rule in self.rules:
-            found = {old: changed for old, name in new.items() if (changed := rule.of(name)) is not None}
-            if not found:
-                raise OptionError(f"rename {rule} matches none of {len(new)} names, such as {shown(next(iter(new), ''))}; correct it.")
-            new |= found
-        _refuse_collisions(new)
-        return new
-
-    def _strip(self, new: dict[str, str]) -> None:
-        prefix = self.strip_prefix
-        if prefix is None:
-            return
-        found = {}
-        for old, name in new.items():
-            for given in (prefix, prefix.replace("/", ".")):
-                if name.startswith(given):
-                    found[old] = name.removeprefix(given)
-                    break
-        if not found:
-            first = shown(next(iter(new.values()), ""))
-            raise OptionError(f"strip_prefix={prefix!r}: none of {len(new)} names begins so; the first is {first}.")
-        new |= found
-
-    def _look_up(self, new: dict[str, str]) -> None:
-        """Apply the file of names: rename each name that it lists once, and remove the names that it maps to None."""
-        current = {name: old for old, name in new.items()}
-        for given, wanted in self.names.items():
-            old = given if given in new else current.get(given)
-            if old is None:
-                raise OptionError(f"{self.origin}: there is no tensor {shown(given)}{did_you_mean(given, [*current, *new])}.")
-            if wanted is None:
-                del new[old]
-            else:
-                new[old] = wanted
+    def changes(self, present: Mapping[str, str]) -> dict[str, str | None]:
+        """Name in the source → new name, for the leaves that the table names; see `Substitution.changes`."""
+        changed = {}
+        sources = {name: old for old, name in present.items()}
+        for old, new in self.names.items():
+            source = old if old in present else sources.get(old)
+            if source is None:
+                raise OptionError(f"{self.origin}: there is no tensor {shown(old)}{did_you_mean(old, [*sources, *present])}.")
+            changed[source] = new
+        return changed
 
 
-def _refuse_collisions(new: Mapping[str, str]) -> None:
+def rename(names: Mapping[str, str], rules: Iterable[Substitution | NameTable]) -> dict[str, str]:
+    """Apply rules to names, one after the other.
+
+    Args:
+        names: name in the source → present name.
+        rules: the rules, in order.
+
+    Returns:
+        Name in the source → new name, without the leaves that are left out.
+
+    Raises:
+        OptionError: a rule matches nothing.
+        NamesMismatchError: two leaves would have one name, or one would have none; the message names them.
+    """
+    renamed = dict(names)
+    for rule in rules:
+        changes = rule.changes(renamed)
+        present = {old: changes.get(old, name) for old, name in renamed.items()}
+        renamed = {old: name for old, name in present.items() if name is not None}
+    _refuse_collisions(renamed)
+    return renamed
+
+
+def _refuse_collisions(renamed: Mapping[str, str]) -> None:
     seen: dict[str, str] = {}
-    for old, name in new.items():
+    for old, name in renamed.items():
         if not name:
             raise NamesMismatchError(f"{shown(old)} would have no name after renaming; leave it out, or rename it otherwise.")
         other = seen.setdefault(name, old)

@@ -1,4 +1,6 @@
-r"""The `s/regex/replacement/` of a rename: a substitution in a name, as sed makes it in a line.
+r"""Substitutions in names: the `s/regex/replacement/` of a rename, and prefixes that are removed.
+
+A substitution is written as sed's:
 
 s/^model\.//            the character after the s is the delimiter; with a backslash before it, it is part of the text
 s/\.w([13])\./.ff\1./   the regex is Python's (`re`); \1 … \9 in the replacement are its groups, & is the complete match
@@ -7,14 +9,18 @@ s/layer/block/gi        g: replace all matches, not only the first; i: ignore ca
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import OptionError
 from shardckpt.excerpt import excerpt
+from shardckpt.state.names import shown
 
-__all__ = ["Substitution"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 LONGEST = 1000
 """Most characters of a substitution, and of a name that it is applied to: some expressions need time exponential in them."""
@@ -24,49 +30,23 @@ _REPLACED = re.compile(r"\\(\d)|\\(.)|(&)|([^\\&]+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Substitution:
-    r"""A parsed substitution.
+    r"""A substitution in names.
 
-    >>> Substitution(r"s/^layers\.(\d+)/h.\1/").of("layers.3.w")
+    >>> parse_substitution(r"s/^layers\.(\d+)/h.\1/").of("layers.3.w")
     'h.3.w'
-
-    Raises:
-        OptionError: the text is not a valid substitution.
+    >>> without_prefix("model/").of("model.norm")
+    'norm'
     """
 
-    text: str
-    _regex: re.Pattern[str] = field(init=False, repr=False, compare=False)
-    _replacement: tuple[int | str, ...] = field(init=False, repr=False, compare=False)
-    """Group numbers and texts of the replacement, in order."""
-    _count: int = field(init=False, repr=False, compare=False)
+    origin: str
+    """The option that it was made of, for messages."""
+    regex: re.Pattern[str]
+    replacement: tuple[int | str, ...] = ()
+    """Group numbers and texts, in order."""
+    count: int = 1
     """Most replacements in a name; 0: all."""
-
-    def __post_init__(self) -> None:
-        """Parse the text."""
-        text = self.text
-        if not isinstance(text, str) or len(text) < 2 or text[0] != "s" or text[1].isalnum() or text[1] in "\\\n ":
-            raise OptionError(f"rename={excerpt(text)}: write it as sed does, s/regex/replacement/.")
-        if len(text) > LONGEST:
-            raise OptionError(f"rename={excerpt(text)}: it has {len(text)} characters, and at most {LONGEST} are read; use several.")
-        parts = _parts(text[2:], text[1])
-        if len(parts) != 3:
-            raise OptionError(f"rename={excerpt(text)}: {text[1]!r} has to stand three times, as in s{text[1]}regex{text[1]}new{text[1]}.")
-        regex, replacement, flags = parts
-        odd = [flag for flag in flags if flag not in _FLAGS or flags.count(flag) > 1]
-        if odd:
-            raise OptionError(f"rename={excerpt(text)}: {odd[0]!r} is no flag, or there twice; there are g (everywhere) and i (any case).")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # about syntax that may change in a later Python
-                compiled = re.compile(regex, sum(_FLAGS[flag] for flag in flags))
-        except (re.error, RecursionError, OverflowError) as error:
-            raise OptionError(f"rename={excerpt(text)}: {excerpt(regex)} is no regular expression: {error}.") from error
-        tokens = tuple(_token(found) for found in _REPLACED.finditer(replacement))
-        group = max((token for token in tokens if isinstance(token, int)), default=0)
-        if group > compiled.groups:
-            raise OptionError(f"rename={excerpt(text)}: \\{group} is no group of {excerpt(regex)}, which has {compiled.groups}.")
-        object.__setattr__(self, "_regex", compiled)
-        object.__setattr__(self, "_replacement", tokens)
-        object.__setattr__(self, "_count", 0 if "g" in flags else 1)
+    longest: float = math.inf
+    """Most characters of a name."""
 
     def of(self, name: str) -> str | None:
         """The renamed name; None if the regex does not match.
@@ -74,17 +54,74 @@ class Substitution:
         Raises:
             OptionError: the name is too long to be safe.
         """
-        if len(name) > LONGEST:
-            raise OptionError(f"rename={excerpt(self.text)}: a name of {len(name)} characters is too long for it: {excerpt(name)}.")
-        renamed, times = self._regex.subn(self._replaced, name, count=self._count)
+        if len(name) > self.longest:
+            raise OptionError(f"{self.origin}: a name of {len(name)} characters is too long for it: {excerpt(name)}.")
+        renamed, times = self.regex.subn(self._text, name, count=self.count)
         return renamed if times else None
 
-    def _replaced(self, found: re.Match[str]) -> str:
-        return "".join(token if isinstance(token, str) else found[token] or "" for token in self._replacement)
+    def changes(self, present: Mapping[str, str]) -> dict[str, str | None]:
+        """The names that change.
 
-    def __str__(self) -> str:
-        """The text of the substitution."""
-        return self.text
+        Args:
+            present: name in the source → present name.
+
+        Returns:
+            Name in the source → new name.
+
+        Raises:
+            OptionError: no name changes.
+        """
+        renamed = {old: self.of(name) for old, name in present.items()}
+        changed = {old: name for old, name in renamed.items() if name is not None}
+        if not changed:
+            first = shown(next(iter(present.values()), ""))
+            raise OptionError(f"{self.origin} matches none of {len(present)} names, such as {first}; correct it.")
+        return {**changed}
+
+    def _text(self, found: re.Match[str]) -> str:
+        return "".join(token if isinstance(token, str) else found[token] or "" for token in self.replacement)
+
+
+def without_prefix(prefix: object) -> Substitution:
+    """The substitution that removes a prefix such as "model/", or "model.", which means the same.
+
+    Raises:
+        OptionError: the prefix is not text.
+    """
+    if not isinstance(prefix, str) or not prefix:
+        raise OptionError(f"strip_prefix={excerpt(prefix)}: give what names begin with, such as 'model/'.")
+    return Substitution(f"strip_prefix={prefix!r}", re.compile(rf"\A(?:{re.escape(prefix)}|{re.escape(prefix.replace('/', '.'))})"))
+
+
+def parse_substitution(text: object) -> Substitution:
+    """Parse `s/regex/replacement/`.
+
+    Raises:
+        OptionError: the text is not a valid substitution.
+    """
+    origin = f"rename={excerpt(text)}"
+    if not isinstance(text, str) or len(text) < 2 or text[0] != "s" or text[1].isalnum() or text[1] in "\\\n ":
+        raise OptionError(f"{origin}: write it as sed does, s/regex/replacement/.")
+    if len(text) > LONGEST:
+        raise OptionError(f"{origin}: it has {len(text)} characters, and at most {LONGEST} are read; use several.")
+    parts = _parts(text[2:], text[1])
+    if len(parts) != 3:
+        raise OptionError(f"{origin}: {text[1]!r} has to stand three times, as in s{text[1]}regex{text[1]}new{text[1]}.")
+    regex, replacement, flags = parts
+    odd = [flag for flag in flags if flag not in _FLAGS or flags.count(flag) > 1]
+    if odd:
+        raise OptionError(f"{origin}: {odd[0]!r} is no flag, or there twice; there are g (everywhere) and i (any case).")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about syntax that may change in a later Python
+            compiled = re.compile(regex, sum(_FLAGS[flag] for flag in flags))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise OptionError(f"{origin}: {excerpt(regex)} is no regular expression: {error}.") from error
+    tokens = tuple(_token(found) for found in _REPLACED.finditer(replacement))
+    group = max((token for token in tokens if isinstance(token, int)), default=0)
+    if group > compiled.groups:
+        raise OptionError(f"{origin}: \\{group} is no group of {excerpt(regex)}, which has {compiled.groups}.")
+    return Substitution(f"rename={text!r}", compiled, tokens, 0 if "g" in flags else 1, LONGEST)
 
 
 def _parts(text: str, delimiter: str) -> list[str]:

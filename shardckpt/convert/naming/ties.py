@@ -8,24 +8,16 @@ that transformers' `_tied_weights_keys` does not list as tied to another. So in 
 2. If several names are left, the first in the state is kept.
 
 A model whose configuration says `tie_word_embeddings: false` does not tie again, and would not find tensors that are left out. For such a
-model, and on request, each name gets a separate copy.
+model, and on request, each name gets a separate copy (`Naming.copy_ties`).
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal
-
-from shardckpt.errors import OptionError
-from shardckpt.excerpt import excerpt
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-__all__ = ["TIED", "Ties", "resolve"]
-
-Ties = Literal["auto", "once", "copies"]
-"""Treatment of tied names: "once", "copies", or "auto": copies if the configuration says that nothing is tied."""
 
 TIED = tuple(
     re.compile(rf"(?:^|[./_])(?:{ends})\.(?:weight|bias)$")
@@ -39,32 +31,17 @@ TIED = tuple(
 embeddings that are tied to a shared one, the heads of a model, and weights inside a head. Earlier patterns are preferred."""
 
 
-def resolve(
-    names: Mapping[str, str], ties: Ties = "auto", tie_word_embeddings: bool | None = None
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Choose the names that are written.
+def first_names(names: Mapping[str, str]) -> dict[str, str]:
+    """Further name of each tied tensor → the name under which the tensor is written.
 
     Args:
         names: output name → name of the stored tensor, in the state's order.
-        ties: treatment of tied names.
-        tie_word_embeddings: the setting in the model's configuration; None: unknown.
-
-    Returns:
-        The entries of `names` that are written; and further name of a tied tensor → its first name, whether the further name is
-        written or not.
-
-    Raises:
-        OptionError: `ties` is invalid.
     """
-    if ties not in ("auto", "once", "copies"):
-        raise OptionError(f'ties={excerpt(ties)}: use "auto", "once" or "copies".')
     groups: dict[str, list[str]] = {}
     for name, stored in names.items():
         groups.setdefault(stored, []).append(name)
     firsts = {stored: min(group, key=_rank) for stored, group in groups.items()}
-    further = {name: firsts[stored] for name, stored in names.items() if name != firsts[stored]}
-    copies = ties == "copies" or (ties == "auto" and tie_word_embeddings is False)
-    return {name: stored for name, stored in names.items() if copies or name not in further}, further
+    return {name: firsts[stored] for name, stored in names.items() if name != firsts[stored]}
 
 
 def _rank(name: str) -> int:

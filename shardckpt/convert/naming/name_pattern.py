@@ -21,8 +21,6 @@ from shardckpt.excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Captures", "NamePattern"]
-
 Captures = dict[str, str]
 """Wildcard → the text that it captured. The key is the wildcard's number among `*` and `**`, as text, or its word."""
 

@@ -1,0 +1,112 @@
+"""Applying the rules for names to a checkpoint: the tensors to write, their names, sources and dtypes.
+
+1. `include` and `exclude` select tensors, by their names in the source.
+2. Names change: `strip_prefix`, `rename_file`, `rename` (`renaming`). For an export the keys of nested containers are joined with ".".
+3. One name of each tied tensor is kept (`ties`).
+4. `mapping` joins or splits tensors (`mapping`), and `add_prefix` is put in front of all names.
+5. `dtype` converts, by the new names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardckpt.convert.naming.choose import read_naming
+from shardckpt.convert.naming.renamed_state import end_names
+from shardckpt.convert.naming.renaming import dotted, rename
+from shardckpt.convert.naming.ties import first_names
+from shardckpt.errors import NamesMismatchError
+from shardckpt.excerpt import few, given
+from shardckpt.reshard.dtype_rules import plan_dtypes
+from shardckpt.reshard.optimizer_state import optimizer_state
+from shardckpt.state import alias_map, leaf_names, meanings
+from shardckpt.state.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import NoReturn
+
+    from shardckpt.convert.naming.choose import NameOptions
+    from shardckpt.convert.streaming.outputs import OutputTensor
+    from shardckpt.format.structure import Structure
+    from shardckpt.reshard.dtype_rules import ConvertedSubtree
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The tensors to write, with their names."""
+
+    tensors: tuple[OutputTensor, ...]
+    """In the order of the source state."""
+    tied: Mapping[str, str]
+    """Names that are not written → the output that is the same tensor."""
+    notes: tuple[str, ...]
+    """Messages about tensors that were left out or duplicated, a line each."""
+    renamed: Mapping[str, str]
+    """Selected name in the source → new name, before a mapping; for an import, small leaves are included."""
+    conversions: tuple[ConvertedSubtree, ...]
+    """Tensors that `dtype` converts and leaves, counted by subtree of the new names."""
+
+
+def outputs_of(structure: Structure, options: NameOptions, where: str, *, importing: bool = False) -> Outputs:
+    """The outputs of a checkpoint, shardckpt's or a foreign one.
+
+    Args:
+        structure: structure of the source.
+        options: selection and naming.
+        where: location of the checkpoint, for messages.
+        importing: whether the new names belong to a state. Then "/" still separates its containers, its small leaves and empty
+            containers are selected and renamed, too, and tied names stay tied.
+
+    Raises:
+        OptionError: a file cannot be read, or a rule matches nothing.
+        NamesMismatchError: nothing is selected, a part is missing, or two tensors would have one name.
+        ShapeMismatchError, DtypeMismatchError: tensors do not fit a rule.
+    """
+    naming, tree = read_naming(options), structure.tree
+    stored = {name: name for name in structure.tensors} | alias_map(tree)
+    selected = [name for name in stored if naming.is_selected(name)]
+    if not selected:
+        _refuse_empty_selection(list(stored), options, where)
+    leaves = list(filter(naming.is_selected, end_names(tree) if importing else leaf_names(tree)))
+    present = {name: name for name in [*selected, *leaves]} if importing else {name: dotted(name) for name in selected}
+    renamed = rename(present, naming.renames)
+    sources = {name: stored[old] for old, name in renamed.items() if old in stored}
+    firsts = first_names(sources)
+    kept = {name: structure.tensors[source] for name, source in sources.items() if naming.copy_ties or name not in firsts}
+    add_prefix = naming.add_prefix.__add__
+    outputs = {output.name: output for output in (replace(o, name=add_prefix(o.name)) for o in naming.mapping.outputs(kept))}
+    origins = {name: output.sources[0].tensor for name, output in outputs.items() if output.sources}
+    meaning, moments = meanings(tree), optimizer_state(tree) if naming.dtype else frozenset()
+    meant = {name: meaning[origin] for name, origin in origins.items() if origin in meaning}
+    planned = plan_dtypes(outputs, naming.dtype, meant, {name for name, origin in origins.items() if origin in moments})
+    tied = {add_prefix(name): add_prefix(first) for name, first in firsts.items() if name not in kept}
+    copied = {add_prefix(name): add_prefix(first) for name, first in firsts.items() if name in kept}
+    notes = [] if importing else list(_notes_of_leaves(leaves, meant))
+    unwritten = {name: first for name, first in tied.items() if not (importing and first in outputs)}  # others stay tied
+    notes += [f"{shown(name)} is the same tensor as {shown(first)}, and is not written again." for name, first in unwritten.items()]
+    notes += [f"{shown(name)} is the same tensor as {shown(first)}, and is written for itself." for name, first in copied.items()]
+    return Outputs(
+        tensors=tuple(replace(output, dtype=planned.dtypes[name]) for name, output in outputs.items()),
+        tied={name: first for name, first in tied.items() if first in outputs},
+        notes=tuple(notes),
+        renamed={old: add_prefix(name) if old in stored else name for old, name in renamed.items()},
+        conversions=planned.subtrees,
+    )
+
+
+def _refuse_empty_selection(names: list[str], options: NameOptions, where: str) -> NoReturn:
+    if not names:
+        raise NamesMismatchError(f"{where}: there is no tensor in it, and nothing else is written to such files.")
+    asked = given(include=options.include, exclude=options.exclude)
+    raise NamesMismatchError(f"{where}: {asked}: none of its {len(names)} tensors is left; there are {few(names)}.")
+
+
+def _notes_of_leaves(leaves: Sequence[str], meant: Mapping[str, str]) -> Iterator[str]:
+    """Notes of an export about leaves that are not tensors, and tensors whose meaning is lost."""
+    if leaves:
+        others = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+        yield f"{shown(leaves[0])}{others}: no tensor, and not written."
+    for name, what in meant.items():
+        yield f"{shown(name)} is {what}, and is written as numbers."
