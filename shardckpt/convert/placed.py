@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
     from shardckpt.plan.pieces import Piece
 
-__all__ = ["Place", "Placed", "PlacedTensor", "held", "place_tensors", "stored"]
-
 
 class Place(Protocol):
     """The place of a part of a tensor. Safe to use from several threads."""

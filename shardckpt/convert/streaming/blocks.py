@@ -16,8 +16,6 @@ from shardckpt.layout.placements import Placements
 if TYPE_CHECKING:
     from shardckpt.format.structure import StoredLayout, TensorRecord
 
-__all__ = ["block_shape"]
-
 SMALLEST = 4 << 20
 """Bytes to which shards are joined: a smaller block costs more than its bytes."""
 LARGEST = 32 << 20

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from shardckpt.convert.streaming.outputs import OutputTensor
     from shardckpt.layout.box import Box
 
-__all__ = ["BLOCK_BYTES", "blocks", "grid", "rows", "runs"]
-
 BLOCK_BYTES = 4 << 20
 """Bytes to which rows are joined for one write."""
 LEAST_RUN = 4 << 10

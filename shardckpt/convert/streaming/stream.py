@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from shardckpt.reading.checkpoint import Checkpoint
 
-__all__ = ["Blocks", "OutputBlock", "Put", "Stream", "stream"]
-
 Blocks = Callable[[OutputTensor, Sequence[Piece], int], Sequence[Piece]]
 """Chooses the blocks of an output, as the chunks of arrays that together are the output (`chunking.grid` for one array). Arguments:
 the output, which has elements; the arrays from which it is made, in the output's indices; the most bytes of a block."""

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
 
-__all__ = ["METADATA", "DcpState", "looks_like", "open_foreign", "read_state"]
-
 METADATA = ".metadata"
 _OF_OTHERS = ({"common.pt", "metadata.json"}, {".manager_metadata"})
 """Files beside `.metadata` in directories that Megatron-Core and torch_xla derive from DCP's, which have their own readers."""

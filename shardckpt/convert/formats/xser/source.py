@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from shardckpt.convert.formats.torch.unpickling import Instance
     from shardckpt.io.url import Location
 
-__all__ = ["looks_like", "open_foreign"]
-
 _REFERENCE = "torch_xla.utils.serialization.TensorReference"
 _TENSORS = ".tensors/"
 _TENSOR = re.compile(r"tensor_(\d{1,18})\.pt")
