@@ -16,7 +16,7 @@ from shardckpt.convert.formats.torch.file import is_torch_file
 from shardckpt.convert.formats.torch.objects import PickledTensor
 from shardckpt.convert.formats.torch.source import beginning, span_of
 from shardckpt.convert.formats.torch.states import open_state_file, state_in
-from shardckpt.convert.placed import place_tensors, stored
+from shardckpt.convert.placed import place_pickled, place_tensors
 from shardckpt.errors import FormatError, MissingDataError, NotFoundError
 from shardckpt.excerpt import excerpt
 from shardckpt.io.buckets.listing import sizes
@@ -84,4 +84,4 @@ def _referred(reference: Instance, tensors: dict[str, TorchFile], file: FileVers
     found = tensors[key].state
     if not isinstance(found, PickledTensor):
         raise FormatError(f"lies in {key}, which does not hold a tensor")
-    return stored(tensors[key], found)
+    return place_pickled(tensors[key], found)
